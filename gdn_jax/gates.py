@@ -1,0 +1,70 @@
+"""Gates of the rule: log decay, write strength, L2 norm, and converters between log decay and linear alpha."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def log_decay(
+    a: Float[Array, "*B HO"], A_log: Float[Array, " HO"], dt_bias: Float[Array, " HO"]
+) -> Float[Array, "*B HO"]:
+    """Log decay of a Mamba2-style gate, in float32.
+
+        g = -exp(A_log) * softplus(a + dt_bias)
+
+    Args:
+      a: raw gate input of any floating dtype and range.
+      A_log: logarithm of the decay rate of each head, finite (a rate of 0 is a head that never forgets and
+        never learns to: keep it away from 0 when sampling).
+      dt_bias: bias of the time step of each head.
+
+    Returns:
+      g <= 0, float32 (float64 when an argument is float64).
+
+    Numerics: computed in float32 whatever the dtype of a; bfloat16 would lose the slow heads.
+    Source: Mamba2's discretisation as in fla's `fused_gdn_gate`. Modular's documentation writes
+      exp(-softplus), which leaves out the learned rate exp(A_log).
+    """
+    dtype = jnp.promote_types(jnp.result_type(a, A_log, dt_bias), jnp.float32)
+    a, A_log, dt_bias = (x.astype(dtype) for x in (a, A_log, dt_bias))
+    return -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
+
+
+def write_strength(b: Float[Array, "*S"], *, allow_neg_eigval: bool = False) -> Float[Array, "*S"]:
+    """Write strength beta = sigmoid(b), or 2 sigmoid(b) with negative eigenvalues, in float32.
+
+    The transition I - beta k k^T of a unit key has the eigenvalue 1 - beta along k: in [0, 1] for
+    beta <= 1, in [-1, 1] for beta <= 2.
+
+    Args:
+      b: raw gate input of any floating dtype and range.
+      allow_neg_eigval: doubles the range to [0, 2].
+
+    Returns:
+      beta, float32 (float64 when b is).
+    """
+    beta = jax.nn.sigmoid(b.astype(jnp.promote_types(b.dtype, jnp.float32)))
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
+    """Unit length along the last axis, x * rsqrt(sum(x^2) + eps), computed in float32, returned in x's dtype.
+
+    Source: fla's `l2norm` and Hugging Face's `l2norm` (eps inside the root).
+    """
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def log_decay_from_alpha(alpha: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """g = log(alpha) for a linear decay alpha in [0, 1] (FlashInfer, MLX, Modular); alpha = 0 gives -inf, a full reset.
+
+    Near alpha = 1 the linear form has already lost what a log decay keeps: float32 cannot tell
+    alpha = 1 - 1e-8 from 1. Convert once, at the boundary.
+    """
+    return jnp.log(alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)))
+
+
+def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Linear decay alpha = exp(g) in [0, 1] of a log decay g <= 0."""
+    return jnp.exp(g.astype(jnp.promote_types(g.dtype, jnp.float32)))
