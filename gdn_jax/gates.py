@@ -1,4 +1,4 @@
-"""Gates of the rule: log decay, write strength, L2 norm, and converters between log decay and linear alpha."""
+"""Gates of the rule: log decay, write strength, L2 norm, converters between log decay and linear alpha."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,9 @@ def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
 
 
 def log_decay_from_alpha(alpha: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """g = log(alpha) for a linear decay alpha in [0, 1] (FlashInfer, MLX, Modular); alpha = 0 gives -inf, a full reset.
+    """g = log(alpha) for a linear decay alpha in [0, 1] (FlashInfer, MLX, Modular).
+
+    alpha = 0 gives -inf, a full reset.
 
     Near alpha = 1 the linear form has already lost what a log decay keeps: float32 cannot tell
     alpha = 1 - 1e-8 from 1. Convert once, at the boundary.

@@ -1,4 +1,4 @@
-"""Notation, array types and boundary checks. This module is a leaf: it imports no other module of the project.
+"""Notation, array types and boundary checks. A leaf: it imports no other module of the project.
 
 Dimensions (upper case everywhere, in names, docstrings and jaxtyping strings):
 
@@ -23,6 +23,7 @@ Arrays:
 Head i of the output reads head i // (HO // Hx) of an input with Hx heads.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -70,3 +71,97 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
     """Raises ValueError unless value is one of choices."""
     if value not in choices:
         _fail(name, "one of " + ", ".join(map(repr, choices)), repr(value))
+
+
+def rule_dims(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array | None,
+    initial_state: jax.Array | None,
+    cu_seqlens: jax.Array | None,
+    segment_ids: jax.Array | None,
+    state_layout: str,
+) -> Dims:
+    """Checks ranks, sizes and dtypes of the rule's arguments and returns its dimensions.
+
+    Raises:
+      ValueError: names the argument, what was expected and what came.
+    """
+    check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_array(name, x, (None,) * 4, "B, T, heads, width")
+        check_floating(name, x)
+    B, T, Hq, K = q.shape
+    check_array("k", k, (B, T, None, K), "B, T, Hk, K")
+    check_array("v", v, (B, T, None, None), "B, T, HV, V")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            _fail(name, f"q's dtype {q.dtype}", x.dtype)
+    Hk, HV, V = k.shape[2], v.shape[2], v.shape[3]
+    HO = max(Hq, HV)
+    for name, heads in (("q", Hq), ("k", Hk), ("v", HV)):
+        if heads == 0 or HO % heads:
+            _fail(name, f"a head count that divides HO = max(Hq, HV) = {HO}", heads)
+    for name, letter, width in (("q", "K", K), ("v", "V", V)):
+        if not 1 <= width <= MAX_HEAD_DIM:
+            _fail(name, f"a head width {letter} from 1 to {MAX_HEAD_DIM}", width)
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None:
+            check_array(name, x, (B, T, HO), "B, T, HO")
+            check_floating(name, x)
+    if cu_seqlens is not None and segment_ids is not None:
+        _fail("cu_seqlens", "at most one of cu_seqlens and segment_ids", "both")
+    N = B
+    if cu_seqlens is not None:
+        check_array("cu_seqlens", cu_seqlens, (None,), "N + 1")
+        _check_integer("cu_seqlens", cu_seqlens)
+        if B != 1:
+            _fail("cu_seqlens", "packed rows with B = 1", f"B = {B}")
+        N = cu_seqlens.shape[0] - 1
+        if N < 1:
+            _fail("cu_seqlens", "at least two entries (N >= 1 sequences)", N + 1)
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, (B, T), "B, T")
+        _check_integer("segment_ids", segment_ids)
+    if initial_state is not None:
+        state, letters = ((K, V), "K, V") if state_layout == "kv" else ((V, K), "V, K")
+        check_array("initial_state", initial_state, (N, HO, *state), f"N, HO, {letters}")
+        check_floating("initial_state", initial_state)
+    return Dims(B, T, N, Hq, Hk, HV, HO, K, V)
+
+
+def _check_integer(name: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        _fail(name, "an integer dtype", x.dtype)
+
+
+def accumulation_dtype(*arrays: jax.Array | None) -> jnp.dtype:
+    """float64 when any of the arrays is, else float32: the dtype of states, gates and sums."""
+    return jnp.result_type(jnp.float32, *(x.dtype for x in arrays if x is not None))
+
+
+def split_heads(x: jax.Array, axis: int, head_counts: tuple[int, ...]) -> jax.Array:
+    """Splits the head axis into one axis per level of sharing, so that shared heads broadcast, never repeat.
+
+    With head counts 2 | 4 | 8 (say Hk, Hq, HV) the axis of k becomes (2, 1, 1), of q (2, 2, 1), of v (2, 2, 2):
+    output head i, in row-major order of (2, 2, 2), reads head i // (HO // Hx) of each.
+
+    Args:
+      x: any array with Hx heads along axis.
+      axis: the head axis.
+      head_counts: the counts that occur in the call, HO among them; each divides HO.
+
+    Returns:
+      x with the head axis replaced by len(set(head_counts)) axes. Only when the counts do not divide one
+      another (4 and 6 of 12) is x repeated, to HO heads: no nesting of axes can express that sharing.
+    """
+    levels = sorted(set(head_counts))
+    if any(b % a for a, b in pairwise(levels)):
+        x = jnp.repeat(x, levels[-1] // x.shape[axis], axis)
+        levels = levels[-1:]
+    sizes = [b // a for a, b in pairwise([1, *levels])]
+    used = levels.index(x.shape[axis]) + 1
+    sizes = sizes[:used] + [1] * (len(levels) - used)
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])

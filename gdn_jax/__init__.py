@@ -1,0 +1,35 @@
+"""Gated DeltaNet in JAX: the gated delta rule, its gates, its short convolution and its layer."""
+
+from gdn_jax.chunked import chunk_cumsum, chunk_output, kkt, solve_tril, wy
+from gdn_jax.gates import (
+    alpha_from_log_decay,
+    l2norm,
+    log_decay,
+    log_decay_from_alpha,
+    write_strength,
+)
+from gdn_jax.ops import (
+    chunk_states,
+    debug_checks,
+    gated_delta_rule,
+    gated_delta_step,
+    supported_implementations,
+)
+
+__all__ = [
+    "alpha_from_log_decay",
+    "chunk_cumsum",
+    "chunk_output",
+    "chunk_states",
+    "debug_checks",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "kkt",
+    "l2norm",
+    "log_decay",
+    "log_decay_from_alpha",
+    "solve_tril",
+    "supported_implementations",
+    "write_strength",
+    "wy",
+]

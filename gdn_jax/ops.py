@@ -1,0 +1,289 @@
+"""The public operations: check the arguments, choose an implementation, call it. No maths here."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from gdn_jax import chunked, gates, packing, reference
+from gdn_jax.shapes import (
+    STATE_LAYOUTS,
+    Dims,
+    accumulation_dtype,
+    check_array,
+    check_choice,
+    rule_dims,
+    split_heads,
+)
+
+IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
+"""Names of the implementations, fastest first."""
+
+CHUNK_SIZES = (16, 32, 64, 128)
+
+_debug_checks = False
+
+
+def debug_checks(enabled: bool) -> None:
+    """Switches checks of values on or off, for functions traced from now on: g <= 0, cu_seqlens ascending.
+
+    Under jit the check runs on the host while the program runs and raises there (jax reports it as a
+    `JaxRuntimeError` that carries the ValueError's text). It costs a transfer per call; off by default.
+    """
+    global _debug_checks
+    _debug_checks = enabled
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None = None,
+    beta: Float[Array, "B T HO"] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N HO _ _"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
+    """The gated delta rule over whole sequences.
+
+        S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
+
+    Args:
+      q, k: queries [B, T, Hq, K] and keys [B, T, Hk, K], float16, bfloat16, float32 or float64. Keys should have
+        norm at most about 1 (see use_qk_l2norm): the rule itself grows without bound where beta |k|^2 > 2.
+      v: values [B, T, HV, V], q's dtype. Hq, Hk and HV divide HO = max(Hq, HV); head i of the output reads head
+        i // (HO // Hx) of each input. K and V from 1 to 256.
+      g: log decay [B, T, HO], natural logarithm, <= 0, -inf for a full reset; None for no decay. For a linear
+        decay alpha pass `log_decay_from_alpha(alpha)`.
+      beta: write strength [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None for 1.
+      scale: factor of the output, K ** -0.5 by default; 0.0 is legal.
+      initial_state: state before the first token [N, HO, K, V] (or [N, HO, V, K]), None for zeros.
+      cu_seqlens: [N + 1] ascending integers from 0; B = 1 and sequence n owns tokens [cu[n], cu[n + 1]). A
+        sequence may be empty (its state passes through); tokens past cu[-1] are padding with output 0.
+      segment_ids: [B, T] integers; the state starts from zero at every change of id. The initial state feeds the
+        first segment and the final state belongs to the last one. Exclusive with cu_seqlens.
+      use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6).
+      state_layout: "kv" for states [K, V], "vk" for [V, K] (FlashInfer's k-last, fla's `state_v_first`).
+      chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent").
+      implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
+        supports the call on this device.
+
+    Returns:
+      o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is),
+      in the layout of state_layout.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
+
+    Numerics: see `reference.recurrent_rule` and `chunked.chunked_rule`.
+    Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
+    """
+    dims = _check(
+        q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
+    )
+    supported = _supported(
+        dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm
+    )
+    if implementation is None:
+        implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
+    elif supported[implementation] is not None:
+        raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
+    if _debug_checks:
+        _check_values(g, cu_seqlens)
+
+    if use_qk_l2norm:
+        q, k = gates.l2norm(q), gates.l2norm(k)
+    g, beta = _full_gates(dims, q, g, beta, initial_state)
+    if segment_ids is not None:
+        g = packing.reset_at_segments(g, segment_ids)
+    scale = dims.K**-0.5 if scale is None else scale
+    if initial_state is not None:
+        initial_state = _kv(initial_state.astype(g.dtype), state_layout)
+
+    if implementation == "recurrent":
+        if initial_state is None:
+            initial_state = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), g.dtype)
+        o, final = reference.recurrent_rule(
+            q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens
+        )
+    else:
+        o, final = chunked.chunked_rule(
+            q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size
+        )
+    return o.astype(v.dtype), _kv(final, state_layout)
+
+
+def gated_delta_step(
+    q: Float[Array, "B Hq K"],
+    k: Float[Array, "B Hk K"],
+    v: Float[Array, "B HV V"],
+    g: Float[Array, "B HO"] | None,
+    beta: Float[Array, "B HO"] | None,
+    state: Float[Array, "B HO _ _"],
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+) -> tuple[Float[Array, "B HO V"], Float[Array, "B HO _ _"]]:
+    """One token of the rule: the step of generation.
+
+    Args:
+      q, k, v, g, beta: as for `gated_delta_rule`, without the token axis.
+      state: [B, HO, K, V], or [B, HO, V, K] with state_layout "vk", of any floating dtype.
+      scale, use_qk_l2norm, state_layout: as for `gated_delta_rule`.
+
+    Returns:
+      o [B, HO, V] in q's dtype and the new state in state's own dtype; computed in float32 (float64 when an
+      input is).
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_array(name, x, (None,) * 3, "B, heads, width")
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None:
+            check_array(name, x, (None,) * 2, "B, HO")
+    q, k, v = q[:, None], k[:, None], v[:, None]
+    g, beta = (None if x is None else x[:, None] for x in (g, beta))
+    dims = rule_dims(q, k, v, g, beta, state, None, None, state_layout)
+    if use_qk_l2norm:
+        q, k = gates.l2norm(q), gates.l2norm(k)
+    g, beta = _full_gates(dims, q, g, beta, state)
+    counts = (dims.Hq, dims.Hk, dims.HV, dims.HO)
+    tokens = (split_heads(x[:, 0].astype(g.dtype), 1, counts) for x in (q, k, v, g, beta))
+    S = split_heads(_kv(state.astype(g.dtype), state_layout), 1, counts)
+    S, o = reference.recurrent_step(S, *tokens, dims.K**-0.5 if scale is None else scale)
+    S = S.reshape(dims.B, dims.HO, dims.K, dims.V)
+    return o.reshape(dims.B, dims.HO, dims.V).astype(v.dtype), _kv(S, state_layout).astype(state.dtype)
+
+
+def chunk_states(
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None = None,
+    beta: Float[Array, "B T HO"] | None = None,
+    *,
+    initial_state: Float[Array, "N HO _ _"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    use_k_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+) -> Float[Array, "B L HO _ _"]:
+    """The state at the start of every chunk, as a differentiable result, for those who study what is stored.
+
+    Args:
+      k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size: as for `gated_delta_rule`;
+        HO is the head count of g or beta where given, else max(Hk, HV).
+      use_k_l2norm: normalises k.
+
+    Returns:
+      h [B, L, HO, K, V] (or [.., V, K]), float32 or float64, L = ceil(T / chunk_size). With cu_seqlens the chunks
+      are those of `packing.packed_chunks(cu_seqlens, T, chunk_size)`, sequence after sequence.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    for name, x in (("k", k), ("v", v)):
+        check_array(name, x, (None,) * 4, "B, T, heads, width")
+    HO = next((x.shape[-1] for x in (g, beta) if x is not None), max(k.shape[2], v.shape[2]))
+    q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
+    dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
+    if _debug_checks:
+        _check_values(g, cu_seqlens)
+    k = gates.l2norm(k) if use_k_l2norm else k
+    g, beta = _full_gates(dims, k, g, beta, initial_state)
+    if segment_ids is not None:
+        g = packing.reset_at_segments(g, segment_ids)
+    if initial_state is not None:
+        initial_state = _kv(initial_state.astype(g.dtype), state_layout)
+    states = chunked.chunk_states_of(
+        k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size
+    )
+    return _kv(states, state_layout)
+
+
+def supported_implementations(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None = None,
+    beta: Float[Array, "B T HO"] | None = None,
+    *,
+    scale: Any = None,
+    initial_state: Float[Array, "N HO _ _"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+) -> dict[str, str | None]:
+    """Which implementations can run a call of `gated_delta_rule` with these arguments on this device.
+
+    Args: those of `gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`.
+
+    Returns:
+      name -> None where it can, else the reason why not; fastest first.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
+    return _supported(dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm)
+
+
+def _check(
+    q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
+) -> Dims:
+    dims = rule_dims(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout)
+    check_choice("chunk_size", chunk_size, CHUNK_SIZES)
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
+    return dims
+
+
+def _supported(dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm):
+    return {"mosaic_gpu": "the GPU kernels are not there yet", "chunked": None, "recurrent": None}
+
+
+def _full_gates(dims: Dims, q, g, beta, state) -> tuple[jax.Array, jax.Array]:
+    """g and beta as full arrays of the accumulation dtype."""
+    dtype = accumulation_dtype(q, g, beta, state)
+    shape = (dims.B, dims.T, dims.HO)
+    g = jnp.zeros(shape, dtype) if g is None else g.astype(dtype)
+    beta = jnp.ones(shape, dtype) if beta is None else beta.astype(dtype)
+    return g, beta
+
+
+def _kv(state: jax.Array, layout: str) -> jax.Array:
+    """Between [.., K, V] and the caller's layout; its own inverse."""
+    return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)
+
+
+def _check_values(g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
+    if g is not None:
+        jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
+    if cu_seqlens is not None:
+        jax.debug.callback(_check_ascending, cu_seqlens)
+
+
+def _check_log_decay(largest: np.ndarray, has_nan: np.ndarray) -> None:
+    if np.any(has_nan) or np.any(largest > 0):
+        got = "nan" if np.any(has_nan) else f"a largest value of {float(np.max(largest)):.6g}"
+        raise ValueError(
+            f"g: expected log decay <= 0 everywhere (for a linear decay use log_decay_from_alpha), got {got}"
+        )
+
+
+def _check_ascending(cu_seqlens: np.ndarray) -> None:
+    if np.any(cu_seqlens[..., 0] != 0) or np.any(np.diff(cu_seqlens) < 0):
+        raise ValueError(f"cu_seqlens: expected ascending values from 0, got {cu_seqlens.tolist()}")

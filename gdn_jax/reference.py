@@ -1,0 +1,112 @@
+"""The recurrence, token by token: the definition of the gated delta rule. Changing this file changes the maths.
+
+    S   <- exp(g) S                 decay first
+    u    = beta (v - k^T S)         prediction error of the decayed state, gated
+    S   <- S + k u^T
+    o    = scale q^T S              read after the write
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.shapes import split_heads
+
+# Tokens whose states the backward pass recomputes from one saved state: memory T / 64 + 64 states, not T.
+_TOKENS_PER_CHECKPOINT = 64
+
+
+def recurrent_step(
+    S: Float[Array, "*H K V"],
+    q: Float[Array, "*Hq K"],
+    k: Float[Array, "*Hk K"],
+    v: Float[Array, "*HV V"],
+    g: Float[Array, "*H"],
+    beta: Float[Array, "*H"],
+    scale: float | Float[Array, ""],
+) -> tuple[Float[Array, "*H K V"], Float[Array, "*H V"]]:
+    """One token of the rule. Leading axes broadcast: an input shared by several heads has size 1 there.
+
+    Returns:
+      The new state and the output, in the dtype of S.
+
+    Source: the paper writes the transpose, S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T. The
+      blog's code takes the error against the undecayed state, which is another rule.
+    """
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    S = jnp.exp(g)[..., None, None] * S
+    u = beta[..., None] * (v - einsum("...k,...kv->...v", k, S))
+    S = S + k[..., :, None] * u[..., None, :]
+    return S, scale * einsum("...k,...kv->...v", q, S)
+
+
+def recurrent_rule(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"],
+    beta: Float[Array, "B T HO"],
+    initial_state: Float[Array, "N HO K V"],
+    *,
+    scale: float | Float[Array, ""],
+    cu_seqlens: Int[Array, "N1"] | None = None,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+    """The rule over T tokens by `lax.scan`, in the dtype of g (float32 or float64).
+
+    A reset is a gate of -inf. With cu_seqlens (B = 1) the scan walks the packed tokens, loads a sequence's
+    initial state at its first token and stores the running state as its final one; a sequence without
+    tokens keeps its initial state, tokens past the last one give 0.
+
+    Returns:
+      o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
+    """
+    T, HO, V = q.shape[1], g.shape[2], v.shape[3]
+    counts = (q.shape[2], k.shape[2], v.shape[2], HO)
+    tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, g, beta)]
+    states = split_heads(initial_state, 1, counts)
+
+    if cu_seqlens is None:
+
+        def token(S, x):
+            return recurrent_step(S, *x, scale)
+
+        final, o = _checkpointed_scan(token, states, tokens)
+    else:
+        positions = jnp.arange(T)
+        n = jnp.searchsorted(cu_seqlens, positions, side="right") - 1
+        real = (n >= 0) & (n < states.shape[0])
+        n = jnp.clip(n, 0, states.shape[0] - 1)
+        first = real & (positions == cu_seqlens[n])
+
+        def packed_token(carry, x):
+            S, finals = carry
+            n, first, real, *x = x
+            S, o = recurrent_step(jnp.where(first, finals[n], S), *x, scale)
+            finals = finals.at[n].set(jnp.where(real, S, finals[n]))
+            return (S, finals), jnp.where(real, o, 0)
+
+        tokens = [n, first, real, *(x[:, 0] for x in tokens)]
+        (_, final), o = _checkpointed_scan(packed_token, (jnp.zeros_like(states[0]), states), tokens)
+        o = o[:, None]
+
+    o = jnp.moveaxis(o, 0, 1).reshape(q.shape[0], T, HO, V)
+    return o, final.reshape(initial_state.shape)
+
+
+def _checkpointed_scan(f, carry, xs):
+    """lax.scan whose backward pass keeps one carry per block of tokens and recomputes inside the block."""
+    T = xs[0].shape[0]
+    block = _TOKENS_PER_CHECKPOINT
+    whole = T // block * block
+
+    @jax.checkpoint
+    def scan_block(carry, xs):
+        return lax.scan(f, carry, xs)
+
+    head = [x[:whole].reshape(T // block, block, *x.shape[1:]) for x in xs]
+    carry, o_head = lax.scan(scan_block, carry, head)
+    carry, o_tail = lax.scan(f, carry, [x[whole:] for x in xs])
+    return carry, jnp.concatenate([o_head.reshape(whole, *o_tail.shape[1:]), o_tail])
