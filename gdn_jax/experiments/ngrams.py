@@ -1,0 +1,40 @@
+"""Bigram and trigram tables of bytes: what counting alone achieves on the same text."""
+
+import numpy as np
+
+PRIOR = (
+    5.0  # pseudo-counts given to the shorter context; 1 to 10 differ by 0.02 bits per byte on Python source
+)
+
+
+def bits_per_byte(train: np.ndarray, val: np.ndarray, positions: np.ndarray) -> dict[str, float]:
+    """Cross entropy of count tables fitted on `train`, in bits per byte of `val` at `positions`.
+
+    Each order backs off to the one below it, with n(context) the count of a context and m the prior:
+
+        p1(y)         = (n(y) + 1) / (n + 256)
+        p2(y | b)     = (n(b y) + m p1(y)) / (n(b) + m)
+        p3(y | a b)   = (n(a b y) + m p2(y | b)) / (n(a b) + m)
+
+    Args:
+      train: [n] uint8.
+      val: [m] uint8; a context reaches back over the start of a model's window, so the tables are never at a
+        disadvantage.
+      positions: [p] indices >= 1 into val of the bytes that are scored.
+
+    Returns:
+      {"bigram": p2, "trigram": p3} in bits per byte.
+    """
+    t = np.concatenate([[0], train]).astype(np.int64)  # a zero before the first byte completes its context
+    v = np.concatenate([[0], val]).astype(np.int64)
+    at = positions + 1
+    y, b, a = v[at], v[at - 1], v[at - 2]
+    n1 = np.bincount(t[2:], minlength=256)
+    n2 = np.bincount(t[1:-1] * 256 + t[2:], minlength=256**2)
+    n3 = np.bincount((t[:-2] * 256 + t[1:-1]) * 256 + t[2:], minlength=256**3)
+    c2 = n2.reshape(256, 256).sum(1)  # contexts b
+    c3 = n3.reshape(256 * 256, 256).sum(1)  # contexts a b
+    p1 = (n1[y] + 1) / (n1.sum() + 256)
+    p2 = (n2[b * 256 + y] + PRIOR * p1) / (c2[b] + PRIOR)
+    p3 = (n3[(a * 256 + b) * 256 + y] + PRIOR * p2) / (c3[a * 256 + b] + PRIOR)
+    return {"bigram": float(-np.log2(p2).mean()), "trigram": float(-np.log2(p3).mean())}

@@ -1,0 +1,51 @@
+"""Sequences of multi-query associative recall (MQAR).
+
+    k1 v1 k2 v2 ... kn vn | q . . q . q ...      q is one of the keys; its value must be predicted there
+
+Source: Arora et al. 2023, "Zoology". As there: keys and values are disjoint halves of the vocabulary, every
+key occurs once in the pairs and is queried once, on even places after them, and the gap between the end of the
+pairs and a query follows p(gap) ~ gap^(a - 1), drawn without replacement. Unlike there, the tokens between
+queries are values only, so that a small vocabulary never shows a key twice by accident.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def sequences(
+    key: Key[Array, ""], batch: int, length: int, vocab_size: int, num_pairs: int, power: float
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Random sequences of recall.
+
+    Args:
+      key: source of the randomness; the same key gives the same sequences.
+      batch, length: B and T; T even, at least 4 * num_pairs.
+      vocab_size: even, at least 2 * num_pairs; keys are below vocab_size / 2, values from there on.
+      num_pairs: pairs, and queries, of a sequence.
+      power: exponent a of the gap law, > 0.
+
+    Returns:
+      tokens; targets, the value that belongs to the key at a query (0 elsewhere); and where the queries are.
+    """
+    half = vocab_size // 2
+    slots = length // 2 - num_pairs  # even places after the pairs
+    log_law = (power - 1) * jnp.log(jnp.arange(1, slots + 1, dtype=jnp.float32))
+
+    def one(key):
+        key_keys, key_values, key_gaps, key_fill = jax.random.split(key, 4)
+        keys = jax.random.permutation(key_keys, half)[:num_pairs]
+        values = half + jax.random.permutation(key_values, half)[:num_pairs]
+        pairs = jnp.stack([keys, values], 1).reshape(-1)
+        # The largest of log p + Gumbel noise are a draw without replacement.
+        gaps = jax.lax.top_k(log_law + jax.random.gumbel(key_gaps, (slots,)), num_pairs)[1]
+        at = 2 * num_pairs + 2 * gaps
+        tokens = jax.random.randint(key_fill, (length,), half, vocab_size)
+        tokens = tokens.at[: 2 * num_pairs].set(pairs).at[at].set(keys)
+        targets = jnp.zeros((length,), tokens.dtype).at[at].set(values)
+        return tokens, targets, jnp.zeros((length,), bool).at[at].set(True)
+
+    return jax.vmap(one)(jax.random.split(key, batch))

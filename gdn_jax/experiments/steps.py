@@ -1,0 +1,167 @@
+"""The pure functions of training: one optimiser step, one validation batch, and the optimiser they use."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from gdn_jax import layers, models
+from gdn_jax.experiments.errors import RunError
+from gdn_jax.experiments.options import ModelOptions, OptimizerOptions
+from gdn_jax.experiments.tasks import Batch
+
+
+class TrainState(NamedTuple):
+    """All that an optimiser step changes."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, computed before its update."""
+
+    loss: Float[Array, ""]  # mean nats of a weighted prediction
+    accuracy: Float[Array, ""]
+    grad_norm: Float[Array, ""]  # before clipping
+
+
+class Sums(NamedTuple):
+    """Sums over the weighted predictions of a batch."""
+
+    loss: Float[Array, ""]
+    correct: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+class Functions(NamedTuple):
+    """Compiled functions of a run."""
+
+    train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[nnx.State, Batch], Sums]
+    all_finite: Callable[[Any], Bool[Array, ""]]
+
+
+def compute_dtype(options: ModelOptions) -> str:
+    """Dtype of activations: the one asked for, or bfloat16 unless the device is a CPU."""
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def make_model(options: ModelOptions, vocab_size: int, seed: int) -> models.LanguageModel:
+    """Language model of the options with fresh weights.
+
+    Raises:
+      RunError: the sizes do not make a model.
+    """
+    try:
+        config = models.ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+            head_dim=options.head_dim,
+            expand_v=options.expand_v,
+            conv_size=options.conv_size,
+            mlp_ratio=options.mlp_ratio,
+            allow_neg_eigval=options.allow_neg_eigval,
+            tie_embeddings=options.tie_embeddings,
+            dtype=compute_dtype(options),
+            implementation=None if options.implementation == "auto" else options.implementation,
+        )
+        return models.LanguageModel(config, rngs=nnx.Rngs(seed))
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(str(error)) from error
+
+
+def make_schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
+    """Learning rate of the update with a given count (0 is the first): linear rise, then half a cosine."""
+    rising = max(1, round(options.warmup * steps))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=options.lr / (rising + 1),
+        peak_value=options.lr,
+        warmup_steps=rising,
+        decay_steps=max(steps, rising + 1),
+        end_value=options.lr * options.end_lr,
+    )
+
+
+def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; what `layers.weight_decay_mask` marks False does not decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip),
+        optax.adamw(
+            make_schedule(options, steps),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=options.weight_decay,
+            mask=layers.weight_decay_mask,
+        ),
+    )
+
+
+def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
+    logits, _ = model(batch.tokens)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
+    correct = (jnp.argmax(logits, -1) == batch.targets).astype(jnp.float32)
+    return Sums(*(jnp.sum(x * batch.weights) for x in (nll, correct, jnp.ones_like(nll))))
+
+
+def make_functions(
+    graphdef: nnx.GraphDef, rest: nnx.State, optimizer: optax.GradientTransformation, accumulate: int
+) -> Functions:
+    """Compiled step functions of a model.
+
+    The loss of a step is sum(weight * nll) / sum(weight) over the whole batch, also when the batch is cut
+    into `accumulate` pieces: gradients of the pieces are added in float32.
+
+    Args:
+      graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
+      optimizer: see `make_optimizer`.
+      accumulate: pieces; divides the batch size.
+    """
+
+    def nll_sum(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Sums]:
+        sums = _sums(nnx.merge(graphdef, params, rest), batch)
+        return sums.loss, sums
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        gradient = jax.grad(nll_sum, has_aux=True)
+        if accumulate == 1:
+            grads, sums = gradient(state.params, batch)
+        else:
+            pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+            def piece(total, part):
+                return jax.tree.map(jnp.add, total, gradient(state.params, part)), None
+
+            zero = jnp.zeros((), jnp.float32)
+            start = (jax.tree.map(jnp.zeros_like, state.params), Sums(zero, zero, zero))
+            (grads, sums), _ = jax.lax.scan(piece, start, pieces)
+        grads = jax.tree.map(lambda g: g / sums.weight, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, optax.global_norm(grads))
+        return TrainState(params, opt_state), metrics
+
+    def evaluate(params: nnx.State, batch: Batch) -> Sums:
+        return _sums(nnx.merge(graphdef, params, rest), batch)
+
+    def all_finite(tree: Any) -> Bool[Array, ""]:
+        floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+
+    return Functions(jax.jit(train, donate_argnums=0), jax.jit(evaluate), jax.jit(all_finite))
+
+
+def validate(functions: Functions, params: nnx.State, batches: list[Batch]) -> tuple[float, float]:
+    """Mean loss in nats and mean accuracy over the weighted predictions of all batches."""
+    sums = [functions.evaluate(params, batch) for batch in batches]
+    loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))
+    return loss / weight, correct / weight

@@ -1,0 +1,150 @@
+"""Files to byte streams: which files, which of them are held out, and windows of the streams.
+
+A stream is a zero byte, then each file followed by a zero byte: the zero marks where a file begins and ends,
+so a model can be asked for a new file by giving it a zero.
+"""
+
+import dataclasses
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from gdn_jax.experiments.errors import RunError
+
+HELD_OUT = 0.1
+# Not program text, or tables that only repeat themselves, or other people's packages.
+_STDLIB_SKIP = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "pydoc_data",
+}
+_STDLIB_SKIP |= {"encodings", "lib-dynload", "ensurepip", "__phello__"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Training and held-out bytes of a text."""
+
+    train: np.ndarray  # [n] uint8
+    val: np.ndarray  # [m] uint8
+    train_files: tuple[str, ...]
+    val_files: tuple[str, ...]
+    source: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of both streams: the same text, split the same way."""
+        digest = hashlib.sha256(self.train.tobytes())
+        digest.update(b"held out")
+        digest.update(self.val.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _walk(root: Path, pattern: str, skip: set[str]) -> list[Path]:
+    """Files below root in a fixed order; hidden ones and caches left out, links to folders not followed."""
+    found: list[Path] = []
+
+    def fail(error: OSError) -> None:
+        raise RunError(f"--data: cannot read {error.filename}: {error.strerror}")
+
+    for folder, names, files in os.walk(root, onerror=fail):
+        names[:] = sorted(n for n in names if n not in skip and not n.startswith(".") and n != "__pycache__")
+        for name in sorted(files):
+            path = Path(folder, name)
+            regular = path.is_file() or path.is_symlink()  # a broken link is an unreadable file, not no file
+            if regular and not name.startswith(".") and path.match(pattern):
+                found.append(path)
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"--data: cannot read {path}: {error.strerror}") from None
+
+
+def held_out(names: list[str]) -> list[bool]:
+    """Which files are held out: one in ten by the hash of its relative path, at least one, never all.
+
+    The hash keeps a file on its side of the split when others come or go.
+    """
+    score = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64 for name in names]
+    count = sum(s < HELD_OUT for s in score)
+    count = min(max(count, 1), len(names) - 1)
+    chosen = set(sorted(range(len(names)), key=lambda i: (score[i], names[i]))[:count])
+    return [i in chosen for i in range(len(names))]
+
+
+def _stream(texts: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)
+
+
+def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
+    """Reads a text and splits it.
+
+    Args:
+      data: a file (its last tenth is held out), a folder (files are held out, see `held_out`), or None: the
+        .py files of the running Python's standard library.
+      glob: names of the files read below a folder.
+      length: bytes of a window; each side must hold one window.
+
+    Raises:
+      RunError: a missing path, an unreadable file, no file, too little text.
+    """
+    if data is None:
+        root, pattern, skip = Path(sysconfig.get_path("stdlib")), "*.py", _STDLIB_SKIP
+        source = f"standard library of Python {sysconfig.get_python_version()}"
+    else:
+        root, pattern, skip = data, glob, set()
+        source = str(data)
+    if not root.exists():
+        raise RunError(f"--data: expected a file or a folder, got {root}, which does not exist")
+    files = [root] if root.is_file() else _walk(root, pattern, skip)
+    texts = [(path, _read(path)) for path in files]
+    texts = [(path, text) for path, text in texts if text]
+    if not texts:
+        raise RunError(f"--data: expected text, got none in {root}")
+    if len(texts) == 1:
+        path, text = texts[0]
+        cut = len(text) - int(len(text) * HELD_OUT)
+        train, val = _stream([text[:cut]]), _stream([text[cut:]])
+        train_files, val_files = (f"{path.name} (start)",), (f"{path.name} (last tenth)",)
+    else:
+        names = [path.relative_to(root).as_posix() for path, _ in texts]
+        out = held_out(names)
+        train = _stream([text for (_, text), o in zip(texts, out, strict=True) if not o])
+        val = _stream([text for (_, text), o in zip(texts, out, strict=True) if o])
+        train_files = tuple(n for n, o in zip(names, out, strict=True) if not o)
+        val_files = tuple(n for n, o in zip(names, out, strict=True) if o)
+    for side, stream in (("training", train), ("held-out", val)):
+        if stream.size < length + 1:
+            raise RunError(
+                f"--data: expected at least --length + 1 = {length + 1} {side} bytes, got {stream.size}: "
+                f"give more text or a smaller --length"
+            )
+    return Corpus(train, val, train_files, val_files, source)
+
+
+def window_starts(size: int, length: int, max_bytes: int) -> np.ndarray:
+    """Starts of disjoint validation windows, at most max_bytes predicted bytes, spread evenly.
+
+    A window starting at s predicts the bytes s + 1 .. s + length from those before them in the window.
+    """
+    available = (size - 1) // length
+    count = max(1, min(available, max_bytes // length))
+    return (np.arange(count) * available // count) * length
+
+
+def windows(stream: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets [len(starts), length], int32: the targets are the inputs one byte later."""
+    rows = stream[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return rows[:, :-1], rows[:, 1:]
