@@ -1,0 +1,198 @@
+"""What the kernels share: units, register layouts, shared-memory tiles, and the calls that the interpreter lacks.
+
+Every kernel here uses Lane semantics: layouts and transforms are explicit. A warpgroup (128 threads, 4 warps)
+is one Pallas thread. In the WGMMA layout of an [M, N] array warp w of the warpgroup holds rows 16 w to
+16 w + 15 of every 64; ROW and COL are its one-dimensional reductions, a vector along the rows or the columns.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+CHUNK = 64
+"""Tokens of a chunk: the M of a wgmma, and what the inverse is written for."""
+
+LOG2_E = 1.4426950408889634
+"""Gates inside the kernels are base-2 exponents: g2 = g LOG2_E."""
+
+RESET_G2 = -150.0
+"""Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
+an ordinary number: sums and differences of gates stay finite."""
+
+SMEM_LIMIT = 232_448
+"""Bytes of shared memory one CTA may have on compute capability 9.0."""
+
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
+
+WGMMA = plgpu.Layout.WGMMA
+WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+
+COMPILER_PARAMS = dict(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True)
+
+
+def tiling(swizzle: int, itemsize: int = 2) -> tuple:
+    """Transforms of a shared-memory operand of wgmma whose rows are swizzled over `swizzle` bytes."""
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def transposed(ref):
+    """A transposed view of a two-dimensional reference: a wgmma operand, or ldmatrix/stmatrix with .trans."""
+    return ref.transpose((1, 0))
+
+
+def along_rows(x: jax.Array, columns: int) -> jax.Array:
+    """[M] in layout ROW repeated over the columns: [M, columns]."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def along_columns(x: jax.Array, rows: int) -> jax.Array:
+    """[N] in layout COL repeated over the rows: [rows, N]."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
+    """Row (0) or column (1) numbers in the WGMMA layout."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=WGMMA)
+
+
+def zeros(shape: tuple[int, ...], dtype, layout=WGMMA) -> jax.Array:
+    """Zeros in registers."""
+    return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
+
+
+def store_any(ref, x: jax.Array) -> None:
+    """ref[...] = x by plain stores, where no conflict-free pattern exists (jax from 0.12 on wants that said)."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def grid_index(name: str = "cta") -> jax.Array:
+    """Index of this CTA in a one-dimensional grid, int32."""
+    return lax.axis_index(name).astype(jnp.int32)
+
+
+class Device:
+    """The operations that Pallas' interpreter lacks: wgmma with operands or initial values in registers, and PTX.
+
+    Kernels call them here only. On the GPU each is one instruction or a few; interpreted, the same result is
+    computed with jnp. Everything else runs in both as it stands.
+    """
+
+    def __init__(self, interpreted: bool):
+        self.interpreted = interpreted
+
+    def issue(self, acc, a, b_ref):
+        """Starts acc + a @ b, asynchronously; a is an array in the WGMMA layout or a tile, b a tile."""
+        if self.interpreted and isinstance(a, jax.Array):
+            return jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+        plgpu.wgmma(acc, a, b_ref)
+        return acc
+
+    def collect(self, product, newer: int = 0) -> jax.Array:
+        """The value of an issued product, once at most `newer` younger products are still running."""
+        if isinstance(product, jax.Array):
+            return product
+        return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
+
+    def product(self, a, b_ref) -> jax.Array:
+        """a @ b in float32, waited for."""
+        shape = (a.shape[0], b_ref.shape[1])
+
+        def body(acc):
+            return self.collect(self.issue(acc, a, b_ref))
+
+        return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+    def accumulate(self, *terms) -> list[jax.Array]:
+        """[c + a @ b for (c, a, b) in terms], all running together and waited for at the end."""
+        if self.interpreted:
+            return [c + self.product(a, b) for c, a, b in terms]
+
+        def body(accs):
+            for acc, (_, a, b) in zip(accs, terms, strict=True):
+                plgpu.wgmma(acc, a, b)
+
+        return pl.run_state(body)([plgpu.ACC.init(c) for c, _, _ in terms])
+
+    def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
+        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
+        if not self.interpreted:
+            return _blocks_multiply_add(c, a, b_t)
+        a, b_t = (x.astype(jnp.float32).reshape(4, 16, 16) for x in (a, b_t))
+        return c + jnp.einsum("wij,wkj->wik", a, b_t).reshape(64, 16)
+
+    def blocks_transpose(self, x) -> jax.Array:
+        """Transposes each 16x16 block of a float16 [64, 16] array."""
+        if not self.interpreted:
+            return _blocks_transpose(x)
+        return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
+
+
+def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragmented_array.FragmentedArray:
+    registers = np.empty(len(values), dtype=object)
+    registers[:] = values
+    registers = registers.reshape(like.registers.shape)
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA, WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.float32, WGMMA)
+)
+def _blocks_multiply_add(ctx, c, a, b_t):
+    """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
+    accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
+    b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
+
+    def element(register, i):
+        position = ir.DenseI64ArrayAttr.get([i])
+        return vector.extract(register, dynamic_position=[], static_position=position)
+
+    c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
+    results = []
+    for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
+        struct = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+            [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+            has_side_effects=False,
+        )
+        out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
+        results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
+    return _registers(results, c)
+
+
+@plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.float16, WGMMA))
+def _blocks_transpose(ctx, x):
+    """Four movmatrix a warp, one for each 8x8 quarter; the off-diagonal quarters change places."""
+    i32 = ir.IntegerType.get_signless(32)
+    quarters = [utils.bitcast(r, i32) for r in x.registers.flat]
+    results = [
+        llvm.inline_asm(
+            i32,
+            [quarters[i]],
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            has_side_effects=False,
+        )
+        for i in (0, 2, 1, 3)
+    ]
+    return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)
