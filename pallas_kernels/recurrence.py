@@ -1,0 +1,608 @@
+"""The recurrence over the chunks of a sequence: outputs and final state, or what a segment does to a state.
+
+With the state transposed, S [V, K], and for one chunk (all of it float32 but the operands of products)
+
+    W = V^T - (S K^T) D              N = W T^T             T = a * Gamma
+    O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = scale (Q K^T) * Gamma
+
+where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum
+and a = A diag(beta) from tril_inverse.py.
+
+Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is a
+sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens; an item of
+packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it does not own are
+replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its own outputs exact.
+
+Threads (warpgroups): the first ones hold S in registers, each its 64 rows, and run the products above with A operands in
+registers (an accumulator rounded to bf16 is an operand already). The last one, the helper, loads everything by bulk
+copies, makes T and P for the next chunk in place of a and of qk, and frees what all have read.
+
+| barrier   | arrives                                  | waits                                            |
+|-----------|------------------------------------------|--------------------------------------------------|
+| loaded    | each bulk copy of a stage                | helper, state warpgroups                         |
+| prepared  | helper, T, P and D, Dr are written       | state warpgroups                                 |
+| consumed  | each state warpgroup, stage read         | helper, before it loads the stage again          |
+
+With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the segment is
+S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is what the columns of V
+past its end read.
+
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, a [B, HO, NT C, C],
+qk [B, Hk, NT C, C] (optional), s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
+[items, HO, K, K].
+Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
+Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three, 512 for
+two or four), or the kernel waits for ever.
+Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of warpgroups).
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import (
+    CHUNK,
+    COL,
+    COMPILER_PARAMS,
+    ROW,
+    SMEM_LIMIT,
+    WGMMA,
+    WGMMA_TRANSPOSED,
+    Device,
+    along_columns,
+    along_rows,
+    grid_index,
+    iota,
+    store_any,
+    tiling,
+    transposed,
+    zeros,
+)
+
+ROWS = 64
+"""Rows of S^T that one state warpgroup holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the recurrence runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's q, k, a and gates; one gives twice the CTAs."""
+    stages: int = 3
+    """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
+    state_in_smem: bool = False
+    """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
+    helper_registers: int = 88
+    state_registers: int = 208
+    auto_barriers: bool = False
+    """Lets Pallas put a barrier around every access to shared memory: 4 to 13 % slower, never needed here."""
+
+    def smem_bytes(self, K: int, outputs: bool) -> int:
+        """Shared memory of a CTA."""
+        rows = ROWS * self.state_warpgroups
+        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + outputs)) + 3 * 4 * CHUNK
+        once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * self.state_in_smem
+        return self.stages * stage + once + 1024
+
+    @classmethod
+    def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
+        """Most stages, up to three, that fit beside the operands that K and V need."""
+        registers = {1: (208, 232), 2: (88, 208)}[state_warpgroups]
+        for stages in (3, 2, 1):
+            config = cls(state_warpgroups, stages, K > 128, *registers)
+            if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 256")
+
+
+class Split(NamedTuple):
+    """Static shape of the work."""
+
+    num_items: int
+    """Items, that is sequences or segments; for packed rows one more than needed, which zeroes the padding."""
+    segment_chunks: int | None
+    """Chunks of a segment, None when sequences are not cut."""
+
+
+class Tables(NamedTuple):
+    """Where the items of packed rows lie. Without segments items are sequences and the last two are None."""
+
+    cu_seqlens: Int[Array, " N1"]
+    sequence: Int[Array, " items"] | None
+    """Sequence of each item; N for the padding past the last sequence."""
+    first_item: Int[Array, " N2"] | None
+    """First item of each sequence, of the padding, and the number of items used."""
+
+
+class _Item(NamedTuple):
+    """The part of a row that a CTA works on."""
+
+    index: jax.Array
+    row: jax.Array
+    """Row of the batch."""
+    sequence: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    """First token, and the one after the last."""
+    first_chunk: jax.Array
+    num_chunks: jax.Array
+    is_last: jax.Array
+    """Whether the sequence ends here."""
+    is_padding: jax.Array | bool
+
+
+def _dense_item(index, split: Split, T: int) -> _Item:
+    """Item of a batch whose rows are one sequence each: all have the same segments."""
+    num_chunks = -(-T // CHUNK)
+    length = split.segment_chunks or num_chunks
+    per_row = -(-num_chunks // length)
+    row, segment = lax.div(index, per_row), lax.rem(index, per_row)
+    first = segment * length
+    chunks = jnp.minimum(length, num_chunks - first)
+    begin, end = first * CHUNK, (first + chunks) * CHUNK
+    return _Item(index, row, row, begin, end, first, chunks, segment == per_row - 1, False)
+
+
+def _packed_item(index, split: Split, T: int, N: int, tables) -> _Item:
+    """Item of packed rows. The padding past the last sequence is an item too, of sequence N."""
+    cu = tables[0]
+    n = index if split.segment_chunks is None else tables[1][index]
+    is_padding = n >= N
+    begin = cu[jnp.minimum(n, N)]
+    end = jnp.where(is_padding, T, cu[jnp.minimum(n + 1, N)])
+    last = True
+    if split.segment_chunks is not None:
+        segment = index - tables[2][jnp.minimum(n, N)]
+        last = index + 1 == tables[2][jnp.minimum(n + 1, N + 1)]
+        start = (lax.div(begin, CHUNK) + segment * split.segment_chunks) * CHUNK
+        cut = start + split.segment_chunks * CHUNK
+        begin, end = jnp.maximum(begin, start), jnp.where(is_padding, end, jnp.minimum(end, cut))
+        end = jnp.where(n > N, begin, end)
+    first = lax.div(begin, CHUNK)
+    chunks = jnp.where(end > begin, lax.div(end + CHUNK - 1, CHUNK) - first, 0)
+    return _Item(index, jnp.int32(0), n, begin, end, first, chunks, last, is_padding)
+
+
+def _owned(shape, dimension, begin, end):
+    index = iota(shape, dimension)
+    return (index >= begin) & (index < end)
+
+
+def _keep_owned_rows(ref, begin, end):
+    """Zeroes the rows of a tile outside [begin, end), 64 columns at a time."""
+    for column in range(0, ref.shape[1], CHUNK):
+        part = ref.at[:, column : column + CHUNK]
+        x = plgpu.load(part, layout=WGMMA)
+        part[...] = jnp.where(_owned(x.shape, 0, begin, end), x, jnp.zeros((), x.dtype))
+
+
+def _keep_owned_gates(g_smem, begin, end):
+    """Before the first owned token no decay, after the last one the last sum: all exponents stay <= 0."""
+    last = g_smem[end - 1]
+    g = plgpu.load(g_smem, layout=ROW)
+    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
+    g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
+
+
+def _gamma(g_smem):
+    """G in layout ROW, and Gamma [C, C]."""
+    shape = (CHUNK, CHUNK)
+    g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
+    difference = along_rows(g_rows, CHUNK) - along_columns(g_columns, CHUNK)
+    return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
+
+
+def _multiply(tile, factor):
+    tile[...] = (plgpu.load(tile, layout=WGMMA).astype(jnp.float32) * factor).astype(tile.dtype)
+
+
+class _Sizes(NamedTuple):
+    """Static sizes and switches of one kernel."""
+
+    T: int
+    N: int
+    Hq: int
+    Hk: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    tiles: int
+    """Tiles of state_warpgroups x 64 rows of a head."""
+    scale: float
+    packed: bool
+    qk_given: bool
+    has_s0: bool
+    write_transition: bool
+    kv_layout: bool
+
+    @property
+    def outputs(self) -> bool:
+        return not self.write_transition
+
+
+def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool):
+    refs = list(refs)
+    q_gmem = refs.pop(0) if sizes.outputs else None
+    k_gmem, v_gmem, g_gmem, a_gmem = (refs.pop(0) for _ in range(4))
+    qk_gmem = refs.pop(0) if sizes.qk_given and sizes.outputs else None
+    s0_gmem = refs.pop(0) if sizes.has_s0 else None
+    num_tables = (1 if split.segment_chunks is None else 3) if sizes.packed else 0
+    tables = [refs.pop(0) for _ in range(num_tables)]
+    out_gmem, final_gmem = refs.pop(0), refs.pop(0)
+    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, dr_smem = refs[:9]
+    loaded, prepared, consumed = refs[9:]
+
+    dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
+    outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
+    K, columns = sizes.K, num_state * ROWS
+
+    wg = lax.axis_index("wg").astype(jnp.int32)
+    tile = lax.rem(grid_index(), sizes.tiles)
+    head = lax.rem(lax.div(grid_index(), sizes.tiles), sizes.HO)
+    index = lax.div(grid_index(), sizes.tiles * sizes.HO)
+    if sizes.packed:
+        item = _packed_item(index, split, sizes.T, sizes.N, tables)
+    else:
+        item = _dense_item(index, split, sizes.T)
+    chunks = jnp.where(item.is_padding, 0, item.num_chunks) if sizes.packed else item.num_chunks
+    if sizes.write_transition:  # nothing follows the last segment
+        chunks = jnp.where(item.is_last, 0, chunks)
+
+    def head_of(count):
+        return lax.div(head, sizes.HO // count)
+
+    def tokens_of(i):
+        return pl.ds((item.first_chunk + i) * CHUNK, CHUNK)
+
+    def shared(i):
+        """Rows [begin, end) of chunk i are owned; whether that is not all of them."""
+        start = (item.first_chunk + i) * CHUNK
+        begin, end = jnp.maximum(item.begin - start, 0), jnp.minimum(item.end - start, CHUNK)
+        return begin, end, (begin > 0) | (end < CHUNK)
+
+    # Helper
+
+    def load(i, stage):
+        tokens = tokens_of(i)
+
+        def copy(source, destination):
+            plgpu.copy_gmem_to_smem(source, destination, loaded.at[stage])
+
+        copy(k_gmem.at[item.row, tokens, head_of(sizes.Hk)], kq_smem.at[stage, 0:CHUNK])
+        if outputs:
+            copy(q_gmem.at[item.row, tokens, head_of(sizes.Hq)], kq_smem.at[stage, CHUNK : 2 * CHUNK])
+        if sizes.qk_given and outputs:
+            copy(qk_gmem.at[item.row, head_of(sizes.Hk), tokens], p_smem.at[stage])
+        v_columns = pl.ds(tile * columns, columns)  # past the end of V (transitions): zeros
+        copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
+        copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
+        copy(g_gmem.at[item.row, head, tokens], g_smem.at[stage])
+
+    def replace_foreign_tokens(i, stage):
+        begin, end, is_shared = shared(i)
+
+        @pl.when(is_shared)
+        def _():
+            tiles = [kq_smem.at[stage, 0:CHUNK], v_smem.at[stage], t_smem.at[stage]]
+            if outputs:
+                tiles.append(kq_smem.at[stage, CHUNK : 2 * CHUNK])
+            if sizes.qk_given and outputs:
+                tiles.append(p_smem.at[stage])
+            for ref in tiles:
+                _keep_owned_rows(ref, begin, end)
+            for ref in (t_smem, p_smem) if sizes.qk_given and outputs else (t_smem,):
+                x = plgpu.load(ref.at[stage], layout=WGMMA)
+                ref.at[stage][...] = jnp.where(_owned(x.shape, 1, begin, end), x, jnp.zeros((), x.dtype))
+            _keep_owned_gates(g_smem.at[stage], begin, end)
+            plgpu.commit_smem()
+
+    def prepare_t(stage, g_rows, gamma):
+        d_smem.at[stage][...] = jnp.exp2(g_rows)
+        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
+        _multiply(t_smem.at[stage], gamma)
+
+    def prepare(stage):
+        if not outputs:
+            prepare_t(stage, *_gamma(g_smem.at[stage]))
+        elif sizes.qk_given:
+            g_rows, gamma = _gamma(g_smem.at[stage])
+            prepare_t(stage, g_rows, gamma)
+            _multiply(p_smem.at[stage], gamma)
+        else:
+
+            def with_product(acc):
+                k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
+                product = dev.issue(acc, q_tile, transposed(k_tile))
+                g_rows, gamma = _gamma(g_smem.at[stage])
+                prepare_t(stage, g_rows, gamma)
+                p = dev.collect(product) * gamma
+                p_smem.at[stage][...] = (p * sizes.scale).astype(dtype)
+
+            pl.run_scoped(with_product, plgpu.ACC((CHUNK, CHUNK), f32))
+
+    @pl.when(wg == num_state)
+    def helper():
+        plgpu.set_max_registers(config.helper_registers, action="decrease")
+        for j in range(stages - 1):
+            pl.when(j < chunks)(functools.partial(load, jnp.int32(j), j))
+
+        def step(i, _):
+            stage, previous = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+            plgpu.barrier_wait(loaded.at[stage])
+            if sizes.packed:
+                replace_foreign_tokens(i, stage)
+            prepare(stage)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(prepared.at[stage])
+            if stages > 1:
+                pl.when(i >= 1)(lambda: plgpu.barrier_wait(consumed.at[previous]))
+                pl.when(i + stages - 1 < chunks)(lambda: load(i + stages - 1, previous))
+            else:
+                plgpu.barrier_wait(consumed.at[stage])
+                pl.when(i + 1 < chunks)(lambda: load(i + 1, stage))
+            return ()
+
+        if stages == 1:
+            pl.when(chunks > 0)(lambda: load(jnp.int32(0), 0))
+        lax.fori_loop(0, chunks, step, ())
+        if stages > 1:
+            pl.when(chunks > 0)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(chunks - 1, stages)]))
+
+    # State warpgroups
+
+    row_tile = tile * num_state + wg
+    rows = pl.ds(row_tile * ROWS, ROWS)
+
+    def store_o(i, o):
+        """o [64 columns of V, C] of chunk i to memory; only owned rows, one by one, in a shared chunk."""
+        tile_smem, flat_smem = out_smem if sizes.packed else (out_smem, None)
+        tokens = tokens_of(i)
+
+        def whole():
+            transposed(tile_smem.at[wg])[...] = o
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile_smem.at[wg], out_gmem.at[item.row, tokens, head, rows])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if not sizes.packed:
+            return whole()
+        begin, end, is_shared = shared(i)
+
+        @pl.when(is_shared)
+        def _():
+            store_any(transposed(flat_smem.at[wg]), o)
+            plgpu.commit_smem()
+
+            def token(t, _):
+                position = (item.first_chunk + i) * CHUNK + t
+                plgpu.copy_smem_to_gmem(flat_smem.at[wg, t], out_gmem.at[item.row, position, head, rows])
+                return ()
+
+            lax.fori_loop(begin, end, token, ())
+
+        pl.when(jnp.logical_not(is_shared))(whole)
+
+    def read_state():
+        if sizes.write_transition:  # [0 | I]: row r of M^T is row V + r
+            diagonal = iota((ROWS, K), 0) + row_tile * ROWS - sizes.V == iota((ROWS, K), 1)
+            return jnp.where(diagonal, 1.0, zeros((ROWS, K), f32))
+        if not sizes.has_s0:
+            return zeros((ROWS, K), f32)
+        s0 = s0_gmem.at[item.index, head]
+        if sizes.kv_layout:
+            source = transposed(s0.at[:, rows])
+            return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
+        return plgpu.load(s0.at[rows], layout=WGMMA, optimized=False)
+
+    def write_state(s):
+        if sizes.write_transition:
+
+            @pl.when(row_tile < sizes.V // ROWS)
+            def _():
+                out_gmem.at[item.index, head, rows][...] = s
+
+            @pl.when(row_tile >= sizes.V // ROWS)
+            def _():
+                out_smem.at[wg][...] = s.astype(dtype)
+                plgpu.commit_smem()
+                m_rows = pl.ds(row_tile * ROWS - sizes.V, ROWS)
+                plgpu.copy_smem_to_gmem(out_smem.at[wg], final_gmem.at[item.index, head, m_rows])
+
+        else:
+            final = final_gmem.at[item.sequence, head]
+            if sizes.kv_layout:
+                transposed(final.at[:, rows])[...] = plgpu.layout_cast(s, WGMMA_TRANSPOSED)
+            else:
+                final.at[rows][...] = s
+
+    def operand(s):
+        """S rounded, as the left operand of the next chunk's products."""
+        s = s.astype(dtype)
+        if not config.state_in_smem:
+            return s
+        s_smem.at[wg][...] = s
+        plgpu.commit_smem()
+        return ()
+
+    def step(i, carry):
+        s, s_operand, o_previous = carry
+        stage = lax.rem(i, stages)
+        k_tile = kq_smem.at[stage, 0:CHUNK]
+        q_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK] if outputs else None
+        left = s_smem.at[wg] if config.state_in_smem else s_operand
+        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+
+        def solve(sk, *sq):
+            sk = dev.issue(sk, left, transposed(k_tile))
+            if outputs:
+                sq = dev.issue(sq[0], left, transposed(q_tile))
+                pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
+            v_t = plgpu.load(transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)]), layout=WGMMA)
+            if not sizes.packed:
+                plgpu.barrier_wait(prepared.at[stage])
+            d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
+            w = (v_t.astype(f32) - d * dev.collect(sk, newer=1 if outputs else 0)).astype(dtype)
+
+            def correct(n):
+                """N, and in its shadow what the two last products start from."""
+                n = dev.issue(n, w, transposed(t_smem.at[stage]))
+                dr = plgpu.load(dr_smem.at[stage], layout=COL)
+                decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
+                if not outputs:
+                    return lax.optimization_barrier(decayed), None, dev.collect(n), dr
+                d_scaled = plgpu.load(d_smem.at[stage], layout=COL) * sizes.scale
+                read = dev.collect(sq, newer=1) * along_columns(d_scaled, ROWS)
+                return *lax.optimization_barrier((decayed, read)), dev.collect(n), dr
+
+            return pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
+
+        accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + outputs)
+        decayed, read, n, dr = pl.run_scoped(solve, *accumulators)
+        write = ((decayed, (n * along_columns(dr, ROWS)).astype(dtype), k_tile),)
+        if outputs:
+            s, o = dev.accumulate(*write, (read, n.astype(dtype), transposed(p_smem.at[stage])))
+            carry = (s, operand(s), o.astype(dtype))
+        else:
+            (s,) = dev.accumulate(*write)
+            carry = (s, operand(s), ())
+        plgpu.barrier_arrive(consumed.at[stage])
+        return carry
+
+    @pl.when(wg < num_state)
+    def state():
+        plgpu.set_max_registers(config.state_registers, action="increase")
+        s = read_state()
+        start = (s, operand(s), zeros((ROWS, CHUNK), dtype) if outputs else ())
+        s, _, o = lax.fori_loop(0, chunks, step, start)
+        if outputs:
+            pl.when(chunks > 0)(lambda: store_o(chunks - 1, o))
+        if sizes.packed and outputs:
+
+            @pl.when(item.is_padding)
+            def _():
+                def clear(i, _):
+                    store_o(i, zeros((ROWS, CHUNK), dtype))
+                    return ()
+
+                lax.fori_loop(0, item.num_chunks, clear, ())
+
+        writes = jnp.logical_not(item.is_last) if sizes.write_transition else item.is_last
+        if sizes.packed:
+            writes = writes & jnp.logical_not(item.is_padding)
+        pl.when(writes)(lambda: write_state(s))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def recurrence(
+    q: Float[Array, "B T Hq K"] | None,
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g2_cum: Float[Array, "B HO T64"],
+    a: Float[Array, "B HO T64 C"],
+    qk: Float[Array, "B Hk T64 C"] | None,
+    s0: Float[Array, "items HO _ _"] | None,
+    tables: Tables | None,
+    *,
+    split: Split,
+    scale: float = 1.0,
+    kv_layout: bool = False,
+    write_transition: bool = False,
+    config: Config | None = None,
+    interpret=None,
+):
+    """o and the final states, or N and M^T of every segment (write_transition); see the module docstring.
+
+    Args:
+      q, k, v: bfloat16 or float16, K and V multiples of 64, T a multiple of 8; q is not read for transitions.
+      g2_cum, a, qk: of chunk_gates and tril_inverse; qk None to compute it here.
+      s0: state before each item, float32, [K, V] with kv_layout else [V, K]; None for zeros.
+      tables: of packed rows (B = 1), None when every row of the batch is one sequence.
+      split: items; segments need s0 for every item unless transitions are written.
+      scale: factor of the output.
+    """
+    B, T, Hk, K = k.shape
+    HV, V = v.shape[2:]
+    HO = a.shape[1]
+    N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    all_rows = V + K if write_transition else V
+    if config is None:
+        pairs = V % (2 * ROWS) == 0 and all_rows % (2 * ROWS) == 0 and K <= 128
+        config = Config.default(K, V, not write_transition, 2 if pairs else 1)
+    n, stages = config.state_warpgroups, config.stages
+    if V % (ROWS * n) or all_rows % (ROWS * n):
+        raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
+    sizes = _Sizes(
+        T=T,
+        N=N,
+        Hq=HO if q is None else q.shape[2],
+        Hk=Hk,
+        HV=HV,
+        HO=HO,
+        K=K,
+        V=V,
+        tiles=all_rows // (ROWS * n),
+        scale=scale,
+        packed=tables is not None,
+        qk_given=qk is not None,
+        has_s0=s0 is not None and not write_transition,
+        write_transition=write_transition,
+        kv_layout=kv_layout,
+    )
+    outputs = sizes.outputs
+    dtype, f32 = k.dtype, jnp.float32
+
+    def tiles(count, rows, columns, used=True):
+        if not used:
+            return plgpu.SMEM((8, 128), f32)
+        return plgpu.SMEM((count, rows, columns), dtype, transforms=tiling(128))
+
+    out_tile = tiles(n, ROWS, CHUNK if outputs else K)
+    if sizes.packed and outputs:
+        out_tile = plgpu.RefUnion(out_tile, plgpu.SMEM((n, CHUNK, ROWS), dtype))
+    vectors = plgpu.SMEM((stages, CHUNK), f32)
+    if write_transition:
+        out_type = (
+            jax.ShapeDtypeStruct((split.num_items, HO, V, K), f32),
+            jax.ShapeDtypeStruct((split.num_items, HO, K, K), dtype),
+        )
+    else:
+        final = (N, HO, K, V) if kv_layout else (N, HO, V, K)
+        out_type = (jax.ShapeDtypeStruct((B, T, HO, V), dtype), jax.ShapeDtypeStruct(final, f32))
+    inputs = [q if outputs else None, k, v, g2_cum, a, qk if outputs else None]
+    inputs += [s0 if sizes.has_s0 else None, *(tables or ())]
+    return plgpu.kernel(
+        functools.partial(_body, config=config, split=split, sizes=sizes, interpreted=interpret is not None),
+        out_type=out_type,
+        scratch_types=(
+            tiles(stages, CHUNK * (1 + outputs), K),
+            tiles(stages, CHUNK, ROWS * n),
+            tiles(stages, CHUNK, CHUNK),
+            tiles(stages, CHUNK, CHUNK, outputs),
+            out_tile,
+            tiles(n, ROWS, K, config.state_in_smem),
+            vectors,
+            vectors,
+            vectors,
+            plgpu.Barrier(num_arrivals=4 + outputs + (sizes.qk_given and outputs), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=n, num_barriers=stages),
+        ),
+        grid=(split.num_items * HO * sizes.tiles,),
+        grid_names=("cta",),
+        num_threads=n + 1,
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
+        ),
+    )(*(x for x in inputs if x is not None))
