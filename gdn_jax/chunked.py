@@ -6,12 +6,14 @@ Inside a chunk of C tokens, with G the inclusive cumulative log decay and h the 
     A     = (I + kkt)^-1
     w     = A (beta exp(G) k)                                 WY keys
     u     = A (beta v)                                        WY values
-    v_new = u - w h                                           the values that are really written
+    v_new = u - w h  =  A (beta v - beta exp(G) (k h))        the values that are really written
     h'    = exp(G_C) h + k^T (exp(G_C - G) v_new)             state at the start of the next chunk
     o     = scale (exp(G) q h + lower(q k^T exp(G_i - G_j)) v_new)
 
-Everything but h' is parallel over chunks. Every stage takes arrays [..., C, D] with free leading axes; an
-input shared by several heads has size 1 on their axis and is broadcast inside the products, never repeated.
+Everything but h' is parallel over chunks. The rule uses v_new in its second form, which needs fewer products
+than w and u; `wy` gives those to whoever studies them. Every stage takes arrays [..., C, D] with free leading
+axes; an input shared by several heads has size 1 on their axis and is broadcast inside the products, never
+repeated.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", section 3.3 (its output mask must be the decaying
 one, its W needs A before the gate); fla's `chunk_local_cumsum`, `chunk_scaled_dot_kkt_fwd`, `solve_tril`,
@@ -38,6 +40,10 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME)
 # Coarse parts of gates are multiples of this, so that a chunk's sum of them is exact in float32 up to
 # 2^24 / 1024 = 16384, that is -256 per token at C = 64; stronger gates only lose what exp has long made 0.
 _COARSE_GRID = 1024.0
+
+
+# Rows of solve_tril's first blocks: unrolled substitution costs their square in operations of the program.
+_SUBSTITUTION_ROWS = 8
 
 
 class Numerics(NamedTuple):
@@ -142,23 +148,46 @@ def kkt(
     return jnp.where(strict, beta[..., None] * products * decay.between(), 0)
 
 
-@jax.custom_jvp
 def solve_tril(kkt: Float[Array, "*S C C"]) -> Float[Array, "*S C C"]:
-    """A = (I + kkt)^-1 for strictly lower triangular kkt, by a triangular solve in kkt's dtype.
+    """A = (I + kkt)^-1 for strictly lower triangular kkt, in its dtype; C is a power of two.
 
-    Numerics: forward substitution, backward stable for any keys. Powers of kkt (the Neumann series and its
-      doubling) overflow for correlated keys even in float32.
-    Source: fla's `solve_tril`; the derivative is dA = -A dkkt A.
+    Blocks of 8 rows by forward substitution; then pairs of neighbouring inverse blocks X and Z are merged to
+    twice the size, where the block L below X and left of Z becomes -Z L X.
+
+    Numerics: as stable as substitution, for any keys. Powers of kkt (the Neumann series and its doubling)
+      overflow for correlated keys even in float32.
+    Source: fla's `solve_tril`, with the sign of the paper's equation corrected (the inverse of I + kkt).
     """
-    identity = jnp.broadcast_to(jnp.eye(kkt.shape[-1], dtype=kkt.dtype), kkt.shape)
-    return lax.linalg.triangular_solve(kkt, identity, left_side=True, lower=True, unit_diagonal=True)
+    C = kkt.shape[-1]
+    size = min(C, _SUBSTITUTION_ROWS)
+    X = _substitute(_diagonal_blocks(kkt, size))
+    product = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
+    while size < C:
+        L = _diagonal_blocks(kkt, 2 * size)[..., size:, :size]
+        X, Z = X[..., 0::2, :, :], X[..., 1::2, :, :]
+        below = -product(product(Z, L), X)
+        top = jnp.concatenate([X, jnp.zeros_like(X)], -1)
+        X = jnp.concatenate([top, jnp.concatenate([below, Z], -1)], -2)
+        size *= 2
+    return X[..., 0, :, :]
 
 
-@solve_tril.defjvp
-def _solve_tril_jvp(primals, tangents):
-    A = checkpoint_name(solve_tril(*primals), INVERSE_NAME)
-    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    return A, -einsum("...ij,...jk->...ik", A, einsum("...ij,...jk->...ik", tangents[0], A))
+def _diagonal_blocks(x: jax.Array, size: int) -> jax.Array:
+    """[..., C, C] to its C / size diagonal blocks [..., C / size, size, size]."""
+    blocks = [x[..., i : i + size, i : i + size] for i in range(0, x.shape[-1], size)]
+    return jnp.stack(blocks, -3)
+
+
+def _substitute(L: jax.Array) -> jax.Array:
+    """(I + L)^-1 of small strictly lower triangular blocks, row by row, unrolled."""
+    L = jnp.moveaxis(L, (-2, -1), (0, 1))  # the batch fills the vector lanes
+    rows = []
+    for i in range(L.shape[0]):
+        row = jnp.zeros_like(L[0]).at[i].set(1)
+        for j in range(i):
+            row = row - L[i, j] * rows[j]
+        rows.append(row)
+    return jnp.moveaxis(jnp.stack(rows), (0, 1), (-2, -1))
 
 
 def wy(
@@ -181,46 +210,64 @@ def wy(
 
 
 class Transition(NamedTuple):
-    """What a chunk does to the state: h' = total h + k^T (to_end (u - w h))."""
+    """What a chunk does to the state, apart from what it writes: see `solve_states`."""
 
     total: Float[Array, "L P *H"]
+    """exp(G_C): decay over the chunk."""
     to_end: Float[Array, "L P *H C"]
-    w: Float[Array, "L P *H C K"]
+    """exp(G_C - G): decay of each token's write until the chunk's end."""
+    read: Float[Array, "L P *H C"]
+    """beta exp(G): factor of what each token's key finds in the state."""
     k: Float[Array, "L P *Hk C K"]
 
     def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        """k^T (to_end v_new): what values v_new leave in the state at the chunk's end."""
+        """k^T (to_end v_new): what the values v_new leave in the state at the chunk's end."""
         return numerics.einsum("...ck,...cv->...kv", self.k, self.to_end[..., None] * v_new)
 
+    def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
+        """A (x - read (k h)): the values that are really written."""
+        found = self.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
+        return numerics.einsum("...ij,...jv->...iv", A, -found if x is None else x - found)
 
-def _scan_states(numerics, keep, transition, u, forcing, h):
-    """h_{c+1} = T_c h_c + k_c^T (to_end_c u_c) + forcing_c along the leading axis; linear in (u, forcing, h)."""
 
-    def chunk(h, x):
-        transition, u, forcing = x
-        v_new = -numerics.einsum("...ck,...kv->...cv", transition.w, h)
-        v_new = v_new if u is None else v_new + u
+class States(NamedTuple):
+    """Solution of the recurrence over chunks."""
+
+    h: Float[Array, "L P *H K V"]
+    """State at the start of each chunk."""
+    v_new: Float[Array, "L P *H C V"]
+    """Values that each chunk really writes."""
+    last: Float[Array, "B *H K V"]
+    """State after the last chunk."""
+
+
+def _walk(numerics, A, transition, x, forcing, h):
+    """The recurrence of `solve_states` in one pass over axis 0, every lane on its own."""
+
+    def chunk(h, inputs):
+        A, transition, x, forcing = inputs
+        v_new = transition.v_new(A, x, h, numerics)
         new = transition.total[..., None, None] * h + transition.write(v_new, numerics)
         new = new if forcing is None else new + forcing
-        return new, h.astype(numerics.operand) if keep else None
+        return new, (h.astype(numerics.operand), v_new.astype(numerics.operand))
 
-    last, states = lax.scan(chunk, h, (transition, u, forcing))
-    return states, last
+    last, (states, v_new) = lax.scan(chunk, h, (A, transition, x, forcing))
+    return States(states, v_new, last)
 
 
-def _solve_states(numerics, transition, u, forcing, h0):
-    """`solve_states` without its derivative rule."""
+def _walk_lanes(numerics, A, transition, x, forcing, h0):
+    """`solve_states` for a given inverse A, linear in (x, forcing, h0)."""
     lanes = transition.total.shape[1]
     if lanes == 1:
-        states, last = _scan_states(numerics, True, transition, u, forcing, h0[None])
-        return states, last[0]
-    # Every lane from a zero state and, for its effect on a state, from the identity; then the lanes are
+        states = _walk(numerics, A, transition, x, forcing, h0[None])
+        return states._replace(last=states.last[0])
+    # Every lane from a zero state and, for what it does to a state, from the identity; then the lanes are
     # joined in order and walked once more from their true start states.
     K = transition.k.shape[-1]
-    width = (lanes, *h0.shape)
-    _, written = _scan_states(numerics, False, transition, u, forcing, jnp.zeros(width, h0.dtype))
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*width[:-2], K, K))
-    _, carried = _scan_states(numerics, False, transition, None, None, identity)
+    shape = (lanes, *h0.shape)
+    written = _walk(numerics, A, transition, x, forcing, jnp.zeros(shape, h0.dtype)).last
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*shape[:-2], K, K))
+    carried = _walk(numerics, A, transition, None, None, identity).last
 
     def join(h, lane):
         written, carried = lane
@@ -228,44 +275,52 @@ def _solve_states(numerics, transition, u, forcing, h0):
         return written + product, h
 
     _, starts = lax.scan(join, h0, (written, carried))
-    states, last = _scan_states(numerics, True, transition, u, forcing, starts)
-    return states, last[-1]
+    states = _walk(numerics, A, transition, x, forcing, starts)
+    return states._replace(last=states.last[-1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def solve_states(
     numerics: Numerics,
+    kkt: Float[Array, "L P *H C C"],
     transition: Transition,
-    u: Float[Array, "L P *H C V"],
+    x: Float[Array, "L P *H C V"],
     forcing: Float[Array, "L P *H K V"] | None,
     h0: Float[Array, "B *H K V"],
-) -> tuple[Float[Array, "L P *H K V"], Float[Array, "B *H K V"]]:
-    """States at the start of every chunk, and the last state, of h_{c+1} = T_c h_c + k_c^T (to_end_c u_c) + f_c.
+) -> States:
+    """Solves the recurrence over chunks, with A = (I + kkt)^-1:
 
-    Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on where
-    lane 0 ends), walked side by side. Both orders give the same states; lanes cost a second walk and shorten it.
+        v_new = A (x - read (k h));   h' = total h + k^T (to_end v_new) + forcing
 
-    The states solve a linear recurrence, so their derivative solves the same recurrence driven by another
-    input: all products of the derivative but the recurrence itself are parallel over chunks, in any order of
-    differentiation, forward and reverse.
+    Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on where lane 0
+    ends), walked side by side. One lane or many give the same states; many cost two more walks, all shorter.
+
+    The equations are linear in (x, forcing, h0), so the derivative in any argument solves the same equations
+    with another x and forcing, which are parallel over chunks. In reverse mode the adjoint state walks
+    backwards and everything else is parallel; dkkt = -lam v_new^T needs no derivative of the inverse.
     """
-    states, last = _solve_states(numerics, transition, u, forcing, h0)
-    return checkpoint_name(states, STATES_NAME), last
+    A = solve_tril(kkt).astype(numerics.operand)
+    return _walk_lanes(numerics, A, transition, x, forcing, h0)
 
 
 @solve_states.defjvp
 def _solve_states_jvp(numerics, primals, tangents):
-    transition, u, _, h0 = primals
-    d, du, dforcing, dh0 = tangents
-    states, last = solve_states(numerics, *primals)
-    v_new = u - numerics.einsum("...ck,...kv->...cv", transition.w, states)
-    dv_new = du - numerics.einsum("...ck,...kv->...cv", d.w, states)
-    drive = transition.to_end[..., None] * dv_new + d.to_end[..., None] * v_new
-    drive = d.total[..., None, None] * states + numerics.einsum("...ck,...cv->...kv", transition.k, drive)
-    drive = drive + numerics.einsum("...ck,...cv->...kv", d.k, transition.to_end[..., None] * v_new)
+    kkt, transition, x, forcing, h0 = primals
+    dkkt, d, dx, dforcing, dh0 = tangents
+    einsum = numerics.einsum
+    A = checkpoint_name(solve_tril(kkt).astype(numerics.operand), INVERSE_NAME)
+    solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
+    h = checkpoint_name(solution.h, STATES_NAME)
+    # From h and not from the walk, so that the backward pass recomputes it without walking again.
+    v_new = transition.v_new(A, x, h, numerics).astype(numerics.operand)
+
+    dx = dx - d.read[..., None] * einsum("...ck,...kv->...cv", transition.k, h)
+    dx = dx - transition.read[..., None] * einsum("...ck,...kv->...cv", d.k, h)
+    dx = dx - einsum("...ij,...jv->...iv", dkkt, v_new)
+    drive = d.total[..., None, None] * h + transition._replace(to_end=d.to_end).write(v_new, numerics)
+    drive = drive + transition._replace(k=d.k).write(v_new, numerics)
     drive = drive if dforcing is None else drive + dforcing
-    dstates, dlast = _solve_states(numerics, transition, None, drive, dh0)
-    return (states, last), (dstates, dlast)
+    return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)
 
 
 def chunk_output(
@@ -285,16 +340,6 @@ def chunk_output(
     scores = numerics.einsum("...ik,...jk->...ij", q, k) * decay.between()
     read = decay.from_start()[..., None] * numerics.einsum("...ck,...kv->...cv", q, states)
     return scale * (read + numerics.einsum("...ij,...jv->...iv", scores, v_new))
-
-
-class _Chunks(NamedTuple):
-    """A call's inputs as chunks [L, lanes, B, heads..., C, width]; q may be None."""
-
-    q: jax.Array | None
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
 
 
 def chunked_rule(
@@ -327,11 +372,10 @@ def chunked_rule(
 def _rule(q, k, v, g, beta, initial_state, scale, *, numerics, cu_seqlens, chunk_size):
     counts = (q.shape[2], k.shape[2], v.shape[2], g.shape[2])
     row = _Row(cu_seqlens, k.shape[:2], counts, chunk_size)
-    chunks = _Chunks(*(row.to_chunks(x) for x in (q, k, v, g, beta)))
-    decay, transition, u = _prepare(chunks, numerics)
-    states, final = row.solve(numerics, transition, u, initial_state)
-    v_new = u - numerics.einsum("...ck,...kv->...cv", transition.w, states)
-    o = chunk_output(chunks.q, chunks.k, v_new, states, decay, scale, numerics)
+    q, k, v, g, beta = (row.to_chunks(x) for x in (q, k, v, g, beta))
+    decay = chunk_cumsum(g)
+    states, final = row.solve(numerics, k, v, decay, beta, initial_state)
+    o = chunk_output(q, k, states.v_new, states.h, decay, scale, numerics)
     return row.from_chunks(o), final
 
 
@@ -351,21 +395,10 @@ def chunk_states_of(
     """
     numerics = Numerics(g.dtype, g.dtype, lax.Precision.HIGHEST)
     row = _Row(cu_seqlens, k.shape[:2], (k.shape[2], v.shape[2], g.shape[2]), chunk_size)
-    chunks = _Chunks(None, *(row.to_chunks(x) for x in (k, v, g, beta)))
-    _, transition, u = _prepare(chunks, numerics)
-    states, _ = row.solve(numerics, transition, u, initial_state)
-    states = jnp.moveaxis(states, (2, 1), (0, 1))  # [B, lanes, L, heads..., K, V]
-    states = states.reshape(states.shape[0], -1, g.shape[2], *states.shape[-2:])
-    return states[:, : row.num_chunks]
-
-
-def _prepare(chunks: _Chunks, numerics: Numerics) -> tuple[ChunkDecay, Transition, jax.Array]:
-    """The stages before the recurrence: everything that does not depend on the state."""
-    decay = chunk_cumsum(chunks.g)
-    A = solve_tril(kkt(chunks.k, decay, chunks.beta, numerics))
-    w, u = wy(A, chunks.k, chunks.v, decay, chunks.beta, numerics)
-    w, k = w.astype(numerics.operand), chunks.k.astype(numerics.operand)
-    return decay, Transition(decay.total(), decay.to_end(), w, k), u.astype(numerics.operand)
+    k, v, g, beta = (row.to_chunks(x) for x in (k, v, g, beta))
+    states, _ = row.solve(numerics, k, v, chunk_cumsum(g), beta, initial_state)
+    h = jnp.moveaxis(states.h, (2, 1), (0, 1))  # [B, lanes, L, heads..., K, V]
+    return h.reshape(h.shape[0], -1, row.HO, *h.shape[-2:])[:, : row.num_chunks]
 
 
 class _Row:
@@ -396,7 +429,9 @@ class _Row:
         """[L, lanes, B, heads..., C, D] to [B, T, HO, D]."""
         x = jnp.swapaxes(x, 0, 1).reshape(-1, self.B, self.HO, *x.shape[-2:])[: self.num_chunks]
         x = jnp.moveaxis(x, 2, 3)
-        return packing.chunks_to_row(x, self.T) if self.table is None else packing.scatter_chunks(x, self.table)
+        return (
+            packing.chunks_to_row(x, self.T) if self.table is None else packing.scatter_chunks(x, self.table)
+        )
 
     def _to_lanes(self, x: jax.Array) -> jax.Array:
         """[chunks, ...] to [L, lanes, ...], padded with chunks that leave the state alone."""
@@ -405,39 +440,45 @@ class _Row:
         return jnp.swapaxes(x.reshape(self.lanes, -1, *x.shape[1:]), 0, 1)
 
     def solve(
-        self, numerics: Numerics, transition: Transition, u: jax.Array, initial_state: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """States at the start of every chunk and the final states [N, HO, K, V]."""
-        K, V = transition.k.shape[-1], u.shape[-1]
+        self,
+        numerics: Numerics,
+        k: jax.Array,
+        v: jax.Array,
+        decay: ChunkDecay,
+        beta: jax.Array,
+        initial_state: jax.Array | None,
+    ) -> tuple[States, jax.Array]:
+        """Solution of the recurrence for chunked inputs, and the final states [N, HO, K, V]."""
         dtype = numerics.accumulate
+        transition = Transition(decay.total(), decay.to_end(), beta * decay.from_start(), k.astype(dtype))
+        L = kkt(k, decay, beta, numerics)
+        x = beta[..., None] * v.astype(dtype)
+        shape = (*transition.total.shape[3:], k.shape[-1], v.shape[-1])
         if self.table is None:
-            if initial_state is None:
-                initial_state = jnp.zeros((self.B, self.HO, K, V), dtype)
-            h0 = split_heads(initial_state, 1, self.head_counts)
-            states, final = solve_states(numerics, transition, u, None, h0)
-            return states, final.reshape(self.B, self.HO, K, V)
+            h0 = jnp.zeros((self.B, *shape), dtype)
+            if initial_state is not None:
+                h0 = split_heads(initial_state, 1, self.head_counts)
+            states = solve_states(numerics, L, transition, x, None, h0)
+            return states, states.last.reshape(self.B, self.HO, *shape[-2:])
 
         # A sequence's last chunk passes nothing on; what the next chunk starts from is its sequence's own state.
         table, N = self.table, self.table.is_empty.shape[0]
         keep = _like(self._to_lanes(~table.is_last), transition.total)
-        chain = transition._replace(
-            total=transition.total * keep, to_end=transition.to_end * keep[..., None]
-        )
-        forcing, h0 = None, jnp.zeros((1, *transition.total.shape[3:], K, V), dtype)
+        chain = transition._replace(total=transition.total * keep, to_end=transition.to_end * keep[..., None])
+        forcing, h0 = None, jnp.zeros((1, *shape), dtype)
         if initial_state is not None:
             starts = split_heads(initial_state, 1, self.head_counts)
             starts = jnp.where(_like(table.is_first, starts), starts[table.sequence], 0)[:, None]
             h0 = starts[0]
             forcing = self._to_lanes(jnp.roll(starts, -1, 0).at[-1].set(0))
-        states, _ = solve_states(numerics, chain, u, forcing, h0)
+        states = solve_states(numerics, L, chain, x, forcing, h0)
 
         def of_last_chunks(x):
             return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[table.last_chunk]
 
-        last, u, h = jax.tree.map(of_last_chunks, (transition, u, states))
-        v_new = u - numerics.einsum("...ck,...kv->...cv", last.w, h)
+        last, h, v_new = jax.tree.map(of_last_chunks, (transition, states.h, states.v_new))
         final = last.total[..., None, None] * h + last.write(v_new, numerics)
-        final = final.reshape(N, self.HO, K, V)
+        final = final.reshape(N, self.HO, *shape[-2:])
         untouched = 0 if initial_state is None else initial_state
         return states, jnp.where(_like(table.is_empty, final), untouched, final)
 

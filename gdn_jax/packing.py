@@ -7,7 +7,6 @@ the start of a sequence or right after another chunk of it; tokens a chunk does 
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 

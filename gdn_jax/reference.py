@@ -1,9 +1,9 @@
 """The recurrence, token by token: the definition of the gated delta rule. Changing this file changes the maths.
 
-    S   <- exp(g) S                 decay first
-    u    = beta (v - k^T S)         prediction error of the decayed state, gated
-    S   <- S + k u^T
-    o    = scale q^T S              read after the write
+S   <- exp(g) S                 decay first
+u    = beta (v - k^T S)         prediction error of the decayed state, gated
+S   <- S + k u^T
+o    = scale q^T S              read after the write
 """
 
 from functools import partial
