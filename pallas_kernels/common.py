@@ -109,6 +109,16 @@ class Device:
             return product
         return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
 
+    def release(self, barrier) -> None:
+        """Tells the producer of a stage that this warpgroup has read it, so that a bulk copy may overwrite it.
+
+        The arrival on the barrier orders the reads before it, whose values have been used by then. The interpreter
+        does not know that and asks for a commit, which a read does not need.
+        """
+        if self.interpreted:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
     def product(self, a, b_ref) -> jax.Array:
         """a @ b in float32, waited for."""
         shape = (a.shape[0], b_ref.shape[1])

@@ -224,6 +224,7 @@ class _Sizes(NamedTuple):
     has_s0: bool
     write_transition: bool
     kv_layout: bool
+    s0_kv_layout: bool
 
     @property
     def outputs(self) -> bool:
@@ -399,7 +400,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         if not sizes.has_s0:
             return zeros((ROWS, K), f32)
         s0 = s0_gmem.at[item.index, head]
-        if sizes.kv_layout:
+        if sizes.s0_kv_layout:
             source = transposed(s0.at[:, rows])
             return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
         return plgpu.load(s0.at[rows], layout=WGMMA, optimized=False)
@@ -475,7 +476,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         else:
             (s,) = dev.accumulate(*write)
             carry = (s, operand(s), ())
-        plgpu.barrier_arrive(consumed.at[stage])
+        dev.release(consumed.at[stage])
         return carry
 
     @pl.when(wg < num_state)
@@ -516,6 +517,7 @@ def recurrence(
     split: Split,
     scale: float = 1.0,
     kv_layout: bool = False,
+    s0_kv_layout: bool = False,
     write_transition: bool = False,
     config: Config | None = None,
     interpret=None,
@@ -525,7 +527,8 @@ def recurrence(
     Args:
       q, k, v: bfloat16 or float16, K and V multiples of 64, T a multiple of 8; q is not read for transitions.
       g2_cum, a, qk: of chunk_gates and tril_inverse; qk None to compute it here.
-      s0: state before each item, float32, [K, V] with kv_layout else [V, K]; None for zeros.
+      s0: state before each item, float32, None for zeros.
+      kv_layout, s0_kv_layout: whether the final states and s0 are [K, V]; else [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       split: items; segments need s0 for every item unless transitions are written.
       scale: factor of the output.
@@ -557,6 +560,7 @@ def recurrence(
         has_s0=s0 is not None and not write_transition,
         write_transition=write_transition,
         kv_layout=kv_layout,
+        s0_kv_layout=s0_kv_layout,
     )
     outputs = sizes.outputs
     dtype, f32 = k.dtype, jnp.float32

@@ -1,0 +1,131 @@
+"""The state at the start of every segment, from what each segment does to a state.
+
+    S_0 = s0 of the sequence;   S_{i+1} = S_i M_i^T + N_i      with S [V, K] transposed as in recurrence.py
+
+Inputs (GMEM): n [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, s0 [N, HO, V, K] or [.., K, V]
+float32 (optional), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
+Outputs (GMEM): start [items, HO, V, K] float32. Items of no sequence are not written.
+Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of S); it walks over the segments.
+Shared memory: `stages` x (2 K^2 + 256 K) bytes.
+Numerics: S and N float32; S is rounded to the operand dtype for the product, as between chunks.
+Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256.
+Source: the look-back of chunked scans; FlashInfer's and FlashQLA's context-parallel fix-up.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import (
+    COMPILER_PARAMS,
+    SMEM_LIMIT,
+    WGMMA,
+    WGMMA_TRANSPOSED,
+    Device,
+    grid_index,
+    tiling,
+    transposed,
+    zeros,
+)
+
+ROWS = 64
+
+
+def _stages(K: int) -> int:
+    return max(1, min(3, (SMEM_LIMIT - 1024) // (2 * K * K + 4 * ROWS * K)))
+
+
+def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, stages, interpreted):
+    refs = list(refs)
+    n_gmem, m_gmem = refs.pop(0), refs.pop(0)
+    s0_gmem = refs.pop(0) if has_s0 else None
+    first_gmem = refs.pop(0) if per_row is None else None
+    start_gmem, n_smem, m_smem, loaded = refs
+    dev = Device(interpreted)
+    row_tile = lax.rem(grid_index(), V // ROWS)
+    head = lax.rem(lax.div(grid_index(), V // ROWS), HO)
+    sequence = lax.div(grid_index(), HO * (V // ROWS))
+    rows = pl.ds(row_tile * ROWS, ROWS)
+    if per_row is None:
+        first, count = first_gmem[sequence], first_gmem[sequence + 1] - first_gmem[sequence]
+    else:
+        first, count = sequence * per_row, jnp.int32(per_row)
+
+    def load(i):
+        stage = lax.rem(i, stages)
+        plgpu.copy_gmem_to_smem(n_gmem.at[first + i, head, rows], n_smem.at[stage], loaded.at[stage])
+        plgpu.copy_gmem_to_smem(m_gmem.at[first + i, head], m_smem.at[stage], loaded.at[stage])
+
+    for j in range(stages):
+        pl.when(j < count - 1)(functools.partial(load, jnp.int32(j)))
+    if not has_s0:
+        s = zeros((ROWS, K), jnp.float32)
+    elif kv_layout:
+        source = transposed(s0_gmem.at[sequence, head, :, rows])
+        s = plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
+    else:
+        s = plgpu.load(s0_gmem.at[sequence, head, rows], layout=WGMMA, optimized=False)
+
+    def step(i, s):
+        start_gmem.at[first + i, head, rows][...] = s
+        stage = lax.rem(i, stages)
+        plgpu.barrier_wait(loaded.at[stage])
+        n = plgpu.load(n_smem.at[stage], layout=WGMMA)
+        (s,) = dev.accumulate((n, s.astype(m_gmem.dtype), m_smem.at[stage]))
+        plgpu.commit_smem()
+        pl.when(i + stages < count - 1)(lambda: load(i + stages))
+        return s
+
+    s = lax.fori_loop(0, count - 1, step, s)
+    start_gmem.at[first + count - 1, head, rows][...] = s
+
+
+def segment_states(
+    n: Float[Array, "items HO V K"],
+    m_t: Float[Array, "items HO K K"],
+    s0: Float[Array, "N HO _ _"] | None,
+    first_item: Int[Array, " N2"] | None,
+    *,
+    num_sequences: int,
+    kv_layout: bool = False,
+    interpret=None,
+) -> Float[Array, "items HO V K"]:
+    """State before each segment, see the module docstring.
+
+    Args:
+      n, m_t: of `recurrence(write_transition=True)`; those of a sequence's last segment are not read.
+      s0: initial states, [K, V] with kv_layout else [V, K]; None for zeros.
+      first_item: first item of each sequence (packed rows), None when all sequences have equally many.
+      num_sequences: N.
+    """
+    items, HO, V, K = n.shape
+    stages = _stages(K)
+    body = functools.partial(
+        _body,
+        HO=HO,
+        V=V,
+        K=K,
+        per_row=None if first_item is not None else items // num_sequences,
+        has_s0=s0 is not None,
+        kv_layout=kv_layout,
+        stages=stages,
+        interpreted=interpret is not None,
+    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(n.shape, jnp.float32),
+        scratch_types=(
+            plgpu.SMEM((stages, ROWS, K), jnp.float32, transforms=tiling(128, 4)),
+            plgpu.SMEM((stages, K, K), m_t.dtype, transforms=tiling(128)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ),
+        grid=(num_sequences * HO * (V // ROWS),),
+        grid_names=("cta",),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
+    )(*(x for x in (n, m_t, s0, first_item) if x is not None))
