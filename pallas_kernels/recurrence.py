@@ -399,7 +399,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             return jnp.where(diagonal, 1.0, zeros((ROWS, K), f32))
         if not sizes.has_s0:
             return zeros((ROWS, K), f32)
-        s0 = s0_gmem.at[item.index, head]
+        s0 = s0_gmem.at[jnp.minimum(item.index, s0_gmem.shape[0] - 1), head]  # the padding reads any state
         if sizes.s0_kv_layout:
             source = transposed(s0.at[:, rows])
             return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)

@@ -1,0 +1,207 @@
+"""Registers, spills and warnings of every kernel configuration, on a machine without a GPU.
+
+    python -m pallas_kernels.ptxas_report [--only TEXT]
+
+Each kernel is lowered for compute capability 9.0 and compiled by the plugin that JAX itself would use, whose
+assembler's messages are collected. Needs gcc and ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of
+the installed jax version, is fetched through pip once, into a cache folder. The plugin asks the driver for the device;
+a library that answers "compute capability 9.0" takes its place. Loading the result fails, after the messages are out.
+
+Columns: registers at entry, bytes spilled (stores / loads), whether wgmma was serialised (C7512) or set_max_registers ignored.
+"""
+
+import argparse
+import ctypes
+import functools
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels import recurrence as rec
+from pallas_kernels.chunk_gates import chunk_gates
+from pallas_kernels.recurrence import Split, Tables, recurrence
+from pallas_kernels.segment_states import segment_states
+from pallas_kernels.tril_inverse import tril_inverse
+
+DRIVER = """
+int cuInit(unsigned f) { return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuDeviceGet(int *d, int i) { *d = 0; return 0; }
+int cuDeviceGetCount(int *n) { *n = 0; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
+"""
+"""Attribute 75 is the major number of the compute capability."""
+
+
+def _shape(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def inverse_case(K=128, group=2, with_qk=True, packed=False, dtype=jnp.bfloat16, **options):
+    """A function and its argument shapes: tril_inverse."""
+    k = _shape(1, 256, 2, K, dtype=dtype)
+    first = _shape(256, dtype=jnp.int32) if packed else None
+    function = functools.partial(tril_inverse, scale=0.1, **options)
+    return function, (k, _shape(1, 2 * group, 256), k if with_qk else None, first)
+
+
+def recurrence_case(
+    K=128, V=128, warpgroups=2, qk=True, s0=True, packed=None, transition=False, dtype=jnp.bfloat16, **options
+):
+    """A function and its argument shapes: recurrence. packed: None, "sequences" or "segments"."""
+    Hk, HO, T = 2, 4, 1024
+    tables, split = None, Split(1, None)
+    i32 = functools.partial(_shape, dtype=jnp.int32)
+    if transition:
+        split = Split(4, 4)
+    if packed == "sequences":
+        tables, split = Tables(i32(4), None, None), Split(4, None)
+    elif packed == "segments":
+        tables, split = Tables(i32(4), i32(12), i32(5)), Split(12, 4)
+    config = options.pop("config", None) or rec.Config.default(K, V, not transition, warpgroups)
+    function = functools.partial(
+        recurrence, split=split, scale=0.1, write_transition=transition, config=config, **options
+    )
+    kv = options.get("s0_kv_layout", False)
+    state = _shape(split.num_items, HO, *((K, V) if kv else (V, K))) if s0 and not transition else None
+    x = functools.partial(_shape, dtype=dtype)
+    arguments = (
+        x(1, T, Hk, K),
+        x(1, T, Hk, K),
+        x(1, T, HO, V),
+        _shape(1, HO, T),
+        x(1, HO, T, 64),
+        x(1, Hk, T, 64) if qk and not transition else None,
+        state,
+        tables,
+    )
+    return function, arguments
+
+
+def segment_case(K=128, V=128):
+    """A function and its argument shapes: segment_states."""
+    function = functools.partial(segment_states, num_sequences=2)
+    n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
+    return function, (n, m_t, _shape(2, 4, V, K), None)
+
+
+def gates_case(packed=False):
+    """A function and its argument shapes: chunk_gates."""
+    g = _shape(1, 256, 16)
+    return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
+
+
+CASES = {
+    "gates": gates_case,
+    "gates packed": functools.partial(gates_case, packed=True),
+    "inverse": functools.partial(inverse_case, with_qk=False),
+    "inverse + qk": inverse_case,
+    "inverse + qk, 1 head": functools.partial(inverse_case, group=1),
+    "inverse + qk, packed": functools.partial(inverse_case, packed=True),
+    "inverse + qk, K 256": functools.partial(inverse_case, K=256),
+    "full head": recurrence_case,
+    "full head, own qk": functools.partial(recurrence_case, qk=False),
+    "full head, kv": functools.partial(recurrence_case, kv_layout=True, s0_kv_layout=True),
+    "full head, packed": functools.partial(recurrence_case, packed="sequences"),
+    "full head, packed segments": functools.partial(recurrence_case, packed="segments"),
+    "half": functools.partial(recurrence_case, warpgroups=1),
+    "half, own qk": functools.partial(recurrence_case, warpgroups=1, qk=False),
+    "half, packed": functools.partial(recurrence_case, warpgroups=1, packed="sequences"),
+    "transition": functools.partial(recurrence_case, transition=True),
+    "transition, half": functools.partial(recurrence_case, transition=True, warpgroups=1),
+    "transition, packed": functools.partial(recurrence_case, transition=True, packed="segments"),
+    "K 64": functools.partial(recurrence_case, K=64),
+    "K 192": functools.partial(recurrence_case, K=192, warpgroups=1),
+    "K 256": functools.partial(recurrence_case, K=256, warpgroups=1),
+    "K 256, transition": functools.partial(recurrence_case, K=256, warpgroups=1, transition=True),
+    "segment states": segment_case,
+    "segment states, K 256": functools.partial(segment_case, K=256),
+}
+"""Name -> a function without arguments that returns (function, argument shapes)."""
+
+
+def lower(function, arguments) -> jax.stages.Lowered:
+    """The function lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def _plugin() -> tuple[Path, Path]:
+    """Paths of the compiler plugin and of the folder that holds the driver's stand-in; fetched and built once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gdn-ptxas" / jax.__version__
+    plugin = cache / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not plugin.exists():
+        wheel = f"jax-cuda13-pjrt=={jax.__version__}"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), wheel]
+        subprocess.run(command, check=True)
+        (file,) = cache.glob("*.whl")
+        zipfile.ZipFile(file).extractall(cache)
+        file.unlink()
+    driver = cache / "libcuda.so.1"
+    if not driver.exists():
+        command = ["gcc", "-shared", "-fPIC", "-o", str(driver), "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
+        subprocess.run(command, input=DRIVER.encode(), check=True)
+    return plugin, cache
+
+
+def _modules(lowered: jax.stages.Lowered) -> list[bytes]:
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
+            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+            found.append(ir.StringAttr(config["module"]).value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return found
+
+
+def _compile(name: str) -> None:
+    """Runs in a process of its own: the assembler writes straight to the standard streams."""
+    library = ctypes.CDLL(os.environ["GDN_PLUGIN"])
+    library.MosaicGpuCompile.restype = ctypes.c_void_p
+    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    for module in _modules(lower(*CASES[name]())):
+        library.MosaicGpuCompile(module, len(module))
+
+
+def _report(name: str, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "pallas_kernels.ptxas_report", "--compile", name]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    text = result.stdout + result.stderr
+    registers = re.findall(r"Used (\d+) registers", text)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    notes = [code for code in ("C7512", "setmaxnreg ignored", "Traceback") if code in text]
+    stores, loads = max((tuple(map(int, pair)) for pair in spills), default=("?", "?"))
+    return f"{name:30} {registers[0] if registers else '?':>5} {stores:>6} {loads:>6}  {' '.join(notes)}"
+
+
+def main() -> None:
+    """Prints one line for each configuration."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        return _compile(options.compile)
+    plugin, cache = _plugin()
+    libraries = f"{cache}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    environment = dict(os.environ, GDN_PLUGIN=str(plugin), LD_LIBRARY_PATH=libraries)
+    environment |= dict(MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu")
+    print(f"{'jax ' + jax.__version__:30} {'regs':>5} {'spill':>6} {'reload':>6}")
+    for name in CASES:
+        if options.only in name:
+            print(_report(name, environment), flush=True)
+
+
+if __name__ == "__main__":
+    main()
