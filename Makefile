@@ -1,0 +1,38 @@
+# Set-up, tests and the demonstration. Every target creates what it needs: `make demo` and `make test` work
+# from a fresh clone, in any order and again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
+JOBS ?= 2
+
+.PHONY: demo test lint format gpu-test clean
+demo: $(VENV)/experiments.done
+	$(BIN)/gdn train bytes --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(VENV)/test.done
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+gpu-test: $(VENV)/test.done
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+
+format: $(VENV)/test.done
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "gdn-jax needs Python 3.12 or newer; try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/%.done: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
