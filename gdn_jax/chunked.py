@@ -374,7 +374,7 @@ def chunked_rule(
 
 def _rule(q, k, v, g, beta, initial_state, scale, *, numerics, cu_seqlens, chunk_size, lanes):
     counts = (q.shape[2], k.shape[2], v.shape[2], g.shape[2])
-    row = _Row(cu_seqlens, k.shape[:2], counts, chunk_size, lanes)
+    row = _Row(cu_seqlens, k.shape[0], k.shape[1], counts, chunk_size, lanes)
     k, v, g, beta = (row.to_chunks(x) for x in (k, v, g, beta))
     decay = chunk_cumsum(g)
     states, final = row.solve(numerics, k, v, decay, beta, initial_state)
@@ -400,7 +400,7 @@ def chunk_states_of(
     With cu_seqlens the chunks are those of `packing.packed_chunks`; unused ones hold 0.
     """
     numerics = Numerics(g.dtype, g.dtype, lax.Precision.HIGHEST)
-    row = _Row(cu_seqlens, k.shape[:2], (k.shape[2], v.shape[2], g.shape[2]), chunk_size)
+    row = _Row(cu_seqlens, k.shape[0], k.shape[1], (k.shape[2], v.shape[2], g.shape[2]), chunk_size)
     k, v, g, beta = (row.to_chunks(x) for x in (k, v, g, beta))
     states, _ = row.solve(numerics, k, v, chunk_cumsum(g), beta, initial_state)
     h = jnp.moveaxis(states.h, (2, 1), (0, 1))  # [B, lanes, L, heads..., K, V]
@@ -413,19 +413,20 @@ class _Row:
     def __init__(
         self,
         cu_seqlens: jax.Array | None,
-        batch: tuple[int, int],
+        B: int,
+        T: int,
         head_counts: tuple[int, ...],
         chunk_size: int,
         lanes: int | None = None,
     ):
-        self.B, self.T = batch
-        self.C, self.head_counts, self.HO = chunk_size, head_counts, max(head_counts)
+        self.B, self.T, self.C = B, T, chunk_size
+        self.head_counts, self.HO = head_counts, max(head_counts)
         self.table = None
-        self.num_chunks = max(1, -(-self.T // chunk_size))
+        self.num_chunks = max(1, -(-T // chunk_size))
         if cu_seqlens is not None:
-            self.table = packing.packed_chunks(cu_seqlens, self.T, chunk_size)
+            self.table = packing.packed_chunks(cu_seqlens, T, chunk_size)
             self.num_chunks = self.table.token.shape[0]
-        self.lanes = _num_lanes(self.num_chunks, self.B * self.HO) if lanes is None else lanes
+        self.lanes = _num_lanes(self.num_chunks, B * self.HO) if lanes is None else lanes
 
     def to_chunks(self, x: jax.Array) -> jax.Array:
         """[B, T, H, D] or [B, T, H] to [L, lanes, B, heads..., C, D]."""

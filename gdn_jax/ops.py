@@ -1,6 +1,7 @@
 """The public operations: check the arguments, choose an implementation, call it. No maths here."""
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +91,7 @@ def gated_delta_rule(
     dims = _check(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
     )
-    supported = _supported(
-        dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm
-    )
+    supported = _supported(dims, q, g, beta, initial_state, chunk_size)
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
     elif supported[implementation] is not None:
@@ -100,26 +99,16 @@ def gated_delta_rule(
     if _debug_checks:
         _check_values(g, cu_seqlens)
 
-    if use_qk_l2norm:
-        q, k = gates.l2norm(q), gates.l2norm(k)
-    g, beta = _full_gates(dims, q, g, beta, initial_state)
-    if segment_ids is not None:
-        g = packing.reset_at_segments(g, segment_ids)
     scale = dims.K**-0.5 if scale is None else scale
-    if initial_state is not None:
-        initial_state = _kv(initial_state.astype(g.dtype), state_layout)
-
-    if implementation == "recurrent":
-        if initial_state is None:
-            initial_state = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), g.dtype)
-        o, final = reference.recurrent_rule(
-            q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens
-        )
-    else:
-        o, final = chunked.chunked_rule(
-            q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size
-        )
-    return o.astype(v.dtype), _kv(final, state_layout)
+    arrays = _Arrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    if implementation != "mosaic_gpu":
+        options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
+        return _run_xla(arrays, scale, options)
+    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size)
+    if isinstance(scale, (int, float)):
+        return _run_kernels(arrays, float(scale), options)
+    o, final = _run_kernels(arrays, 1.0, options)
+    return (scale * o).astype(o.dtype), final
 
 
 def gated_delta_step(
@@ -158,11 +147,11 @@ def gated_delta_step(
     dims = rule_dims(q, k, v, g, beta, state, None, None, state_layout)
     if use_qk_l2norm:
         q, k = gates.l2norm(q), gates.l2norm(k)
-    g, beta = _full_gates(dims, q, g, beta, state)
+    g, beta = _full_gates(dims.HV, q, g, beta, state)
     counts = (dims.Hq, dims.Hk, dims.HV, dims.HO)
     tokens = (split_heads(x[:, 0].astype(g.dtype), 1, counts) for x in (q, k, v, g, beta))
     S = split_heads(_kv(state.astype(g.dtype), state_layout), 1, counts)
-    S, o = reference.recurrent_step(S, *tokens, dims.K**-0.5 if scale is None else scale)
+    S, o = reference.recurrent_step(S, *tokens, scale=dims.K**-0.5 if scale is None else scale)
     S = S.reshape(dims.B, dims.HO, dims.K, dims.V)
     return o.reshape(dims.B, dims.HO, dims.V).astype(v.dtype), _kv(S, state_layout).astype(state.dtype)
 
@@ -202,7 +191,7 @@ def chunk_states(
     if _debug_checks:
         _check_values(g, cu_seqlens)
     k = gates.l2norm(k) if use_k_l2norm else k
-    g, beta = _full_gates(dims, k, g, beta, initial_state)
+    g, beta = _full_gates(dims.HO, k, g, beta, initial_state)
     if segment_ids is not None:
         g = packing.reset_at_segments(g, segment_ids)
     if initial_state is not None:
@@ -239,7 +228,7 @@ def supported_implementations(
       ValueError: an argument is wrong.
     """
     dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
-    return _supported(dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm)
+    return _supported(dims, q, g, beta, initial_state, chunk_size)
 
 
 def _check(
@@ -251,14 +240,88 @@ def _check(
     return dims
 
 
-def _supported(dims, q, g, beta, initial_state, cu_seqlens, segment_ids, chunk_size, use_qk_l2norm):
-    return {"mosaic_gpu": "the GPU kernels are not there yet", "chunked": None, "recurrent": None}
+def _supported(dims: Dims, q, g, beta, initial_state, chunk_size: int) -> dict[str, str | None]:
+    from pallas_kernels import gdn
+
+    reason = gdn.check_supported(dims, q.dtype, chunk_size=chunk_size)
+    if reason is None and accumulation_dtype(q, g, beta, initial_state) != jnp.float32:
+        reason = "a gate or the state is float64; the kernels compute in float32"
+    return {"mosaic_gpu": reason or gdn.device_reason(), "chunked": None, "recurrent": None}
 
 
-def _full_gates(dims: Dims, q, g, beta, state) -> tuple[jax.Array, jax.Array]:
+class _Arrays(NamedTuple):
+    """Array arguments of a call, as the caller gave them."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None
+    beta: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+class _Options(NamedTuple):
+    """Static options of a call."""
+
+    implementation: str
+    use_qk_l2norm: bool
+    state_layout: str
+    chunk_size: int
+
+
+def _run_xla(x: _Arrays, scale: float | jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
+    """The call by one of the two forms in plain JAX."""
+    q, k, v = x.q, x.k, x.v
+    if options.use_qk_l2norm:
+        q, k = gates.l2norm(q), gates.l2norm(k)
+    g, beta = _full_gates(x.v.shape[2], q, x.g, x.beta, x.initial_state)
+    if x.segment_ids is not None:
+        g = packing.reset_at_segments(g, x.segment_ids)
+    h0 = x.initial_state
+    if h0 is not None:
+        h0 = _kv(h0.astype(g.dtype), options.state_layout)
+    if options.implementation == "recurrent":
+        o, final = reference.recurrent_rule(q, k, v, g, beta, h0, scale=scale, cu_seqlens=x.cu_seqlens)
+    else:
+        o, final = chunked.chunked_rule(
+            q, k, v, g, beta, h0, scale=scale, cu_seqlens=x.cu_seqlens, chunk_size=options.chunk_size
+        )
+    return o.astype(v.dtype), _kv(final, options.state_layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _run_kernels(x: _Arrays, scale: float, options: _Options) -> tuple[jax.Array, jax.Array]:
+    """The call by the GPU kernels; its gradients are those of the chunked form."""
+    from pallas_kernels import gdn
+
+    o, final, _ = gdn.forward(
+        *x[:6],
+        scale=scale,
+        cu_seqlens=x.cu_seqlens,
+        segment_ids=x.segment_ids,
+        use_qk_l2norm=options.use_qk_l2norm,
+        state_layout=options.state_layout,
+    )
+    return o, final
+
+
+def _run_kernels_fwd(x, scale, options):
+    return _run_kernels(x, scale, options), x
+
+
+def _run_kernels_bwd(scale, options, x, cotangents):
+    return jax.vjp(lambda x: _run_xla(x, scale, options), x)[1](cotangents)
+
+
+_run_kernels.defvjp(_run_kernels_fwd, _run_kernels_bwd)
+
+
+def _full_gates(HV: int, q, g, beta, state) -> tuple[jax.Array, jax.Array]:
     """g and beta as full arrays of the accumulation dtype."""
     dtype = accumulation_dtype(q, g, beta, state)
-    shape = (dims.B, dims.T, dims.HO)
+    shape = (*q.shape[:2], max(q.shape[2], HV))
     g = jnp.zeros(shape, dtype) if g is None else g.astype(dtype)
     beta = jnp.ones(shape, dtype) if beta is None else beta.astype(dtype)
     return g, beta
@@ -276,7 +339,7 @@ def _check_values(g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
         jax.debug.callback(_check_ascending, cu_seqlens)
 
 
-def _check_log_decay(largest: np.ndarray, has_nan: np.ndarray) -> None:
+def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.ndarray) -> None:
     if np.any(has_nan) or np.any(largest > 0):
         got = "nan" if np.any(has_nan) else f"a largest value of {float(np.max(largest)):.6g}"
         raise ValueError(
@@ -284,6 +347,6 @@ def _check_log_decay(largest: np.ndarray, has_nan: np.ndarray) -> None:
         )
 
 
-def _check_ascending(cu_seqlens: np.ndarray) -> None:
+def _check_ascending(cu_seqlens: jax.Array | np.ndarray) -> None:
     if np.any(cu_seqlens[..., 0] != 0) or np.any(np.diff(cu_seqlens) < 0):
         raise ValueError(f"cu_seqlens: expected ascending values from 0, got {cu_seqlens.tolist()}")

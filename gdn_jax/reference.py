@@ -26,6 +26,7 @@ def recurrent_step(
     v: Float[Array, "*HV V"],
     g: Float[Array, "*H"],
     beta: Float[Array, "*H"],
+    *,
     scale: float | Float[Array, ""],
 ) -> tuple[Float[Array, "*H K V"], Float[Array, "*H V"]]:
     """One token of the rule. Leading axes broadcast: an input shared by several heads has size 1 there.
@@ -49,7 +50,7 @@ def recurrent_rule(
     v: Float[Array, "B T HV V"],
     g: Float[Array, "B T HO"],
     beta: Float[Array, "B T HO"],
-    initial_state: Float[Array, "N HO K V"],
+    initial_state: Float[Array, "N HO K V"] | None,
     *,
     scale: float | Float[Array, ""],
     cu_seqlens: Int[Array, "N1"] | None = None,
@@ -66,12 +67,15 @@ def recurrent_rule(
     T, HO, V = q.shape[1], g.shape[2], v.shape[3]
     counts = (q.shape[2], k.shape[2], v.shape[2], HO)
     tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, g, beta)]
+    if initial_state is None:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = jnp.zeros((N, HO, q.shape[3], V), g.dtype)
     states = split_heads(initial_state, 1, counts)
 
     if cu_seqlens is None:
 
         def token(S, x):
-            return recurrent_step(S, *x, scale)
+            return recurrent_step(S, *x, scale=scale)
 
         final, o = _checkpointed_scan(token, states, tokens)
     else:
@@ -84,7 +88,7 @@ def recurrent_rule(
         def packed_token(carry, x):
             S, finals = carry
             n, first, real, *x = x
-            S, o = recurrent_step(jnp.where(first, finals[n], S), *x, scale)
+            S, o = recurrent_step(jnp.where(first, finals[n], S), *x, scale=scale)
             finals = finals.at[n].set(jnp.where(real, S, finals[n]))
             return (S, finals), jnp.where(real, o, 0)
 

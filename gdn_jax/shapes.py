@@ -24,7 +24,7 @@ Head i of the output reads head i // (HO // Hx) of an input with Hx heads.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class Dims(NamedTuple):
     V: int
 
 
-def _fail(name: str, expected: str, got: object) -> None:
+def _fail(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 

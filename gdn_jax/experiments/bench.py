@@ -73,21 +73,28 @@ class BenchOptions:
     """File to write the numbers to."""
 
 
-def inputs(row: Row, dtype: str, seed: int) -> dict[str, jax.Array | None]:
+class Inputs(NamedTuple):
+    """Arguments of one call."""
+
+    tokens: tuple[jax.Array, ...]
+    """q, k, v, g, beta."""
+    state: jax.Array
+    cu_seqlens: jax.Array | None
+
+
+def inputs(row: Row, dtype: str, seed: int) -> Inputs:
     """Random arguments of the rule for one row, with the distribution of the module docstring."""
     H, HV, T, D, N = row.key_heads, row.value_heads, sum(row.lengths), row.width, len(row.lengths)
     keys = jax.random.split(jax.random.key(seed), 6)
     normal = jax.random.normal
     g = jax.nn.log_sigmoid(normal(keys[3], (1, T, HV))) / 16
-    return {
-        "q": l2norm(normal(keys[0], (1, T, H, D))).astype(dtype),
-        "k": l2norm(normal(keys[1], (1, T, H, D))).astype(dtype),
-        "v": normal(keys[2], (1, T, HV, D)).astype(dtype),
-        "g": g * (jnp.arange(HV) >= HV // 4),
-        "beta": jax.nn.sigmoid(normal(keys[4], (1, T, HV))),
-        "initial_state": normal(keys[5], (N, HV, D, D)),
-        "cu_seqlens": None if N == 1 else jnp.cumsum(jnp.array([0, *row.lengths])),
-    }
+    q, k = (l2norm(normal(key, (1, T, H, D))).astype(dtype) for key in keys[:2])
+    v = normal(keys[2], (1, T, HV, D)).astype(dtype)
+    beta = jax.nn.sigmoid(normal(keys[4], (1, T, HV)))
+    cu_seqlens = None if N == 1 else jnp.cumsum(jnp.array([0, *row.lengths]))
+    return Inputs(
+        (q, k, v, g * (jnp.arange(HV) >= HV // 4), beta), normal(keys[5], (N, HV, D, D)), cu_seqlens
+    )
 
 
 def forward(implementation: str, cu_seqlens: jax.Array | None, state, q, k, v, g, beta):
@@ -108,12 +115,10 @@ def check(implementation: str, row: Row, dtype: str, seed: int) -> float:
     """rms error of o against the float32 recurrence, relative, on a short row of the same heads and width."""
     lengths = tuple(min(length, 200) for length in row.lengths[:2])
     x = inputs(row._replace(lengths=lengths), dtype, seed)
-    state, cu = x.pop("initial_state"), x.pop("cu_seqlens")
-    o, _ = jax.jit(partial(forward, implementation, cu))(state, **x)
-    wide = {name: a.astype(jnp.float32) for name, a in x.items()}
-    ref, _ = jax.jit(partial(forward, "recurrent", cu))(state, **wide)
-    error = jnp.sqrt(jnp.mean((o.astype(jnp.float32) - ref) ** 2) / jnp.mean(ref**2))
-    return float(error)
+    o, _ = jax.jit(partial(forward, implementation, x.cu_seqlens))(x.state, *x.tokens)
+    wide = [a.astype(jnp.float32) for a in x.tokens]
+    ref, _ = jax.jit(partial(forward, "recurrent", x.cu_seqlens))(x.state, *wide)
+    return float(jnp.sqrt(jnp.mean((o.astype(jnp.float32) - ref) ** 2) / jnp.mean(ref**2)))
 
 
 class Timing(NamedTuple):
@@ -189,8 +194,7 @@ def run(options: BenchOptions, rows: list[Row], console: Console) -> list[dict]:
     results = []
     for row in rows:
         x = inputs(row, options.dtype, options.seed)
-        supported = supported_implementations(**x)
-        state, cu = x.pop("initial_state"), x.pop("cu_seqlens")
+        supported = supported_implementations(*x.tokens, initial_state=x.state, cu_seqlens=x.cu_seqlens)
         for implementation in options.implementations:
             if implementation not in supported:
                 names = ", ".join(supported)
@@ -202,8 +206,8 @@ def run(options: BenchOptions, rows: list[Row], console: Console) -> list[dict]:
             if not error <= _ERROR_BOUND[options.dtype]:
                 raise RunError(f"{row}: {implementation} is wrong, rms error {error:.1e}; not timed")
             for name, step in steps.items():
-                step = partial(step, implementation, cu)
-                t = time_calls(step, tuple(x.values()), state, options.calls, options.repeats)
+                step = partial(step, implementation, x.cu_seqlens)
+                t = time_calls(step, x.tokens, x.state, options.calls, options.repeats)
                 table.add_row(
                     str(row),
                     name,
