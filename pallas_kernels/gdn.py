@@ -195,8 +195,9 @@ def forward(
         split, tables = _packed_tables(cu_seqlens.astype(jnp.int32), T, segment_chunks)
         first = _first_rows(tables.cu_seqlens, T)
     else:
-        per_row = -(-T // CHUNK) if segment_chunks is None else segment_chunks
-        split = Split(B * -(-(-(-T // CHUNK)) // per_row), segment_chunks)
+        num_chunks = -(-T // CHUNK)
+        segments = 1 if segment_chunks is None else -(-num_chunks // segment_chunks)
+        split = Split(B * segments, segment_chunks)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
     q_for_inverse = q if config.qk_in_inverse and Hq == Hk else None

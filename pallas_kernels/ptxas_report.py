@@ -3,11 +3,13 @@
     python -m pallas_kernels.ptxas_report [--only TEXT]
 
 Each kernel is lowered for compute capability 9.0 and compiled by the plugin that JAX itself would use, whose
-assembler's messages are collected. Needs gcc and ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of
-the installed jax version, is fetched through pip once, into a cache folder. The plugin asks the driver for the device;
-a library that answers "compute capability 9.0" takes its place. Loading the result fails, after the messages are out.
+assembler's messages are collected. Needs gcc and ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt
+of the installed jax version, is fetched through pip once, into a cache folder. The plugin asks the driver for the
+device; a library that answers "compute capability 9.0" takes its place. Loading the result fails, after the
+messages are out.
 
-Columns: registers at entry, bytes spilled (stores / loads), whether wgmma was serialised (C7512) or set_max_registers ignored.
+Columns: registers at entry, bytes spilled (stores, loads), and warnings: wgmma serialised for want of registers
+(C7512), set_max_registers ignored.
 """
 
 import argparse

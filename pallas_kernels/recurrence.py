@@ -5,36 +5,39 @@ With the state transposed, S [V, K], and for one chunk (all of it float32 but th
     W = V^T - (S K^T) D              N = W T^T             T = a * Gamma
     O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = scale (Q K^T) * Gamma
 
-where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum
-and a = A diag(beta) from tril_inverse.py.
+where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last,
+G = g2_cum and a = A diag(beta) from tril_inverse.py.
 
-Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is a
-sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens; an item of
-packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it does not own are
-replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its own outputs exact.
+Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is
+a sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens. An
+item of packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it
+does not own are replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its
+own outputs exact.
 
-Threads (warpgroups): the first ones hold S in registers, each its 64 rows, and run the products above with A operands in
-registers (an accumulator rounded to bf16 is an operand already). The last one, the helper, loads everything by bulk
-copies, makes T and P for the next chunk in place of a and of qk, and frees what all have read.
+Threads (warpgroups): the first ones hold S in registers, each its 64 rows, and run the products above with A
+operands in registers (an accumulator rounded to bf16 is an operand already). The last one, the helper, loads
+everything by bulk copies, makes T and P for the next chunk in place of a and of qk, and frees what all have read.
 
 | barrier   | arrives                                  | waits                                            |
 |-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | each bulk copy of a stage                | helper, state warpgroups                         |
-| prepared  | helper, T, P and D, Dr are written       | state warpgroups                                 |
-| consumed  | each state warpgroup, stage read         | helper, before it loads the stage again          |
+| loaded    | each bulk copy of a stage                | helper; state warpgroups unless rows are packed  |
+| prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
+| consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
 
-With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the segment is
-S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is what the columns of V
-past its end read.
+With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
+segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is
+what the columns of V past its end read.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, a [B, HO, NT C, C],
 qk [B, Hk, NT C, C] (optional), s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
 [items, HO, K, K].
+Shared memory: Config.smem_bytes, 215 KB at K = V = 128 with two state warpgroups and three stages.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
-Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three, 512 for
-two or four), or the kernel waits for ever.
-Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of warpgroups).
+Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
+512 for two or four), or the kernel waits for ever.
+Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of
+warpgroups).
 """
 
 import dataclasses
@@ -96,7 +99,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
         """Most stages, up to three, that fit beside the operands that K and V need."""
-        registers = {1: (208, 232), 2: (88, 208)}[state_warpgroups]
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}[state_warpgroups]
         for stages in (3, 2, 1):
             config = cls(state_warpgroups, stages, K > 128, *registers)
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:

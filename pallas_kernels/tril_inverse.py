@@ -93,23 +93,20 @@ def _parts(kk):
     return jnp.where(i > j, -diagonal, 0.0), left, -kk[:, 0:HALF]
 
 
-def _masks(first):
-    """For each array of _parts: which entries join two tokens of one sequence. first [64] in layout ROW."""
-    w, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 1)
-    start = along_rows(first, BLOCK)
-    return (
-        w * BLOCK + j >= start,
-        (w - 1) * BLOCK + j >= start,
-        iota((CHUNK, HALF), 1) >= along_rows(first, HALF),
-    )
+def _of_one_sequence(first, part: int):
+    """Which entries of _parts[part] join two tokens of one sequence. first [64] in layout ROW."""
+    if part == 2:
+        return iota((CHUNK, HALF), 1) >= along_rows(first, HALF)
+    block = iota((CHUNK, BLOCK), 0) // BLOCK - part
+    return block * BLOCK + iota((CHUNK, BLOCK), 1) >= along_rows(first, BLOCK)
 
 
-def _invert(dev: Device, parts, masks, beta, l_smem, x_smem, xt_smem):
+def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     """A as two halves [64, 32] float32. parts hold -K K^T, so that every merge is X + X L' X with L' = -L."""
 
     def scaled(n):
         part = parts[n] * along_rows(beta, parts[n].shape[1])
-        return part if masks is None else jnp.where(masks[n], part, 0.0)
+        return part if first is None else jnp.where(_of_one_sequence(first, n), part, 0.0)
 
     w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
@@ -173,7 +170,9 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
 
     def load(n):
         b, tokens, h = place(n)
-        slot = lax.rem(n, 2)  # vectors are read until the end of an item, after the next one's loads have started
+        slot = lax.rem(
+            n, 2
+        )  # vectors are read until the end of an item, after the next one's loads have started
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens, h], k_smem, loaded.at[wg])
         if with_qk:
             plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens, h], q_tiles.at[wg], loaded.at[wg])
@@ -209,13 +208,13 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
             load(n + 1)
 
         parts = _parts(kk)
-        masks = _masks(plgpu.load(first_smem.at[wg, slot], layout=ROW)) if ragged else None
+        first = plgpu.load(first_smem.at[wg, slot], layout=ROW) if ragged else None
 
         def head(e, _):
             vector = beta_smem.at[wg, slot, e]
-            beta, beta_columns = plgpu.load(vector, layout=ROW), plgpu.load(vector, layout=COL)
-            halves = _invert(dev, parts, masks, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
-            columns = along_columns(beta_columns, CHUNK)
+            beta = plgpu.load(vector, layout=ROW)
+            halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
+            columns = along_columns(plgpu.load(vector, layout=COL), CHUNK)
             halves = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
             out_slot = lax.rem(stored + with_qk + e, config.output_slots)
             store(out_slot, halves, a_gmem.at[b, h * group + e, tokens])

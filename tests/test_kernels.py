@@ -1,0 +1,157 @@
+"""The Pallas kernels without a GPU: all configurations lower, and stages are right and free of races, interpreted."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from tolerances import assert_close, tolerance
+
+from gdn_jax.shapes import Dims
+from pallas_kernels import gdn, ptxas_report
+from pallas_kernels import tril_inverse as inverse
+from pallas_kernels.chunk_gates import chunk_gates
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+SMALL = gdn.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
+"""The interpreter takes a thread for every warpgroup."""
+
+STARTS = (0, 5, 70, 90, 129)
+"""Starts of packed sequences in three chunks; the last is the padding."""
+
+
+def first_rows(num_tokens: int) -> np.ndarray:
+    """Row of its chunk at which each token's sequence starts."""
+    token = np.arange(num_tokens)
+    starts = np.array([max(s for s in STARTS if s <= t) for t in token])
+    return np.maximum(starts - token // 64 * 64, 0).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", ptxas_report.CASES)
+def test_lowers_for_compute_capability_9(name):
+    text = ptxas_report.lower(*ptxas_report.CASES[name]()).as_text()
+    assert text.count("mosaic_gpu") >= 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunk_gates(packed):
+    rng = np.random.default_rng(0)
+    g = -rng.uniform(size=(1, 130, 6)).astype(np.float32)
+    g[:, 100] = -np.inf
+    beta = rng.uniform(size=g.shape).astype(np.float32)
+    first = first_rows(192) if packed else np.zeros(192, np.int32)
+    first_or_none = jnp.asarray(first) if packed else None
+    g2_cum, beta_t = chunk_gates(jnp.asarray(g), jnp.asarray(beta), first_or_none, interpret=INTERPRET)
+    floored = np.maximum(g.astype(np.float64) / np.log(2), -150)
+    for t in range(130):
+        begin = t // 64 * 64 + first[t]
+        expected = floored[0, begin : t + 1].sum(0)
+        np.testing.assert_allclose(g2_cum[0, :, t], expected, rtol=1e-6, atol=1e-5)
+    np.testing.assert_array_equal(beta_t[:, :, :130], beta.transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize(("packed", "cosine"), [(False, 0.9), (True, 0.0)])
+def test_tril_inverse(packed, cosine):
+    rng = np.random.default_rng(0)
+    T, K, group, scale = 136, 64, 2, 0.5
+    k = rng.normal(size=(1, T, 1, K)) / K**0.5 + (cosine / (1 - cosine)) ** 0.5 * rng.normal(size=K) / K**0.5
+    k = jnp.asarray(k / np.linalg.norm(k, axis=-1, keepdims=True), jnp.bfloat16)
+    q = jnp.asarray(rng.normal(size=k.shape), jnp.bfloat16)
+    beta_t = rng.uniform(size=(1, group, 192)).astype(np.float32)
+    first = first_rows(192) if packed else np.zeros(192, np.int32)
+    a, qk = inverse.tril_inverse(
+        k,
+        jnp.asarray(beta_t),
+        q,
+        jnp.asarray(first) if packed else None,
+        scale=scale,
+        config=SMALL.inverse,
+        interpret=INTERPRET,
+    )
+    k64, q64 = (np.pad(np.asarray(x[0, :, 0]).astype(np.float64), ((0, 56), (0, 0))) for x in (k, q))
+    for chunk in range(3):
+        s = slice(64 * chunk, 64 * chunk + 64)
+        same = np.arange(64) >= first[s, None]
+        for head in range(group):
+            beta = beta_t[0, head, s].astype(np.float64)
+            L = np.tril(beta[:, None] * (k64[s] @ k64[s].T) * same, -1)
+            expected = np.linalg.inv(np.eye(64) + L) * beta
+            # bf16 output 1.1e-3 to 1.7e-3 rms, float16 operands 1.4e-3 at cosine 0.9
+            assert_close(expected, np.asarray(a[0, head, s]), 2.5e-3, f"a of chunk {chunk}")
+        assert_close(q64[s] @ k64[s].T * scale, np.asarray(qk[0, 0, s]), 2.5e-3, f"qk of chunk {chunk}")
+
+
+CASES = (
+    (cases.Case("two tiles", T=200, B=1, heads=(1, 1, 2), K=64, V=128), SMALL),
+    (
+        cases.Case("one tile, kv padded, grouped queries", T=66, heads=(2, 1, 1), K=60, V=40, B=1),
+        gdn.Config(qk_in_inverse=False, inverse=SMALL.inverse),
+    ),
+    (cases.Case("wide keys", T=66, B=1, heads=(1, 1, 1), K=256, V=64, state_layout="vk"), SMALL),
+    (
+        cases.Case("segments", T=300, B=1, heads=(1, 1, 1), K=64, V=64),
+        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+    ),
+    (
+        cases.Case("packed", T=190, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 1, 64, 0, 65, 37, 1, 0)),
+        gdn.Config(segment_chunks=0, inverse=SMALL.inverse),
+    ),
+    (
+        cases.Case("packed in segments", T=280, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 200, 1)),
+        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+    ),
+    (
+        cases.Case("segment ids", T=100, B=1, heads=(1, 1, 1), K=64, V=64, segments=((70, 1, 29),)),
+        SMALL,
+    ),
+)
+
+
+@pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
+def test_forward_in_the_interpreter(case, config):
+    x = cases.inputs(case, "bfloat16")
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    o, final = oracle.forward(**x.arguments, **options)
+    options["scale"] = case.K**-0.5
+    *arrays, cu_seqlens, segment_ids = (None if y is None else jnp.asarray(y) for y in x[:8])
+    got_o, got_final, _ = gdn.forward(
+        *arrays,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        **options,
+        config=config,
+        interpret=INTERPRET,
+    )
+    assert_close(o, np.asarray(got_o), tolerance("o", "bfloat16"), "o", 2)
+    assert_close(final, np.asarray(got_final), tolerance("final_state", "bfloat16"), "final state", 1)
+
+
+def test_split_uses_the_whole_gpu():
+    def split(B, T, HV, **options):
+        dims = Dims(B=B, T=T, N=B, Hq=HV, Hk=HV, HV=HV, HO=HV, K=128, V=128)
+        return gdn.choose_split(dims, 128, 128, False, gdn.Config(**options))
+
+    assert split(8, 4096, 32) == (2, None)  # 256 heads: full heads
+    assert split(1, 32768, 64) == (1, None)  # 64 heads: two halves each
+    n, chunks = split(1, 32768, 8)  # 8 heads: segments
+    assert n == 2 and 32768 // 64 // chunks * 8 > 100
+    assert split(1, 32768, 8, segment_chunks=0) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(dict(dtype=jnp.float32), "float32"), (dict(chunk_size=32), "64"), (dict(T=0), "no tokens")],
+)
+def test_refusals_say_why(change, reason):
+    sizes = dict(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=64, V=64)
+    sizes |= {name: value for name, value in change.items() if name in sizes}
+    call = dict(dtype=jnp.bfloat16) | {name: value for name, value in change.items() if name not in sizes}
+    assert reason in gdn.check_supported(Dims(**sizes), **call)
+    assert gdn.check_supported(Dims(**sizes | dict(T=64)), jnp.bfloat16) is None
+
+
+def test_no_gpu_is_a_reason():
+    if jax.default_backend() != "gpu":
+        assert "cpu" in gdn.device_reason()
