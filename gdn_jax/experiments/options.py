@@ -142,8 +142,8 @@ class RecallOptions:
 TrainOptions = BytesOptions | RecallOptions
 TASKS: dict[str, type[BytesOptions] | type[RecallOptions]] = {"bytes": BytesOptions, "recall": RecallOptions}
 
-# Free to change on --resume: they touch neither a number nor the schedule.
-_FREE = {"out", "resume", "keep", "max_minutes"}
+_NOT_STORED = {"out", "resume", "max_minutes"}  # belong to one start of a run
+_MAY_CHANGE = {"keep"}  # on --resume
 
 _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
@@ -209,21 +209,21 @@ def check(options: TrainOptions) -> None:
 
 
 def to_json(options: TrainOptions) -> dict[str, object]:
-    """Options as config.json keeps them: without those that are free to change on --resume."""
-    values = {name: value for name, value in flat(options).items() if name not in _FREE}
+    """Options as config.json keeps them: without those that belong to one start of a run."""
+    values = {name: value for name, value in flat(options).items() if name not in _NOT_STORED}
     if isinstance(values.get("data"), Path):
         values["data"] = str(values["data"].resolve())
     return values
 
 
 def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOptions:
-    """Options of a stored run; the free ones come from `run`.
+    """Options of a stored run; those that are not stored come from `run`.
 
     Raises:
       RunError: the stored names are not those of this version.
     """
     cls = TASKS[name]
-    known = set(flat(cls())) - _FREE
+    known = set(flat(cls())) - _NOT_STORED
     if set(stored) != known:
         odd = ", ".join(sorted(set(stored) ^ known))
         raise RunError(
@@ -232,7 +232,7 @@ def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOpt
     values = dict(stored)
     if values.get("data") is not None:
         values["data"] = Path(str(values["data"]))
-    values |= {free: getattr(run, free) for free in _FREE}
+    values |= {name: getattr(run, name) for name in _NOT_STORED}
     groups = {}
     for group in dataclasses.fields(cls):
         group_cls = type(getattr(cls(), group.name))
@@ -244,5 +244,5 @@ def check_same(stored: TrainOptions, asked: TrainOptions) -> None:
     """Raises RunError naming the first option in which a resumed run would differ from its past."""
     old, new = to_json(stored), to_json(asked)
     for name, value in old.items():
-        if new[name] != value:
+        if name not in _MAY_CHANGE and new[name] != value:
             raise RunError(f"{flag(name)}: expected {value} as in the run to resume, got {new[name]}")

@@ -3,9 +3,9 @@
     k1 v1 k2 v2 ... kn vn | q . . q . q ...      q is one of the keys; its value must be predicted there
 
 Source: Arora et al. 2023, "Zoology". As there: keys and values are disjoint halves of the vocabulary, every
-key occurs once in the pairs and is queried once, on even places after them, and the gap between the end of the
-pairs and a query follows p(gap) ~ gap^(a - 1), drawn without replacement. Unlike there, the tokens between
-queries are values only, so that a small vocabulary never shows a key twice by accident.
+key occurs once in the pairs and is queried once, on even places after them, and the gap between the end of
+the pairs and a query follows p(gap) ~ gap^(a - 1), drawn without replacement. Unlike there, the tokens
+between queries are values only, so that a small vocabulary never shows a key twice by accident.
 """
 
 from functools import partial
@@ -37,8 +37,10 @@ def sequences(
 
     def one(key):
         key_keys, key_values, key_gaps, key_fill = jax.random.split(key, 4)
-        keys = jax.random.permutation(key_keys, half)[:num_pairs]
-        values = half + jax.random.permutation(key_values, half)[:num_pairs]
+        keys, values = (
+            jax.lax.top_k(jax.random.uniform(k, (half,)), num_pairs)[1] for k in (key_keys, key_values)
+        )
+        values = half + values
         pairs = jnp.stack([keys, values], 1).reshape(-1)
         # The largest of log p + Gumbel noise are a draw without replacement.
         gaps = jax.lax.top_k(log_law + jax.random.gumbel(key_gaps, (slots,)), num_pairs)[1]

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, PyTree
 
 from gdn_jax import layers, models
 from gdn_jax.experiments.errors import RunError
@@ -44,7 +44,6 @@ class Functions(NamedTuple):
 
     train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     evaluate: Callable[[nnx.State, Batch], Sums]
-    all_finite: Callable[[Any], Bool[Array, ""]]
 
 
 def compute_dtype(options: ModelOptions) -> str:
@@ -114,7 +113,7 @@ def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
 
 
 def make_functions(
-    graphdef: nnx.GraphDef, rest: nnx.State, optimizer: optax.GradientTransformation, accumulate: int
+    graphdef: nnx.GraphDef, rest: PyTree, optimizer: optax.GradientTransformation, accumulate: int
 ) -> Functions:
     """Compiled step functions of a model.
 
@@ -153,14 +152,10 @@ def make_functions(
     def evaluate(params: nnx.State, batch: Batch) -> Sums:
         return _sums(nnx.merge(graphdef, params, rest), batch)
 
-    def all_finite(tree: Any) -> Bool[Array, ""]:
-        floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
-
-    return Functions(jax.jit(train, donate_argnums=0), jax.jit(evaluate), jax.jit(all_finite))
+    return Functions(jax.jit(train, donate_argnums=0), jax.jit(evaluate))
 
 
-def validate(functions: Functions, params: nnx.State, batches: list[Batch]) -> tuple[float, float]:
+def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:
     """Mean loss in nats and mean accuracy over the weighted predictions of all batches."""
     sums = [functions.evaluate(params, batch) for batch in batches]
     loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))

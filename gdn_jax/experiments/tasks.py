@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ class Batch(NamedTuple):
     weights: Float[Array, "B T"] | np.ndarray
 
 
+@runtime_checkable
 class Task(Protocol):
     """A data source with its own way of keeping score.
 

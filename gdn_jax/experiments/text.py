@@ -5,6 +5,7 @@ so a model can be asked for a new file by giving it a zero.
 """
 
 import dataclasses
+import fnmatch
 import hashlib
 import os
 import sysconfig
@@ -15,18 +16,12 @@ import numpy as np
 from gdn_jax.experiments.errors import RunError
 
 HELD_OUT = 0.1
-# Not program text, or tables that only repeat themselves, or other people's packages.
-_STDLIB_SKIP = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "pydoc_data",
-}
-_STDLIB_SKIP |= {"encodings", "lib-dynload", "ensurepip", "__phello__"}
+# Names that are not program text, are tables, belong to other packages or differ between machines.
+_STDLIB_SKIP = (
+    "site-packages dist-packages test tests idlelib lib2to3 turtledemo pydoc_data encodings ensurepip "
+    "lib-dynload __phello__ config-* _sysconfigdata*"
+).split()
+_ALWAYS_SKIP = [".*", "__pycache__"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +43,21 @@ class Corpus:
         return digest.hexdigest()[:16]
 
 
-def _walk(root: Path, pattern: str, skip: set[str]) -> list[Path]:
-    """Files below root in a fixed order; hidden ones and caches left out, links to folders not followed."""
+def _walk(root: Path, pattern: str, skip: list[str]) -> list[Path]:
+    """Files below root in a fixed order, without skipped names; links to folders are not followed."""
     found: list[Path] = []
 
     def fail(error: OSError) -> None:
         raise RunError(f"--data: cannot read {error.filename}: {error.strerror}")
 
+    def kept(names: list[str]) -> list[str]:
+        return [name for name in names if not any(fnmatch.fnmatchcase(name, s) for s in _ALWAYS_SKIP + skip)]
+
     for folder, names, files in os.walk(root, onerror=fail):
-        names[:] = sorted(n for n in names if n not in skip and not n.startswith(".") and n != "__pycache__")
-        for name in sorted(files):
-            path = Path(folder, name)
-            regular = path.is_file() or path.is_symlink()  # a broken link is an unreadable file, not no file
-            if regular and not name.startswith(".") and path.match(pattern):
-                found.append(path)
+        names[:] = kept(names)
+        paths = [Path(folder, name) for name in kept(files) if fnmatch.fnmatchcase(name, pattern)]
+        # A broken link is an unreadable file, not no file; a pipe or a device is no text.
+        found += [path for path in paths if path.is_file() or path.is_symlink()]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -104,7 +100,7 @@ def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
         root, pattern, skip = Path(sysconfig.get_path("stdlib")), "*.py", _STDLIB_SKIP
         source = f"standard library of Python {sysconfig.get_python_version()}"
     else:
-        root, pattern, skip = data, glob, set()
+        root, pattern, skip = data, glob, []
         source = str(data)
     if not root.exists():
         raise RunError(f"--data: expected a file or a folder, got {root}, which does not exist")
