@@ -236,17 +236,15 @@ class GatedDeltaNet(nnx.Module):
         self.o_proj = out(value_dim, hidden_size)
 
         self.conv_size = conv_size if use_short_conv else 1
-        self.conv_weight = self.conv_bias = None
+        weight = bias = None
         if use_short_conv:
             if not MIN_WIDTH <= conv_size <= MAX_WIDTH:
                 raise ValueError(f"conv_size: expected {MIN_WIDTH} to {MAX_WIDTH}, got {conv_size}")
-            bound = conv_size**-0.5
-            shape = (self.conv_dim, conv_size)
-            self.conv_weight = nnx.Param(
-                jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(param_dtype)
-            )
-            if conv_bias:
-                self.conv_bias = nnx.Param(jnp.zeros(self.conv_dim, param_dtype))
+            bound, shape = conv_size**-0.5, (self.conv_dim, conv_size)
+            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(param_dtype)
+            bias = jnp.zeros(self.conv_dim, param_dtype) if conv_bias else None
+        self.conv_weight = None if weight is None else nnx.Param(weight)
+        self.conv_bias = None if bias is None else nnx.Param(bias)
 
         self.A_log = NoDecayParam(init_A_log(rngs.params(), num_v_heads))
         self.dt_bias = NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))

@@ -1,0 +1,213 @@
+"""The language model and its generation: with the cache and without, padded prompts and bare, packed and separate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tolerances import FLOAT32, assert_close
+
+from gdn_jax.layers import weight_decay_mask
+from gdn_jax.models import LanguageModel, ModelConfig, generate
+
+# Two blocks of float32 sums after the rule, whose bound is 1e-5; the residual stream adds their errors.
+F32 = 2 * FLOAT32["o"]
+# bfloat16 against float32: two blocks of some ten roundings of 2^-9 each (tests/test_layers.py), and a factor of 3.
+BF16 = 3e-2
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "head_dim": 6,
+    "expand_v": 1.5,
+    "implementation": "recurrent",  # compiles fast; tests/test_layers.py takes the chunked form too
+}
+
+
+def make(seed=0, **options):
+    return LanguageModel(ModelConfig(**{**SIZES, **options}), rngs=nnx.Rngs(seed))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+@nnx.jit(static_argnames="return_cache")
+def _call(model, tokens, **options):
+    return model(tokens, **options)
+
+
+def call(model, tokens, **options):
+    return jax.device_get(_call(model, tokens, **options))
+
+
+def tokens(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape).astype(np.int32)
+
+
+def continued(model, prompt, num_tokens, mask=None, **options):
+    """`generate` from NumPy arrays, which the type checks of the test run do not let in."""
+    mask = None if mask is None else jnp.asarray(mask)
+    return np.asarray(generate(model, jnp.asarray(prompt), num_tokens, mask=mask, **options))
+
+
+def uncached(model, prompt, num_tokens):
+    """Greedy continuation by a whole pass per token, over a row of fixed length: what follows is not seen."""
+    row = np.zeros((len(prompt), prompt.shape[1] + num_tokens), np.int32)
+    row[:, : prompt.shape[1]] = prompt
+    for t in range(prompt.shape[1], row.shape[1]):
+        row[:, t] = call(model, row)[0][:, t - 1].argmax(-1)
+    return row[:, prompt.shape[1] :]
+
+
+def test_generation_equals_the_uncached_loop(model):
+    prompt = tokens(3, 7)
+    want = uncached(model, prompt, 9)
+    got = continued(model, prompt, 9)
+    assert got.shape == (3, 9) and got.dtype == prompt.dtype
+    np.testing.assert_array_equal(got, want)
+    assert len(np.unique(want)) > 3  # not the same token again and again
+    inside = jax.jit(lambda prompt: generate(model, prompt, 9))(prompt)
+    np.testing.assert_array_equal(inside, want)
+    np.testing.assert_array_equal(continued(model, prompt, 1), want[:, :1])
+
+
+def test_generation_from_padded_prompts(model):
+    prompts = [tokens(7), tokens(4, seed=1), tokens(1, seed=2)]
+    want = np.concatenate([uncached(model, p[None], 5) for p in prompts])
+    left, right = np.zeros((2, 3, 7), np.int32)
+    mask = np.zeros((2, 3, 7), bool)
+    for row, p in enumerate(prompts):
+        left[row, 7 - len(p) :], right[row, : len(p)] = p, p
+        mask[0, row, 7 - len(p) :], mask[1, row, : len(p)] = True, True
+    np.testing.assert_array_equal(continued(model, left, 5, mask=mask[0]), want)
+    np.testing.assert_array_equal(continued(model, right, 5, mask=mask[1]), want)
+
+
+def test_drawing(model):
+    prompt, key = tokens(2, 5), jax.random.key(1)
+    greedy = continued(model, prompt, 6)
+    np.testing.assert_array_equal(continued(model, prompt, 6, rng=key, temperature=0.5, top_k=1), greedy)
+    a = continued(model, prompt, 6, rng=key, temperature=2.0)
+    np.testing.assert_array_equal(continued(model, prompt, 6, rng=key, temperature=2.0), a)
+    assert not np.array_equal(continued(model, prompt, 6, rng=jax.random.key(2), temperature=2.0), a)
+    # The first token is drawn from softmax(logits / temperature) among the best five.
+    rows = np.repeat(prompt[:1], 4000, axis=0)
+    drawn = np.asarray(continued(model, rows, 1, rng=key, temperature=1.5, top_k=5))[:, 0]
+    logits = np.asarray(call(model, prompt)[0][0, -1], np.float64) / 1.5
+    logits[np.argsort(logits)[:-5]] = -np.inf
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    share = np.bincount(drawn, minlength=len(p)) / 4000
+    np.testing.assert_allclose(share, p, atol=5 * 0.5 / 4000**0.5)  # five standard deviations of a share
+
+
+def test_packed_rows_equal_separate_rows(model):
+    row = tokens(1, 11)
+    ids = np.array([[1] * 4 + [2] * 7], np.int32)
+    packed, cache = call(model, row, segment_ids=ids)
+    assert cache is None and packed.dtype == np.float32
+    assert_close(call(model, row[:, :4])[0], packed[:, :4], F32)
+    assert_close(call(model, row[:, 4:])[0], packed[:, 4:], F32)
+
+
+def test_cache_continues(model):
+    row = tokens(2, 11)
+    want, cache = call(model, row, return_cache=True)
+    got, carried = call(model, row[:, :6], cache=model.init_cache(2))
+    more, carried = call(model, row[:, 6:], cache=carried)
+    assert_close(want, np.concatenate([got, more], axis=1), F32)
+    jax.tree.map(lambda a, b: assert_close(a, b, F32), cache, carried)
+    assert len(cache) == 2
+
+
+def test_bfloat16_and_tied_embedding():
+    narrow, wide = make(dtype="bfloat16", tie_embeddings=True), make(tie_embeddings=True)
+    row = tokens(2, 9)
+    want, got = call(wide, row)[0], call(narrow, row)[0]
+    assert got.dtype == np.float32
+    assert_close(want, got, BF16)
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(narrow, nnx.Param)))
+    assert continued(narrow, row, 3).shape == (2, 3)
+
+
+def test_training_step_moves_everything_and_decays_only_what_it_may(model):
+    row = jnp.asarray(tokens(2, 9))
+
+    def loss(model):
+        return optax.softmax_cross_entropy_with_integer_labels(model(row[:, :-1])[0], row[:, 1:]).mean()
+
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(model)
+    np.testing.assert_allclose(value, np.log(31), atol=1.0)  # an untrained model knows nothing: near uniform
+    for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        assert np.isfinite(g).all() and np.abs(g).max() > 0, jax.tree_util.keystr(path)
+
+    decayed = make()
+    optimizer = nnx.Optimizer(
+        decayed, optax.adamw(0.1, weight_decay=0.5, mask=weight_decay_mask), wrt=nnx.Param
+    )
+    before = nnx.to_pure_dict(nnx.state(decayed, nnx.Param))
+    optimizer.update(decayed, jax.tree.map(jnp.zeros_like, nnx.state(decayed, nnx.Param)))
+    after = nnx.to_pure_dict(nnx.state(decayed, nnx.Param))
+    for path, ratio in jax.tree_util.tree_flatten_with_path(jax.tree.map(lambda a, b: b / a, before, after))[
+        0
+    ]:
+        name = jax.tree_util.keystr(path)
+        free = any(word in name for word in ("A_log", "dt_bias", "norm"))
+        np.testing.assert_allclose(ratio, 1.0 if free else 0.95, rtol=1e-5, err_msg=name)
+
+
+def test_a_token_outside_the_vocabulary_is_loud(model):
+    row = tokens(1, 5)
+    row[0, 2] = 31
+    logits = call(model, row)[0]
+    assert np.isfinite(logits[:, :2]).all() and np.isnan(logits[:, 2]).all()
+
+
+def test_mlp_size():
+    assert ModelConfig(hidden_size=128, mlp_ratio=2.0).mlp_size == 256
+    assert ModelConfig(hidden_size=128).mlp_size == 344  # 8/3 * 128 = 341.3
+    assert ModelConfig(intermediate_size=100).mlp_size == 100
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("vocab_size: expected a positive integer, got 0", {"vocab_size": 0}),
+        ("num_layers: expected a positive integer, got 0", {"num_layers": 0}),
+        ("num_v_heads: expected a multiple of num_heads = 2, got 3", {"num_v_heads": 3}),
+        ("expand_v: expected head_dim", {"head_dim": 5, "expand_v": 1.5}),
+        ("conv_size: expected 2 to 4, got 1", {"conv_size": 1}),
+        ("intermediate_size: expected a positive integer, got 0", {"intermediate_size": 0}),
+        ("mlp_ratio: expected a positive number", {"mlp_ratio": 0.0}),
+        ("norm_eps: expected a positive number", {"norm_eps": 0.0}),
+        ("dtype: expected one of 'float32', 'bfloat16', got 'float16'", {"dtype": "float16"}),
+        ("implementation: expected one of", {"implementation": "fast"}),
+    ],
+)
+def test_config_errors(message, options):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_call_errors(model):
+    prompt = jnp.zeros((2, 3), jnp.int32)
+    calls = [
+        ("tokens: expected shape", lambda: model(prompt[0])),
+        ("tokens: expected an integer dtype", lambda: model(prompt.astype(jnp.float32))),
+        ("cache: expected 2 entries", lambda: model(prompt, cache=model.init_cache(2)[:1])),
+        ("prompt: expected shape", lambda: generate(model, prompt[0], 3)),
+        ("prompt: expected at least one token", lambda: generate(model, prompt[:, :0], 3)),
+        ("num_tokens: expected at least 1, got 0", lambda: generate(model, prompt, 0)),
+        ("temperature: expected 0 or more, got -1", lambda: generate(model, prompt, 3, temperature=-1.0)),
+        ("rng: expected a key with temperature = 1", lambda: generate(model, prompt, 3, temperature=1.0)),
+        ("top_k: expected 1 to vocab_size = 31, got 32", lambda: generate(model, prompt, 3, top_k=32)),
+    ]
+    for message, run in calls:
+        with pytest.raises(ValueError, match=message):
+            run()
