@@ -47,7 +47,7 @@ def close(got, want, tolerance):
 
 
 @pytest.mark.parametrize("W", [2, 3, 4])
-@pytest.mark.parametrize("T", [1, 2, 7])
+@pytest.mark.parametrize("T", [2, 7])
 def test_whole_rows(W, T):
     rng = np.random.default_rng(W * 10 + T)
     x, weight, bias, state = make(rng, 2, T, 5, W)

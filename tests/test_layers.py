@@ -139,13 +139,19 @@ def layer():
     return make(implementation="recurrent")
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
-def test_prefill_in_pieces_then_steps(implementation):
+@pytest.mark.parametrize(
+    "implementation, lengths",
+    [
+        ("chunked", (34, 34, 1, 1)),
+        ("recurrent", (2, 65, 1, 1, 1)),
+    ],  # a cut inside a chunk; shorter than the filter
+)
+def test_prefill_in_pieces_then_steps(implementation, lengths):
     layer = make(implementation=implementation, allow_neg_eigval=True)
     x = inputs(2, 70, D)
     whole = call(layer, x)
     pieces, cache, start = [], layer.init_cache(2), 0
-    for length in (2, 65, 1, 1, 1):  # shorter than the filter, longer than a chunk, single steps
+    for length in lengths:
         y, cache = call(layer, x[:, start : start + length], cache=cache)
         pieces.append(y)
         start += length
