@@ -1,6 +1,7 @@
 """Gated DeltaNet in JAX: the gated delta rule, its gates, its short convolution and its layer."""
 
 from gdn_jax.chunked import chunk_cumsum, chunk_output, kkt, solve_tril, wy
+from gdn_jax.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.gates import (
     alpha_from_log_decay,
     l2norm,
@@ -18,6 +19,8 @@ from gdn_jax.ops import (
 
 __all__ = [
     "alpha_from_log_decay",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_cumsum",
     "chunk_output",
     "chunk_states",
