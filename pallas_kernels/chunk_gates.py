@@ -7,11 +7,14 @@ chunk at which the sequence of each token starts (packed rows only, then B = 1).
 Outputs (GMEM): g2_cum, beta_t [B, HO, NT C] float32, NT = ceil(T / C); rows past T hold the last sum and 0.
 Grid: one CTA of one warpgroup for each (row of the batch, chunk, 8 heads).
 Shared memory: (2 C + 2 C + 2 x 8) x 8 heads of float32, 8.7 KB.
-Hardware: compute capability 9.0 (bulk copies). Limits: HO must be a multiple of 4 (16-byte strides of a copy).
+Hardware: compute capability 9.0 (bulk copies). HO is padded to a multiple of 4 first (16-byte strides of a copy).
+Stores never reach past HO. A bulk store whose box is one contiguous piece of memory (here: T64 = 64) is lowered to a
+plain copy that is cut off at the end of the array only: surplus heads of a row would land in the next row.
 Source: fla's `chunk_local_cumsum` with `reset`; the doubling scan is Hillis and Steele's.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,15 @@ HEADS = 8
 """Heads of a tile: 32 bytes, one sector of memory."""
 
 
-def _body(g_gmem, beta_gmem, *rest, ragged: bool, num_chunks: int, num_head_tiles: int):
+def _body(
+    g_gmem: Any,
+    beta_gmem: Any,
+    *rest: Any,
+    ragged: bool,
+    num_heads: int,
+    num_chunks: int,
+    num_head_tiles: int,
+):
     first_gmem, rest = (rest[0], rest[1:]) if ragged else (None, rest)
     g_out, beta_out, g_smem, beta_smem, g_t_smem, beta_t_smem, loaded = rest
     tile = lax.rem(grid_index(), num_head_tiles)
@@ -65,8 +76,21 @@ def _body(g_gmem, beta_gmem, *rest, ragged: bool, num_chunks: int, num_head_tile
         g_t_smem[i] = plgpu.load(g_smem.at[values, i], layout=ROW, optimized=False)
         beta_t_smem[i] = plgpu.load(beta_smem.at[:, i], layout=ROW, optimized=False)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(g_t_smem, g_out.at[b, heads, tokens])
-    plgpu.copy_smem_to_gmem(beta_t_smem, beta_out.at[b, heads, tokens])
+    pairs = ((g_t_smem, g_out), (beta_t_smem, beta_out))
+
+    def store_all():
+        for source, destination in pairs:
+            plgpu.copy_smem_to_gmem(source, destination.at[b, heads, tokens])
+
+    def store_one(i):
+        for source, destination in pairs:
+            plgpu.copy_smem_to_gmem(source.at[i], destination.at[b, tile * HEADS + i, tokens])
+
+    whole_tiles, surplus = divmod(num_heads, HEADS)
+    if whole_tiles:
+        pl.when(tile < whole_tiles)(store_all)
+    for i in range(surplus):
+        pl.when(tile == whole_tiles)(functools.partial(store_one, i))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -90,12 +114,16 @@ def chunk_gates(
     if padded != HO:
         g, beta = (jnp.pad(x, ((0, 0), (0, 0), (0, padded - HO))) for x in (g, beta))
     num_chunks, num_head_tiles = -(-T // CHUNK), -(-padded // HEADS)
-    out = jax.ShapeDtypeStruct((B, padded, num_chunks * CHUNK), jnp.float32)
+    out = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK), jnp.float32)
     body = functools.partial(
-        _body, ragged=first is not None, num_chunks=num_chunks, num_head_tiles=num_head_tiles
+        _body,
+        ragged=first is not None,
+        num_heads=HO,
+        num_chunks=num_chunks,
+        num_head_tiles=num_head_tiles,
     )
     vectors = plgpu.SMEM((HEADS, CHUNK), jnp.float32)
-    g2_cum, beta_t = plgpu.kernel(
+    return plgpu.kernel(
         body,
         out_type=(out, out),
         scratch_types=(
@@ -110,4 +138,3 @@ def chunk_gates(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
     )(g, beta, *(() if first is None else (first,)))
-    return g2_cum[:, :HO], beta_t[:, :HO]
