@@ -324,7 +324,7 @@ def _solve_states_jvp(numerics, primals, tangents):
 
 
 def chunk_output(
-    q: Float[Array, "*S C K"],
+    q: Float[Array, "*Q C K"],
     k: Float[Array, "*S C K"],
     v_new: Float[Array, "*R C V"],
     states: Float[Array, "*R K V"],

@@ -61,7 +61,7 @@ def check_array(name: str, x: object, shape: tuple[int | None, ...], letters: st
         _fail(name, f"shape [{letters}] = [{want}]", list(got))
 
 
-def check_floating(name: str, x: jax.Array) -> None:
+def check_floating(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises ValueError unless x is f16, bf16, f32 or f64."""
     if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         _fail(name, "dtype float16, bfloat16, float32 or float64", x.dtype)
@@ -74,14 +74,14 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def rule_dims(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    beta: jax.Array | None,
-    initial_state: jax.Array | None,
-    cu_seqlens: jax.Array | None,
-    segment_ids: jax.Array | None,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    g: jax.Array | jax.ShapeDtypeStruct | None,
+    beta: jax.Array | jax.ShapeDtypeStruct | None,
+    initial_state: jax.Array | jax.ShapeDtypeStruct | None,
+    cu_seqlens: jax.Array | jax.ShapeDtypeStruct | None,
+    segment_ids: jax.Array | jax.ShapeDtypeStruct | None,
     state_layout: str,
 ) -> Dims:
     """Checks ranks, sizes and dtypes of the rule's arguments and returns its dimensions.
@@ -132,7 +132,7 @@ def rule_dims(
     return Dims(B, T, N, Hq, Hk, HV, HO, K, V)
 
 
-def _check_integer(name: str, x: jax.Array) -> None:
+def _check_integer(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         _fail(name, "an integer dtype", x.dtype)
 

@@ -1,0 +1,38 @@
+"""Set-up shared by all tests: run-time shape checks, two CPU devices, and tests that need a GPU."""
+
+import jax
+import jaxtyping
+import pytest
+
+# Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
+jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
+
+jax.config.update("jax_num_cpu_devices", 2)  # for meshes; the first one is used unless a test says otherwise
+
+
+def _no_hopper() -> str | None:
+    """Why this machine can't run the GPU kernels, or None."""
+    try:
+        gpu = jax.devices("gpu")[0]
+    except RuntimeError:
+        return "needs an NVIDIA GPU of compute capability 9.0, JAX sees none"
+    capability = getattr(gpu, "compute_capability", None)
+    return (
+        None if capability == "9.0" else f"needs an NVIDIA GPU of compute capability 9.0, found {capability}"
+    )
+
+
+def pytest_collection_modifyitems(items):
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and (reason := _no_hopper()):
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def no_type_checks():
+    """What a user sees: the test run's type checks would report a wrong shape before the library does."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -1,0 +1,108 @@
+"""Runs an implementation on a case, forward and backward in one compiled function, once per case and dtype."""
+
+import functools
+
+import cases
+import jax
+import numpy as np
+import oracle
+import pytest
+from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+
+import gdn_jax
+
+IMPLEMENTATIONS = ("recurrent", "chunked")
+PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")
+
+Results = dict[str, np.ndarray | None]
+
+
+def jit(f):
+    """jax.jit without LLVM's optimisations on CPU: the same operations of XLA, compiled in less than half the time.
+
+    Compilation is nearly all that the suite does. Tests of determinism and of transformations compile as users do.
+    """
+    return jax.jit(
+        f, compiler_options={"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    )
+
+
+def value_and_gradients(implementation: str, options: dict):
+    """Function of (primals, cotangents, cu_seqlens, segment_ids)."""
+
+    def call(primals, cotangents, cu_seqlens, segment_ids):
+        packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+
+        def rule(q, k, v, g, beta, h_0):
+            arguments = dict(initial_state=h_0, implementation=implementation, **packing, **options)
+            return gdn_jax.gated_delta_rule(q, k, v, g, beta, **arguments)
+
+        outputs, vjp = jax.vjp(rule, *primals)
+        return outputs, vjp(cotangents)
+
+    return call
+
+
+@functools.cache
+def _compiled(implementation: str, options: tuple):
+    return jit(value_and_gradients(implementation, dict(options)))
+
+
+def named(results: tuple) -> Results:
+    """What a function of value_and_gradients returns, by name."""
+    outputs, gradients = results
+    pairs = zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True)
+    return {name: None if y is None else np.asarray(y) for name, y in pairs}
+
+
+def evaluate(implementation: str, options: dict, x: cases.Inputs) -> Results:
+    """Outputs and gradients by name (o, final_state, dq, dk, dv, dg, dbeta, dh_0)."""
+    options = dict(options)
+    if implementation == "recurrent":
+        options.pop("chunk_size", None)  # has no effect: do not compile again for it
+    call = _compiled(implementation, tuple(sorted(options.items())))
+    results = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
+    for primal, name in zip(x[:6], GRADIENTS, strict=True):
+        assert primal is None or results[name].dtype == primal.dtype, (
+            f"{name} has not the dtype of its primal"
+        )
+    return results
+
+
+def run(implementation: str, case: cases.Case, dtype: str) -> Results:
+    """evaluate on the inputs of a case. In float64 the caller is inside jax.enable_x64(True)."""
+    return evaluate(implementation, case.options, cases.inputs(case, dtype))
+
+
+def truth(options: dict, x: cases.Inputs) -> Results:
+    """The oracle's outputs and gradients by name."""
+    options = {name: value for name, value in options.items() if name != "chunk_size"}
+    o, final_state = oracle.forward(**x.arguments, **options)
+    gradients = oracle.gradients(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
+    return {"o": o, "final_state": final_state, **gradients._asdict()}
+
+
+def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves: bool = True) -> None:
+    """Every output and gradient within its tolerance, over the tensor and per head; all misses are told at once.
+
+    solves: whether the implementation solves a system in each chunk, and may use the bound of ill-conditioned cases.
+    """
+    misses = []
+    expected = truth(case.options, x)
+    assert expected.keys() == got.keys()
+    bounds_of = (case, x) if solves else ()
+    for name, reference in expected.items():
+        y = got[name]
+        if reference is None or y is None:
+            assert reference is None and y is None, f"{name}: {y}, expected {reference}"
+            continue
+        try:
+            assert_close(reference, y, tolerance(name, dtype, *bounds_of), name, head_axis(name))
+        except AssertionError as error:
+            misses.append(str(error).splitlines()[0])
+    assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)
+
+
+def table(dtypes: tuple[str, ...]) -> list:
+    """pytest parameters (case, dtype) for the whole table."""
+    return [pytest.param(case, dtype, id=f"{dtype}-{case.name}") for dtype in dtypes for case in cases.TABLE]

@@ -1,0 +1,199 @@
+"""The rule and its adjoint, token by token, in NumPy float64: the truth of all tests, with no code of the package.
+
+State S [K, V] of one head, decay a = exp(g), write strength b:
+
+    D = a S          e = v - k^T D          u = b e          S' = D + k u^T          o = scale q^T S'
+
+Adjoint of one token, from the cotangent L of S' (all later uses) and do:
+
+    L  += scale q do^T                 dq = scale S' do
+    du  = k^T L                        db = du . e            dv = b du
+    dk  = L u - D dv                   M  = L - k dv^T        (cotangent of D)
+    dg  = <M, D>                       L <- a M
+
+With a = 0 (g = -inf) the token before has no part in what follows: dg = 0 and L = 0, no limit is taken.
+Only tokens are looped over. Every run of tokens that shares a state (a row, a packed sequence, a segment) advances
+in the same step of that loop, so thousands of short sequences cost a few steps.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+L2NORM_EPS = 1e-6
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the inputs. None where the input is None."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dg: np.ndarray | None
+    dbeta: np.ndarray | None
+    dh_0: np.ndarray | None
+
+
+class _Runs(NamedTuple):
+    """Runs of tokens that share a state, longest first. source/sink: index of initial/final state, -1 for none."""
+
+    row: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    source: np.ndarray
+    sink: np.ndarray
+
+
+def _runs(B, T, cu_seqlens, segment_ids):
+    found = []
+    if cu_seqlens is not None:
+        cu = np.asarray(cu_seqlens)
+        found = [(0, cu[n], cu[n + 1] - cu[n], n, n) for n in range(len(cu) - 1)]
+    elif segment_ids is not None:
+        for b, ids in enumerate(np.asarray(segment_ids)):
+            borders = [0, *(np.flatnonzero(np.diff(ids)) + 1), T]
+            last = len(borders) - 2
+            for i in range(len(borders) - 1):
+                source, sink = (b if i == 0 else -1), (b if i == last else -1)
+                found.append((b, borders[i], borders[i + 1] - borders[i], source, sink))
+    else:
+        found = [(b, 0, T, b, b) for b in range(B)]
+    table = np.array(found, np.int64).reshape(-1, 5)
+    return _Runs(*table[np.argsort(-table[:, 2], kind="stable")].T)
+
+
+def _f64(x):
+    return None if x is None else np.asarray(x).astype(np.float64)
+
+
+def _unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPS)
+
+
+def _unit_adjoint(x, dy):
+    r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + L2NORM_EPS)
+    y = x * r
+    return r * (dy - y * (y * dy).sum(-1, keepdims=True))
+
+
+def _spread(x, HO):
+    """Head i of the result is head i // (HO // Hx) of x."""
+    return x[:, :, np.arange(HO) // (HO // x.shape[2])]
+
+
+def _gather(dx, Hx):
+    """Adjoint of _spread."""
+    B, T, HO, D = dx.shape
+    return dx.reshape(B, T, Hx, HO // Hx, D).sum(3)
+
+
+def _solve(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, cotangents
+):
+    q, k, v, g, beta, h_0 = map(_f64, (q, k, v, g, beta, initial_state))
+    B, T, Hq, K = q.shape
+    Hk, HV, V = k.shape[2], v.shape[2], v.shape[3]
+    HO = max(Hq, HV)
+    scale = K**-0.5 if scale is None else scale
+    if h_0 is not None and state_layout == "vk":
+        h_0 = h_0.swapaxes(-1, -2)
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    runs = _runs(B, T, cu_seqlens, segment_ids)
+
+    qq = _spread(_unit(q) if use_qk_l2norm else q, HO)
+    kk = _spread(_unit(k) if use_qk_l2norm else k, HO)
+    vv = _spread(v, HO)
+    a = np.ones((B, T, HO)) if g is None else np.exp(g)
+    b = np.ones((B, T, HO)) if beta is None else beta
+
+    S = np.zeros((len(runs.row), HO, K, V))
+    if h_0 is not None:
+        S[runs.source >= 0] = h_0[runs.source[runs.source >= 0]]
+    o = np.zeros((B, T, HO, V))
+    steps = int(runs.length.max(initial=0))
+    history = []
+    for t in range(steps):
+        n = int((runs.length > t).sum())
+        at = (runs.row[:n], runs.start[:n] + t)
+        D = a[at][..., None, None] * S[:n]
+        e = vv[at] - np.einsum("nhk,nhkv->nhv", kk[at], D)
+        S[:n] = D + kk[at][..., None] * (b[at][..., None] * e)[..., None, :]
+        o[at] = scale * np.einsum("nhk,nhkv->nhv", qq[at], S[:n])
+        if cotangents is not None:
+            history.append((n, at, D, e))
+    h_T = np.zeros((N, HO, K, V))
+    h_T[runs.sink[runs.sink >= 0]] = S[runs.sink >= 0]
+    if cotangents is None:
+        return o, h_T.swapaxes(-1, -2) if state_layout == "vk" else h_T
+
+    do, dh_T = map(_f64, cotangents)
+    if dh_T is not None and state_layout == "vk":
+        dh_T = dh_T.swapaxes(-1, -2)
+    dq, dk, dv = np.zeros((B, T, HO, K)), np.zeros((B, T, HO, K)), np.zeros((B, T, HO, V))
+    dg, db = np.zeros((B, T, HO)), np.zeros((B, T, HO))
+    L = np.zeros_like(S)
+    if dh_T is not None:
+        L[runs.sink >= 0] = dh_T[runs.sink[runs.sink >= 0]]
+    for n, at, D, e in reversed(history):
+        qt, kt, bt = qq[at], kk[at], b[at][..., None]
+        u = bt * e
+        if do is not None:
+            after = D + kt[..., None] * u[..., None, :]
+            dq[at] = scale * np.einsum("nhkv,nhv->nhk", after, do[at])
+            L[:n] += scale * qt[..., None] * do[at][..., None, :]
+        du = np.einsum("nhk,nhkv->nhv", kt, L[:n])
+        dv[at] = bt * du
+        db[at] = (du * e).sum(-1)
+        dk[at] = np.einsum("nhkv,nhv->nhk", L[:n], u) - np.einsum("nhkv,nhv->nhk", D, dv[at])
+        M = L[:n] - kt[..., None] * dv[at][..., None, :]
+        dg[at] = (M * D).sum((-1, -2))
+        L[:n] = a[at][..., None, None] * M
+    dh_0 = None
+    if h_0 is not None:
+        dh_0 = np.zeros((N, HO, K, V))
+        dh_0[runs.source[runs.source >= 0]] = L[runs.source >= 0]
+        dh_0 = dh_0.swapaxes(-1, -2) if state_layout == "vk" else dh_0
+    dq, dk, dv = _gather(dq, Hq), _gather(dk, Hk), _gather(dv, HV)
+    if use_qk_l2norm:
+        dq, dk = _unit_adjoint(q, dq), _unit_adjoint(k, dk)
+    return Gradients(dq, dk, dv, None if g is None else dg, None if beta is None else db, dh_0)
+
+
+def forward(
+    q,
+    k,
+    v,
+    g=None,
+    beta=None,
+    *,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    segment_ids=None,
+    use_qk_l2norm=False,
+    state_layout="kv",
+):
+    """(o, final_state) in float64, with the shapes and options of gdn_jax.gated_delta_rule."""
+    packing = (initial_state, cu_seqlens, segment_ids)
+    return _solve(q, k, v, g, beta, scale, *packing, use_qk_l2norm, state_layout, None)
+
+
+def gradients(
+    q,
+    k,
+    v,
+    g=None,
+    beta=None,
+    *,
+    do,
+    dh_T,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    segment_ids=None,
+    use_qk_l2norm=False,
+    state_layout="kv",
+):
+    """Gradients of <do, o> + <dh_T, final_state> in float64. A cotangent that is None counts as zero."""
+    packing = (initial_state, cu_seqlens, segment_ids)
+    return _solve(q, k, v, g, beta, scale, *packing, use_qk_l2norm, state_layout, (do, dh_T))

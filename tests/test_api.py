@@ -1,0 +1,336 @@
+"""The public operation from outside: layouts, dtypes, every error text, choice of implementation, run-time checks."""
+
+import inspect
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from tolerances import assert_close, head_axis, tolerance
+
+import gdn_jax
+
+SMALL = cases.Case("api", T=5, B=2, heads=(2, 2, 4), K=6, V=3)
+
+
+def arguments(case=SMALL, dtype="float32", **change):
+    x = {name: jnp.asarray(y) for name, y in cases.inputs(case, dtype).arguments.items()} | change
+    return {name: y for name, y in x.items() if y is not None}
+
+
+def test_positional_order():
+    """q, k, v, g, beta, then keywords only, as in the specification."""
+    parameters = inspect.signature(gdn_jax.gated_delta_rule).parameters
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keyword = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert positional == ["q", "k", "v", "g", "beta"]
+    assert keyword == dict(
+        scale=None,
+        initial_state=None,
+        cu_seqlens=None,
+        segment_ids=None,
+        use_qk_l2norm=False,
+        state_layout="kv",
+        chunk_size=64,
+        implementation=None,
+    )
+
+
+# Layouts and dtypes.
+
+
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_layouts_are_transposes(implementation):
+    """ "vk" transposes the states that go in and come out, and their gradients; everything else keeps its bits."""
+    x = cases.inputs(SMALL)
+    kv = harness.evaluate(implementation, {"state_layout": "kv"}, x)
+    turned = {name: getattr(x, name).swapaxes(-1, -2) for name in ("initial_state", "dh_T")}
+    vk = harness.evaluate(implementation, {"state_layout": "vk"}, x._replace(**turned))
+    for name, y in kv.items():
+        y = y.swapaxes(-1, -2) if name in ("final_state", "dh_0") else y
+        assert_close(y, vk[name], tolerance(name, "float32"), name, head_axis(name))
+
+
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes(implementation, dtype):
+    """o in the dtype of v, states float32, every gradient in the dtype of its input; float16 is accurate too."""
+    x = cases.inputs(SMALL, dtype)
+    got = harness.evaluate(implementation, {}, x)
+    assert got["o"].dtype == x.v.dtype and got["final_state"].dtype == np.float32
+    for name, primal in zip(("dq", "dk", "dv", "dg", "dbeta", "dh_0"), x[:6], strict=True):
+        assert got[name].dtype == primal.dtype, name
+    harness.check(SMALL, x, dtype, got)
+
+
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_float16_state_beyond_its_range(implementation):
+    """States are float32 inside: 65504, the largest float16, is no limit to them."""
+    x = cases.inputs(cases.Case("large state", T=70, heads=(1, 1, 1)), "float16")
+    x = x._replace(initial_state=x.initial_state * 1e6, q=x.q / np.float16(64))
+    _, final = oracle.forward(**x.arguments)
+    call = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=implementation))
+    assert_close(final, call(x.arguments)[1], tolerance("final_state", "float16"), axis=1)
+
+
+def test_no_tokens():
+    """T = 0 is a row without tokens: its state passes through."""
+    case = cases.Case("empty", T=0)
+    x = arguments(case)
+    for implementation in harness.IMPLEMENTATIONS:
+        o, state = harness.jit(
+            lambda x, name=implementation: gdn_jax.gated_delta_rule(**x, implementation=name)
+        )(x)
+        assert o.shape == (2, 0, 2, 24)
+        np.testing.assert_array_equal(state, x["initial_state"])
+
+
+# Choice of implementation.
+
+
+def test_supported_implementations():
+    """Names, fastest first, each with None or a reason; and what it says is what happens."""
+    x = arguments()
+    supported = gdn_jax.supported_implementations(**x)
+    assert list(supported) == ["mosaic_gpu", "chunked", "recurrent"]
+    assert supported["chunked"] is None and supported["recurrent"] is None
+    for implementation, reason in supported.items():
+        if reason is None:
+            jax.eval_shape(lambda name=implementation: gdn_jax.gated_delta_rule(**x, implementation=name))
+        else:
+            with pytest.raises(NotImplementedError, match=implementation) as error:
+                gdn_jax.gated_delta_rule(**x, implementation=implementation)
+            assert reason in str(error.value)
+
+
+def test_default_implementation():
+    """None is the first that supports the call."""
+    x = arguments()
+    first = next(name for name, reason in gdn_jax.supported_implementations(**x).items() if reason is None)
+    default = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x))(x)
+    named = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=first))(x)
+    jax.tree.map(np.testing.assert_array_equal, default, named)
+
+
+def test_supported_implementations_takes_shapes(no_type_checks):
+    """It can be asked before there are arrays."""
+    shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), arguments())
+    assert gdn_jax.supported_implementations(**shapes) == gdn_jax.supported_implementations(**arguments())
+
+
+# Errors. Each names the argument, what was expected and what came.
+
+X = cases.inputs(SMALL)
+ONE_ROW = {name: y[:1] for name, y in X.arguments.items()}
+PACKED = dict(ONE_ROW, initial_state=None, cu_seqlens=np.array([0, 2, 5], np.int32))
+f32 = np.float32
+
+ERRORS = {
+    # name: (change of a correct call, argument that is named, what was expected, what came)
+    "q-rank": (dict(q=X.q[0]), "q", "B, T", r"\[5, 2, 6\]"),
+    "k-rank": (dict(k=X.k[..., None]), "k", "B, T", r"\[2, 5, 2, 6, 1\]"),
+    "v-rank": (dict(v=X.v[0, 0]), "v", "B, T", r"\[4, 3\]"),
+    "k-batch": (dict(k=X.k[:1]), "k", "B, T, Hk, K", r"\[1, 5, 2, 6\]"),
+    "v-batch": (dict(v=X.v[:1]), "v", "B, T, HV, V", r"\[1, 5, 4, 3\]"),
+    "k-tokens": (dict(k=X.k[:, :4]), "k", "B, T, Hk, K", r"\[2, 4, 2, 6\]"),
+    "v-tokens": (dict(v=X.v[:, :4]), "v", "B, T, HV, V", r"\[2, 4, 4, 3\]"),
+    "k-width": (dict(k=X.k[..., :5]), "k", "6", r"\[2, 5, 2, 5\]"),
+    "q-heads": (dict(q=np.zeros((2, 5, 3, 6), f32)), "q", "divides HO .* 4", "3"),
+    "k-heads": (dict(k=np.zeros((2, 5, 3, 6), f32)), "k", "divides HO .* 4", "3"),
+    "k-more-heads": (dict(k=np.zeros((2, 5, 8, 6), f32)), "k", "divides HO .* 4", "8"),
+    "v-heads": (
+        dict(v=np.zeros((2, 5, 3, 3), f32), q=np.zeros((2, 5, 4, 6), f32)),
+        "v",
+        "divides HO .* 4",
+        "3",
+    ),
+    "no-heads": (dict(q=np.zeros((2, 5, 0, 6), f32)), "q", "divides HO", "0"),
+    "q-integer": (dict(q=np.zeros((2, 5, 2, 6), np.int32)), "q", "float", "int32"),
+    "k-integer": (dict(k=np.zeros((2, 5, 2, 6), np.int32)), "k", "float", "int32"),
+    "v-integer": (dict(v=np.zeros((2, 5, 4, 3), np.int32)), "v", "float", "int32"),
+    "k-dtype": (dict(k=X.k.astype(np.float16)), "k", "float32", "float16"),
+    "v-dtype": (dict(v=X.v.astype(np.float16)), "v", "float32", "float16"),
+    "q-list": (dict(q=[1.0]), "q", "an array", "list"),
+    "K-too-wide": (
+        dict(q=np.zeros((2, 5, 2, 257), f32), k=np.zeros((2, 5, 2, 257), f32)),
+        "q",
+        "1 to 256",
+        "257",
+    ),
+    "V-too-wide": (dict(v=np.zeros((2, 5, 4, 257), f32)), "v", "1 to 256", "257"),
+    "g-shape": (dict(g=X.g[..., :2]), "g", "B, T, HO", r"\[2, 5, 2\]"),
+    "g-rank": (dict(g=X.g[..., None]), "g", "B, T, HO", r"\[2, 5, 4, 1\]"),
+    "g-integer": (dict(g=np.zeros((2, 5, 4), np.int32)), "g", "float", "int32"),
+    "beta-shape": (dict(beta=X.beta[:, :4]), "beta", "B, T, HO", r"\[2, 4, 4\]"),
+    "beta-of-key-heads": (dict(beta=X.beta[..., :2]), "beta", "B, T, HO", r"\[2, 5, 2\]"),
+    "beta-integer": (dict(beta=np.ones((2, 5, 4), np.int32)), "beta", "float", "int32"),
+    "state-layout": (dict(state_layout="k-last"), "state_layout", "'kv', 'vk'", "'k-last'"),
+    "state-transposed": (
+        dict(state_layout="vk"),
+        "initial_state",
+        r"V, K\] = \[2, 4, 3, 6\]",
+        r"\[2, 4, 6, 3\]",
+    ),
+    "state-sequences": (
+        dict(initial_state=X.initial_state[:1]),
+        "initial_state",
+        r"\[2, 4, 6, 3\]",
+        r"\[1, 4, 6, 3\]",
+    ),
+    "state-heads": (
+        dict(initial_state=X.initial_state[:, :2]),
+        "initial_state",
+        r"\[2, 4, 6, 3\]",
+        r"\[2, 2, 6, 3\]",
+    ),
+    "state-integer": (
+        dict(initial_state=np.zeros((2, 4, 6, 3), np.int32)),
+        "initial_state",
+        "float",
+        "int32",
+    ),
+    "chunk-size": (dict(chunk_size=48), "chunk_size", "16, 32, 64, 128", "48"),
+    "chunk-size-0": (dict(chunk_size=0), "chunk_size", "16, 32, 64, 128", "0"),
+    "implementation": (
+        dict(implementation="triton"),
+        "implementation",
+        "'mosaic_gpu', 'chunked', 'recurrent'",
+        "triton",
+    ),
+    "cu-rows": (dict(cu_seqlens=np.array([0, 5]), initial_state=None), "cu_seqlens", "B = 1", "B = 2"),
+    "cu-rank": (dict(PACKED, cu_seqlens=np.array([[0, 5]])), "cu_seqlens", r"N \+ 1", r"\[1, 2\]"),
+    "cu-float": (dict(PACKED, cu_seqlens=np.array([0.0, 5.0], f32)), "cu_seqlens", "integer", "float32"),
+    "cu-empty": (dict(PACKED, cu_seqlens=np.array([0])), "cu_seqlens", "two entries", "1"),
+    "cu-states": (
+        dict(PACKED, initial_state=X.initial_state[:1]),
+        "initial_state",
+        r"\[2, 4, 6, 3\]",
+        r"\[1, 4, 6, 3\]",
+    ),
+    "both-packings": (
+        dict(PACKED, segment_ids=np.zeros((1, 5), np.int32)),
+        "cu_seqlens",
+        "segment_ids",
+        "both",
+    ),
+    "segments-shape": (dict(segment_ids=np.zeros((2, 4), np.int32)), "segment_ids", "B, T", r"\[2, 4\]"),
+    "segments-float": (dict(segment_ids=np.zeros((2, 5), f32)), "segment_ids", "integer", "float32"),
+}
+
+
+def changed(change):
+    call = {name: y for name, y in (X.arguments | change).items() if y is not None}
+    return {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in call.items()}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name, no_type_checks):
+    """ValueError "argument: expected ..., got ...", the same from the rule and from supported_implementations."""
+    change, argument, expected, got = ERRORS[name]
+    call = changed(change)
+    pattern = rf"^{argument}: expected .*{expected}.*, got .*{got}"
+    with pytest.raises(ValueError, match=pattern):
+        gdn_jax.gated_delta_rule(**call)
+    with pytest.raises(ValueError, match=pattern):
+        jax.eval_shape(lambda: gdn_jax.gated_delta_rule(**call))
+    if "implementation" not in call:
+        with pytest.raises(ValueError, match=pattern):
+            gdn_jax.supported_implementations(**call)
+
+
+STEP_ERRORS = {
+    "q-rank": (dict(q=X.q), "q", "B, heads, width", r"\[2, 5, 2, 6\]"),
+    "k-width": (dict(k=X.k[:, 0, :, :5]), "k", "6", "5"),
+    "v-batch": (dict(v=X.v[:1, 0]), "v", "2", "1"),
+    "k-heads": (dict(k=np.zeros((2, 3, 6), f32)), "k", "divides HO", "3"),
+    "q-integer": (dict(q=np.zeros((2, 2, 6), np.int32)), "q", "float", "int32"),
+    "v-dtype": (dict(v=X.v[:, 0].astype(np.float16)), "v", "float32", "float16"),
+    "g-rank": (dict(g=X.g), "g", "B, HO", r"\[2, 5, 4\]"),
+    "beta-shape": (dict(beta=X.beta[:, 0, :2]), "beta", "HO", "2"),
+    "layout": (dict(state_layout="kk"), "state_layout", "'kv', 'vk'", "'kk'"),
+    "state": (dict(state_layout="vk"), "(initial_)?state", r"\[2, 4, 3, 6\]", r"\[2, 4, 6, 3\]"),
+}
+
+
+@pytest.mark.parametrize("name", STEP_ERRORS)
+def test_step_errors(name, no_type_checks):
+    change, argument, expected, got = STEP_ERRORS[name]
+    call = (
+        {key: y[:, 0] for key, y in X.arguments.items() if key != "initial_state"}
+        | {"state": X.initial_state}
+        | change
+    )
+    call = {key: jnp.asarray(y) if isinstance(y, np.ndarray) else y for key, y in call.items()}
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*{expected}.*, got .*{got}"):
+        gdn_jax.gated_delta_step(**call)
+
+
+def test_type_checks_are_on():
+    """The other tests run with jaxtyping switched on: a wrong shape does not reach the body of a function."""
+    with pytest.raises(Exception, match="k"):
+        gdn_jax.gated_delta_rule(**changed(dict(k=X.k[:, :4])))
+
+
+# Values that are only seen at run time.
+
+
+@pytest.fixture
+def run_time_checks():
+    gdn_jax.debug_checks(True)
+    yield
+    gdn_jax.debug_checks(False)
+
+
+def finish(call, *arguments):
+    jax.block_until_ready(call(*arguments))
+    jax.effects_barrier()
+
+
+RUN_TIME = {
+    "positive-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(0.5)}, "g: expected .*<= 0.*, got .*0.5"),
+    "alpha-for-g": (lambda x: x | {"g": jnp.exp(x["g"])}, "g: expected .*log_decay_from_alpha"),
+    "nan-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(jnp.nan)}, "g: expected .*, got .*nan"),
+    "descending": (lambda x: x | {"cu_seqlens": jnp.array([0, 4, 2, 5])}, "cu_seqlens: expected .*ascending"),
+    "late-start": (lambda x: x | {"cu_seqlens": jnp.array([1, 2, 2, 5])}, "cu_seqlens: expected .* 0"),
+    "beyond-the-row": (lambda x: x | {"cu_seqlens": jnp.array([0, 2, 2, 6])}, "cu_seqlens: expected .*5"),
+}
+CORRECT = {
+    False: arguments(),
+    True: arguments(cases.Case("api-packed", T=5, B=1, lengths=(2, 1, 2), K=6, V=3)),
+}
+
+
+@pytest.mark.parametrize("name", RUN_TIME)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_run_time_checks(name, compiled, run_time_checks):
+    """Under jit too: the error that JAX raises carries our text."""
+    change, text = RUN_TIME[name]
+    x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]
+
+    def call(x):
+        return gdn_jax.gated_delta_rule(**x, implementation="recurrent")
+
+    call = jax.jit(call) if compiled else call
+    finish(call, x)
+    with pytest.raises(Exception, match=text):
+        finish(call, change(x))
+
+
+def test_run_time_checks_are_off_by_default():
+    for name, (change, _) in RUN_TIME.items():
+        x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]
+        finish(jax.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation="recurrent")), change(x))
+
+
+def test_run_time_checks_keep_the_gradients(run_time_checks):
+    x = CORRECT[False]
+
+    def loss(v):
+        return gdn_jax.gated_delta_rule(**{**x, "v": v}, implementation="recurrent")[0].sum()
+
+    checked = jax.jit(jax.grad(loss))(x["v"])
+    gdn_jax.debug_checks(False)
+    np.testing.assert_array_equal(checked, jax.jit(jax.grad(loss))(x["v"]))

@@ -1,0 +1,90 @@
+"""Gates, norm and converters against NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tolerances import assert_close, tolerance
+
+import gdn_jax
+
+SAMPLE = np.random.default_rng(0)
+EXACT = tolerance("o", "float32")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_log_decay(dtype):
+    """-exp(A_log) softplus(a + dt_bias), in float32 whatever the dtype of a, also far out in both tails."""
+    a = np.concatenate(
+        [SAMPLE.standard_normal((3, 5, 4)), np.full((3, 1, 4), 80.0), np.full((3, 1, 4), -60.0)], 1
+    )
+    a = a.astype(dtype)
+    A_log, dt_bias = np.log([1e-3, 0.5, 4, 16]).astype(np.float32), np.array([-7, -2, 0, 1.0], np.float32)
+    g = gdn_jax.log_decay(jnp.asarray(a), jnp.asarray(A_log), jnp.asarray(dt_bias))
+    expected = -np.exp(A_log.astype(np.float64)) * np.logaddexp(0, a.astype(np.float64) + dt_bias)
+    assert g.dtype == jnp.float32 and (g <= 0).all()
+    np.testing.assert_allclose(g, expected, rtol=EXACT)
+
+
+def test_log_decay_of_the_slowest_head_survives_bfloat16():
+    """g = -1e-6: computed in bfloat16, 1 + exp(-14) would round to 1 and the head would never forget."""
+    a, zero = jnp.full((1, 1), -13.8, jnp.bfloat16), jnp.zeros(1, jnp.bfloat16)
+    g = gdn_jax.log_decay(a, zero, zero)
+    assert_close(-np.log1p(np.exp(np.asarray(a).astype(np.float64))), g, EXACT)
+
+
+def test_write_strength():
+    b = np.linspace(-20, 20, 41).astype(np.float32)
+    expected = 1 / (1 + np.exp(-b.astype(np.float64)))
+    np.testing.assert_allclose(gdn_jax.write_strength(jnp.asarray(b)), expected, rtol=EXACT)
+    doubled = gdn_jax.write_strength(jnp.asarray(b), allow_neg_eigval=True)
+    np.testing.assert_allclose(doubled, 2 * expected, rtol=EXACT)
+    low = gdn_jax.write_strength(jnp.asarray(b, jnp.bfloat16))
+    assert low.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_l2norm(dtype):
+    """x rsqrt(sum x^2 + eps), computed in float32, in the dtype of x; a vector of zeros stays one."""
+    x = (SAMPLE.standard_normal((4, 7, 64)) * 10.0 ** SAMPLE.integers(-3, 4, (4, 7, 1))).astype(dtype)
+    x[0, 0] = 0
+    y = gdn_jax.l2norm(jnp.asarray(x))
+    x64 = x.astype(np.float64)
+    assert y.dtype == dtype
+    expected = x64 / np.sqrt((x64**2).sum(-1, keepdims=True) + 1e-6)
+    assert_close(expected, y, EXACT if dtype == np.float32 else tolerance("o", "bfloat16"))
+    assert np.isfinite(jax.grad(lambda x: gdn_jax.l2norm(x).sum())(jnp.zeros(8))).all()
+
+
+def test_converters():
+    """There and back; 0 is a full reset, 1 is no decay."""
+    alpha = jnp.array([0.0, 1e-30, 0.3, 0.999, 1.0])
+    g = gdn_jax.log_decay_from_alpha(alpha)
+    assert g[0] == -jnp.inf and g[-1] == 0
+    assert_close(np.log(np.asarray(alpha[1:], np.float64)), g[1:], EXACT)
+    assert_close(alpha, gdn_jax.alpha_from_log_decay(g), EXACT)
+
+
+def test_double_precision():
+    with jax.enable_x64(True):
+        a = jnp.asarray(SAMPLE.standard_normal((2, 3)))
+        zero = jnp.zeros(3)
+        for y in (
+            gdn_jax.log_decay(a, zero, zero),
+            gdn_jax.write_strength(a),
+            gdn_jax.l2norm(a),
+            gdn_jax.alpha_from_log_decay(-(a**2)),
+        ):
+            assert y.dtype == jnp.float64
+        expected = -np.logaddexp(0, np.asarray(a))
+        np.testing.assert_allclose(gdn_jax.log_decay(a, zero, zero), expected, rtol=1e-14)
+
+
+def test_gradients_are_finite_in_the_tails():
+    def loss(a, A_log, dt_bias):
+        return gdn_jax.log_decay(a, A_log, dt_bias).sum()
+
+    a = jnp.array([[-1e4, -50.0, 0.0, 50.0, 1e4]])
+    for gradient in jax.grad(loss, (0, 1, 2))(a, jnp.zeros(5), jnp.zeros(5)):
+        assert np.isfinite(gradient).all()

@@ -1,0 +1,233 @@
+"""Transformations of JAX: vmap, forward mode, second order, checkpoint, shard_map, ahead of time, all under jit.
+
+Derivatives are compared in float64, where a wrong term can't hide in rounding.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, tolerance
+
+import gdn_jax
+from gdn_jax.chunked import RESIDUAL_NAMES
+
+SMALL = {
+    "plain": cases.Case("transform", T=20, B=2, heads=(1, 1, 2), K=6, V=5, chunk_size=16),
+    "packed-reset-l2norm": cases.Case(
+        "transform-packed",
+        T=40,
+        B=1,
+        K=6,
+        V=5,
+        lengths=(3, 0, 30),
+        g="some -inf",
+        use_qk_l2norm=True,
+        keys="any",
+        chunk_size=16,
+    ),
+}
+both = pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+
+
+def rule(implementation, case, x, *primals):
+    options = dict(
+        case.options, implementation=implementation, cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids
+    )
+    options = {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in options.items()}
+    return gdn_jax.gated_delta_rule(*primals[:5], initial_state=primals[5], **options)
+
+
+def loss(implementation, case, x, *primals):
+    o, h_T = rule(implementation, case, x, *primals)
+    return jnp.vdot(o, x.do) + jnp.vdot(h_T, x.dh_T)
+
+
+def directions(x, seed=1):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(y.shape) for y in x[:6])
+
+
+def oracle_gradients(case, x, primals):
+    names = dict(zip(harness.PRIMALS, primals, strict=True))
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    return oracle.gradients(**{**x.arguments, **names}, **options, do=x.do, dh_T=x.dh_T)
+
+
+@both
+@pytest.mark.parametrize("name", SMALL)
+def test_forward_mode(implementation, name):
+    """<(do, dh_T), J t> = <gradients, t> for the tangent t of every single input, against the oracle's gradients."""
+    case = SMALL[name]
+    with jax.enable_x64(True):
+        x = cases.inputs(case, "float64")
+        tangents = directions(x)
+        f = functools.partial(rule, implementation, case, x)
+        jvp = jax.jit(lambda tangents: jax.jvp(f, x_primals, tangents)[1])
+        x_primals = tuple(jnp.asarray(y) for y in x[:6])
+        gradients = oracle_gradients(case, x, x[:6])
+        for i in range(6):
+            one = tuple(t if j == i else np.zeros_like(t) for j, t in enumerate(tangents))
+            o_t, h_t = jvp(one)
+            expected = (gradients[i] * tangents[i]).sum()
+            got = (np.asarray(o_t) * x.do).sum() + (np.asarray(h_t) * x.dh_T).sum()
+            assert_close(expected, got, 10 * tolerance("dq", "float64"), harness.PRIMALS[i])
+
+
+@both
+@pytest.mark.parametrize(
+    "name, order",
+    [
+        ("plain", "forward-over-reverse"),
+        ("plain", "reverse-over-reverse"),
+        ("packed-reset-l2norm", "forward-over-reverse"),
+    ],
+)
+def test_second_order(implementation, name, order):
+    """Hessian times vector, in all inputs at once, against central differences of the oracle's gradients."""
+    case = SMALL[name]
+    with jax.enable_x64(True):
+        x = cases.inputs(case, "float64")
+        direction = directions(x)
+        primals = tuple(jnp.asarray(y) for y in x[:6])
+        gradient = jax.grad(functools.partial(loss, implementation, case, x), argnums=tuple(range(6)))
+        if order == "forward-over-reverse":
+            hvp = jax.jit(lambda *p: jax.jvp(gradient, p, direction)[1])(*primals)
+        else:
+
+            def inner(*p):
+                return sum(jnp.vdot(a, b) for a, b in zip(gradient(*p), direction, strict=True))
+
+            hvp = jax.jit(jax.grad(inner, argnums=tuple(range(6))))(*primals)
+        hvp = [np.asarray(y) for y in hvp]
+    step = 1e-5
+    moved = (tuple(p + s * step * d for p, d in zip(x[:6], direction, strict=True)) for s in (1, -1))
+    plus, minus = (oracle_gradients(case, x, primals) for primals in moved)
+    for output, got, up, down in zip(plus._fields, hvp, plus, minus, strict=True):
+        assert_close((up - down) / (2 * step), got, FINITE_DIFFERENCES, output)
+
+
+@both
+def test_vmap(implementation):
+    """A mapped axis on every input, and on v alone; gradients per sample."""
+    case = cases.Case("vmap", T=20, B=1, K=8, V=8, chunk_size=16)
+    many = [cases.inputs(case, seed=seed) for seed in range(3)]
+    stacked = tuple(np.stack(y) for y in zip(*(x[:6] for x in many), strict=True))
+    f = functools.partial(rule, implementation, case, many[0])
+    o, h_T = jax.jit(jax.vmap(f))(*stacked)
+    for i, x in enumerate(many):
+        expected, final = oracle.forward(**x.arguments)
+        assert_close(expected, o[i], tolerance("o", "float32"), "o", 2)
+        assert_close(final, h_T[i], tolerance("final_state", "float32"), "state", 1)
+
+    q, k, _, g, beta, h_0 = (jnp.asarray(y) for y in many[0][:6])
+    only_v = jax.jit(jax.vmap(lambda v: f(q, k, v, g, beta, h_0)[0]))(stacked[2])
+    for i, x in enumerate(many):
+        expected, _ = oracle.forward(**{**many[0].arguments, "v": x.v})
+        assert_close(expected, only_v[i], tolerance("o", "float32"), "o, v mapped", 2)
+
+    per_sample = jax.vmap(
+        jax.grad(functools.partial(loss, implementation, case, many[0]), argnums=tuple(range(6)))
+    )
+    gradients = jax.jit(per_sample)(*stacked)
+    for i, x in enumerate(many):
+        expected = oracle.gradients(**x.arguments, do=many[0].do, dh_T=many[0].dh_T)
+        for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
+            assert_close(reference, got[i], tolerance(name, "float32"), name, head_axis(name))
+
+
+@both
+def test_scale_may_be_traced(implementation):
+    """scale is differentiable: o is proportional to it."""
+    case = cases.Case("scale", T=3, B=1, heads=(1, 1, 1), K=4, V=4)
+    x = cases.inputs(case)
+    q, k, v, g, beta, _ = (jnp.asarray(y) for y in x[:6])
+
+    def f(scale):
+        o, _ = gdn_jax.gated_delta_rule(q, k, v, g, beta, scale=scale, implementation=implementation)
+        return jnp.vdot(o, x.do)
+
+    value, derivative = jax.jit(jax.value_and_grad(f))(jnp.float32(0.5))
+    assert_close(value / 0.5, derivative, tolerance("dq", "float32"))
+
+
+def _residual_bytes(f, primals) -> int:
+    kept = jax.eval_shape(lambda *p: jax.vjp(f, *p)[1], *primals)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+
+def test_checkpoint_names():
+    """A caller's policy that saves the documented names saves them; one that saves nothing saves nothing."""
+    case = cases.Case("checkpoint", T=256, B=1, K=8, V=8)
+    x = cases.inputs(case)
+    f = functools.partial(rule, "chunked", case, x)
+    primals = tuple(jnp.asarray(y) for y in x[:6])
+    policies = jax.checkpoint_policies
+    nothing = jax.checkpoint(f, policy=policies.nothing_saveable)
+    named = jax.checkpoint(f, policy=policies.save_only_these_names(*RESIDUAL_NAMES))
+    inputs = sum(y.nbytes for y in x[:6])
+    chunks = case.HO * case.T // case.chunk_size
+    assert _residual_bytes(nothing, primals) <= 1.1 * inputs
+    assert inputs < _residual_bytes(named, primals) <= 1.1 * inputs + 4 * chunks * (64 * 64 + 8 * 8)
+
+
+@both
+def test_gradients_under_checkpoint(implementation):
+    case = cases.Case("remat", T=70)
+    x = cases.inputs(case)
+    f = functools.partial(loss, implementation, case, x)
+    policies = jax.checkpoint_policies
+    policy = (
+        policies.save_only_these_names(*RESIDUAL_NAMES)
+        if implementation == "chunked"
+        else policies.nothing_saveable
+    )
+    gradients = jax.jit(jax.grad(jax.checkpoint(f, policy=policy), argnums=tuple(range(6))))(*x[:6])
+    expected = oracle_gradients(case, x, x[:6])
+    for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
+        assert_close(reference, got, tolerance(name, "float32"), name, head_axis(name))
+
+
+@both
+@pytest.mark.parametrize("axis", ["rows", "heads"])
+def test_shard_map(implementation, axis):
+    """Rows or heads spread over two devices, forward and gradients."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices, JAX sees one")
+    case = cases.Case("mesh", T=70, B=2, heads=(2, 2, 2), K=8, V=8)
+    x = cases.inputs(case)
+    mesh = jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    if axis == "rows":
+        token, state = PartitionSpec("shard"), PartitionSpec("shard")
+    else:
+        token, state = PartitionSpec(None, None, "shard"), PartitionSpec(None, "shard")
+    specs = (token,) * 5 + (state,)
+    f = jax.shard_map(
+        functools.partial(rule, implementation, case, x), mesh=mesh, in_specs=specs, out_specs=(token, state)
+    )
+
+    @jax.jit
+    def value_and_gradients(primals, cotangents):
+        outputs, vjp = jax.vjp(f, *primals)
+        return *outputs, *vjp(cotangents)
+
+    got = value_and_gradients(x[:6], (x.do, x.dh_T))
+    for (name, reference), y in zip(harness.truth(case.options, x).items(), got, strict=True):
+        assert_close(reference, y, tolerance(name, "float32"), name, head_axis(name))
+
+
+@both
+def test_ahead_of_time(implementation):
+    """Lowering from shapes alone needs no values."""
+    case = cases.Case("aot", T=3, B=1, heads=(1, 1, 1), K=4, V=4)
+    x = cases.inputs(case)
+    shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x[:6])
+    compiled = jax.jit(functools.partial(rule, implementation, case, x)).lower(*shapes).compile()
+    expected, _ = oracle.forward(**x.arguments)
+    assert_close(expected, compiled(*x[:6])[0], tolerance("o", "float32"))
