@@ -128,14 +128,18 @@ class Device:
 
         return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
-    def accumulate(self, *terms) -> list[jax.Array]:
-        """[c + a @ b for (c, a, b) in terms], all running together and waited for at the end."""
+    def accumulate(self, *terms, meanwhile=None) -> list[jax.Array]:
+        """[c + a @ b for (c, a, b) in terms], all running together, and `meanwhile`(); waited for at the end."""
         if self.interpreted:
+            if meanwhile:
+                meanwhile()
             return [c + self.product(a, b) for c, a, b in terms]
 
         def body(accs):
             for acc, (_, a, b) in zip(accs, terms, strict=True):
                 plgpu.wgmma(acc, a, b)
+            if meanwhile:
+                meanwhile()
 
         return pl.run_state(body)([plgpu.ACC.init(c) for c, _, _ in terms])
 

@@ -200,7 +200,7 @@ def forward(
         split = Split(B * segments, segment_chunks)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
-    q_for_inverse = q if config.qk_in_inverse and Hq == Hk else None
+    q_for_inverse = q if config.qk_in_inverse and Hq == Hk and not main.output_warpgroup else None
     a, qk = tril_inverse(
         k, beta_t, q_for_inverse, first, scale=static_scale, config=config.inverse, interpret=interpret
     )

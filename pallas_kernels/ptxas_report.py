@@ -68,7 +68,11 @@ def recurrence_case(
         tables, split = Tables(i32(4), None, None), Split(4, None)
     elif packed == "segments":
         tables, split = Tables(i32(4), i32(12), i32(5)), Split(12, 4)
-    config = options.pop("config", None) or rec.Config.default(K, V, not transition, warpgroups)
+    config = options.pop("config", None)
+    config = config or rec.Config.default(
+        K, V, not transition, warpgroups, options.pop("output_warpgroup", True)
+    )
+    qk = qk and not config.output_warpgroup
     function = functools.partial(
         recurrence, split=split, scale=0.1, write_transition=transition, config=config, **options
     )
@@ -110,12 +114,16 @@ CASES = {
     "inverse + qk, packed": functools.partial(inverse_case, packed=True),
     "inverse + qk, K 256": functools.partial(inverse_case, K=256),
     "full head": recurrence_case,
-    "full head, own qk": functools.partial(recurrence_case, qk=False),
+    "full head, no output wg": functools.partial(recurrence_case, output_warpgroup=False),
+    "full head, no output wg, own qk": functools.partial(recurrence_case, output_warpgroup=False, qk=False),
     "full head, kv": functools.partial(recurrence_case, kv_layout=True, s0_kv_layout=True),
     "full head, packed": functools.partial(recurrence_case, packed="sequences"),
     "full head, packed segments": functools.partial(recurrence_case, packed="segments"),
     "half": functools.partial(recurrence_case, warpgroups=1),
-    "half, own qk": functools.partial(recurrence_case, warpgroups=1, qk=False),
+    "half, no output wg": functools.partial(recurrence_case, warpgroups=1, output_warpgroup=False),
+    "half, no output wg, own qk": functools.partial(
+        recurrence_case, warpgroups=1, output_warpgroup=False, qk=False
+    ),
     "half, packed": functools.partial(recurrence_case, warpgroups=1, packed="sequences"),
     "transition": functools.partial(recurrence_case, transition=True),
     "transition, half": functools.partial(recurrence_case, transition=True, warpgroups=1),

@@ -84,24 +84,34 @@ class Config:
     """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
     state_in_smem: bool = False
     """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
-    helper_registers: int = 88
-    state_registers: int = 208
+    output_warpgroup: bool = True
+    """Whether a warpgroup of its own computes P and O, so that the state warpgroups run the dependent chain only."""
+    helper_registers: int = 72
+    output_registers: int = 120
+    state_registers: int = 160
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory: 4 to 13 % slower, never needed here."""
 
     def smem_bytes(self, K: int, outputs: bool) -> int:
         """Shared memory of a CTA."""
         rows = ROWS * self.state_warpgroups
-        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + outputs)) + 3 * 4 * CHUNK
-        once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * self.state_in_smem
+        p_tile = outputs and not self.output_warpgroup
+        s_tile = self.state_in_smem or (outputs and self.output_warpgroup)
+        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + p_tile)) + 3 * 4 * CHUNK
+        once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * s_tile
         return self.stages * stage + once + 1024
 
     @classmethod
-    def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
-        """Most stages, up to three, that fit beside the operands that K and V need."""
-        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}[state_warpgroups]
-        for stages in (3, 2, 1):
-            config = cls(state_warpgroups, stages, K > 128, *registers)
+    def default(
+        cls, K: int, V: int, outputs: bool, state_warpgroups: int, output_warpgroup: bool = True
+    ) -> "Config":
+        """Most stages that fit beside the operands that K and V need."""
+        if outputs and output_warpgroup:
+            registers = {1: (120, 152, 232), 2: (72, 120, 160)}[state_warpgroups]
+        else:
+            registers = {1: (208, 0, 232 if K <= 128 else 240), 2: (72, 0, 216)}[state_warpgroups]
+        for stages in (4, 3, 2, 1) if state_warpgroups == 1 else (3, 2, 1):
+            config = cls(state_warpgroups, stages, K > 128, output_warpgroup, *registers)
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -244,11 +254,13 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     tables = [refs.pop(0) for _ in range(num_tables)]
     out_gmem, final_gmem = refs.pop(0), refs.pop(0)
     kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, dr_smem = refs[:9]
-    loaded, prepared, consumed = refs[9:]
+    loaded, prepared, consumed, published, taken, corrected = refs[9:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
     K, columns = sizes.K, num_state * ROWS
+    hands_over = outputs and config.output_warpgroup  # S and N to the output warpgroup
+    reads = outputs and not hands_over  # the state warpgroups compute O themselves
 
     wg = lax.axis_index("wg").astype(jnp.int32)
     tile = lax.rem(grid_index(), sizes.tiles)
@@ -316,7 +328,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         _multiply(t_smem.at[stage], gamma)
 
     def prepare(stage):
-        if not outputs:
+        if not reads:
             prepare_t(stage, *_gamma(g_smem.at[stage]))
         elif sizes.qk_given:
             g_rows, gamma = _gamma(g_smem.at[stage])
@@ -327,14 +339,17 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             def with_product(acc):
                 k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
                 product = dev.issue(acc, q_tile, transposed(k_tile))
-                g_rows, gamma = _gamma(g_smem.at[stage])
-                prepare_t(stage, g_rows, gamma)
-                p = dev.collect(product) * gamma
+                if num_state == 1:
+                    prepare_t(stage, *gates)
+                p = dev.collect(product) * gates[1]
                 p_smem.at[stage][...] = (p * sizes.scale).astype(dtype)
 
+            gates = _gamma(g_smem.at[stage])
+            if num_state == 2:  # fewer registers
+                prepare_t(stage, *gates)
             pl.run_scoped(with_product, plgpu.ACC((CHUNK, CHUNK), f32))
 
-    @pl.when(wg == num_state)
+    @pl.when(wg == num_state + hands_over)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
         for j in range(stages - 1):
@@ -367,15 +382,24 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     row_tile = tile * num_state + wg
     rows = pl.ds(row_tile * ROWS, ROWS)
 
-    def store_o(i, o):
-        """o [64 columns of V, C] of chunk i to memory; only owned rows, one by one, in a shared chunk."""
+    def store_o(i, parts):
+        """Parts (j, o) of O, 64 columns of V each, of chunk i to memory; only owned rows, one by one, in a shared
+        chunk. o is [tokens, columns of V], transposed unless it comes from the output warpgroup."""
         tile_smem, flat_smem = out_smem if sizes.packed else (out_smem, None)
         tokens = tokens_of(i)
 
+        def view(ref):
+            return ref if hands_over else transposed(ref)
+
+        def part_columns(j):
+            return pl.ds((tile * num_state + j) * ROWS, ROWS)
+
         def whole():
-            transposed(tile_smem.at[wg])[...] = o
+            for j, o in parts:
+                view(tile_smem.at[j])[...] = o
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile_smem.at[wg], out_gmem.at[item.row, tokens, head, rows])
+            for j, _ in parts:
+                plgpu.copy_smem_to_gmem(tile_smem.at[j], out_gmem.at[item.row, tokens, head, part_columns(j)])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if not sizes.packed:
@@ -384,17 +408,29 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
 
         @pl.when(is_shared)
         def _():
-            store_any(transposed(flat_smem.at[wg]), o)
+            for j, o in parts:
+                store_any(view(flat_smem.at[j]), o)
             plgpu.commit_smem()
 
             def token(t, _):
                 position = (item.first_chunk + i) * CHUNK + t
-                plgpu.copy_smem_to_gmem(flat_smem.at[wg, t], out_gmem.at[item.row, position, head, rows])
+                for j, _ in parts:
+                    target = out_gmem.at[item.row, position, head, part_columns(j)]
+                    plgpu.copy_smem_to_gmem(flat_smem.at[j, t], target)
                 return ()
 
             lax.fori_loop(begin, end, token, ())
 
         pl.when(jnp.logical_not(is_shared))(whole)
+
+    def clear_padding(parts):
+        @pl.when(item.is_padding)
+        def _():
+            def clear(i, _):
+                store_o(i, parts)
+                return ()
+
+            lax.fori_loop(0, item.num_chunks, clear, ())
 
     def read_state():
         if sizes.write_transition:  # [0 | I]: row r of M^T is row V + r
@@ -429,40 +465,46 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             else:
                 final.at[rows][...] = s
 
-    def operand(s):
-        """S rounded, as the left operand of the next chunk's products."""
-        s = s.astype(dtype)
-        if not config.state_in_smem:
-            return s
-        s_smem.at[wg][...] = s
+    def publish(i, rounded):
+        """S before chunk i, rounded, to shared memory, once the output warpgroup has read the one before."""
+        if hands_over:
+            pl.when(i >= 1)(lambda: plgpu.barrier_wait(taken))
+        s_smem.at[pl.ds(wg * ROWS, ROWS)][...] = rounded
         plgpu.commit_smem()
-        return ()
+        if hands_over:
+            plgpu.barrier_arrive(published)
 
     def step(i, carry):
         s, s_operand, o_previous = carry
         stage = lax.rem(i, stages)
         k_tile = kq_smem.at[stage, 0:CHUNK]
         q_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK] if outputs else None
-        left = s_smem.at[wg] if config.state_in_smem else s_operand
+        v_tile = transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)])
+        if config.state_in_smem:
+            publish(i, s.astype(dtype))
+            s_operand = s_smem.at[pl.ds(wg * ROWS, ROWS)]
         plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
 
         def solve(sk, *sq):
-            sk = dev.issue(sk, left, transposed(k_tile))
-            if outputs:
-                sq = dev.issue(sq[0], left, transposed(q_tile))
-                pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
-            v_t = plgpu.load(transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)]), layout=WGMMA)
+            sk = dev.issue(sk, s_operand, transposed(k_tile))
+            if reads:
+                sq = dev.issue(sq[0], s_operand, transposed(q_tile))
+                pl.when(i > 0)(lambda: store_o(i - 1, [(wg, o_previous)]))
+            elif hands_over and not config.state_in_smem:
+                publish(i, s_operand)
+            v_t = plgpu.load(v_tile, layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
+            sk = dev.collect(sk, newer=1 if reads else 0)
             d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
-            w = (v_t.astype(f32) - d * dev.collect(sk, newer=1 if outputs else 0)).astype(dtype)
+            w = (v_t.astype(f32) - d * sk).astype(dtype)
 
             def correct(n):
                 """N, and in its shadow what the two last products start from."""
                 n = dev.issue(n, w, transposed(t_smem.at[stage]))
                 dr = plgpu.load(dr_smem.at[stage], layout=COL)
                 decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
-                if not outputs:
+                if not reads:
                     return lax.optimization_barrier(decayed), None, dev.collect(n), dr
                 d_scaled = plgpu.load(d_smem.at[stage], layout=COL) * sizes.scale
                 read = dev.collect(sq, newer=1) * along_columns(d_scaled, ROWS)
@@ -470,41 +512,77 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
 
             return pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
 
-        accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + outputs)
+        accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + reads)
         decayed, read, n, dr = pl.run_scoped(solve, *accumulators)
-        write = ((decayed, (n * along_columns(dr, ROWS)).astype(dtype), k_tile),)
-        if outputs:
-            s, o = dev.accumulate(*write, (read, n.astype(dtype), transposed(p_smem.at[stage])))
-            carry = (s, operand(s), o.astype(dtype))
+
+        def hand_over_n():
+            v_tile[...] = n.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(corrected.at[stage])
+
+        write = (decayed, (n * along_columns(dr, ROWS)).astype(dtype), k_tile)
+        o = ()
+        if reads:
+            s, o = dev.accumulate(write, (read, n.astype(dtype), transposed(p_smem.at[stage])))
+            o = o.astype(dtype)
         else:
-            (s,) = dev.accumulate(*write)
-            carry = (s, operand(s), ())
+            (s,) = dev.accumulate(write, meanwhile=hand_over_n if hands_over else None)
+        s_operand = () if config.state_in_smem else s.astype(dtype)
         dev.release(consumed.at[stage])
-        return carry
+        return s, s_operand, o
 
     @pl.when(wg < num_state)
     def state():
         plgpu.set_max_registers(config.state_registers, action="increase")
         s = read_state()
-        start = (s, operand(s), zeros((ROWS, CHUNK), dtype) if outputs else ())
+        nothing = zeros((ROWS, CHUNK), dtype) if reads else ()
+        start = (s, () if config.state_in_smem else s.astype(dtype), nothing)
         s, _, o = lax.fori_loop(0, chunks, step, start)
-        if outputs:
-            pl.when(chunks > 0)(lambda: store_o(chunks - 1, o))
-        if sizes.packed and outputs:
-
-            @pl.when(item.is_padding)
-            def _():
-                def clear(i, _):
-                    store_o(i, zeros((ROWS, CHUNK), dtype))
-                    return ()
-
-                lax.fori_loop(0, item.num_chunks, clear, ())
+        if hands_over:
+            pl.when(chunks > 0)(lambda: plgpu.barrier_wait(taken))
+        if reads:
+            pl.when(chunks > 0)(lambda: store_o(chunks - 1, [(wg, o)]))
+            if sizes.packed:
+                clear_padding([(wg, nothing)])
 
         writes = jnp.logical_not(item.is_last) if sizes.write_transition else item.is_last
         if sizes.packed:
             writes = writes & jnp.logical_not(item.is_padding)
         pl.when(writes)(lambda: write_state(s))
         plgpu.wait_smem_to_gmem(0)
+
+    # Output warpgroup: O [C, V] is not transposed here, and P never leaves the registers.
+
+    def output_step(i, _):
+        stage = lax.rem(i, stages)
+        k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
+        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+
+        def attend(acc):
+            product = dev.issue(acc, q_tile, transposed(k_tile))
+            g_rows, gamma = _gamma(g_smem.at[stage])
+            p = (dev.collect(product) * gamma * sizes.scale).astype(dtype)
+            return p, jnp.exp2(g_rows) * sizes.scale
+
+        p, d_scaled = pl.run_scoped(attend, plgpu.ACC((CHUNK, CHUNK), f32))
+        plgpu.barrier_wait(published)
+        read = dev.product(q_tile, transposed(s_smem)) * along_rows(d_scaled, columns)
+        dev.release(taken)
+        plgpu.barrier_wait(corrected.at[stage])
+        (o,) = dev.accumulate((read, p, v_smem.at[stage]))
+        dev.release(consumed.at[stage])
+        store_o(i, [(j, o[:, ROWS * j : ROWS * (j + 1)].astype(dtype)) for j in range(num_state)])
+        return ()
+
+    if hands_over:
+
+        @pl.when(wg == num_state)
+        def output():
+            plgpu.set_max_registers(config.output_registers, action="decrease")
+            lax.fori_loop(0, chunks, output_step, ())
+            if sizes.packed:
+                clear_padding([(j, zeros((CHUNK, ROWS), dtype)) for j in range(num_state)])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def recurrence(
@@ -545,6 +623,9 @@ def recurrence(
         pairs = V % (2 * ROWS) == 0 and all_rows % (2 * ROWS) == 0 and K <= 128
         config = Config.default(K, V, not write_transition, 2 if pairs else 1)
     n, stages = config.state_warpgroups, config.stages
+    hands_over = config.output_warpgroup and not write_transition
+    if hands_over and qk is not None:
+        raise ValueError("qk: expected None with an output warpgroup, which computes it")
     if V % (ROWS * n) or all_rows % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = _Sizes(
@@ -574,6 +655,9 @@ def recurrence(
         return plgpu.SMEM((count, rows, columns), dtype, transforms=tiling(128))
 
     out_tile = tiles(n, ROWS, CHUNK if outputs else K)
+    s_tile = plgpu.SMEM((8, 128), f32)
+    if hands_over or config.state_in_smem:
+        s_tile = plgpu.SMEM((ROWS * n, K), dtype, transforms=tiling(128))
     if sizes.packed and outputs:
         out_tile = plgpu.RefUnion(out_tile, plgpu.SMEM((n, CHUNK, ROWS), dtype))
     vectors = plgpu.SMEM((stages, CHUNK), f32)
@@ -594,19 +678,22 @@ def recurrence(
             tiles(stages, CHUNK * (1 + outputs), K),
             tiles(stages, CHUNK, ROWS * n),
             tiles(stages, CHUNK, CHUNK),
-            tiles(stages, CHUNK, CHUNK, outputs),
+            tiles(stages, CHUNK, CHUNK, outputs and not hands_over),
             out_tile,
-            tiles(n, ROWS, K, config.state_in_smem),
+            s_tile,
             vectors,
             vectors,
             vectors,
             plgpu.Barrier(num_arrivals=4 + outputs + (sizes.qk_given and outputs), num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=n + hands_over, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=n),
+            plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
         ),
         grid=(split.num_items * HO * sizes.tiles,),
         grid_names=("cta",),
-        num_threads=n + 1,
+        num_threads=n + 1 + hands_over,
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(

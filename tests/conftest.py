@@ -1,5 +1,9 @@
 """Set-up shared by all tests: run-time shape checks, two CPU devices, and tests that need a GPU."""
 
+import os
+
+os.environ.setdefault("NPROC", "8")  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
+
 import jax
 import jaxtyping
 import pytest
