@@ -7,10 +7,12 @@ into segments, whose effect on a state is computed for all of them at once. That
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -26,17 +28,24 @@ from pallas_kernels.tril_inverse import tril_inverse
 GRANULE = 64
 """K and V are padded with zeros to a multiple of this: the columns of a swizzled tile, and the rows of a wgmma."""
 
-STEP = {1: 1.43, 2: 2.15}
-"""Microseconds of one chunk with one or two state warpgroups (H200, 2026-11-21, K = V = 128)."""
+STEP = {1: 1.34, 2: 2.12}
+"""Microseconds of one chunk with one or two state warpgroups (H200, 2026-11-21, K = V = 128, all SMs busy)."""
 
-TRANSITION_STEP = {1: 0.94, 2: 1.3}
+FILL = {1: 4.0, 2: 6.0}
+"""Microseconds that each wave of CTAs adds to that."""
+
+TRANSITION_STEP = {1: 0.94, 2: 1.29}
+TRANSITION_FILL = 4.0
 """The same without outputs."""
 
-SEGMENT_STEP = 0.7
-"""Microseconds of one step of segment_states (estimate)."""
+SEGMENT_STEP = 1.7
+"""Microseconds of one step of segment_states."""
 
-SEGMENT_LAUNCHES = 10.0
-"""Microseconds of two more launches and the filling of their pipelines (estimate)."""
+SEGMENT_LAUNCHES = 8.0
+"""Microseconds of two more launches and of their tables."""
+
+SEGMENT_OCCUPANCY = 0.6
+"""Part of the SMs that sequences of unknown lengths must leave idle before they are cut."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,41 +105,90 @@ def device_reason() -> str | None:
     return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
 
 
+def known_lengths(cu_seqlens) -> np.ndarray | None:
+    """cu_seqlens as int64 in NumPy where its values are known while tracing, else None."""
+    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
+        return None
+    return np.asarray(cu_seqlens).astype(np.int64)
+
+
+class Work(NamedTuple):
+    """Chunks of the sequences of a call, as far as they are known while tracing."""
+
+    chunks: np.ndarray
+    """[N] chunks of each sequence; the mean where the lengths are not known."""
+    known: bool
+
+
+def work_of(dims: Dims, packed: bool, cu_seqlens: np.ndarray | None) -> Work:
+    """The sequences' chunks.
+
+    Args:
+      packed: whether all sequences lie in one row.
+      cu_seqlens: of `known_lengths`.
+    """
+    num_chunks = -(-dims.T // CHUNK)
+    if cu_seqlens is not None:
+        begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+        return Work(np.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0), True)
+    if packed and dims.N > 1:
+        return Work(np.full(dims.N, -(-num_chunks // dims.N)), False)
+    return Work(np.full(dims.N, num_chunks), True)
+
+
+def _makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, sms: int) -> float:
+    """Time of counts[i] CTAs of values[i] chunks, the longest first, on sms of them at a time."""
+    order = np.argsort(-values)
+    values, ends = values[order], np.cumsum(counts[order])
+    if not len(ends) or not ends[-1]:
+        return 0.0
+    first_of_wave = np.arange(0, ends[-1], sms)
+    longest = values[np.searchsorted(ends, first_of_wave, side="right")]
+    mean = float((values * counts[order]).sum()) / sms
+    return float(min((longest * step + fill).sum(), (mean + longest[0]) * step + fill * len(longest)))
+
+
+_SEGMENTS = {m << n for m in (4, 5, 6, 7) for n in range(10)}
+"""Chunks of a segment for uneven lengths: few choices, for each one is a compilation."""
+
+
 def choose_split(
-    dims: Dims, K: int, V: int, packed: bool, config: Config, sms: int = NUM_SMS
+    dims: Dims, K: int, V: int, work: Work, config: Config, sms: int = NUM_SMS
 ) -> tuple[int, int | None]:
-    """(state warpgroups per CTA, chunks of a segment or None) of least predicted time, from static sizes only.
+    """(state warpgroups per CTA, chunks of a segment or None) of least predicted time.
 
     Args:
       K, V: padded widths.
-      packed: the lengths are known at run time only: the longest is taken to be twice the mean.
+      work: of `work_of`. Sequences of unknown lengths count as equally long, and are cut only where they would
+        leave most SMs idle.
     """
-    num_chunks = -(-dims.T // CHUNK)
-    sequences, longest = dims.N, num_chunks
-    if packed and dims.N > 1:
-        longest = min(num_chunks, -(-2 * num_chunks // dims.N))
+    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
+    longest, sequences = int(values.max(initial=1)), int(counts.sum())
     pairs = V % (2 * GRANULE) == 0 and K % (2 * GRANULE) == 0 and K <= 128
     warpgroups = [config.state_warpgroups] if config.state_warpgroups else [2, 1] if pairs else [1]
-
-    def waves(ctas: int) -> int:
-        return -(-ctas // sms)
+    cut = 2 if pairs else 1
 
     def time(n: int, length: int) -> float:
+        ctas = dims.HO * V // (GRANULE * n)
         if not length:
-            return waves(sequences * dims.HO * V // (GRANULE * n)) * longest * STEP[n]
-        segments = -(-longest // length)
-        items = num_chunks // length + sequences if packed else sequences * segments
-        main = waves(items * dims.HO * V // (GRANULE * n)) * length * STEP[n]
-        cut = 2 if pairs else 1
-        ctas = (items - sequences) * dims.HO * (V + K) // (GRANULE * cut)
-        prepare = waves(ctas) * length * TRANSITION_STEP[cut]
-        return main + prepare + segments * SEGMENT_STEP + SEGMENT_LAUNCHES
+            return _makespan(values, counts * ctas, STEP[n], FILL[n], sms)
+        whole, rest = (values // length * counts).sum(), values % length
+        items = np.append(rest, length), np.append(np.where(rest, counts, 0), whole)
+        main = _makespan(items[0], items[1] * ctas, STEP[n], FILL[n], sms)
+        inner = int(((-(-values // length) - 1) * counts).sum())  # segments that another one follows
+        transitions = np.array([length]), np.array([inner * dims.HO * (V + K) // (GRANULE * cut)])
+        prepare = _makespan(*transitions, TRANSITION_STEP[cut], TRANSITION_FILL, sms)
+        walks = -(-sequences * dims.HO * V // GRANULE // sms)
+        walk = walks * -(-longest // length) * SEGMENT_STEP
+        return main + prepare + walk + SEGMENT_LAUNCHES
 
     if config.segment_chunks is not None:
         lengths = [config.segment_chunks]
     else:
-        lengths = [0, *sorted({-(-longest // n) for n in range(2, 65)} - {longest})]
-        lengths = [length for length in lengths if length == 0 or length >= 4]
+        lengths = [0]
+        if work.known or dims.N * dims.HO * V // GRANULE < SEGMENT_OCCUPANCY * sms:
+            even = {-(-longest // n) for n in range(2, 65)}
+            lengths += [n for n in sorted(even if len(values) == 1 else _SEGMENTS) if 4 <= n < longest]
     n, length = min(((n, length) for n in warpgroups for length in lengths), key=lambda c: time(*c))
     return n, length or None
 
@@ -144,7 +202,7 @@ def forward(
     initial_state: Float[Array, "N HO _ _"] | None,
     *,
     scale: float | Float[Array, ""],
-    cu_seqlens: Int[Array, " N1"] | None = None,
+    cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
@@ -154,11 +212,14 @@ def forward(
     """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
 
     Args: those of gdn_jax.gated_delta_rule; scale is a number, or an array (then applied to o afterwards).
+      cu_seqlens: where its values are known while tracing (NumPy, or a JAX array that is not traced) the work is
+        split by the true lengths, the tables cost nothing at run time, and sequences of equal lengths run as a
+        batch. Otherwise the split assumes equal lengths.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      o in q's dtype, the final states in float32 and the residuals.
+      o in q's dtype, the final states in float32 and the residuals (of the batch, where sequences run as one).
 
     Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
@@ -170,12 +231,75 @@ def forward(
     packed = cu_seqlens is not None
     N = cu_seqlens.shape[0] - 1 if packed else B
     dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
-    kv_layout = state_layout == "kv"
-    f32 = jnp.float32
-    dynamic_scale = scale if isinstance(scale, jax.Array) else None
-    static_scale = 1.0 if dynamic_scale is not None else float(scale)
+    known = known_lengths(cu_seqlens)
+    if known is not None and (length := _common_length(known, T)):
+        o, final, residuals = forward(
+            q.reshape(N, length, Hq, K),
+            k.reshape(N, length, Hk, K),
+            v.reshape(N, length, HV, V),
+            None if g is None else g.reshape(N, length, HO),
+            None if beta is None else beta.reshape(N, length, HO),
+            initial_state,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            state_layout=state_layout,
+            config=config,
+            interpret=interpret,
+        )
+        return o.reshape(1, T, HO, V), final, residuals
 
-    if use_qk_l2norm:
+    work = work_of(dims, packed, known)
+    K64, V64 = round_up(K, GRANULE), round_up(V, GRANULE)
+    warpgroups, segment_chunks = choose_split(dims, K64, V64, work, config)
+    split, tables, first = Split(B, None), None, None
+    if cu_seqlens is not None:
+        starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
+        split, tables = _packed_tables(starts, T, segment_chunks)
+        if known is None or _share_chunks(known, T):
+            first = _first_rows(starts, T)
+    elif segment_chunks is not None:
+        num_chunks = -(-T // CHUNK)
+        split = Split(B * -(-num_chunks // segment_chunks), segment_chunks)
+    main = config.recurrence or recurrence_kernel.Config.default(K64, V64, True, warpgroups)
+    static = _Static(
+        scale=1.0 if isinstance(scale, jax.Array) else float(scale),
+        use_qk_l2norm=use_qk_l2norm,
+        kv_layout=state_layout == "kv",
+        split=split,
+        config=dataclasses.replace(config, recurrence=main),
+        interpret=interpret,
+    )
+    tables, first = jax.tree.map(jnp.asarray, (tables, first))
+    run = _run if interpret is None else _run.__wrapped__  # the interpreter hangs inside a compiled function
+    o, final, residuals = run(static, q, k, v, g, beta, initial_state, segment_ids, tables, first)
+    if isinstance(scale, jax.Array):
+        o = (o.astype(jnp.float32) * scale.astype(jnp.float32)).astype(o.dtype)
+    return o, final, residuals
+
+
+class _Static(NamedTuple):
+    """What a compiled forward is made for, besides shapes."""
+
+    scale: float
+    use_qk_l2norm: bool
+    kv_layout: bool
+    split: Split
+    config: Config
+    """Its `recurrence` is given."""
+    interpret: Any
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: Tables | None, first):
+    """The kernels in order, with the padding around them. Jitted, so that a call outside jit compiles once."""
+    B, T, Hk, K = k.shape
+    Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
+    HO = max(Hq, HV)
+    N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    f32, interpret, config = jnp.float32, static.interpret, static.config
+    main: Any = config.recurrence
+
+    if static.use_qk_l2norm:
         q, k = _l2norm(q), _l2norm(k)
     g = jnp.zeros((B, T, HO), f32) if g is None else g.astype(f32)
     beta = jnp.ones((B, T, HO), f32) if beta is None else beta.astype(f32)
@@ -185,48 +309,23 @@ def forward(
     K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
     q, k, v = _pad(q, (B, T8, Hq, K64)), _pad(k, (B, T8, Hk, K64)), _pad(v, (B, T8, HV, V64))
     if initial_state is not None:
-        padded = (N, HO, K64, V64) if kv_layout else (N, HO, V64, K64)
+        padded = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
         initial_state = _pad(initial_state.astype(f32), padded)
-
-    warpgroups, segment_chunks = choose_split(dims, K64, V64, packed, config)
-    main = config.recurrence or recurrence_kernel.Config.default(K64, V64, True, warpgroups)
-    tables, first = None, None
-    if packed:
-        split, tables = _packed_tables(cu_seqlens.astype(jnp.int32), T, segment_chunks)
-        first = _first_rows(tables.cu_seqlens, T)
-    else:
-        num_chunks = -(-T // CHUNK)
-        segments = 1 if segment_chunks is None else -(-num_chunks // segment_chunks)
-        split = Split(B * segments, segment_chunks)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
     q_for_inverse = q if config.qk_in_inverse and Hq == Hk and not main.output_warpgroup else None
-    a, qk = tril_inverse(
-        k, beta_t, q_for_inverse, first, scale=static_scale, config=config.inverse, interpret=interpret
-    )
-    starts = None
-    if segment_chunks is not None:
-        n, m_t = recurrence(
-            None,
-            k,
-            v,
-            g2_cum,
-            a,
-            None,
-            None,
-            tables,
-            split=split,
-            write_transition=True,
-            interpret=interpret,
-        )
-        first_item = tables.first_item if packed else None
+    options = dict(config=config.inverse, interpret=interpret)
+    a, qk = tril_inverse(k, beta_t, q_for_inverse, first, scale=static.scale, **options)
+    starts, options = None, dict(split=static.split, interpret=interpret)
+    if static.split.segment_chunks is not None:
+        n, m_t = recurrence(None, k, v, g2_cum, a, None, None, tables, write_transition=True, **options)
         starts = segment_states(
             n,
             m_t,
             initial_state,
-            first_item,
+            None if tables is None else tables.first_item,
             num_sequences=N,
-            kv_layout=kv_layout,
+            kv_layout=static.kv_layout,
             interpret=interpret,
         )
     o, final = recurrence(
@@ -238,20 +337,30 @@ def forward(
         qk,
         initial_state if starts is None else starts,
         tables,
-        split=split,
-        scale=static_scale,
-        kv_layout=kv_layout,
-        s0_kv_layout=kv_layout and starts is None,
+        scale=static.scale,
+        kv_layout=static.kv_layout,
+        s0_kv_layout=static.kv_layout and starts is None,
         config=main,
-        interpret=interpret,
+        **options,
     )
     if (T8, V64) != (T, V):
         o = o[:, :T, :, :V]
     if (K64, V64) != (K, V):
-        final = final[:, :, :K, :V] if kv_layout else final[:, :, :V, :K]
-    if dynamic_scale is not None:
-        o = (o.astype(f32) * dynamic_scale.astype(f32)).astype(o.dtype)
+        final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
     return o, final, Residuals(g2_cum, beta_t, a, starts)
+
+
+def _common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
+    """Tokens of every sequence, if all have equally many and fill the row: then they are rows of a batch."""
+    lengths = np.diff(cu_seqlens)
+    length = int(lengths[0])
+    return length if length and not length % 8 and cu_seqlens[-1] == T and (lengths == length).all() else None
+
+
+def _share_chunks(cu_seqlens: np.ndarray, T: int) -> bool:
+    """Whether some chunk holds tokens of two sequences, or of one and of the padding."""
+    starts = cu_seqlens[:-1] if cu_seqlens[-1] == T else cu_seqlens
+    return bool((starts % CHUNK).any())
 
 
 def _pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -265,28 +374,54 @@ def _l2norm(x: jax.Array) -> jax.Array:
     return (x32 * lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def _first_rows(cu_seqlens: jax.Array, T: int) -> jax.Array:
-    """[NT C] row of its chunk at which each token's sequence starts; the padding counts as one more sequence."""
-    token = jnp.arange(round_up(T, CHUNK), dtype=jnp.int32)
-    if cu_seqlens.shape[0] <= 64:
+UNROLLED = 16
+"""Sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a scan."""
+
+
+def _first_rows(cu_seqlens: Any, T: int) -> Any:
+    """[NT C] row of its chunk at which each token's sequence starts; the padding counts as one more sequence.
+
+    In NumPy where cu_seqlens is.
+    """
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    token = xp.arange(round_up(T, CHUNK), dtype=np.int32)
+    if xp is np:
+        begins = cu_seqlens[np.searchsorted(cu_seqlens, token, side="right") - 1]
+    elif cu_seqlens.shape[0] <= UNROLLED + 1:
+        begins = jnp.zeros_like(token)
+        for n in range(1, cu_seqlens.shape[0]):
+            begins = jnp.where(cu_seqlens[n] <= token, cu_seqlens[n], begins)
+    elif cu_seqlens.shape[0] <= 64:
         begins = jnp.max(jnp.where(cu_seqlens <= token[:, None], cu_seqlens, 0), axis=1)
     else:
         begins = jnp.zeros_like(token).at[cu_seqlens].max(cu_seqlens, mode="drop")
         begins = lax.cummax(begins)
-    return jnp.maximum(begins - token // CHUNK * CHUNK, 0)
+    return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
 
 
-def _packed_tables(cu_seqlens: jax.Array, T: int, segment_chunks: int | None) -> tuple[Split, Tables]:
+def _packed_tables(cu_seqlens: Any, T: int, segment_chunks: int | None) -> tuple[Split, Tables]:
+    """Items of packed rows. In NumPy where cu_seqlens is."""
     N = cu_seqlens.shape[0] - 1
     if segment_chunks is None:
         return Split(N + 1, None), Tables(cu_seqlens, None, None)
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    chunks = jnp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
-    segments = jnp.maximum(-(-chunks // segment_chunks), 1)
-    first_item = jnp.pad(jnp.cumsum(segments, dtype=jnp.int32), (1, 1))
-    first_item = first_item.at[N + 1].set(first_item[N] + 1)  # the padding is one item
+    chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
+    segments = xp.maximum(-(-chunks // segment_chunks), 1)
     # Sum of ceil(c / s) <= (sum of c) / s + N, and every border between sequences lies in at most one more chunk.
     num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1
-    item = jnp.arange(num_items, dtype=jnp.int32)
-    sequence = jnp.searchsorted(first_item[1:], item, side="right", method="compare_all").astype(jnp.int32)
-    return Split(num_items, segment_chunks), Tables(cu_seqlens, sequence, first_item)
+    item = xp.arange(num_items, dtype=np.int32)
+    if N <= UNROLLED:
+        first_items, sequence = [0 * chunks[0]], xp.zeros_like(item)
+        for n in range(N):
+            first_items.append(first_items[-1] + segments[n])
+        first_items.append(first_items[-1] + 1)  # the padding is one item
+        for first in first_items[1:]:
+            sequence = sequence + (item >= first)
+        first_item = xp.stack(first_items)
+    else:
+        ends = xp.cumsum(segments, dtype=np.int32)
+        first_item = xp.concatenate([xp.zeros_like(ends[:1]), ends, ends[-1:] + 1])
+        sequence = xp.searchsorted(first_item[1:], item, side="right")
+    tables = Tables(cu_seqlens, sequence.astype(np.int32), first_item.astype(np.int32))
+    return Split(num_items, segment_chunks), tables

@@ -109,35 +109,85 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
-def test_forward_in_the_interpreter(case, config):
+def forward(case, config, x, cu_seqlens):
+    """The kernels' forward on a case, interpreted."""
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    options["scale"] = case.K**-0.5
+    *arrays, segment_ids = (None if y is None else jnp.asarray(y) for y in (*x[:6], x.segment_ids))
+    packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+    return gdn.forward(*arrays, **packing, **options, config=config, interpret=INTERPRET)
+
+
+def check(case, config):
+    """Both outputs against the oracle."""
     x = cases.inputs(case, "bfloat16")
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     o, final = oracle.forward(**x.arguments, **options)
-    options["scale"] = case.K**-0.5
-    *arrays, cu_seqlens, segment_ids = (None if y is None else jnp.asarray(y) for y in x[:8])
-    got_o, got_final, _ = gdn.forward(
-        *arrays,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
-        **options,
-        config=config,
-        interpret=INTERPRET,
-    )
+    got_o, got_final, _ = forward(case, config, x, x.cu_seqlens)
     assert_close(o, np.asarray(got_o), tolerance("o", "bfloat16"), "o", 2)
     assert_close(final, np.asarray(got_final), tolerance("final_state", "bfloat16"), "final state", 1)
 
 
-def test_split_uses_the_whole_gpu():
-    def split(B, T, HV, **options):
-        dims = Dims(B=B, T=T, N=B, Hq=HV, Hk=HV, HV=HV, HO=HV, K=128, V=128)
-        return gdn.choose_split(dims, 128, 128, False, gdn.Config(**options))
+@pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
+def test_forward_in_the_interpreter(case, config, monkeypatch):
+    monkeypatch.setattr(
+        gdn, "known_lengths", lambda cu_seqlens: None
+    )  # as under jit, where the interpreter hangs
+    check(case, config)
 
+
+KNOWN = (
+    cases.Case("uneven", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1)),
+    cases.Case("whole chunks", T=190, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(64, 126)),
+    cases.Case("equal", T=80, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(40, 40)),
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KNOWN])
+def test_lengths_known_while_tracing(case):
+    check(case, gdn.Config(segment_chunks=0, inverse=SMALL.inverse))
+
+
+@pytest.mark.parametrize("segment_chunks", [None, 2, 3])
+@pytest.mark.parametrize("N", [1, 5, 40])
+def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
+    rng = np.random.default_rng(N)
+    cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
+    for build in (
+        lambda cu: gdn._first_rows(cu, 2100),
+        lambda cu: gdn._packed_tables(cu, 2100, segment_chunks),
+    ):
+        traced, known = jax.tree.leaves(build(jnp.asarray(cu))), jax.tree.leaves(build(cu))
+        assert len(traced) == len(known)
+        for a, b in zip(traced, known, strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert isinstance(b, int) or b.dtype == np.int32
+
+
+def split(B, T, HO, lengths=None, *, known=True, **options):
+    """choose_split for K = V = 128."""
+    N = B if lengths is None else len(lengths)
+    dims = Dims(B=B, T=T, N=N, Hq=HO, Hk=HO, HV=HO, HO=HO, K=128, V=128)
+    cu = None if lengths is None or not known else np.cumsum((0, *lengths))
+    return gdn.choose_split(dims, 128, 128, gdn.work_of(dims, lengths is not None, cu), gdn.Config(**options))
+
+
+def test_split_uses_the_whole_gpu():
     assert split(8, 4096, 32) == (2, None)  # 256 heads: full heads
     assert split(1, 32768, 64) == (1, None)  # 64 heads: two halves each
     n, chunks = split(1, 32768, 8)  # 8 heads: segments
-    assert n == 2 and 32768 // 64 // chunks * 8 > 100
+    assert chunks is not None and 32768 // 64 // chunks * 8 * (3 - n) > 100
     assert split(1, 32768, 8, segment_chunks=0) == (1, None)
+
+
+def test_split_of_packed_rows():
+    assert split(1, 32768, 8, (32768,), known=False) == split(1, 32768, 8)
+    assert split(1, 32768, 8, (4096,) * 8, known=False) == (1, None)  # 128 halves fill the GPU
+    assert split(1, 8192, 64, (1024, 7168)) == (1, None)  # the long one decides
+    _, chunks = split(1, 40000, 2, (*((10,) * 1000), 30000))  # one long among many short ones is cut
+    assert chunks is not None
+    sequences = split(1, 65536, 1, (1,) * 65536, known=False)
+    assert sequences == (2, None)
 
 
 @pytest.mark.parametrize(
