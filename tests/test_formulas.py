@@ -7,7 +7,7 @@ vLLM, 003 Modular's documentation.
 import functools
 
 import cases
-import jax
+import harness
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -29,16 +29,16 @@ def eight_steps(T=8, **change):
     return x, q, k, v, g, beta, x.initial_state[0, 0].astype(np.float64)
 
 
-@functools.partial(jax.jit, static_argnames=("state_layout", "implementation"))
-def _rule(arguments, **options):
-    return gdn_jax.gated_delta_rule(**arguments, **options)
+@functools.cache
+def _compiled(**options):
+    return harness.jit(lambda arguments: gdn_jax.gated_delta_rule(**arguments, **options))
 
 
 def ours(x, state_layout="kv", **change):
     """(o, final_state) of both forms, which agree."""
     arguments = x.arguments | change
     names = ("recurrent", "chunked")
-    results = [_rule(arguments, state_layout=state_layout, implementation=name) for name in names]
+    results = [_compiled(state_layout=state_layout, implementation=name)(arguments) for name in names]
     assert_close(results[0][0], results[1][0], OUTPUT)
     return tuple(np.asarray(y) for y in results[1])
 
@@ -83,7 +83,7 @@ def test_001_second_formula_is_the_right_one():
 
 def test_002_place_of_gamma_in_w():
     """diag(gamma) T K with the gated T is wrong; T diag(gamma) K is right, as is diag(gamma) T K, T ungated."""
-    x, _q, k, v, beta, h, gamma, _, gated, ungated = chunk_of()
+    x, _q, k, v, _beta, h, gamma, _, gated, ungated = chunk_of()
     _, truth = oracle.forward(**x.arguments)
     U = gated @ v
     as_written = gamma[:, None] * (gated @ k)
@@ -93,9 +93,12 @@ def test_002_place_of_gamma_in_w():
     assert_close(truth[0, 0], through(right, U, gamma, k, h), exact)
     assert_close(right, also_right, exact)
 
-    decay = gdn_jax.chunk_cumsum(jnp.asarray(x.g[0, :, 0]))
-    k32, v32, beta32 = (jnp.asarray(y, jnp.float32) for y in (k, v, beta))
-    w, u = gdn_jax.wy(gdn_jax.solve_tril(gdn_jax.kkt(k32, decay, beta32)), k32, v32, decay, beta32)
+    @harness.jit
+    def ours_in_a_chunk(k, v, g, beta):
+        decay = gdn_jax.chunk_cumsum(g)
+        return gdn_jax.wy(gdn_jax.solve_tril(gdn_jax.kkt(k, decay, beta)), k, v, decay, beta)
+
+    w, u = ours_in_a_chunk(*(y[0, :, 0] for y in (x.k, x.v, x.g, x.beta)))
     assert_close(right, w, STATE)
     assert_close(U, u, STATE)
     assert_close(truth, ours(x)[1], STATE)

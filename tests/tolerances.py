@@ -28,9 +28,9 @@ FLOAT32 = {**dict.fromkeys(STATES, 1e-5), **dict.fromkeys(GRADIENTS, 1e-4)}
 FLOAT64 = {name: 2 * value * 2.0**-29 for name, value in FLOAT32.items()}
 
 # bfloat16. The inputs are rounded before both sides see them. o, dq, dk, dv leave as bfloat16: rounding to nearest is
-# off by up to 2^-9 = 2.0e-3 of the value, 1.1e-3 rms. An implementation may also round the operands of its matrix
-# products (float32 sums): each factor adds 1.1e-3, and independent roundings add in squares, sqrt(1 + 2 * 3) * 1.1e-3
-# = 3e-3 after three products. dq, dk, dh_0 go through two chains, 1.7 times that. dg and dbeta are differences of
+# off by up to 2^-8 = 3.9e-3 of the value, 1.7e-3 rms. An implementation may also round the operands of its matrix
+# products (float32 sums): each factor adds 1.7e-3, and independent roundings add in squares, sqrt(1 + 2 * 3) * 1.7e-3
+# = 4.5e-3 after three products. dq, dk, dh_0 go through two chains, 1.7 times that. dg and dbeta are differences of
 # such sums, which cancel to about a third of their size.
 BFLOAT16 = {
     "o": 5e-3,
