@@ -1,5 +1,6 @@
 """Set-up shared by all tests: run-time shape checks, two CPU devices, and tests that need a GPU."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("NPROC", "8")  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
@@ -9,9 +10,16 @@ import jaxtyping
 import pytest
 
 # Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
-jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
+CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
+if CHECKS_SHAPES:
+    jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
 
 jax.config.update("jax_num_cpu_devices", 2)  # for meshes; the first one is used unless a test says otherwise
+
+
+def pytest_report_header():
+    """Says so where shapes go unchecked."""
+    return None if CHECKS_SHAPES else "beartype is not installed: annotations are NOT checked at run time"
 
 
 def _no_hopper() -> str | None:
