@@ -89,6 +89,8 @@ class Config:
     helper_registers: int = 72
     output_registers: int = 120
     state_registers: int = 160
+    early_loads: bool = False
+    """Whether V and D are loaded while S K^T still runs, which takes 32 registers more."""
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory: 4 to 13 % slower, never needed here."""
 
@@ -111,7 +113,8 @@ class Config:
         else:
             registers = {1: (208, 0, 232 if K <= 128 else 240), 2: (72, 0, 216)}[state_warpgroups]
         for stages in (4, 3, 2, 1) if state_warpgroups == 1 else (3, 2, 1):
-            config = cls(state_warpgroups, stages, K > 128, output_warpgroup, *registers)
+            early = state_warpgroups == 1 and K <= 128
+            config = cls(state_warpgroups, stages, K > 128, output_warpgroup, *registers, early)
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -495,15 +498,18 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             v_t = plgpu.load(v_tile, layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
+            if config.early_loads:
+                d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
             sk = dev.collect(sk, newer=1 if reads else 0)
-            d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
+            if not config.early_loads:
+                d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
             w = (v_t.astype(f32) - d * sk).astype(dtype)
 
             def correct(n):
                 """N, and in its shadow what the two last products start from."""
                 n = dev.issue(n, w, transposed(t_smem.at[stage]))
                 dr = plgpu.load(dr_smem.at[stage], layout=COL)
-                decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
+                decayed = s * d_smem[stage, CHUNK - 1]
                 if not reads:
                     return lax.optimization_barrier(decayed), None, dev.collect(n), dr
                 d_scaled = plgpu.load(d_smem.at[stage], layout=COL) * sizes.scale
