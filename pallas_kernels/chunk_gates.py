@@ -34,6 +34,7 @@ from pallas_kernels.common import (
     grid_index,
     iota,
     round_up,
+    take,
     zeros,
 )
 
@@ -50,8 +51,9 @@ def _body(
     num_chunks: int,
     num_head_tiles: int,
 ):
-    first_gmem, rest = (rest[0], rest[1:]) if ragged else (None, rest)
-    g_out, beta_out, g_smem, beta_smem, g_t_smem, beta_t_smem, loaded = rest
+    refs = list(rest)
+    first_gmem = take(refs, ragged)
+    g_out, beta_out, g_smem, beta_smem, g_t_smem, beta_t_smem, loaded = refs
     tile = lax.rem(grid_index(), num_head_tiles)
     chunk = lax.rem(lax.div(grid_index(), num_head_tiles), num_chunks)
     b = lax.div(grid_index(), num_head_tiles * num_chunks)
@@ -64,6 +66,7 @@ def _body(
     plgpu.barrier_wait(loaded)
 
     x = jnp.maximum(plgpu.load(g_smem.at[values], layout=WGMMA) * LOG2_E, RESET_G2)
+    age: Any = None
     if ragged:
         first = along_rows(plgpu.load(first_gmem.at[tokens], layout=ROW, optimized=False), HEADS)
         age = iota((CHUNK, HEADS), 0) - first

@@ -5,6 +5,8 @@ is one Pallas thread. In the WGMMA layout of an [M, N] array warp w of the warpg
 16 w + 15 of every 64; ROW and COL are its one-dimensional reductions, a vector along the rows or the columns.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,11 @@ def store_any(ref, x: jax.Array) -> None:
         ref[...] = x
 
 
+def take(refs: list, used: bool = True) -> Any:
+    """The next reference of a kernel's arguments, None where the kernel was built without it."""
+    return refs.pop(0) if used else None
+
+
 def round_up(n: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
@@ -141,7 +148,8 @@ class Device:
             if meanwhile:
                 meanwhile()
 
-        return pl.run_state(body)([plgpu.ACC.init(c) for c, _, _ in terms])
+        accumulators: Any = [plgpu.ACC.init(c) for c, _, _ in terms]
+        return pl.run_state(body)(accumulators)
 
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
         """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
@@ -165,7 +173,8 @@ def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragment
 
 
 @plgpu.inline_mgpu(
-    arg_types=(WGMMA, WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.float32, WGMMA)
+    arg_types=(WGMMA, WGMMA, WGMMA),
+    return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
 )
 def _blocks_multiply_add(ctx, c, a, b_t):
     """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
@@ -181,7 +190,7 @@ def _blocks_multiply_add(ctx, c, a, b_t):
     c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
     results = []
     for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
-        struct = llvm.inline_asm(
+        struct: Any = llvm.inline_asm(
             ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
             [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -194,12 +203,14 @@ def _blocks_multiply_add(ctx, c, a, b_t):
     return _registers(results, c)
 
 
-@plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.float16, WGMMA))
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float16), WGMMA)
+)
 def _blocks_transpose(ctx, x):
     """Four movmatrix a warp, one for each 8x8 quarter; the off-diagonal quarters change places."""
     i32 = ir.IntegerType.get_signless(32)
     quarters = [utils.bitcast(r, i32) for r in x.registers.flat]
-    results = [
+    results: list[Any] = [
         llvm.inline_asm(
             i32,
             [quarters[i]],

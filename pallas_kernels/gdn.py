@@ -7,7 +7,6 @@ into segments, whose effect on a state is computed for all of them at once. That
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -270,7 +269,7 @@ def forward(
         interpret=interpret,
     )
     tables, first = jax.tree.map(jnp.asarray, (tables, first))
-    run = _run if interpret is None else _run.__wrapped__  # the interpreter hangs inside a compiled function
+    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
     o, final, residuals = run(static, q, k, v, g, beta, initial_state, segment_ids, tables, first)
     if isinstance(scale, jax.Array):
         o = (o.astype(jnp.float32) * scale.astype(jnp.float32)).astype(o.dtype)
@@ -289,9 +288,8 @@ class _Static(NamedTuple):
     interpret: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: Tables | None, first):
-    """The kernels in order, with the padding around them. Jitted, so that a call outside jit compiles once."""
+    """The kernels in order, with the padding around them."""
     B, T, Hk, K = k.shape
     Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
     HO = max(Hq, HV)
@@ -348,6 +346,10 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
     if (K64, V64) != (K, V):
         final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
     return o, final, Residuals(g2_cum, beta_t, a, starts)
+
+
+_compiled = jax.jit(_run, static_argnums=0)
+"""So that a call outside jit compiles once, not every time."""
 
 
 def _common_length(cu_seqlens: np.ndarray, T: int) -> int | None:

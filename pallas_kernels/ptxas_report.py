@@ -21,6 +21,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def recurrence_case(
     """A function and its argument shapes: recurrence. packed: None, "sequences" or "segments"."""
     Hk, HO, T = 2, 4, 1024
     tables, split = None, Split(1, None)
-    i32 = functools.partial(_shape, dtype=jnp.int32)
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
     if transition:
         split = Split(4, 4)
     if packed == "sequences":
@@ -171,7 +172,8 @@ def _modules(lowered: jax.stages.Lowered) -> list[bytes]:
             found.append(ir.StringAttr(config["module"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
     return found
 
 

@@ -14,15 +14,22 @@ item of packed rows walks the chunks it touches, and in a chunk that it shares w
 does not own are replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its
 own outputs exact.
 
-Threads (warpgroups): the first ones hold S in registers, each its 64 rows, and run the products above with A
-operands in registers (an accumulator rounded to bf16 is an operand already). The last one, the helper, loads
-everything by bulk copies, makes T and P for the next chunk in place of a and of qk, and frees what all have read.
+Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run only what depends on the
+chunk before: S K^T, W, N, S, with A operands in registers (an accumulator rounded to bf16 is an operand already).
+They leave S, rounded, and N (in place of V) in shared memory, from where the output warpgroup makes O, one product
+or two behind; its P never leaves the registers. The helper loads everything by bulk copies, makes T in place of a
+for the next chunk, and reuses what all have read.
 
 | barrier   | arrives                                  | waits                                            |
 |-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | each bulk copy of a stage                | helper; state warpgroups unless rows are packed  |
-| prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
-| consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
+| loaded    | each bulk copy of a stage                | all; packed rows: helper only                    |
+| prepared  | helper: T, D and Dr are written          | state warpgroups; packed rows: output too        |
+| published | each state warpgroup: S is in place      | output warpgroup                                 |
+| taken     | output warpgroup: S Q^T is done          | state warpgroups, before they write S again      |
+| corrected | each state warpgroup: N is in place of V | output warpgroup                                 |
+| consumed  | state and output warpgroups: stage read  | helper, before it loads the stage again          |
+
+Without an output warpgroup (Config.output_warpgroup) the state warpgroups compute O^T too, and the helper P.
 
 With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
 segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is
@@ -32,7 +39,7 @@ Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO,
 qk [B, Hk, NT C, C] (optional), s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
 [items, HO, K, K].
-Shared memory: Config.smem_bytes, 215 KB at K = V = 128 with two state warpgroups and three stages.
+Shared memory: Config.smem_bytes, 219 KB at K = V = 128 with two state warpgroups and three stages.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
 Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
 512 for two or four), or the kernel waits for ever.

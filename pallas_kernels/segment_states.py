@@ -28,6 +28,7 @@ from pallas_kernels.common import (
     WGMMA_TRANSPOSED,
     Device,
     grid_index,
+    take,
     tiling,
     transposed,
     zeros,
@@ -41,11 +42,10 @@ def _stages(K: int) -> int:
 
 
 def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, stages, interpreted):
-    refs = list(refs)
-    n_gmem, m_gmem = refs.pop(0), refs.pop(0)
-    s0_gmem = refs.pop(0) if has_s0 else None
-    first_gmem = refs.pop(0) if per_row is None else None
-    start_gmem, n_smem, m_smem, loaded = refs
+    inputs = list(refs)
+    n_gmem, m_gmem = take(inputs), take(inputs)
+    s0_gmem, first_gmem = take(inputs, has_s0), take(inputs, per_row is None)
+    start_gmem, n_smem, m_smem, loaded = inputs
     dev = Device(interpreted)
     row_tile = lax.rem(grid_index(), V // ROWS)
     head = lax.rem(lax.div(grid_index(), V // ROWS), HO)
@@ -71,18 +71,26 @@ def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, stages, interpreted):
     else:
         s = plgpu.load(s0_gmem.at[sequence, head, rows], layout=WGMMA, optimized=False)
 
+    def store(i, s):
+        """Leaves through the tile of N, which has been read, while the product runs."""
+        tile = n_smem.at[lax.rem(i, stages)]
+        tile[...] = s
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, start_gmem.at[first + i, head, rows])
+
     def step(i, s):
-        start_gmem.at[first + i, head, rows][...] = s
         stage = lax.rem(i, stages)
         plgpu.barrier_wait(loaded.at[stage])
         n = plgpu.load(n_smem.at[stage], layout=WGMMA)
-        (s,) = dev.accumulate((n, s.astype(m_gmem.dtype), m_smem.at[stage]))
-        plgpu.commit_smem()
+        product = (n, s.astype(m_gmem.dtype), m_smem.at[stage])
+        (s,) = dev.accumulate(product, meanwhile=functools.partial(store, i, s))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(i + stages < count - 1)(lambda: load(i + stages))
         return s
 
     s = lax.fori_loop(0, count - 1, step, s)
-    start_gmem.at[first + count - 1, head, rows][...] = s
+    store(count - 1, s)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def segment_states(
