@@ -528,7 +528,7 @@ def test_existing_folder_is_not_touched(folder, finished, tmp_path, capsys):
 def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
     out, before = finished[0], tree(finished[0])
     assert cli.main(["train", "bytes", "--out", str(out), "--resume", "--lr", "0.5"]) == 1
-    assert "--lr: expected 0.004 as in the run to resume, got 0.5" in capsys.readouterr().err
+    assert "--lr: expected 0.003 as in the run to resume, got 0.5" in capsys.readouterr().err
     assert cli.main(["train", "recall", "--out", str(out), "--resume"]) == 1
     assert "expected a run of the task recall, got bytes" in capsys.readouterr().err
     name = text.load(folder).train_files[0]

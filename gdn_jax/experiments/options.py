@@ -21,9 +21,9 @@ class RunOptions:
     """Continue the run in --out: its stored options are used, and a different one is an error."""
     seed: int = 0
     """Seed of the initial weights, the batches and the sample."""
-    steps: int = 1000
+    steps: int = 800
     """Optimiser steps. The learning-rate schedule depends on it, never on the clock."""
-    batch_size: int = 16
+    batch_size: int = 4
     """Sequences of one optimiser step."""
     accumulate: int = 1
     """Pieces the batch is cut into to save memory; the gradient is that of the whole batch."""
@@ -71,7 +71,7 @@ class ModelOptions:
 class OptimizerOptions:
     """AdamW with a linear warm-up and a cosine decay."""
 
-    lr: float = 4e-3
+    lr: float = 3e-3
     """Peak learning rate."""
     end_lr: float = 0.02
     """Learning rate of the last step over the peak."""
@@ -107,11 +107,11 @@ class TextOptions:
 class RecallTaskOptions:
     """Size of the recall problem."""
 
-    vocab_size: int = 256
+    vocab_size: int = 64
     """Tokens: the first half are keys, the second half values."""
-    num_pairs: int = 16
+    num_pairs: int = 8
     """Key-value pairs of a sequence, each queried once."""
-    length: int = 128
+    length: int = 32
     """Tokens of a sequence, even and at least four a pair."""
     power: float = 0.01
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
@@ -133,9 +133,9 @@ class BytesOptions:
 class RecallOptions:
     """Multi-query associative recall (Arora et al. 2023, "Zoology"); accuracy on fresh sequences."""
 
-    run: RunOptions = RunOptions()
-    model: ModelOptions = ModelOptions()
-    optimizer: OptimizerOptions = OptimizerOptions()
+    run: RunOptions = RunOptions(batch_size=64, steps=400, eval_every=100)
+    model: ModelOptions = ModelOptions(num_layers=2, expand_v=1.0, tie_embeddings=False)
+    optimizer: OptimizerOptions = OptimizerOptions(lr=5e-3)
     recall: RecallTaskOptions = RecallTaskOptions()
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from matplotlib import patheffects
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -41,11 +42,12 @@ def draw_curves(
         axes.annotate(
             f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}",
             (step, value),
-            xytext=(0, -13 if lower_is_better else 8),
+            xytext=(0, -17 if lower_is_better else 8),
             textcoords="offset points",
             ha="right",
             color=_VAL,
             weight="bold",
+            path_effects=[patheffects.withStroke(linewidth=3, foreground="white")],
         )
     last = max(steps, default=1)
     for name, value in baselines.items():

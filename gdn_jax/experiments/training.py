@@ -320,7 +320,7 @@ def _draw(run: RunFolder, task: Task, config: dict[str, Any]) -> None:
         config["baselines"],
         metric=task.metric,
         label=task.label,
-        title=f"Gated DeltaNet, {config['parameters'] / 1e6:.2f}M parameters: {config['task']}",
+        title=f"Gated DeltaNet, {config['parameters'] / 1e6:.2f}M parameters, task {config['task']}",
         lower_is_better=task.lower_is_better,
     )
 
@@ -329,7 +329,11 @@ def _finish(
     trainer: Trainer, run: RunFolder, config: dict[str, Any], console: Console, why: str | None
 ) -> None:
     task, metric = trainer.task, trainer.task.metric
-    validation = trainer.validate()
+    last = (run.records() or [{}])[-1]
+    validation = (
+        {k: v for k, v in last.items() if k.startswith("val_")} if last.get("step") == trainer.step else {}
+    )
+    validation = validation or trainer.validate()
     value = validation["val_" + metric]
     table = Table(title=f"{task.label}, validation", title_justify="left")
     table.add_column("method")
