@@ -46,7 +46,7 @@ def gated_delta_rule(
     *,
     scale: float | Float[Array, ""] | None = None,
     initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
@@ -68,7 +68,8 @@ def gated_delta_rule(
       scale: factor of the output, K ** -0.5 by default; 0.0 is legal.
       initial_state: state before the first token [N, HO, K, V] (or [N, HO, V, K]), None for zeros.
       cu_seqlens: [N + 1] ascending integers from 0; B = 1 and sequence n owns tokens [cu[n], cu[n + 1]). A
-        sequence may be empty (its state passes through); tokens past cu[-1] are padding with output 0.
+        sequence may be empty (its state passes through); tokens past cu[-1] are padding with output 0. Given as a
+        NumPy array (or a JAX array that is not traced) the GPU kernels split their work by the true lengths.
       segment_ids: [B, T] integers; the state starts from zero at every change of id. The initial state feeds the
         first segment and the final state belongs to the last one. Exclusive with cu_seqlens.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6).
@@ -96,6 +97,8 @@ def gated_delta_rule(
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
     elif supported[implementation] is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
+    known = _known_lengths(cu_seqlens) if implementation == "mosaic_gpu" else None
+    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     if _debug_checks:
         _check_values(g, cu_seqlens)
 
@@ -104,7 +107,7 @@ def gated_delta_rule(
     if implementation != "mosaic_gpu":
         options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
         return _run_xla(arrays, scale, options)
-    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size)
+    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known)
     if isinstance(scale, (int, float)):
         return _run_kernels(arrays, float(scale), options)
     o, final = _run_kernels(arrays, 1.0, options)
@@ -269,6 +272,14 @@ class _Options(NamedTuple):
     use_qk_l2norm: bool
     state_layout: str
     chunk_size: int
+    known_lengths: bytes | None = None
+    """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
+
+
+def _known_lengths(cu_seqlens: jax.Array | np.ndarray | None) -> bytes | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
+        return None
+    return np.asarray(cu_seqlens).astype(np.int64).tobytes()
 
 
 def _run_xla(x: _Arrays, scale: float | jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
@@ -296,10 +307,11 @@ def _run_kernels(x: _Arrays, scale: float, options: _Options) -> tuple[jax.Array
     """The call by the GPU kernels; its gradients are those of the chunked form."""
     from pallas_kernels import gdn
 
+    known = options.known_lengths
     o, final, _ = gdn.forward(
         *x[:6],
         scale=scale,
-        cu_seqlens=x.cu_seqlens,
+        cu_seqlens=x.cu_seqlens if known is None else np.frombuffer(known, np.int64),
         segment_ids=x.segment_ids,
         use_qk_l2norm=options.use_qk_l2norm,
         state_layout=options.state_layout,
