@@ -1,0 +1,269 @@
+"""Gradients of the gated delta rule on Hopper: composition of the kernels and padding. No device code.
+
+    state_adjoints (states forward and adjoints backward)  ->  gradients (everything else, all chunks in parallel)
+
+Memory: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u, V for each token and head.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.shapes import Dims
+from pallas_kernels import gradients as gradients_kernel
+from pallas_kernels import state_adjoints as chains_kernel
+from pallas_kernels.common import CHUNK, LOG2_E, NUM_SMS, RESET_G2, round_up
+from pallas_kernels.gdn import GRANULE, Residuals, known_lengths
+from pallas_kernels.gradients import gradients
+from pallas_kernels.state_adjoints import VisitTables, state_adjoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the backward runs, not what it computes. None stands for a choice from the shapes."""
+
+    state_warpgroups: int | None = None
+    """64-row tiles of the state in one CTA of the chains, 1 or 2."""
+    chains: chains_kernel.Config | None = None
+    gradients: gradients_kernel.Config | None = None
+
+
+class Cotangents(NamedTuple):
+    """Of the inputs, each in its input's dtype; None where the input is None."""
+
+    dq: Float[Array, "B T Hq K"]
+    dk: Float[Array, "B T Hk K"]
+    dv: Float[Array, "B T HV V"]
+    dg: Float[Array, "B T HO"] | None
+    dbeta: Float[Array, "B T HO"] | None
+    dh_0: Float[Array, "N HO _ _"] | None
+
+
+def backward_supported(dims: Dims, dtype, *, packed: bool = False) -> str | None:
+    """Why these kernels cannot run the backward of a call that the forward's accept; None if they can.
+
+    Args:
+      dims: of gdn_jax.shapes.
+      dtype: of q, k and v.
+      packed: whether cu_seqlens is given.
+    """
+    if dtype != jnp.bfloat16:
+        return f"q, k and v are {jnp.dtype(dtype).name}; the backward takes bfloat16 (float16 has no room for u and dv)"
+    if dims.K > 128:
+        return f"K = {dims.K}; the backward goes up to 128"
+    chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
+    if chunks * dims.HO * round_up(dims.K, GRANULE) * round_up(dims.V, GRANULE) >= 2**40:
+        return "the states of all chunks are larger than the offsets of a bulk copy"
+    return None
+
+
+def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
+    """Chunks that each sequence of packed rows touches, the padding being one more. In NumPy where cu_seqlens is."""
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    N = cu_seqlens.shape[0] - 1
+    borders = xp.concatenate([cu_seqlens, xp.full((1,), T, np.int32)])
+    begin, end = borders[:-1], borders[1:]
+    chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
+    first = xp.concatenate([xp.zeros((1,), np.int32), xp.cumsum(chunks, dtype=np.int32)])
+    visit = xp.arange(-(-T // CHUNK) + N, dtype=np.int32)
+    sequence = xp.minimum(xp.searchsorted(first[1:], visit, side="right"), N)
+    return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
+
+
+def choose_warpgroups(dims: Dims, K: int, V: int, sms: int = NUM_SMS) -> int:
+    """State warpgroups of a CTA of the chains: two once that still fills the GPU.
+
+    Args:
+      K, V: padded widths.
+    """
+    if V % (2 * GRANULE) or K > 128:
+        return 1
+    return 2 if dims.N * dims.HO * V // (2 * GRANULE) * 2 > sms else 1
+
+
+def backward(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None,
+    beta: Float[Array, "B T HO"] | None,
+    initial_state: Float[Array, "N HO _ _"] | None,
+    residuals: Residuals,
+    do: Float[Array, "B T HO V"],
+    dfinal: Float[Array, "N HO _ _"] | None,
+    *,
+    scale: float,
+    cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state_layout: str = "kv",
+    config: Config | None = None,
+    interpret=None,
+) -> Cotangents:
+    """Gradients of <do, o> + <dfinal, final state> for a call that backward_supported accepts.
+
+    Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
+      residuals: of gdn.forward on the same arguments. Its beta_t and a are those of max(beta, BETA_FLOOR).
+      do, dfinal: cotangents of both outputs; dfinal None for zeros.
+      config: None for a choice from the shapes.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      Cotangents in the dtypes of the arguments.
+
+    Numerics: operands of products rounded to bfloat16, sums, gates and states in float32; states and adjoints at the
+      borders of chunks, u and dv are kept in bfloat16. dg is 0 at resets (g below -104, where exp(g) is 0 in float32).
+    """
+    config = config or Config()
+    B, T = q.shape[:2]
+    batch = residuals.g2_cum.shape[0]
+    if batch != B:  # sequences of equal lengths ran as a batch
+        split = functools.partial(_split_batch, batch=batch)
+        arrays = (split(x) for x in (q, k, v, g, beta))
+        out = backward(
+            *arrays,
+            initial_state,
+            residuals,
+            split(do),
+            dfinal,
+            scale=scale,
+            state_layout=state_layout,
+            config=config,
+            interpret=interpret,
+        )
+        return Cotangents(*(None if x is None else x.reshape(B, T, *x.shape[2:]) for x in out[:5]), out.dh_0)
+    tables = None
+    if cu_seqlens is not None:
+        known = known_lengths(cu_seqlens)
+        starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
+        tables = visit_tables(starts, round_up(T, 8))
+    static = _Static(float(scale), state_layout == "kv", config, interpret)
+    return _run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
+
+
+class _Static(NamedTuple):
+    """What a compiled backward is made for, besides shapes."""
+
+    scale: float
+    kv_layout: bool
+    config: Config
+    interpret: Any
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(
+    static: _Static, q, k, v, g, beta, initial_state, residuals: Residuals, do, dfinal, segment_ids, tables
+) -> Cotangents:
+    """The kernels in order, with the padding around them."""
+    (B, T, Hk, K), Hq, (HV, V) = k.shape, q.shape[2], v.shape[2:]
+    HO = max(Hq, HV)
+    N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
+    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
+    chains_config = static.config.chains or chains_kernel.Config.default(
+        K64, static.config.state_warpgroups or choose_warpgroups(dims, K64, V64)
+    )
+    state_shape = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
+    q8, k8 = _pad(q, (B, T8, Hq, K64)), _pad(k, (B, T8, Hk, K64))
+    v8, do8 = _pad(v, (B, T8, HV, V64)), _pad(do.astype(v.dtype), (B, T8, HO, V64))
+    s0, ds1 = (
+        None if x is None else _pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
+    )
+    options = dict(scale=static.scale, interpret=static.interpret)
+    chains = state_adjoints(
+        q8,
+        k8,
+        v8,
+        do8,
+        residuals.g2_cum,
+        residuals.a,
+        s0,
+        ds1,
+        tables,
+        kv_layout=static.kv_layout,
+        with_ds0=s0 is not None,
+        config=chains_config,
+        **options,
+    )
+    sums = gradients(
+        q8,
+        k8,
+        do8,
+        chains.u,
+        chains.dv,
+        chains.h,
+        chains.dh,
+        residuals.g2_cum,
+        residuals.beta_t,
+        tables,
+        config=static.config.gradients,
+        **options,
+    )
+    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dbeta))
+    if g is not None:
+        dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
+    dh_0 = None
+    if initial_state is not None:
+        shape = (K, V) if static.kv_layout else (V, K)
+        dh_0 = chains.ds0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+    return Cotangents(
+        _sum_heads(sums.dq, Hq)[:, :T, :, :K],
+        sums.dk[:, :T, :, :K],
+        _sum_heads(chains.dv, HV)[:, :T, :, :V],
+        None if g is None else dg,
+        None if beta is None else dbeta.astype(beta.dtype),
+        dh_0,
+    )
+
+
+def _split_batch(x, batch: int):
+    return None if x is None else x.reshape(batch, -1, *x.shape[2:])
+
+
+def _pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape, strict=True)])
+
+
+def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Sums over the heads that read one head of an input."""
+    B, T, H, D = x.shape
+    if heads == H:
+        return x
+    return jnp.sum(x.reshape(B, T, heads, H // heads, D).astype(jnp.float32), axis=3).astype(x.dtype)
+
+
+def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:
+    """[visits, HO, C] as [B, T, HO]; 0 for the padding of packed rows."""
+    HO = x.shape[1]
+    if tables is None:
+        return x.reshape(B, -1, HO, CHUNK).swapaxes(2, 3).reshape(B, -1, HO)[:, :T]
+    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
+    token = jnp.arange(T, dtype=jnp.int32)
+    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
+    visit = first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK
+    rows = x.swapaxes(1, 2).reshape(-1, HO)[visit * CHUNK + token % CHUNK]
+    return jnp.where((token < cu[-1])[:, None], rows, 0.0)[None]
+
+
+def _has_no_past(g, segment_ids, initial_state, tables: VisitTables | None) -> jax.Array:
+    """[B, T, HO or 1] tokens whose gate multiplies nothing: after a reset, or zeros before the first token."""
+    none = g.astype(jnp.float32) * LOG2_E <= RESET_G2
+    if segment_ids is not None:
+        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        none = none | changes[..., None]
+    if initial_state is None:
+        token = lax.broadcasted_iota(jnp.int32, g.shape[:2], 1)
+        if tables is None:
+            is_first = token == 0
+        else:
+            starts = jnp.zeros((g.shape[1],), bool).at[jnp.asarray(tables.cu_seqlens)].set(True, mode="drop")
+            is_first = starts[None]
+        none = none | is_first[..., None]
+    return none

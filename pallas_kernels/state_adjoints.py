@@ -1,0 +1,613 @@
+"""The two chains of the backward: states forward and their adjoints backward, chunk by chunk, in one launch.
+
+With states transposed, S and dS [V, K], and for one chunk (all of it float32 but the operands of products)
+
+    states:    W = V^T - (S K^T) D           U = W T^T            S <- gl S + (U Dr) K
+    adjoints:  Z = (dS K^T) Dr + dO^T P      dV = Z T             dS <- gl dS + scale (dO^T D) Q - (dV D) K
+
+where T = a * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = A diag(beta). U and dV [V, C] are transposed: U holds
+the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of the adjoint of the
+inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
+
+Work: one CTA takes `state_warpgroups` tiles of 64 rows of S or of dS (64 columns of V) of one head of one item. An
+item is a sequence. All sequences lie on one grid of chunks of 64 tokens. The item of a sequence of packed rows
+walks the chunks it touches; each (chunk, sequence) that touches it is a visit. In a chunk shared with another sequence the
+tokens of the others are replaced: zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
+
+Threads (warpgroups): the first ones hold S or dS in registers; the last one, the helper, loads everything by bulk
+copies and makes T, P, D and Dr for the next chunk.
+
+| barrier   | arrives                                  | waits                                            |
+|-----------|------------------------------------------|--------------------------------------------------|
+| loaded    | bulk copies of k, g2_cum, a and v or do  | helper; state warpgroups unless rows are packed  |
+| loaded_q  | bulk copy of q (adjoints only)           | helper                                           |
+| prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
+| consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
+
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32,
+a [B, HO, NT C, C], s0 and ds1 [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+Outputs (GMEM): h, dh [visits, HO, V, K]: S before and dS after each chunk; u [visits, HO, C, V]; dv [B, T, HO, V];
+ds0 [N, HO, V, K] or [.., K, V] f32 (optional).
+Shared memory: Config.smem_bytes, 179 KB at K = V = 128 with two state warpgroups and two stages.
+Hardware: compute capability 9.0. Limits: K and V multiples of 64; T a multiple of 8.
+Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
+512 for two), or the kernel waits for ever.
+Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of its triangular solve.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import (
+    CHUNK,
+    COL,
+    COMPILER_PARAMS,
+    ROW,
+    SMEM_LIMIT,
+    WGMMA,
+    WGMMA_TRANSPOSED,
+    Device,
+    along_columns,
+    along_rows,
+    grid_index,
+    iota,
+    store_any,
+    tiling,
+    transposed,
+    zeros,
+)
+
+ROWS = 64
+"""Rows of S^T that one state warpgroup holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the chains run, not what they compute."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's q, k, a and gates; one gives twice the CTAs."""
+    stages: int = 2
+    """Chunks in flight."""
+    state_in_smem: bool = False
+    """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
+    helper_registers: int = 72
+    state_registers: int = 216
+    auto_barriers: bool = False
+    """Lets Pallas put a barrier around every access to shared memory: slower, never needed here."""
+
+    def smem_bytes(self, K: int) -> int:
+        """Shared memory of a CTA."""
+        rows = ROWS * self.state_warpgroups
+        stage = 2 * CHUNK * (2 * K + rows + 2 * CHUNK) + 3 * 4 * CHUNK
+        return self.stages * stage + 2 * rows * (K + CHUNK) + 1024
+
+    @classmethod
+    def default(cls, K: int, state_warpgroups: int) -> "Config":
+        """Most stages that fit beside the operands that K needs."""
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (72, 216)}[state_warpgroups]
+        for stages in (4, 3, 2, 1):
+            config = cls(state_warpgroups, stages, K > 128, *registers)
+            if config.smem_bytes(K) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 256")
+
+
+class VisitTables(NamedTuple):
+    """Where the sequences of packed rows lie (B = 1). The padding past the last one counts as sequence N."""
+
+    cu_seqlens: Int[Array, " N1"]
+    first_visit: Int[Array, " N2"]
+    """First visit of each sequence and of the padding, and the number of visits."""
+    sequence: Int[Array, " visits"]
+    """Sequence of each visit."""
+
+
+class Span(NamedTuple):
+    """Tokens [begin, end) of a row that a CTA works on, and the chunks they touch."""
+
+    row: jax.Array
+    sequence: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    first_chunk: jax.Array
+    num_chunks: jax.Array
+    first_visit: jax.Array
+    is_padding: jax.Array | bool
+
+
+def dense_span(row: jax.Array, T: int) -> Span:
+    """Span of a row that is one sequence."""
+    num_chunks = jnp.int32(-(-T // CHUNK))
+    zero = jnp.int32(0)
+    return Span(row, row, zero, num_chunks * CHUNK, zero, num_chunks, row * num_chunks, False)
+
+
+def packed_span(n: jax.Array, T: int, N: int, cu, first_visit) -> Span:
+    """Span of sequence n of packed rows; n = N is the padding."""
+    is_padding = n >= N
+    begin = cu[jnp.minimum(n, N)]
+    end = jnp.where(is_padding, T, cu[jnp.minimum(n + 1, N)])
+    first = lax.div(begin, CHUNK)
+    chunks = jnp.where(end > begin, lax.div(end + CHUNK - 1, CHUNK) - first, 0)
+    return Span(jnp.int32(0), n, begin, end, first, chunks, first_visit[jnp.minimum(n, N)], is_padding)
+
+
+def owned_rows(span: Span, chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows [begin, end) of a chunk are the span's; whether that is not all of them."""
+    start = chunk * CHUNK
+    begin, end = jnp.maximum(span.begin - start, 0), jnp.minimum(span.end - start, CHUNK)
+    return begin, end, (begin > 0) | (end < CHUNK)
+
+
+def owned(shape: tuple[int, int], dimension: int, begin, end) -> jax.Array:
+    """Which entries have an index of [begin, end) along a dimension."""
+    index = iota(shape, dimension)
+    return (index >= begin) & (index < end)
+
+
+def keep_owned_rows(ref, begin, end) -> None:
+    """Zeroes the rows of a tile outside [begin, end), 64 columns at a time."""
+    for column in range(0, ref.shape[1], CHUNK):
+        part = ref.at[:, column : column + CHUNK]
+        x = plgpu.load(part, layout=WGMMA)
+        part[...] = jnp.where(owned(x.shape, 0, begin, end), x, jnp.zeros((), x.dtype))
+
+
+def keep_owned_gates(g_smem, begin, end) -> None:
+    """Before the first owned token no decay, after the last one the last sum: all exponents stay <= 0."""
+    last = g_smem[end - 1]
+    g = plgpu.load(g_smem, layout=ROW)
+    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
+    g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
+
+
+def gamma_of(g_smem) -> tuple[jax.Array, jax.Array]:
+    """G in layout ROW, and Gamma [C, C]."""
+    shape = (CHUNK, CHUNK)
+    g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
+    difference = along_rows(g_rows, CHUNK) - along_columns(g_columns, CHUNK)
+    return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
+
+
+def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> jax.Array:
+    """start plus the products that body(add) gives to add(a, b); waited for at the end."""
+    if dev.interpreted:
+        total = [start]
+
+        def add(a, b):
+            total[0] = total[0] + dev.product(a, b)
+
+        body(add)
+        return total[0]
+    return pl.run_state(lambda acc: body(functools.partial(plgpu.wgmma, acc)))(plgpu.ACC.init(start))
+
+
+def store_rows(source_smem, destination, begin, end) -> None:
+    """Rows [begin, end) of an untiled tile to memory, one by one; destination(row) is where a row goes."""
+
+    def one(t, _):
+        plgpu.copy_smem_to_gmem(source_smem.at[t], destination(t))
+        return ()
+
+    lax.fori_loop(begin, end, one, ())
+
+
+class _Sizes(NamedTuple):
+    """Static sizes and switches of one kernel."""
+
+    T: int
+    N: int
+    Hq: int
+    Hk: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    tiles: int
+    """Tiles of state_warpgroups x 64 rows of a head."""
+    items: int
+    scale: float
+    packed: bool
+    has_s0: bool
+    has_ds1: bool
+    has_ds0: bool
+    kv_layout: bool
+
+
+def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
+    refs = list(refs)
+    q_gmem, k_gmem, v_gmem, do_gmem, g_gmem, a_gmem = (refs.pop(0) for _ in range(6))
+    s0_gmem = refs.pop(0) if sizes.has_s0 else None
+    ds1_gmem = refs.pop(0) if sizes.has_ds1 else None
+    tables = [refs.pop(0) for _ in range(2 * sizes.packed)]
+    h_gmem, u_gmem, dh_gmem, dv_gmem = (refs.pop(0) for _ in range(4))
+    ds0_gmem = refs.pop(0) if sizes.has_ds0 else None
+    q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem, g_smem, d_smem, dr_smem = refs[:10]
+    loaded, loaded_q, prepared, consumed = refs[10:]
+
+    dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
+    stages, num_state, K = config.stages, config.state_warpgroups, sizes.K
+    columns = num_state * ROWS
+
+    # The adjoints come first: their chunks take longer.
+    ctas = sizes.items * sizes.HO * sizes.tiles
+    adjoint = grid_index() < ctas
+    cta = jnp.where(adjoint, grid_index(), grid_index() - ctas)
+    wg = lax.axis_index("wg").astype(jnp.int32)
+    tile = lax.rem(cta, sizes.tiles)
+    head = lax.rem(lax.div(cta, sizes.tiles), sizes.HO)
+    index = lax.div(cta, sizes.tiles * sizes.HO)
+    span = packed_span(index, sizes.T, sizes.N, *tables) if sizes.packed else dense_span(index, sizes.T)
+    chunks = jnp.where(span.is_padding, 0, span.num_chunks) if sizes.packed else span.num_chunks
+
+    def head_of(count):
+        return lax.div(head, sizes.HO // count)
+
+    def chunk_of(i):
+        return span.first_chunk + jnp.where(adjoint, chunks - 1 - i, i)
+
+    def visit_of(i):
+        return span.first_visit + jnp.where(adjoint, chunks - 1 - i, i)
+
+    # Helper
+
+    def load(i, stage):
+        tokens = pl.ds(chunk_of(i) * CHUNK, CHUNK)
+        own_columns = pl.ds(tile * columns, columns)
+
+        def copy(source, destination, barrier=loaded):
+            plgpu.copy_gmem_to_smem(source, destination, barrier.at[stage])
+
+        copy(k_gmem.at[span.row, tokens, head_of(sizes.Hk)], k_smem.at[stage])
+        copy(a_gmem.at[span.row, head, tokens], t_smem.at[stage])
+        copy(g_gmem.at[span.row, head, tokens], g_smem.at[stage])
+
+        @pl.when(adjoint)
+        def _():
+            copy(do_gmem.at[span.row, tokens, head, own_columns], x_smem.at[stage])
+            copy(q_gmem.at[span.row, tokens, head_of(sizes.Hq)], q_smem.at[stage], loaded_q)
+
+        @pl.when(jnp.logical_not(adjoint))
+        def _():
+            copy(v_gmem.at[span.row, tokens, head_of(sizes.HV), own_columns], x_smem.at[stage])
+
+    def replace_foreign_tokens(i, stage):
+        begin, end, is_shared = owned_rows(span, chunk_of(i))
+
+        @pl.when(is_shared)
+        def _():
+            for ref in (k_smem, x_smem, t_smem):
+                keep_owned_rows(ref.at[stage], begin, end)
+            pl.when(adjoint)(lambda: keep_owned_rows(q_smem.at[stage], begin, end))
+            t_tile = t_smem.at[stage]
+            x = plgpu.load(t_tile, layout=WGMMA)
+            t_tile[...] = jnp.where(owned(x.shape, 1, begin, end), x, jnp.zeros((), x.dtype))
+            keep_owned_gates(g_smem.at[stage], begin, end)
+            plgpu.commit_smem()
+
+    def prepare(stage):
+        t_tile = t_smem.at[stage]
+        g_rows, gamma = gamma_of(g_smem.at[stage])
+        d_smem.at[stage][...] = jnp.exp2(g_rows)
+        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
+        t_tile[...] = (plgpu.load(t_tile, layout=WGMMA).astype(f32) * gamma).astype(dtype)
+
+        @pl.when(adjoint)
+        def _():
+            p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage])) * gamma
+            p_smem.at[stage][...] = (p * sizes.scale).astype(dtype)
+
+    @pl.when(wg == num_state)
+    def helper():
+        plgpu.set_max_registers(config.helper_registers, action="decrease")
+        for j in range(max(stages - 1, 1)):
+            pl.when(j < chunks)(functools.partial(load, jnp.int32(j), j))
+
+        def step(i, _):
+            stage, previous = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+            plgpu.barrier_wait(loaded.at[stage])
+            pl.when(adjoint)(lambda: plgpu.barrier_wait(loaded_q.at[stage]))
+            if sizes.packed:
+                replace_foreign_tokens(i, stage)
+            prepare(stage)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(prepared.at[stage])
+            if stages > 1:
+                pl.when(i >= 1)(lambda: plgpu.barrier_wait(consumed.at[previous]))
+                pl.when(i + stages - 1 < chunks)(lambda: load(i + stages - 1, previous))
+            else:
+                plgpu.barrier_wait(consumed.at[stage])
+                pl.when(i + 1 < chunks)(lambda: load(i + 1, stage))
+            return ()
+
+        lax.fori_loop(0, chunks, step, ())
+        if stages > 1:
+            pl.when(chunks > 0)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(chunks - 1, stages)]))
+
+    # State warpgroups
+
+    row_tile = tile * num_state + wg
+    rows = pl.ds(row_tile * ROWS, ROWS)
+    s_tile = s_smem.at[pl.ds(wg * ROWS, ROWS)]
+    out_tile, out_flat = out_smem if sizes.packed else (out_smem, None)
+
+    def read_state(source):
+        """Rows of a state [V, K] or [K, V] in memory."""
+        source = source.at[jnp.minimum(span.sequence, source.shape[0] - 1), head]  # the padding reads any
+        if sizes.kv_layout:
+            source = transposed(source.at[:, rows])
+            return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
+        return plgpu.load(source.at[rows], layout=WGMMA, optimized=False)
+
+    def write_ds0(s):
+        target = ds0_gmem.at[span.sequence, head]
+        if sizes.kv_layout:
+            transposed(target.at[:, rows])[...] = plgpu.layout_cast(s, WGMMA_TRANSPOSED)
+        else:
+            target.at[rows][...] = s
+
+    def store_state(i, rounded, destination):
+        """S rounded to memory, through the tile that is also an operand with state_in_smem. The last output of the
+        step before may still be on its way: only the state of that step must have left."""
+        plgpu.wait_smem_to_gmem(0 if sizes.packed else 1, wait_read_only=True)
+        s_tile[...] = rounded
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s_tile, destination.at[visit_of(i), head, rows])
+
+    def store_output(x_t, destination):
+        """x_t transposed, [C, 64 columns of V], to memory."""
+        plgpu.wait_smem_to_gmem(0 if sizes.packed else 1, wait_read_only=True)
+        transposed(out_tile.at[wg])[...] = x_t
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_tile.at[wg], destination.at[:, rows])
+
+    def store_dv(chunk, dv_t):
+        target = dv_gmem.at[span.row, pl.ds(chunk * CHUNK, CHUNK), head]
+        if not sizes.packed:
+            return store_output(dv_t, target)
+        begin, end, is_shared = owned_rows(span, chunk)
+
+        @pl.when(is_shared)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_any(transposed(out_flat.at[wg]), dv_t)
+            plgpu.commit_smem()
+            token = chunk * CHUNK
+            store_rows(out_flat.at[wg], lambda t: dv_gmem.at[span.row, token + t, head, rows], begin, end)
+
+        pl.when(jnp.logical_not(is_shared))(lambda: store_output(dv_t, target))
+
+    def clear_padding():
+        def clear(i, _):
+            store_dv(span.first_chunk + i, zeros((ROWS, CHUNK), dtype))
+            return ()
+
+        lax.fori_loop(0, span.num_chunks, clear, ())
+
+    def walk(start, step):
+        """Repeats s <- step(i, stage, s, s as operand) over the chunks."""
+
+        def one(i, carry):
+            s, operand = carry
+            stage = lax.rem(i, stages)
+            s = step(i, stage, s, s_tile if config.state_in_smem else operand)
+            dev.release(consumed.at[stage])
+            return s, s.astype(dtype)
+
+        return lax.fori_loop(0, chunks, one, (start, start.astype(dtype)))[0]
+
+    def vector(smem, stage):
+        return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
+
+    def x_tile(stage):
+        return transposed(x_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)])
+
+    def state_step(i, stage, s, rounded):
+        k_tile = k_smem.at[stage]
+        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+
+        def solve(read):
+            if config.state_in_smem:
+                store_state(i, s.astype(dtype), h_gmem)
+                read = dev.issue(read, s_tile, transposed(k_tile))
+            else:
+                read = dev.issue(read, rounded, transposed(k_tile))
+                store_state(i, rounded, h_gmem)
+            v_t = plgpu.load(x_tile(stage), layout=WGMMA)
+            if not sizes.packed:
+                plgpu.barrier_wait(prepared.at[stage])
+            d = vector(d_smem, stage)
+            return (v_t.astype(f32) - d * dev.collect(read)).astype(dtype)
+
+        w = pl.run_scoped(solve, plgpu.ACC((ROWS, CHUNK), f32))
+
+        def correct(u):
+            u = dev.issue(u, w, transposed(t_smem.at[stage]))
+            dr = vector(dr_smem, stage)
+            decayed = lax.optimization_barrier(s * jnp.exp2(g_smem[stage, CHUNK - 1]))
+            return dev.collect(u), dr, decayed
+
+        u, dr, decayed = pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
+
+        def write(add):
+            add((u * dr).astype(dtype), k_tile)
+            store_output(u.astype(dtype), u_gmem.at[visit_of(i), head])
+
+        return accumulate_while(dev, decayed, write)
+
+    def adjoint_step(i, stage, s, rounded):
+        k_tile, q_tile = k_smem.at[stage], q_smem.at[stage]
+        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+
+        def solve(late, attended):
+            if config.state_in_smem:
+                store_state(i, s.astype(dtype), dh_gmem)
+                late = dev.issue(late, s_tile, transposed(k_tile))
+            else:
+                late = dev.issue(late, rounded, transposed(k_tile))
+                store_state(i, rounded, dh_gmem)
+            if not sizes.packed:
+                plgpu.barrier_wait(prepared.at[stage])
+            attended = dev.issue(attended, x_tile(stage), p_smem.at[stage])
+            do_t = plgpu.load(x_tile(stage), layout=WGMMA).astype(f32)
+            do_scaled = (do_t * (vector(d_smem, stage) * sizes.scale)).astype(dtype)
+            decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
+
+            def write(add):
+                add(do_scaled, q_tile)
+                z = dev.collect(late, 2) * vector(dr_smem, stage) + dev.collect(attended, 1)
+                dv = dev.product(z.astype(dtype), t_smem.at[stage])
+                add((dv * -vector(d_smem, stage)).astype(dtype), k_tile)
+                store_dv(chunk_of(i), dv.astype(dtype))
+
+            return accumulate_while(dev, decayed, write)
+
+        accumulator = plgpu.ACC((ROWS, CHUNK), f32)
+        return pl.run_scoped(solve, accumulator, accumulator)
+
+    @pl.when((wg < num_state) & jnp.logical_not(adjoint))
+    def states():
+        plgpu.set_max_registers(config.state_registers, action="increase")
+        start = read_state(s0_gmem) if sizes.has_s0 else zeros((ROWS, K), f32)
+        walk(start, state_step)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when((wg < num_state) & adjoint)
+    def adjoints():
+        plgpu.set_max_registers(config.state_registers, action="increase")
+        start = read_state(ds1_gmem) if sizes.has_ds1 else zeros((ROWS, K), f32)
+        ds0 = walk(start, adjoint_step)
+        if sizes.has_ds0:
+            real = jnp.logical_not(span.is_padding) if sizes.packed else span.num_chunks >= 0
+            pl.when(real)(lambda: write_ds0(ds0))
+        if sizes.packed:
+            pl.when(span.is_padding)(clear_padding)
+        plgpu.wait_smem_to_gmem(0)
+
+
+class Chains(NamedTuple):
+    """What the gradients are made of."""
+
+    h: Float[Array, "visits HO V K"]
+    u: Float[Array, "visits HO C V"]
+    dh: Float[Array, "visits HO V K"]
+    dv: Float[Array, "B T HO V"]
+    ds0: Float[Array, "N HO _ _"] | None
+
+
+def state_adjoints(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    do: Float[Array, "B T HO V"],
+    g2_cum: Float[Array, "B HO T64"],
+    a: Float[Array, "B HO T64 C"],
+    s0: Float[Array, "N HO _ _"] | None,
+    ds1: Float[Array, "N HO _ _"] | None,
+    tables: VisitTables | None,
+    *,
+    scale: float,
+    kv_layout: bool = False,
+    with_ds0: bool = True,
+    config: Config | None = None,
+    interpret=None,
+) -> Chains:
+    """Both chains over all chunks; see the module docstring.
+
+    Args:
+      q, k, v, do: bfloat16, K and V multiples of 64, T a multiple of 8.
+      g2_cum, a: of chunk_gates and tril_inverse.
+      s0: initial states, float32, None for zeros.
+      ds1: cotangents of the final states, float32, None for zeros.
+      tables: of packed rows (B = 1), None when every row of the batch is one sequence.
+      scale: factor of the output.
+      kv_layout: whether s0, ds1 and ds0 are [K, V]; else [V, K].
+      with_ds0: whether the cotangents of the initial states are written.
+    """
+    B, T, Hk, K = k.shape
+    HV, V = v.shape[2:]
+    HO, num_chunks = a.shape[1], -(-T // CHUNK)
+    packed = tables is not None
+    N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    visits = B * num_chunks if tables is None else tables.sequence.shape[0]
+    config = config or Config.default(K, 2 if V % (2 * ROWS) == 0 and K <= 128 else 1)
+    n, stages = config.state_warpgroups, config.stages
+    if V % (ROWS * n):
+        raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
+    sizes = _Sizes(
+        T=T,
+        N=N,
+        Hq=q.shape[2],
+        Hk=Hk,
+        HV=HV,
+        HO=HO,
+        K=K,
+        V=V,
+        tiles=V // (ROWS * n),
+        items=N + packed,
+        scale=scale,
+        packed=packed,
+        has_s0=s0 is not None,
+        has_ds1=ds1 is not None,
+        has_ds0=with_ds0,
+        kv_layout=kv_layout,
+    )
+    dtype, f32 = k.dtype, jnp.float32
+    state = jax.ShapeDtypeStruct((visits, HO, V, K), dtype)
+    out_type = [
+        state,
+        jax.ShapeDtypeStruct((visits, HO, CHUNK, V), dtype),
+        state,
+        jax.ShapeDtypeStruct((B, T, HO, V), dtype),
+    ]
+    if with_ds0:
+        out_type.append(jax.ShapeDtypeStruct((N, HO, K, V) if kv_layout else (N, HO, V, K), f32))
+
+    def tiles(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=tiling(128))
+
+    out_tile = tiles(n, CHUNK, ROWS)
+    if packed:
+        out_tile = plgpu.RefUnion(out_tile, plgpu.SMEM((n, CHUNK, ROWS), dtype))
+    vectors = plgpu.SMEM((stages, CHUNK), f32)
+    inputs = [q, k, v, do, g2_cum, a, s0, ds1, *(() if tables is None else tables[:2])]
+    outputs = plgpu.kernel(
+        functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
+        out_type=tuple(out_type),
+        scratch_types=(
+            tiles(stages, CHUNK, K),
+            tiles(stages, CHUNK, K),
+            tiles(stages, CHUNK, ROWS * n),
+            tiles(stages, CHUNK, CHUNK),
+            tiles(stages, CHUNK, CHUNK),
+            tiles(ROWS * n, K),
+            out_tile,
+            vectors,
+            vectors,
+            vectors,
+            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=n, num_barriers=stages),
+        ),
+        grid=(2 * sizes.items * HO * sizes.tiles,),
+        grid_names=("cta",),
+        num_threads=n + 1,
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
+        ),
+    )(*(x for x in inputs if x is not None))
+    return Chains(*outputs[:4], outputs[4] if with_ds0 else None)

@@ -1,0 +1,91 @@
+"""The backward kernels without a GPU: they lower, and every gradient is right and free of races, interpreted."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from tolerances import GRADIENTS, assert_close, head_axis, tolerance
+
+from gdn_jax.shapes import Dims
+from pallas_kernels import backward, gdn
+from pallas_kernels import gradients as gradients_kernel
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def residuals_of(case: cases.Case, x: cases.Inputs) -> gdn.Residuals:
+    """What the forward hands over, in NumPy float64, rounded at the end."""
+    B, T, HO, Hk = case.B, case.T, case.HO, case.heads[1]
+    T64 = -(-T // 64) * 64
+    cu = [0] if x.cu_seqlens is None else x.cu_seqlens
+    first = np.array([max(0, max(s for s in cu if s <= t) - t // 64 * 64) for t in range(T64)])
+    g = np.zeros((B, T, HO)) if x.g is None else x.g.astype(np.float64)
+    beta = np.ones((B, T, HO)) if x.beta is None else x.beta.astype(np.float64)
+    beta = np.maximum(beta, gradients_kernel.BETA_FLOOR)
+    if x.segment_ids is not None:
+        changes = np.diff(x.segment_ids, axis=1, prepend=x.segment_ids[:, :1]) != 0
+        g = np.where(changes[..., None], -np.inf, g)
+    g2 = np.maximum(g / np.log(2), -150)
+    g2_cum, beta_t = np.zeros((2, B, HO, T64))
+    beta_t[..., :T] = beta.swapaxes(1, 2)
+    a = np.zeros((B, HO, T64, 64))
+    k = np.zeros((B, T64, Hk, case.K))
+    k[:, :T] = x.k
+    for t in range(T64):
+        start = t // 64 * 64 + first[t]
+        g2_cum[..., t] = g2[:, start : t + 1].sum(1)
+    for b in range(B):
+        for i in range(HO):
+            for start in range(0, T64, 64):
+                s = slice(start, start + 64)
+                kc = k[b, s, i // (HO // Hk)]
+                same = np.arange(64) >= first[s, None]
+                L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
+                a[b, i, s] = np.linalg.inv(np.eye(64) + L) * beta_t[b, i, s]
+    f32 = np.float32
+    return gdn.Residuals(
+        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a.astype(ml_dtypes.bfloat16))), None
+    )
+
+
+def run(case: cases.Case, config=None, interpret=INTERPRET):
+    """(gradients of the oracle, cotangents of the kernels)."""
+    x = cases.inputs(case, "bfloat16")
+    options = {name: value for name, value in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")}
+    expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
+    options["scale"] = case.K**-0.5 if case.scale is None else case.scale
+    arrays = (None if y is None else jnp.asarray(y) for y in x[:6])
+    got = backward.backward(
+        *arrays,
+        residuals_of(case, x),
+        jnp.asarray(x.do),
+        jnp.asarray(x.dh_T),
+        cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens),
+        segment_ids=None if x.segment_ids is None else jnp.asarray(x.segment_ids),
+        config=config,
+        interpret=interpret,
+        **options,
+    )
+    return expected, got
+
+
+SMALL = backward.Config(gradients=gradients_kernel.Config(stages=2, ctas=2, helper_registers=208))
+C = cases.Case
+CASES = (
+    C("two tiles", T=200, B=1, heads=(1, 1, 2), K=128, V=128),
+    C("one head each", T=128, B=1, heads=(2, 2, 2), K=64, V=64),
+    C("short, padded", T=70, B=2, heads=(1, 1, 1), K=60, V=40),
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_gradients_in_the_interpreter(case):
+    expected, got = run(case, SMALL)
+    for name, e, x in zip(GRADIENTS, expected, got, strict=True):
+        assert (e is None) == (x is None)
+        if e is not None:
+            assert_close(e, np.asarray(x), tolerance(name, "bfloat16"), name, head_axis(name))
