@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +123,9 @@ def measure(function: Callable, arguments: tuple, iterations: int = 7, calls: in
     start = time.perf_counter()
     jax.block_until_ready(function(*arguments))
     first = time.perf_counter() - start
-    _, runs = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)
+    runs: Any = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)[1]
     kernels = [(name, statistics.median(run[i][1] for run in runs)) for i, (name, _) in enumerate(runs[0])]
-    jax.block_until_ready(function(*arguments))
+    out = jax.block_until_ready(function(*arguments))
     start = time.perf_counter()
     for _ in range(calls):
         out = function(*arguments)

@@ -43,6 +43,12 @@ SEGMENT_STEP = 1.7
 SEGMENT_LAUNCHES = 8.0
 """Microseconds of two more launches and of their tables."""
 
+MANY_WAVES = 16
+"""Waves of CTAs after which the order of the sequences no longer matters."""
+
+MAX_ORDERED = 128
+"""Sequences up to which they are ordered: the ranks are N^2 comparisons."""
+
 SEGMENT_OCCUPANCY = 0.6
 """Part of the SMs that sequences of unknown lengths must leave idle before they are cut."""
 
@@ -253,7 +259,9 @@ def forward(
     split, tables, first = Split(B, None), None, None
     if cu_seqlens is not None:
         starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
-        split, tables = _packed_tables(starts, T, segment_chunks)
+        ctas = N * HO * V64 // (GRANULE * warpgroups)  # with few waves of them a long one at the end is felt
+        longest_first = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < N <= MAX_ORDERED
+        split, tables = _packed_tables(starts, T, segment_chunks, longest_first)
         if known is None or _share_chunks(known, T):
             first = _first_rows(starts, T)
     elif segment_chunks is not None:
@@ -401,14 +409,33 @@ def _first_rows(cu_seqlens: Any, T: int) -> Any:
     return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
 
 
-def _packed_tables(cu_seqlens: Any, T: int, segment_chunks: int | None) -> tuple[Split, Tables]:
-    """Items of packed rows. In NumPy where cu_seqlens is."""
+def _longest_first(chunks: Any) -> Any:
+    """[N + 1] sequences, those of most chunks first, then N for the padding. In NumPy where chunks is."""
+    N = chunks.shape[0]
+    if isinstance(chunks, np.ndarray):
+        return np.append(np.argsort(-chunks, kind="stable"), N).astype(np.int32)
+    n = jnp.arange(N, dtype=jnp.int32)
+    before = (chunks > chunks[:, None]) | ((chunks == chunks[:, None]) & (n < n[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    at = jnp.arange(N + 1, dtype=jnp.int32)[:, None]
+    return jnp.sum(jnp.where(place == at, n, 0), axis=1, dtype=jnp.int32) + jnp.where(at[:, 0] == N, N, 0)
+
+
+def _packed_tables(
+    cu_seqlens: Any, T: int, segment_chunks: int | None, longest_first: bool = False
+) -> tuple[Split, Tables]:
+    """Items of packed rows. In NumPy where cu_seqlens is.
+
+    Args:
+      longest_first: whether whole sequences are started in that order.
+    """
     N = cu_seqlens.shape[0] - 1
-    if segment_chunks is None:
-        return Split(N + 1, None), Tables(cu_seqlens, None, None)
     xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
+    if segment_chunks is None:
+        order = _longest_first(chunks) if longest_first else None
+        return Split(N + 1, None), Tables(cu_seqlens, order, None)
     segments = xp.maximum(-(-chunks // segment_chunks), 1)
     # Sum of ceil(c / s) <= (sum of c) / s + N, and every border between sequences lies in at most one more chunk.
     num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1

@@ -49,7 +49,7 @@ warpgroups).
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,7 @@ from pallas_kernels.common import (
     grid_index,
     iota,
     store_any,
+    take,
     tiling,
     transposed,
     zeros,
@@ -137,11 +138,12 @@ class Split(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Where the items of packed rows lie. Without segments items are sequences and the last two are None."""
+    """Where the items of packed rows lie. Without segments items are sequences, and the last table is None."""
 
     cu_seqlens: Int[Array, " N1"]
     sequence: Int[Array, " items"] | None
-    """Sequence of each item; N for the padding past the last sequence."""
+    """Sequence of each item; N for the padding past the last sequence. Without segments the order in which the
+    sequences are started, or None for theirs."""
     first_item: Int[Array, " N2"] | None
     """First item of each sequence, of the padding, and the number of items used."""
 
@@ -158,7 +160,7 @@ class _Item(NamedTuple):
     """First token, and the one after the last."""
     first_chunk: jax.Array
     num_chunks: jax.Array
-    is_last: jax.Array
+    is_last: jax.Array | bool
     """Whether the sequence ends here."""
     is_padding: jax.Array | bool
 
@@ -178,7 +180,7 @@ def _dense_item(index, split: Split, T: int) -> _Item:
 def _packed_item(index, split: Split, T: int, N: int, tables) -> _Item:
     """Item of packed rows. The padding past the last sequence is an item too, of sequence N."""
     cu = tables[0]
-    n = index if split.segment_chunks is None else tables[1][index]
+    n = index if len(tables) == 1 else tables[1][index]
     is_padding = n >= N
     begin = cu[jnp.minimum(n, N)]
     end = jnp.where(is_padding, T, cu[jnp.minimum(n + 1, N)])
@@ -243,6 +245,7 @@ class _Sizes(NamedTuple):
     """Tiles of state_warpgroups x 64 rows of a head."""
     scale: float
     packed: bool
+    num_tables: int
     qk_given: bool
     has_s0: bool
     write_transition: bool
@@ -256,13 +259,12 @@ class _Sizes(NamedTuple):
 
 def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
-    q_gmem = refs.pop(0) if sizes.outputs else None
-    k_gmem, v_gmem, g_gmem, a_gmem = (refs.pop(0) for _ in range(4))
-    qk_gmem = refs.pop(0) if sizes.qk_given and sizes.outputs else None
-    s0_gmem = refs.pop(0) if sizes.has_s0 else None
-    num_tables = (1 if split.segment_chunks is None else 3) if sizes.packed else 0
-    tables = [refs.pop(0) for _ in range(num_tables)]
-    out_gmem, final_gmem = refs.pop(0), refs.pop(0)
+    q_gmem = take(refs, sizes.outputs)
+    k_gmem, v_gmem, g_gmem, a_gmem = (take(refs) for _ in range(4))
+    qk_gmem = take(refs, sizes.qk_given and sizes.outputs)
+    s0_gmem = take(refs, sizes.has_s0)
+    tables = [take(refs) for _ in range(sizes.num_tables)]
+    out_gmem, final_gmem = take(refs), take(refs)
     kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, dr_smem = refs[:9]
     loaded, prepared, consumed, published, taken, corrected = refs[9:]
 
@@ -395,7 +397,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     def store_o(i, parts):
         """Parts (j, o) of O, 64 columns of V each, of chunk i to memory; only owned rows, one by one, in a shared
         chunk. o is [tokens, columns of V], transposed unless it comes from the output warpgroup."""
-        tile_smem, flat_smem = out_smem if sizes.packed else (out_smem, None)
+        parts_smem: Any = out_smem if sizes.packed else (out_smem, None)
+        tile_smem, flat_smem = parts_smem
         tokens = tokens_of(i)
 
         def view(ref):
@@ -448,7 +451,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             return jnp.where(diagonal, 1.0, zeros((ROWS, K), f32))
         if not sizes.has_s0:
             return zeros((ROWS, K), f32)
-        s0 = s0_gmem.at[jnp.minimum(item.index, s0_gmem.shape[0] - 1), head]  # the padding reads any state
+        n = item.sequence if split.segment_chunks is None else item.index
+        s0 = s0_gmem.at[jnp.minimum(n, s0_gmem.shape[0] - 1), head]  # the padding reads any state
         if sizes.s0_kv_layout:
             source = transposed(s0.at[:, rows])
             return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
@@ -505,11 +509,13 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             v_t = plgpu.load(v_tile, layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
-            if config.early_loads:
-                d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
+
+            def load_d():
+                return along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
+
+            early = load_d() if config.early_loads else None
             sk = dev.collect(sk, newer=1 if reads else 0)
-            if not config.early_loads:
-                d = along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
+            d = load_d() if early is None else early
             w = (v_t.astype(f32) - d * sk).astype(dtype)
 
             def correct(n):
@@ -653,6 +659,7 @@ def recurrence(
         tiles=all_rows // (ROWS * n),
         scale=scale,
         packed=tables is not None,
+        num_tables=sum(table is not None for table in tables or ()),
         qk_given=qk is not None,
         has_s0=s0 is not None and not write_transition,
         write_transition=write_transition,

@@ -48,6 +48,7 @@ from pallas_kernels.common import (
     along_columns,
     along_rows,
     iota,
+    take,
     tiling,
     transposed,
     zeros,
@@ -147,12 +148,9 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
 
 def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
     refs = list(refs)
-    k_gmem = refs.pop(0)
-    q_gmem = refs.pop(0) if with_qk else None
-    beta_gmem = refs.pop(0)
-    first_gmem = refs.pop(0) if ragged else None
-    a_gmem = refs.pop(0)
-    qk_gmem = refs.pop(0) if with_qk else None
+    k_gmem, q_gmem = take(refs), take(refs, with_qk)
+    beta_gmem, first_gmem = take(refs), take(refs, ragged)
+    a_gmem, qk_gmem = take(refs), take(refs, with_qk)
     k_tiles, q_tiles, beta_smem, first_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
     B, num_chunks, Hk, group = sizes
     dev = Device(interpreted)

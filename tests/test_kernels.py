@@ -155,13 +155,26 @@ def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
     for build in (
         lambda cu: gdn._first_rows(cu, 2100),
-        lambda cu: gdn._packed_tables(cu, 2100, segment_chunks),
+        lambda cu: gdn._packed_tables(cu, 2100, segment_chunks, longest_first=True),
     ):
         traced, known = jax.tree.leaves(build(jnp.asarray(cu))), jax.tree.leaves(build(cu))
         assert len(traced) == len(known)
         for a, b in zip(traced, known, strict=True):
             np.testing.assert_array_equal(a, b)
             assert isinstance(b, int) or b.dtype == np.int32
+
+
+def test_longest_sequences_come_first():
+    chunks = np.array([3, 0, 7, 3, 9])
+    for x in (chunks, jnp.asarray(chunks)):
+        np.testing.assert_array_equal(gdn._longest_first(x), [4, 2, 0, 3, 1, 5])
+
+
+def test_sequences_in_another_order(monkeypatch):
+    monkeypatch.setattr(gdn, "NUM_SMS", 1)
+    monkeypatch.setattr(gdn, "choose_split", lambda *_: (1, None))
+    case = cases.Case("order", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1))
+    check(case, SMALL)
 
 
 def split(B, T, HO, lengths=None, *, known=True, **options):
