@@ -6,7 +6,7 @@ The docstring under a field is its help text on the command line.
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gdn_jax.experiments.errors import RunError
 
@@ -33,6 +33,8 @@ class RunOptions:
     """Steps between two validations (the last step is always validated)."""
     save_every: int = 200
     """Steps between two checkpoints (the last step is always saved)."""
+    deterministic: bool = True
+    """On a GPU, leave out operations that do not repeat bit for bit."""
     keep: int = 2
     """Checkpoints kept."""
     max_minutes: float | None = None
@@ -159,7 +161,7 @@ def task_name(options: TrainOptions) -> str:
     return next(name for name, cls in TASKS.items() if isinstance(options, cls))
 
 
-def flat(options: TrainOptions) -> dict[str, object]:
+def flat(options: TrainOptions) -> dict[str, Any]:
     """Every option by its name; names are unique over the groups."""
     groups = [getattr(options, group.name) for group in dataclasses.fields(options)]
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}

@@ -19,7 +19,7 @@ from gdn_jax.experiments.tasks import Batch
 class TrainState(NamedTuple):
     """All that an optimiser step changes."""
 
-    params: nnx.State
+    params: PyTree  # the nnx.Param of the model, an nnx.State
     opt_state: optax.OptState
 
 
@@ -106,14 +106,18 @@ def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTrans
 
 
 def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
-    logits, _ = model(batch.tokens)
+    logits, _ = model(jnp.asarray(batch.tokens))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
     correct = (jnp.argmax(logits, -1) == batch.targets).astype(jnp.float32)
     return Sums(*(jnp.sum(x * batch.weights) for x in (nll, correct, jnp.ones_like(nll))))
 
 
 def make_functions(
-    graphdef: nnx.GraphDef, rest: PyTree, optimizer: optax.GradientTransformation, accumulate: int
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    deterministic: bool = True,
 ) -> Functions:
     """Compiled step functions of a model.
 
@@ -124,6 +128,9 @@ def make_functions(
       graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
       optimizer: see `make_optimizer`.
       accumulate: pieces; divides the batch size.
+      deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
+        which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
+        it, jax 0.11.2, and do not without; a CPU agrees in any case.)
     """
 
     def nll_sum(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Sums]:
@@ -152,7 +159,10 @@ def make_functions(
     def evaluate(params: nnx.State, batch: Batch) -> Sums:
         return _sums(nnx.merge(graphdef, params, rest), batch)
 
-    return Functions(jax.jit(train, donate_argnums=0), jax.jit(evaluate))
+    flags = {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+    return Functions(
+        jax.jit(train, donate_argnums=0, compiler_options=flags), jax.jit(evaluate, compiler_options=flags)
+    )
 
 
 def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:

@@ -17,10 +17,8 @@ from gdn_jax.experiments.errors import RunError
 
 HELD_OUT = 0.1
 # Names that are not program text, are tables, belong to other packages or differ between machines.
-_STDLIB_SKIP = (
-    "site-packages dist-packages test tests idlelib lib2to3 turtledemo pydoc_data encodings ensurepip "
-    "lib-dynload __phello__ config-* _sysconfigdata*"
-).split()
+_STDLIB_SKIP = ["site-packages", "dist-packages", "lib-dynload", "config-*", "_sysconfigdata*", "__phello__"]
+_STDLIB_SKIP += ["test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "encodings", "ensurepip"]
 _ALWAYS_SKIP = [".*", "__pycache__"]
 
 

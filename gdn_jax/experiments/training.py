@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -90,7 +91,9 @@ class Trainer:
         model = steps.make_model(options.model, task.vocab_size, options.run.seed)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps)
-        functions = steps.make_functions(graphdef, rest, optimizer, options.run.accumulate)
+        functions = steps.make_functions(
+            graphdef, rest, optimizer, options.run.accumulate, options.run.deterministic
+        )
         state = TrainState(params, optimizer.init(params))
         try:
             jax.eval_shape(functions.train, state, task.train_batch(1))
@@ -174,7 +177,7 @@ class Trainer:
             if at["log_every"] or at["eval_every"] or last:
                 speed = timed / (time.monotonic() - mark) if timed else None
                 validation = self.validate() if at["eval_every"] or last else {}
-                self._record(run, reporter, float(schedule(self.step - 1)), validation, speed)
+                self._record(run, reporter, float(jnp.asarray(schedule(self.step - 1))), validation, speed)
                 mark, timed = time.monotonic(), 0
             if at["save_every"] or last or late or asked.is_set():
                 pause = time.monotonic()
@@ -247,7 +250,7 @@ def train(options: TrainOptions, console: Console) -> int:
     run: RunFolder | None = None
     config: dict[str, Any] = {}
     if options.run.resume:
-        run, config = RunFolder.open(options.run.out)
+        run, config = RunFolder.open(options.run.out or Path())
     else:
         check_free(options.run.out)
     task = make_task(options)
