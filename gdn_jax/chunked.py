@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import packing
-from gdn_jax.shapes import split_heads
+from gdn_jax.shapes import accumulation_dtype, split_heads
 
 INVERSE_NAME = "gdn_inverse"
 STATES_NAME = "gdn_states"
@@ -60,6 +60,16 @@ class Numerics(NamedTuple):
         operand = dtype if dtype == jnp.bfloat16 and accumulate == jnp.float32 else accumulate
         return cls(jnp.dtype(operand), accumulate, lax.Precision.DEFAULT if half else lax.Precision.HIGHEST)
 
+    def wide(self) -> "Numerics":
+        """The same with operands as wide as the sums: for the recurrence, where roundings grow and add up."""
+        return self._replace(operand=self.accumulate)
+
+    @classmethod
+    def full(cls, *arrays: jax.Array) -> "Numerics":
+        """Everything in float32, or float64 when an array is."""
+        dtype = accumulation_dtype(*arrays)
+        return cls(dtype, dtype, lax.Precision.HIGHEST)
+
     def einsum(self, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """Product of two arrays; axes of size 1 broadcast without being materialised."""
         return jnp.einsum(
@@ -71,17 +81,19 @@ class Numerics(NamedTuple):
         )
 
 
-FULL = Numerics(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), lax.Precision.HIGHEST)
-
-
 class ChunkDecay(NamedTuple):
-    """Cumulative log decay inside chunks, kept so that differences of it are accurate.
+    """Cumulative log decay inside chunks, and the decays it implies, accurate in value and derivative.
 
     The sum of 64 gates of -20 is -1280, where float32 has steps of 1e-4; a difference of two such sums would
     carry that error into weak gates. So gates are summed in two parts: `coarse` multiples of 1/1024, whose sums
     and differences are exact, and the small `fine` rest. Gates of -inf are left out of both and counted.
+
+    The derivative of exp(G_i - G_j) in g_t is itself for j < t <= i and 0 elsewhere. Taken through the cumulative
+    sum, every gate outside would get a +x and a -x that ought to cancel; so it is written down here.
     """
 
+    g: Float[Array, "*S C"]
+    """The gates, 0 in place of -inf."""
     coarse: Float[Array, "*S C"]
     fine: Float[Array, "*S C"]
     resets: Int[Array, "*S C"]
@@ -94,26 +106,63 @@ class ChunkDecay(NamedTuple):
 
     def from_start(self) -> Float[Array, "*S C"]:
         """exp(G_i): decay of the state at the chunk's start, after token i's gate."""
-        return jnp.exp(jnp.where(self.resets == 0, self.g_cum, -jnp.inf))
+        return _decay_from_start(self)
 
     def to_end(self) -> Float[Array, "*S C"]:
         """exp(G_C - G_i): decay of token i's write at the chunk's end."""
-        last = jax.tree.map(lambda x: x[..., -1:], self)
-        difference = (last.coarse - self.coarse) + (last.fine - self.fine)
-        return jnp.exp(jnp.where(last.resets == self.resets, difference, -jnp.inf))
+        return _decay_to_end(self)
 
     def total(self) -> Float[Array, "*S"]:
         """exp(G_C): decay over the whole chunk."""
-        return self.from_start()[..., -1]
+        return _decay_from_start(self)[..., -1]
 
     def between(self) -> Float[Array, "*S C C"]:
         """exp(G_i - G_j) for i >= j, else 0: decay of token j's write when token i reads it."""
-        C = self.fine.shape[-1]
-        i, j = (lambda x: x[..., :, None]), (lambda x: x[..., None, :])
-        difference = (i(self.coarse) - j(self.coarse)) + (i(self.fine) - j(self.fine))
-        visible = jnp.tril(jnp.ones((C, C), bool)) & (i(self.resets) == j(self.resets))
-        # The exponent is masked, not the result: above the diagonal exp would overflow, and inf * 0 is NaN.
-        return jnp.exp(jnp.where(visible, difference, -jnp.inf))
+        return _decay_between(self)
+
+
+@jax.custom_jvp
+def _decay_from_start(decay: ChunkDecay) -> jax.Array:
+    return jnp.exp(jnp.where(decay.resets == 0, decay.g_cum, -jnp.inf))
+
+
+@_decay_from_start.defjvp
+def _decay_from_start_jvp(primals, tangents):
+    out = _decay_from_start(*primals)
+    return out, out * jnp.cumsum(tangents[0].g, -1)
+
+
+@jax.custom_jvp
+def _decay_to_end(decay: ChunkDecay) -> jax.Array:
+    last = jax.tree.map(lambda x: x[..., -1:], decay)
+    difference = (last.coarse - decay.coarse) + (last.fine - decay.fine)
+    return jnp.exp(jnp.where(last.resets == decay.resets, difference, -jnp.inf))
+
+
+@_decay_to_end.defjvp
+def _decay_to_end_jvp(primals, tangents):
+    out, dg = _decay_to_end(*primals), tangents[0].g
+    after = jnp.pad(lax.cumsum(dg[..., 1:], dg.ndim - 1, reverse=True), [(0, 0)] * (dg.ndim - 1) + [(0, 1)])
+    return out, out * after
+
+
+@jax.custom_jvp
+def _decay_between(decay: ChunkDecay) -> jax.Array:
+    C = decay.fine.shape[-1]
+    i, j = (lambda x: x[..., :, None]), (lambda x: x[..., None, :])
+    difference = (i(decay.coarse) - j(decay.coarse)) + (i(decay.fine) - j(decay.fine))
+    visible = jnp.tril(jnp.ones((C, C), bool)) & (i(decay.resets) == j(decay.resets))
+    # The exponent is masked, not the result: above the diagonal exp would overflow, and inf * 0 is NaN.
+    return jnp.exp(jnp.where(visible, difference, -jnp.inf))
+
+
+@_decay_between.defjvp
+def _decay_between_jvp(primals, tangents):
+    out, dg = _decay_between(*primals), tangents[0].g
+    lower = jnp.tril(jnp.ones((dg.shape[-1],) * 2, dg.dtype))
+    strict = jnp.tril(lower, -1)
+    passed = jnp.einsum("...it,tj->...ij", lower * dg[..., None, :], strict, precision=lax.Precision.HIGHEST)
+    return out, out * passed
 
 
 def chunk_cumsum(g: Float[Array, "*S C"]) -> ChunkDecay:
@@ -126,6 +175,7 @@ def chunk_cumsum(g: Float[Array, "*S C"]) -> ChunkDecay:
     g = jnp.where(reset, 0, g)
     coarse = lax.stop_gradient(jnp.round(g * _COARSE_GRID) / _COARSE_GRID)
     return ChunkDecay(
+        g=g,
         coarse=jnp.cumsum(coarse, -1),
         fine=jnp.cumsum(g - coarse, -1),
         resets=jnp.cumsum(reset.astype(jnp.int32), -1),
@@ -136,12 +186,13 @@ def kkt(
     k: Float[Array, "*S C K"],
     decay: ChunkDecay,
     beta: Float[Array, "*R C"],
-    numerics: Numerics = FULL,
+    numerics: Numerics | None = None,
 ) -> Float[Array, "*R C C"]:
     """kkt_ij = beta_i k_i.k_j exp(G_i - G_j) for i > j, else 0.
 
     Source: fla's `chunk_scaled_dot_kkt_fwd`. The paper's mask is strict here and inclusive in the output.
     """
+    numerics = numerics or Numerics.full(k, decay.g, beta)
     C = k.shape[-2]
     products = numerics.einsum("...ik,...jk->...ij", k, k)
     strict = jnp.tril(jnp.ones((C, C), bool), -1)
@@ -156,9 +207,13 @@ def solve_tril(kkt: Float[Array, "*S C C"]) -> Float[Array, "*S C C"]:
 
     Numerics: as stable as substitution, for any keys. Powers of kkt (the Neumann series and its doubling)
       overflow for correlated keys even in float32.
+    Raises:
+      ValueError: C is not a power of two.
     Source: fla's `solve_tril`, with the sign of the paper's equation corrected (the inverse of I + kkt).
     """
     C = kkt.shape[-1]
+    if C & (C - 1) or kkt.shape[-2] != C:
+        raise ValueError(f"kkt: expected C x C blocks with C a power of two, got {list(kkt.shape)}")
     size = min(C, _SUBSTITUTION_ROWS)
     X = _substitute(_diagonal_blocks(kkt, size))
     product = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
@@ -196,13 +251,14 @@ def wy(
     v: Float[Array, "*T C V"],
     decay: ChunkDecay,
     beta: Float[Array, "*R C"],
-    numerics: Numerics = FULL,
+    numerics: Numerics | None = None,
 ) -> tuple[Float[Array, "*R C K"], Float[Array, "*R C V"]]:
     """WY keys w = A (beta exp(G) k) and values u = A (beta v).
 
     The factors go onto the columns of A, which belong to one head, rather than onto k and v, which heads share.
     Source: fla's `recompute_w_u_fwd`.
     """
+    numerics = numerics or Numerics.full(A, k, v)
     columns = beta[..., None, :]
     w = numerics.einsum("...ij,...jk->...ik", A * columns * decay.from_start()[..., None, :], k)
     u = numerics.einsum("...ij,...jv->...iv", A * columns, v)
@@ -219,6 +275,16 @@ class Transition(NamedTuple):
     read: Float[Array, "L P *H C"]
     """beta exp(G): factor of what each token's key finds in the state."""
     k: Float[Array, "L P *Hk C K"]
+    keep: Bool[Array, "L P ..."] | None = None
+    """False where nothing passes on to the next chunk, which starts from its forcing alone."""
+
+    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """total h + k^T (to_end v_new), the state at the chunk's end; 0 where keep is False."""
+        return self.select(self.total[..., None, None] * h + self.write(v_new, numerics))
+
+    def select(self, new: jax.Array) -> jax.Array:
+        """new where keep is True; a selection, so that a NaN stops at the border of its sequence."""
+        return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
 
     def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
         """k^T (to_end v_new): what the values v_new leave in the state at the chunk's end."""
@@ -243,13 +309,14 @@ class States(NamedTuple):
 
 def _walk(numerics, A, transition, x, forcing, h):
     """The recurrence of `solve_states` in one pass over axis 0, every lane on its own."""
+    stored, numerics = numerics.operand, numerics.wide()
 
     def chunk(h, inputs):
         A, transition, x, forcing = inputs
         v_new = transition.v_new(A, x, h, numerics)
-        new = transition.total[..., None, None] * h + transition.write(v_new, numerics)
+        new = transition.next_state(h, v_new, numerics)
         new = new if forcing is None else new + forcing
-        return new, (h.astype(numerics.operand), v_new.astype(numerics.operand))
+        return new, (h.astype(stored), v_new.astype(stored))
 
     last, (states, v_new) = lax.scan(chunk, h, (A, transition, x, forcing))
     return States(states, v_new, last)
@@ -290,7 +357,7 @@ def solve_states(
 ) -> States:
     """Solves the recurrence over chunks, with A = (I + kkt)^-1:
 
-        v_new = A (x - read (k h));   h' = total h + k^T (to_end v_new) + forcing
+        v_new = A (x - read (k h));   h' = keep (total h + k^T (to_end v_new)) + forcing
 
     Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on where lane 0
     ends), walked side by side. One lane or many give the same states; many cost two more walks, all shorter.
@@ -299,7 +366,7 @@ def solve_states(
     with another x and forcing, which are parallel over chunks. In reverse mode the adjoint state walks
     backwards and everything else is parallel; dkkt = -lam v_new^T needs no derivative of the inverse.
     """
-    A = solve_tril(kkt).astype(numerics.operand)
+    A = solve_tril(kkt)
     return _walk_lanes(numerics, A, transition, x, forcing, h0)
 
 
@@ -307,18 +374,20 @@ def solve_states(
 def _solve_states_jvp(numerics, primals, tangents):
     kkt, transition, x, forcing, h0 = primals
     dkkt, d, dx, dforcing, dh0 = tangents
-    einsum = numerics.einsum
-    A = checkpoint_name(solve_tril(kkt).astype(numerics.operand), INVERSE_NAME)
+    wide = numerics.wide()
+    einsum = wide.einsum
+    A = checkpoint_name(solve_tril(kkt), INVERSE_NAME)
     solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
     h = checkpoint_name(solution.h, STATES_NAME)
     # From h and not from the walk, so that the backward pass recomputes it without walking again.
-    v_new = transition.v_new(A, x, h, numerics).astype(numerics.operand)
+    v_new = transition.v_new(A, x, h, wide).astype(numerics.operand)
 
     dx = dx - d.read[..., None] * einsum("...ck,...kv->...cv", transition.k, h)
     dx = dx - transition.read[..., None] * einsum("...ck,...kv->...cv", d.k, h)
     dx = dx - einsum("...ij,...jv->...iv", dkkt, v_new)
-    drive = d.total[..., None, None] * h + transition._replace(to_end=d.to_end).write(v_new, numerics)
-    drive = drive + transition._replace(k=d.k).write(v_new, numerics)
+    drive = d.total[..., None, None] * h + transition._replace(to_end=d.to_end).write(v_new, wide)
+    drive = drive + transition._replace(k=d.k).write(v_new, wide)
+    drive = transition.select(drive)
     drive = drive if dforcing is None else drive + dforcing
     return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)
 
@@ -330,13 +399,14 @@ def chunk_output(
     states: Float[Array, "*R K V"],
     decay: ChunkDecay,
     scale: float | Float[Array, ""],
-    numerics: Numerics = FULL,
+    numerics: Numerics | None = None,
 ) -> Float[Array, "*R C V"]:
     """o = scale (exp(G) q h + lower(q k^T exp(G_i - G_j)) v_new).
 
     The mask decays: with a plain causal mask the output is wrong by half (the paper's equation as printed).
     Source: fla's `chunk_fwd_o`.
     """
+    numerics = numerics or Numerics.full(q, k, v_new, states)
     scores = numerics.einsum("...ik,...jk->...ij", q, k) * decay.between()
     read = decay.from_start()[..., None] * numerics.einsum("...ck,...kv->...cv", q, states)
     return scale * (read + numerics.einsum("...ij,...jv->...iv", scores, v_new))
@@ -471,8 +541,7 @@ class _Row:
 
         # A sequence's last chunk passes nothing on; what the next chunk starts from is its sequence's own state.
         table, N = self.table, self.table.is_empty.shape[0]
-        keep = _like(self._to_lanes(~table.is_last), transition.total)
-        chain = transition._replace(total=transition.total * keep, to_end=transition.to_end * keep[..., None])
+        chain = transition._replace(keep=_like(self._to_lanes(~table.is_last), transition.total))
         forcing, h0 = None, jnp.zeros((1, *shape), dtype)
         if initial_state is not None:
             starts = split_heads(initial_state, 1, self.head_counts)
@@ -485,7 +554,7 @@ class _Row:
             return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[table.last_chunk]
 
         last, h, v_new = jax.tree.map(of_last_chunks, (transition, states.h, states.v_new))
-        final = last.total[..., None, None] * h + last.write(v_new, numerics)
+        final = last.next_state(h, v_new, numerics)
         final = final.reshape(N, self.HO, *shape[-2:])
         untouched = 0 if initial_state is None else initial_state
         return states, jnp.where(_like(table.is_empty, final), untouched, final)

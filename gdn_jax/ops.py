@@ -100,7 +100,7 @@ def gated_delta_rule(
     known = _known_lengths(cu_seqlens) if implementation == "mosaic_gpu" else None
     cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     if _debug_checks:
-        _check_values(g, cu_seqlens)
+        _check_values(dims.T, g, cu_seqlens)
 
     scale = dims.K**-0.5 if scale is None else scale
     arrays = _Arrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
@@ -192,7 +192,7 @@ def chunk_states(
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
     dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
     if _debug_checks:
-        _check_values(g, cu_seqlens)
+        _check_values(dims.T, g, cu_seqlens)
     k = gates.l2norm(k) if use_k_l2norm else k
     g, beta = _full_gates(dims.HO, k, g, beta, initial_state)
     if segment_ids is not None:
@@ -344,11 +344,11 @@ def _kv(state: jax.Array, layout: str) -> jax.Array:
     return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)
 
 
-def _check_values(g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
+def _check_values(T: int, g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
     if g is not None:
         jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:
-        jax.debug.callback(_check_ascending, cu_seqlens)
+        jax.debug.callback(partial(_check_ascending, T), cu_seqlens)
 
 
 def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.ndarray) -> None:
@@ -359,6 +359,8 @@ def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.nd
         )
 
 
-def _check_ascending(cu_seqlens: jax.Array | np.ndarray) -> None:
-    if np.any(cu_seqlens[..., 0] != 0) or np.any(np.diff(cu_seqlens) < 0):
-        raise ValueError(f"cu_seqlens: expected ascending values from 0, got {cu_seqlens.tolist()}")
+def _check_ascending(T: int, cu_seqlens: jax.Array | np.ndarray) -> None:
+    if np.any(cu_seqlens[..., 0] != 0) or np.any(np.diff(cu_seqlens) < 0) or np.any(cu_seqlens[..., -1] > T):
+        raise ValueError(
+            f"cu_seqlens: expected ascending values from 0 to at most T = {T}, got {cu_seqlens.tolist()}"
+        )

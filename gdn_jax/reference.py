@@ -92,7 +92,9 @@ def recurrent_rule(
             finals = finals.at[n].set(jnp.where(real, S, finals[n]))
             return (S, finals), jnp.where(real, o, 0)
 
-        tokens = [n, first, real, *(x[:, 0] for x in tokens)]
+        # Padding is cleared before the scan: what it holds must not reach a gradient either.
+        tokens = [jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x[:, 0], 0) for x in tokens]
+        tokens = [n, first, real, *tokens]
         (_, final), o = _checkpointed_scan(packed_token, (jnp.zeros_like(states[0]), states), tokens)
         o = o[:, None]
 
