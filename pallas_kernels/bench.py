@@ -60,25 +60,18 @@ ROWS = [
 """The rows of the forward table, H200, 2026-11-20, best of FlashQLA 0.1.3, fla 0.6.0 and FlashInfer 0.7.2."""
 
 
-def _variant(n: int, *, output_warpgroup: bool = True, own_qk: bool = True, **changes) -> gdn.Config:
+def _variant(n: int, **changes) -> gdn.Config:
     """Whole sequences with n state warpgroups, and changes to the recurrence's configuration."""
-    base = rec.Config.default(WIDTH, WIDTH, True, n, output_warpgroup)
-    changed = dataclasses.replace(base, **changes)
-    return gdn.Config(state_warpgroups=n, segment_chunks=0, qk_in_inverse=not own_qk, recurrence=changed)
+    base = rec.Config.default(WIDTH, WIDTH, True, n)
+    return gdn.Config(state_warpgroups=n, segment_chunks=0, recurrence=dataclasses.replace(base, **changes))
 
 
 VARIANTS = {
     "auto": gdn.Config(),
     "full": _variant(2),
-    "full, 64/128/160": _variant(2, helper_registers=64, output_registers=128),
-    "full, no output wg": _variant(2, output_warpgroup=False, own_qk=False),
-    "full, no output wg, own qk": _variant(2, output_warpgroup=False),
+    "full, 72/216": _variant(2, helper_registers=72, state_registers=216),
     "half": _variant(1),
-    "half, late loads": _variant(1, early_loads=False),
-    "half, 3 stages": _variant(1, stages=3),
     "half, S in smem": _variant(1, state_in_smem=True),
-    "half, no output wg": _variant(1, output_warpgroup=False, own_qk=False),
-    "half, no output wg, own qk": _variant(1, output_warpgroup=False),
     **{
         f"{name}, segments of {chunks}": gdn.Config(state_warpgroups=n, segment_chunks=chunks)
         for name, n in (("full", 2), ("half", 1))

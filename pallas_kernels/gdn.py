@@ -61,8 +61,6 @@ class Config:
     """64-row tiles of the state in one CTA of the recurrence, 1 or 2."""
     segment_chunks: int | None = None
     """Chunks of a segment; 0 for whole sequences."""
-    qk_in_inverse: bool = True
-    """Whether tril_inverse computes Q K^T, once per key head (where Hq = Hk), and not the recurrence."""
     inverse: tril_inverse_kernel.Config | None = None
     recurrence: recurrence_kernel.Config | None = None
     """Of the walk that writes outputs."""
@@ -319,12 +317,10 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         initial_state = _pad(initial_state.astype(f32), padded)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
-    q_for_inverse = q if config.qk_in_inverse and Hq == Hk and not main.output_warpgroup else None
-    options = dict(config=config.inverse, interpret=interpret)
-    a, qk = tril_inverse(k, beta_t, q_for_inverse, first, scale=static.scale, **options)
+    a = tril_inverse(k, beta_t, first, config=config.inverse, interpret=interpret)
     starts, options = None, dict(split=static.split, interpret=interpret)
     if static.split.segment_chunks is not None:
-        n, m_t = recurrence(None, k, v, g2_cum, a, None, None, tables, write_transition=True, **options)
+        n, m_t = recurrence(None, k, v, g2_cum, a, None, tables, write_transition=True, **options)
         starts = segment_states(
             n,
             m_t,
@@ -340,7 +336,6 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         v,
         g2_cum,
         a,
-        qk,
         initial_state if starts is None else starts,
         tables,
         scale=static.scale,

@@ -48,16 +48,14 @@ def _shape(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def inverse_case(K=128, group=2, with_qk=True, packed=False, dtype=jnp.bfloat16, **options):
+def inverse_case(K=128, group=2, packed=False, dtype=jnp.bfloat16):
     """A function and its argument shapes: tril_inverse."""
-    k = _shape(1, 256, 2, K, dtype=dtype)
     first = _shape(256, dtype=jnp.int32) if packed else None
-    function = functools.partial(tril_inverse, scale=0.1, **options)
-    return function, (k, _shape(1, 2 * group, 256), k if with_qk else None, first)
+    return tril_inverse, (_shape(1, 256, 2, K, dtype=dtype), _shape(1, 2 * group, 256), first)
 
 
 def recurrence_case(
-    K=128, V=128, warpgroups=2, qk=True, s0=True, packed=None, transition=False, dtype=jnp.bfloat16, **options
+    K=128, V=128, warpgroups=2, s0=True, packed=None, transition=False, dtype=jnp.bfloat16, **options
 ):
     """A function and its argument shapes: recurrence. packed: None, "sequences" or "segments"."""
     Hk, HO, T = 2, 4, 1024
@@ -70,10 +68,7 @@ def recurrence_case(
     elif packed == "segments":
         tables, split = Tables(i32(4), i32(12), i32(5)), Split(12, 4)
     config = options.pop("config", None)
-    config = config or rec.Config.default(
-        K, V, not transition, warpgroups, options.pop("output_warpgroup", True)
-    )
-    qk = qk and not config.output_warpgroup
+    config = config or rec.Config.default(K, V, not transition, warpgroups)
     function = functools.partial(
         recurrence, split=split, scale=0.1, write_transition=transition, config=config, **options
     )
@@ -86,7 +81,6 @@ def recurrence_case(
         x(1, T, HO, V),
         _shape(1, HO, T),
         x(1, HO, T, 64),
-        x(1, Hk, T, 64) if qk and not transition else None,
         state,
         tables,
     )
@@ -109,22 +103,15 @@ def gates_case(packed=False):
 CASES = {
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
-    "inverse": functools.partial(inverse_case, with_qk=False),
-    "inverse + qk": inverse_case,
-    "inverse + qk, 1 head": functools.partial(inverse_case, group=1),
-    "inverse + qk, packed": functools.partial(inverse_case, packed=True),
-    "inverse + qk, K 256": functools.partial(inverse_case, K=256),
+    "inverse": inverse_case,
+    "inverse, 1 head": functools.partial(inverse_case, group=1),
+    "inverse, packed": functools.partial(inverse_case, packed=True),
+    "inverse, K 256": functools.partial(inverse_case, K=256),
     "full head": recurrence_case,
-    "full head, no output wg": functools.partial(recurrence_case, output_warpgroup=False),
-    "full head, no output wg, own qk": functools.partial(recurrence_case, output_warpgroup=False, qk=False),
     "full head, kv": functools.partial(recurrence_case, kv_layout=True, s0_kv_layout=True),
     "full head, packed": functools.partial(recurrence_case, packed="sequences"),
     "full head, packed segments": functools.partial(recurrence_case, packed="segments"),
     "half": functools.partial(recurrence_case, warpgroups=1),
-    "half, no output wg": functools.partial(recurrence_case, warpgroups=1, output_warpgroup=False),
-    "half, no output wg, own qk": functools.partial(
-        recurrence_case, warpgroups=1, output_warpgroup=False, qk=False
-    ),
     "half, packed": functools.partial(recurrence_case, warpgroups=1, packed="sequences"),
     "transition": functools.partial(recurrence_case, transition=True),
     "transition, half": functools.partial(recurrence_case, transition=True, warpgroups=1),

@@ -14,35 +14,29 @@ item of packed rows walks the chunks it touches, and in a chunk that it shares w
 does not own are replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its
 own outputs exact.
 
-Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run only what depends on the
-chunk before: S K^T, W, N, S, with A operands in registers (an accumulator rounded to bf16 is an operand already).
-They leave S, rounded, and N (in place of V) in shared memory, from where the output warpgroup makes O, one product
-or two behind; its P never leaves the registers. The helper loads everything by bulk copies, makes T in place of a
-for the next chunk, and reuses what all have read.
+Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run the chain of products,
+whose left operands stay in registers (an accumulator rounded to bf16 is an operand already). S K^T and S Q^T run
+together, then N, then S and O; O of one chunk is stored while the next chunk's first products run. The helper loads
+everything by bulk copies, and one chunk ahead makes T in place of a, then P, D, scale D and Dr.
 
-| barrier   | arrives                                  | waits                                            |
-|-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | each bulk copy of a stage                | all; packed rows: helper only                    |
-| prepared  | helper: T, D and Dr are written          | state warpgroups; packed rows: output too        |
-| published | each state warpgroup: S is in place      | output warpgroup                                 |
-| taken     | output warpgroup: S Q^T is done          | state warpgroups, before they write S again      |
-| corrected | each state warpgroup: N is in place of V | output warpgroup                                 |
-| consumed  | state and output warpgroups: stage read  | helper, before it loads the stage again          |
-
-Without an output warpgroup (Config.output_warpgroup) the state warpgroups compute O^T too, and the helper P.
+| barrier  | arrives                                  | waits                                               |
+|----------|------------------------------------------|-----------------------------------------------------|
+| loaded   | each bulk copy of a stage                | helper, state warpgroups; packed rows: helper only  |
+| prepared | helper: T, P and the vectors are written | state warpgroups                                    |
+| consumed | each state warpgroup: stage read         | helper, before it loads the stage again             |
 
 With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
 segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is
 what the columns of V past its end read.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, a [B, HO, NT C, C],
-qk [B, Hk, NT C, C] (optional), s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
 [items, HO, K, K].
 Shared memory: Config.smem_bytes, 219 KB at K = V = 128 with two state warpgroups and three stages.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
 Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
-512 for two or four), or the kernel waits for ever.
+512 for two), or the kernel waits for ever.
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of
 warpgroups).
 """
@@ -92,37 +86,22 @@ class Config:
     """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
     state_in_smem: bool = False
     """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
-    output_warpgroup: bool = True
-    """Whether a warpgroup of its own computes P and O, so that the state warpgroups run the dependent chain only."""
-    helper_registers: int = 72
-    output_registers: int = 120
-    state_registers: int = 160
-    early_loads: bool = False
-    """Whether V and D are loaded while S K^T still runs, which takes 32 registers more."""
-    auto_barriers: bool = False
-    """Lets Pallas put a barrier around every access to shared memory: 4 to 13 % slower, never needed here."""
+    helper_registers: int = 88
+    state_registers: int = 208
 
     def smem_bytes(self, K: int, outputs: bool) -> int:
         """Shared memory of a CTA."""
         rows = ROWS * self.state_warpgroups
-        p_tile = outputs and not self.output_warpgroup
-        s_tile = self.state_in_smem or (outputs and self.output_warpgroup)
-        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + p_tile)) + 3 * 4 * CHUNK
-        once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * s_tile
+        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + outputs)) + 4 * 4 * CHUNK
+        once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * self.state_in_smem
         return self.stages * stage + once + 1024
 
     @classmethod
-    def default(
-        cls, K: int, V: int, outputs: bool, state_warpgroups: int, output_warpgroup: bool = True
-    ) -> "Config":
+    def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K and V need."""
-        if outputs and output_warpgroup:
-            registers = {1: (120, 152, 232), 2: (72, 120, 160)}[state_warpgroups]
-        else:
-            registers = {1: (208, 0, 232 if K <= 128 else 240), 2: (72, 0, 216)}[state_warpgroups]
-        for stages in (4, 3, 2, 1) if state_warpgroups == 1 else (3, 2, 1):
-            early = state_warpgroups == 1 and K <= 128
-            config = cls(state_warpgroups, stages, K > 128, output_warpgroup, *registers, early)
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208) if outputs else (72, 216)}
+        for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
+            config = cls(state_warpgroups, stages, K > 128, *registers[state_warpgroups])
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -246,7 +225,6 @@ class _Sizes(NamedTuple):
     scale: float
     packed: bool
     num_tables: int
-    qk_given: bool
     has_s0: bool
     write_transition: bool
     kv_layout: bool
@@ -261,18 +239,15 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     refs = list(refs)
     q_gmem = take(refs, sizes.outputs)
     k_gmem, v_gmem, g_gmem, a_gmem = (take(refs) for _ in range(4))
-    qk_gmem = take(refs, sizes.qk_given and sizes.outputs)
     s0_gmem = take(refs, sizes.has_s0)
     tables = [take(refs) for _ in range(sizes.num_tables)]
     out_gmem, final_gmem = take(refs), take(refs)
-    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, dr_smem = refs[:9]
-    loaded, prepared, consumed, published, taken, corrected = refs[9:]
+    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, d_scaled_smem, dr_smem = refs[:10]
+    loaded, prepared, consumed = refs[10:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
     K, columns = sizes.K, num_state * ROWS
-    hands_over = outputs and config.output_warpgroup  # S and N to the output warpgroup
-    reads = outputs and not hands_over  # the state warpgroups compute O themselves
 
     wg = lax.axis_index("wg").astype(jnp.int32)
     tile = lax.rem(grid_index(), sizes.tiles)
@@ -309,8 +284,6 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         copy(k_gmem.at[item.row, tokens, head_of(sizes.Hk)], kq_smem.at[stage, 0:CHUNK])
         if outputs:
             copy(q_gmem.at[item.row, tokens, head_of(sizes.Hq)], kq_smem.at[stage, CHUNK : 2 * CHUNK])
-        if sizes.qk_given and outputs:
-            copy(qk_gmem.at[item.row, head_of(sizes.Hk), tokens], p_smem.at[stage])
         v_columns = pl.ds(tile * columns, columns)  # past the end of V (transitions): zeros
         copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
         copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
@@ -324,44 +297,46 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             tiles = [kq_smem.at[stage, 0:CHUNK], v_smem.at[stage], t_smem.at[stage]]
             if outputs:
                 tiles.append(kq_smem.at[stage, CHUNK : 2 * CHUNK])
-            if sizes.qk_given and outputs:
-                tiles.append(p_smem.at[stage])
             for ref in tiles:
                 _keep_owned_rows(ref, begin, end)
-            for ref in (t_smem, p_smem) if sizes.qk_given and outputs else (t_smem,):
-                x = plgpu.load(ref.at[stage], layout=WGMMA)
-                ref.at[stage][...] = jnp.where(_owned(x.shape, 1, begin, end), x, jnp.zeros((), x.dtype))
+            t = plgpu.load(t_smem.at[stage], layout=WGMMA)
+            t_smem.at[stage][...] = jnp.where(_owned(t.shape, 1, begin, end), t, jnp.zeros((), t.dtype))
             _keep_owned_gates(g_smem.at[stage], begin, end)
             plgpu.commit_smem()
 
     def prepare_t(stage, g_rows, gamma):
-        d_smem.at[stage][...] = jnp.exp2(g_rows)
+        d = jnp.exp2(g_rows)
+        d_smem.at[stage][...] = d
+        if outputs:
+            d_scaled_smem.at[stage][...] = d * sizes.scale
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
-        _multiply(t_smem.at[stage], gamma)
+        t_smem.at[stage][...] = (plgpu.load(t_smem.at[stage], layout=WGMMA).astype(f32) * gamma).astype(dtype)
+
+    def store_p(stage, product, gamma):
+        p_smem.at[stage][...] = (dev.collect(product) * gamma * sizes.scale).astype(dtype)
 
     def prepare(stage):
-        if not reads:
-            prepare_t(stage, *_gamma(g_smem.at[stage]))
-        elif sizes.qk_given:
+        """T, P and the vectors of a stage, in the order that the helper's registers allow."""
+        if not outputs:
+            return prepare_t(stage, *_gamma(g_smem.at[stage]))
+        k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
+
+        def product_first(acc):
+            product = dev.issue(acc, q_tile, transposed(k_tile))
             g_rows, gamma = _gamma(g_smem.at[stage])
             prepare_t(stage, g_rows, gamma)
-            _multiply(p_smem.at[stage], gamma)
-        else:
+            store_p(stage, product, gamma)
 
-            def with_product(acc):
-                k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
-                product = dev.issue(acc, q_tile, transposed(k_tile))
-                if num_state == 1:
-                    prepare_t(stage, *gates)
-                p = dev.collect(product) * gates[1]
-                p_smem.at[stage][...] = (p * sizes.scale).astype(dtype)
+        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
+        if num_state == 1:
+            return pl.run_scoped(product_first, accumulator)
+        g_rows, gamma = _gamma(g_smem.at[stage])
+        prepare_t(stage, g_rows, gamma)
+        pl.run_scoped(
+            lambda acc: store_p(stage, dev.issue(acc, q_tile, transposed(k_tile)), gamma), accumulator
+        )
 
-            gates = _gamma(g_smem.at[stage])
-            if num_state == 2:  # fewer registers
-                prepare_t(stage, *gates)
-            pl.run_scoped(with_product, plgpu.ACC((CHUNK, CHUNK), f32))
-
-    @pl.when(wg == num_state + hands_over)
+    @pl.when(wg == num_state)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
         for j in range(stages - 1):
@@ -375,44 +350,28 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             prepare(stage)
             plgpu.commit_smem()
             plgpu.barrier_arrive(prepared.at[stage])
-            if stages > 1:
-                pl.when(i >= 1)(lambda: plgpu.barrier_wait(consumed.at[previous]))
-                pl.when(i + stages - 1 < chunks)(lambda: load(i + stages - 1, previous))
-            else:
-                plgpu.barrier_wait(consumed.at[stage])
-                pl.when(i + 1 < chunks)(lambda: load(i + 1, stage))
+            pl.when(i >= 1)(lambda: plgpu.barrier_wait(consumed.at[previous]))
+            pl.when(i + stages - 1 < chunks)(lambda: load(i + stages - 1, previous))
             return ()
 
-        if stages == 1:
-            pl.when(chunks > 0)(lambda: load(jnp.int32(0), 0))
         lax.fori_loop(0, chunks, step, ())
-        if stages > 1:
-            pl.when(chunks > 0)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(chunks - 1, stages)]))
+        pl.when(chunks > 0)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(chunks - 1, stages)]))
 
     # State warpgroups
 
     row_tile = tile * num_state + wg
     rows = pl.ds(row_tile * ROWS, ROWS)
 
-    def store_o(i, parts):
-        """Parts (j, o) of O, 64 columns of V each, of chunk i to memory; only owned rows, one by one, in a shared
-        chunk. o is [tokens, columns of V], transposed unless it comes from the output warpgroup."""
+    def store_o(i, o):
+        """o [64 columns of V, C] of chunk i to memory; only owned rows, one by one, in a shared chunk."""
         parts_smem: Any = out_smem if sizes.packed else (out_smem, None)
         tile_smem, flat_smem = parts_smem
         tokens = tokens_of(i)
 
-        def view(ref):
-            return ref if hands_over else transposed(ref)
-
-        def part_columns(j):
-            return pl.ds((tile * num_state + j) * ROWS, ROWS)
-
         def whole():
-            for j, o in parts:
-                view(tile_smem.at[j])[...] = o
+            transposed(tile_smem.at[wg])[...] = o
             plgpu.commit_smem()
-            for j, _ in parts:
-                plgpu.copy_smem_to_gmem(tile_smem.at[j], out_gmem.at[item.row, tokens, head, part_columns(j)])
+            plgpu.copy_smem_to_gmem(tile_smem.at[wg], out_gmem.at[item.row, tokens, head, rows])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if not sizes.packed:
@@ -421,28 +380,25 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
 
         @pl.when(is_shared)
         def _():
-            for j, o in parts:
-                store_any(view(flat_smem.at[j]), o)
+            store_any(transposed(flat_smem.at[wg]), o)
             plgpu.commit_smem()
 
             def token(t, _):
                 position = (item.first_chunk + i) * CHUNK + t
-                for j, _ in parts:
-                    target = out_gmem.at[item.row, position, head, part_columns(j)]
-                    plgpu.copy_smem_to_gmem(flat_smem.at[j, t], target)
+                plgpu.copy_smem_to_gmem(flat_smem.at[wg, t], out_gmem.at[item.row, position, head, rows])
                 return ()
 
             lax.fori_loop(begin, end, token, ())
 
         pl.when(jnp.logical_not(is_shared))(whole)
 
-    def clear_padding(parts):
+    def clear_padding():
+        def clear(i, _):
+            store_o(i, zeros((ROWS, CHUNK), dtype))
+            return ()
+
         @pl.when(item.is_padding)
         def _():
-            def clear(i, _):
-                store_o(i, parts)
-                return ()
-
             lax.fori_loop(0, item.num_chunks, clear, ())
 
     def read_state():
@@ -479,74 +435,58 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             else:
                 final.at[rows][...] = s
 
-    def publish(i, rounded):
-        """S before chunk i, rounded, to shared memory, once the output warpgroup has read the one before."""
-        if hands_over:
-            pl.when(i >= 1)(lambda: plgpu.barrier_wait(taken))
-        s_smem.at[pl.ds(wg * ROWS, ROWS)][...] = rounded
+    def operand(s):
+        """S rounded, as the left operand of the next chunk's products."""
+        if not config.state_in_smem:
+            return s.astype(dtype)
+        s_smem.at[wg][...] = s.astype(dtype)
         plgpu.commit_smem()
-        if hands_over:
-            plgpu.barrier_arrive(published)
+        return ()
 
     def step(i, carry):
         s, s_operand, o_previous = carry
         stage = lax.rem(i, stages)
         k_tile = kq_smem.at[stage, 0:CHUNK]
         q_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK] if outputs else None
-        v_tile = transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)])
-        if config.state_in_smem:
-            publish(i, s.astype(dtype))
-            s_operand = s_smem.at[pl.ds(wg * ROWS, ROWS)]
+        left = s_smem.at[wg] if config.state_in_smem else s_operand
         plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
 
+        def vector(smem):
+            return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
+
         def solve(sk, *sq):
-            sk = dev.issue(sk, s_operand, transposed(k_tile))
-            if reads:
-                sq = dev.issue(sq[0], s_operand, transposed(q_tile))
-                pl.when(i > 0)(lambda: store_o(i - 1, [(wg, o_previous)]))
-            elif hands_over and not config.state_in_smem:
-                publish(i, s_operand)
-            v_t = plgpu.load(v_tile, layout=WGMMA)
+            sk = dev.issue(sk, left, transposed(k_tile))
+            if outputs:
+                sq = dev.issue(sq[0], left, transposed(q_tile))
+                pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
+            v_t = plgpu.load(transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)]), layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
-
-            def load_d():
-                return along_columns(plgpu.load(d_smem.at[stage], layout=COL), ROWS)
-
-            early = load_d() if config.early_loads else None
-            sk = dev.collect(sk, newer=1 if reads else 0)
-            d = load_d() if early is None else early
-            w = (v_t.astype(f32) - d * sk).astype(dtype)
+            d = vector(d_smem)
+            w = (v_t.astype(f32) - d * dev.collect(sk, newer=1 if outputs else 0)).astype(dtype)
 
             def correct(n):
                 """N, and in its shadow what the two last products start from."""
                 n = dev.issue(n, w, transposed(t_smem.at[stage]))
-                dr = plgpu.load(dr_smem.at[stage], layout=COL)
+                dr = vector(dr_smem)
                 decayed = s * d_smem[stage, CHUNK - 1]
-                if not reads:
+                if not outputs:
                     return lax.optimization_barrier(decayed), None, dev.collect(n), dr
-                d_scaled = plgpu.load(d_smem.at[stage], layout=COL) * sizes.scale
-                read = dev.collect(sq, newer=1) * along_columns(d_scaled, ROWS)
+                read = dev.collect(sq, newer=1) * vector(d_scaled_smem)
                 return *lax.optimization_barrier((decayed, read)), dev.collect(n), dr
 
             return pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
 
-        accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + reads)
+        accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + outputs)
         decayed, read, n, dr = pl.run_scoped(solve, *accumulators)
-
-        def hand_over_n():
-            v_tile[...] = n.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(corrected.at[stage])
-
-        write = (decayed, (n * along_columns(dr, ROWS)).astype(dtype), k_tile)
+        write = (decayed, (n * dr).astype(dtype), k_tile)
         o = ()
-        if reads:
+        if outputs:
             s, o = dev.accumulate(write, (read, n.astype(dtype), transposed(p_smem.at[stage])))
             o = o.astype(dtype)
         else:
-            (s,) = dev.accumulate(write, meanwhile=hand_over_n if hands_over else None)
-        s_operand = () if config.state_in_smem else s.astype(dtype)
+            (s,) = dev.accumulate(write)
+        s_operand = operand(s)
         dev.release(consumed.at[stage])
         return s, s_operand, o
 
@@ -554,54 +494,18 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     def state():
         plgpu.set_max_registers(config.state_registers, action="increase")
         s = read_state()
-        nothing = zeros((ROWS, CHUNK), dtype) if reads else ()
-        start = (s, () if config.state_in_smem else s.astype(dtype), nothing)
+        start = (s, operand(s), zeros((ROWS, CHUNK), dtype) if outputs else ())
         s, _, o = lax.fori_loop(0, chunks, step, start)
-        if hands_over:
-            pl.when(chunks > 0)(lambda: plgpu.barrier_wait(taken))
-        if reads:
-            pl.when(chunks > 0)(lambda: store_o(chunks - 1, [(wg, o)]))
-            if sizes.packed:
-                clear_padding([(wg, nothing)])
+        if outputs:
+            pl.when(chunks > 0)(lambda: store_o(chunks - 1, o))
+        if outputs and sizes.packed:
+            clear_padding()
 
         writes = jnp.logical_not(item.is_last) if sizes.write_transition else item.is_last
         if sizes.packed:
             writes = writes & jnp.logical_not(item.is_padding)
         pl.when(writes)(lambda: write_state(s))
         plgpu.wait_smem_to_gmem(0)
-
-    # Output warpgroup: O [C, V] is not transposed here, and P never leaves the registers.
-
-    def output_step(i, _):
-        stage = lax.rem(i, stages)
-        k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
-        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
-
-        def attend(acc):
-            product = dev.issue(acc, q_tile, transposed(k_tile))
-            g_rows, gamma = _gamma(g_smem.at[stage])
-            p = (dev.collect(product) * gamma * sizes.scale).astype(dtype)
-            return p, jnp.exp2(g_rows) * sizes.scale
-
-        p, d_scaled = pl.run_scoped(attend, plgpu.ACC((CHUNK, CHUNK), f32))
-        plgpu.barrier_wait(published)
-        read = dev.product(q_tile, transposed(s_smem)) * along_rows(d_scaled, columns)
-        dev.release(taken)
-        plgpu.barrier_wait(corrected.at[stage])
-        (o,) = dev.accumulate((read, p, v_smem.at[stage]))
-        dev.release(consumed.at[stage])
-        store_o(i, [(j, o[:, ROWS * j : ROWS * (j + 1)].astype(dtype)) for j in range(num_state)])
-        return ()
-
-    if hands_over:
-
-        @pl.when(wg == num_state)
-        def output():
-            plgpu.set_max_registers(config.output_registers, action="decrease")
-            lax.fori_loop(0, chunks, output_step, ())
-            if sizes.packed:
-                clear_padding([(j, zeros((CHUNK, ROWS), dtype)) for j in range(num_state)])
-            plgpu.wait_smem_to_gmem(0)
 
 
 def recurrence(
@@ -610,7 +514,6 @@ def recurrence(
     v: Float[Array, "B T HV V"],
     g2_cum: Float[Array, "B HO T64"],
     a: Float[Array, "B HO T64 C"],
-    qk: Float[Array, "B Hk T64 C"] | None,
     s0: Float[Array, "items HO _ _"] | None,
     tables: Tables | None,
     *,
@@ -626,7 +529,7 @@ def recurrence(
 
     Args:
       q, k, v: bfloat16 or float16, K and V multiples of 64, T a multiple of 8; q is not read for transitions.
-      g2_cum, a, qk: of chunk_gates and tril_inverse; qk None to compute it here.
+      g2_cum, a: of chunk_gates and tril_inverse.
       s0: state before each item, float32, None for zeros.
       kv_layout, s0_kv_layout: whether the final states and s0 are [K, V]; else [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
@@ -642,9 +545,6 @@ def recurrence(
         pairs = V % (2 * ROWS) == 0 and all_rows % (2 * ROWS) == 0 and K <= 128
         config = Config.default(K, V, not write_transition, 2 if pairs else 1)
     n, stages = config.state_warpgroups, config.stages
-    hands_over = config.output_warpgroup and not write_transition
-    if hands_over and qk is not None:
-        raise ValueError("qk: expected None with an output warpgroup, which computes it")
     if V % (ROWS * n) or all_rows % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = _Sizes(
@@ -660,7 +560,6 @@ def recurrence(
         scale=scale,
         packed=tables is not None,
         num_tables=sum(table is not None for table in tables or ()),
-        qk_given=qk is not None,
         has_s0=s0 is not None and not write_transition,
         write_transition=write_transition,
         kv_layout=kv_layout,
@@ -675,9 +574,6 @@ def recurrence(
         return plgpu.SMEM((count, rows, columns), dtype, transforms=tiling(128))
 
     out_tile = tiles(n, ROWS, CHUNK if outputs else K)
-    s_tile = plgpu.SMEM((8, 128), f32)
-    if hands_over or config.state_in_smem:
-        s_tile = plgpu.SMEM((ROWS * n, K), dtype, transforms=tiling(128))
     if sizes.packed and outputs:
         out_tile = plgpu.RefUnion(out_tile, plgpu.SMEM((n, CHUNK, ROWS), dtype))
     vectors = plgpu.SMEM((stages, CHUNK), f32)
@@ -689,7 +585,7 @@ def recurrence(
     else:
         final = (N, HO, K, V) if kv_layout else (N, HO, V, K)
         out_type = (jax.ShapeDtypeStruct((B, T, HO, V), dtype), jax.ShapeDtypeStruct(final, f32))
-    inputs = [q if outputs else None, k, v, g2_cum, a, qk if outputs else None]
+    inputs = [q if outputs else None, k, v, g2_cum, a]
     inputs += [s0 if sizes.has_s0 else None, *(tables or ())]
     return plgpu.kernel(
         functools.partial(_body, config=config, split=split, sizes=sizes, interpreted=interpret is not None),
@@ -698,25 +594,21 @@ def recurrence(
             tiles(stages, CHUNK * (1 + outputs), K),
             tiles(stages, CHUNK, ROWS * n),
             tiles(stages, CHUNK, CHUNK),
-            tiles(stages, CHUNK, CHUNK, outputs and not hands_over),
+            tiles(stages, CHUNK, CHUNK, outputs),
             out_tile,
-            s_tile,
+            tiles(n, ROWS, K, config.state_in_smem),
             vectors,
             vectors,
             vectors,
-            plgpu.Barrier(num_arrivals=4 + outputs + (sizes.qk_given and outputs), num_barriers=stages),
+            vectors,
+            plgpu.Barrier(num_arrivals=4 + outputs, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=n + hands_over, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=n),
-            plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
         ),
         grid=(split.num_items * HO * sizes.tiles,),
         grid_names=("cta",),
-        num_threads=n + 1 + hands_over,
+        num_threads=n + 1,
         thread_name="wg",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
-        ),
+        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS, unsafe_no_auto_barriers=True),
     )(*(x for x in inputs if x is not None))

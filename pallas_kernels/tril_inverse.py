@@ -1,14 +1,14 @@
-"""Triangular inverse of every chunk, before any gate, and optionally the products of queries and keys.
+"""Triangular inverse of every chunk, before any gate.
 
     L = strictly lower part of diag(beta) K K^T        [C, C]
-    A = (I + L)^-1,   a = A diag(beta),   qk = scale Q K^T
+    A = (I + L)^-1,   a = A diag(beta)
 
 The gates factor out: the inverse that the rule needs is A * Gamma, element by element, with Gamma[i, j] =
 exp(g_cum[i] - g_cum[j]). So nothing here overflows, whatever the decay, and all chunks are independent.
 
-Inputs (GMEM): k [B, T, Hk, K], q [B, T, Hk, K] (with qk only), beta_t [B, HO, NT C] float32, first [NT C] int32
-(packed rows only): L is taken between tokens of one sequence.
-Outputs (GMEM): a [B, HO, NT C, C] and qk [B, Hk, NT C, C] in k's dtype.
+Inputs (GMEM): k [B, T, Hk, K], beta_t [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is taken
+between tokens of one sequence.
+Outputs (GMEM): a [B, HO, NT C, C] in k's dtype.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -18,7 +18,7 @@ sums float32. Blocks up to 16 live as a [64, 16] array (warp w holds the w-th di
 warp-level mma without leaving the registers; 16 -> 32 exchanges one tile through shared memory; 32 -> 64 is two
 wgmmas.
 
-Shared memory of one warpgroup: K tile 128 K bytes (twice with qk), L and X 4 KB each, transposed blocks 2.5 KB,
+Shared memory of one warpgroup: K tile 128 K bytes, L and X 4 KB each, transposed blocks 2.5 KB,
 `output_slots` output tiles of 8 KB, beta 512 HO/Hk bytes.
 Hardware: compute capability 9.0. Limits: K a multiple of 64; |k|^2 beta at most about 2, or entries of L and
 of A leave the range and accuracy of float16.
@@ -69,16 +69,16 @@ class Config:
     """Output tiles being stored while the next is computed."""
     ctas: int = NUM_SMS
 
-    def smem_bytes(self, K: int, group: int, with_qk: bool) -> int:
+    def smem_bytes(self, K: int, group: int) -> int:
         """Shared memory of a CTA for key width K and `group` output heads per key head."""
-        tiles = 2 * CHUNK * K * (1 + with_qk) + 2 * 2 * CHUNK * HALF + 2 * (CHUNK + BLOCK) * BLOCK
+        tiles = 2 * CHUNK * K + 2 * 2 * CHUNK * HALF + 2 * (CHUNK + BLOCK) * BLOCK
         return self.warpgroups * (tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (group + 1) + 64)
 
     @classmethod
-    def default(cls, K: int, group: int, with_qk: bool) -> "Config":
+    def default(cls, K: int, group: int) -> "Config":
         """The largest of the tried configurations that fits."""
         for config in (cls(4, 2), cls(4, 1), cls(3, 1), cls(2, 1), cls(1, 1)):
-            if config.smem_bytes(K, group, with_qk) <= SMEM_LIMIT:
+            if config.smem_bytes(K, group) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
 
@@ -146,12 +146,10 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     return jnp.where(lower, quarter, x32), right
 
 
-def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
+def _body(*refs, config, sizes, ragged, interpreted):
     refs = list(refs)
-    k_gmem, q_gmem = take(refs), take(refs, with_qk)
-    beta_gmem, first_gmem = take(refs), take(refs, ragged)
-    a_gmem, qk_gmem = take(refs), take(refs, with_qk)
-    k_tiles, q_tiles, beta_smem, first_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
+    k_gmem, beta_gmem, first_gmem, a_gmem = take(refs), take(refs), take(refs, ragged), take(refs)
+    k_tiles, beta_smem, first_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
     B, num_chunks, Hk, group = sizes
     dev = Device(interpreted)
 
@@ -172,8 +170,6 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
             n, 2
         )  # vectors are read until the end of an item, after the next one's loads have started
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens, h], k_smem, loaded.at[wg])
-        if with_qk:
-            plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens, h], q_tiles.at[wg], loaded.at[wg])
         heads = pl.ds(h * group, group)
         plgpu.copy_gmem_to_smem(beta_gmem.at[b, heads, tokens], beta_smem.at[wg, slot], loaded.at[wg])
         if ragged:
@@ -193,12 +189,7 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
     def item(n, _):
         b, tokens, h = place(n)
         slot = lax.rem(n, 2)
-        stored = n * (group + with_qk)
         plgpu.barrier_wait(loaded.at[wg])
-        if with_qk:
-            qk = dev.product(q_tiles.at[wg], transposed(k_smem)) * scale
-            halves = (qk[:, 0:HALF], qk[:, HALF:CHUNK])
-            store(lax.rem(stored, config.output_slots), halves, qk_gmem.at[b, h, tokens])
         kk = dev.product(k_smem, transposed(k_smem))
 
         @pl.when(n + 1 < num_items)
@@ -214,7 +205,7 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
             halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
             columns = along_columns(plgpu.load(vector, layout=COL), CHUNK)
             halves = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
-            out_slot = lax.rem(stored + with_qk + e, config.output_slots)
+            out_slot = lax.rem(n * group + e, config.output_slots)
             store(out_slot, halves, a_gmem.at[b, h * group + e, tokens])
             return ()
 
@@ -228,53 +219,43 @@ def _body(*refs, config, sizes, scale, with_qk, ragged, interpreted):
 def tril_inverse(
     k: Float[Array, "B T Hk K"],
     beta_t: Float[Array, "B HO T64"],
-    q: Float[Array, "B T Hk K"] | None = None,
     first: Int[Array, " T64"] | None = None,
     *,
-    scale: float = 1.0,
     config: Config | None = None,
     interpret=None,
-) -> tuple[Float[Array, "B HO T64 C"], Float[Array, "B Hk T64 C"] | None]:
-    """a = A diag(beta) and, given q, qk = scale Q K^T (else None); see the module docstring.
+) -> Float[Array, "B HO T64 C"]:
+    """a = A diag(beta); see the module docstring.
 
     Args:
-      k, q: bfloat16 or float16; K a multiple of 64, T a multiple of 8.
+      k: bfloat16 or float16; K a multiple of 64, T a multiple of 8.
       beta_t: write strengths, head-major, float32, T rounded up to chunks.
       first: row of the chunk at which each token's sequence starts (packed rows), or None.
-      scale: factor of qk.
     """
     B, T, Hk, K = k.shape
     HO, group, num_chunks = beta_t.shape[1], beta_t.shape[1] // Hk, -(-T // CHUNK)
-    with_qk, ragged = q is not None, first is not None
-    config = config or Config.default(K, group, with_qk)
+    ragged = first is not None
+    config = config or Config.default(K, group)
     body = functools.partial(
         _body,
         config=config,
         sizes=(B, num_chunks, Hk, group),
-        scale=scale,
-        with_qk=with_qk,
         ragged=ragged,
         interpreted=interpret is not None,
     )
     n = config.warpgroups
     smem, f16 = plgpu.SMEM, jnp.float16
-    tile = smem((n, CHUNK, K), k.dtype, transforms=tiling(128))
-    out = [jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)]
-    if with_qk:
-        out.append(jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK, CHUNK), k.dtype))
-    outputs = plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=tuple(out),
+        out_type=jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype),
         scratch_types=(
-            tile,
-            tile if with_qk else smem((8, 128), jnp.float32),
+            smem((n, CHUNK, K), k.dtype, transforms=tiling(128)),
             smem((n, 2, group, CHUNK), jnp.float32),
             smem((n, 2, CHUNK), jnp.int32),
             smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
             smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
             smem((n, CHUNK + BLOCK, BLOCK), f16, transforms=tiling(32)),
             smem((n, config.output_slots, CHUNK, CHUNK), k.dtype, transforms=tiling(64)),
-            plgpu.Barrier(num_arrivals=2 + with_qk + ragged, num_barriers=n),
+            plgpu.Barrier(num_arrivals=2 + ragged, num_barriers=n),
         ),
         grid=(config.ctas,),
         grid_names=("cta",),
@@ -282,5 +263,4 @@ def tril_inverse(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
-    )(*(x for x in (k, q, beta_t, first) if x is not None))
-    return outputs[0], (outputs[1] if with_qk else None)
+    )(*(x for x in (k, beta_t, first) if x is not None))

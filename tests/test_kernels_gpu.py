@@ -32,7 +32,7 @@ ODD = (
 CONFIGS = (
     gdn.Config(),
     gdn.Config(state_warpgroups=2, segment_chunks=0),
-    gdn.Config(state_warpgroups=1, segment_chunks=0, qk_in_inverse=False),
+    gdn.Config(state_warpgroups=1, segment_chunks=0),
     gdn.Config(segment_chunks=4),
 )
 
