@@ -22,7 +22,6 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import gdn
-from pallas_kernels import recurrence as rec
 
 WIDTH = 128
 """K and V."""
@@ -60,18 +59,10 @@ ROWS = [
 """The rows of the forward table, H200, 2026-11-20, best of FlashQLA 0.1.3, fla 0.6.0 and FlashInfer 0.7.2."""
 
 
-def _variant(n: int, **changes) -> gdn.Config:
-    """Whole sequences with n state warpgroups, and changes to the recurrence's configuration."""
-    base = rec.Config.default(WIDTH, WIDTH, True, n)
-    return gdn.Config(state_warpgroups=n, segment_chunks=0, recurrence=dataclasses.replace(base, **changes))
-
-
 VARIANTS = {
     "auto": gdn.Config(),
-    "full": _variant(2),
-    "full, 72/216": _variant(2, helper_registers=72, state_registers=216),
-    "half": _variant(1),
-    "half, S in smem": _variant(1, state_in_smem=True),
+    "full": gdn.Config(state_warpgroups=2, segment_chunks=0),
+    "half": gdn.Config(state_warpgroups=1, segment_chunks=0),
     **{
         f"{name}, segments of {chunks}": gdn.Config(state_warpgroups=n, segment_chunks=chunks)
         for name, n in (("full", 2), ("half", 1))

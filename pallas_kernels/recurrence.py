@@ -2,11 +2,12 @@
 
 With the state transposed, S [V, K], and for one chunk (all of it float32 but the operands of products)
 
-    W = V^T - (S K^T) D              N = W T^T             T = a * Gamma
-    O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = scale (Q K^T) * Gamma
+    W = V^T - (S K^T) D              N = W T^T             T = r a * Gamma
+    O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = r (Q K^T) * Gamma
 
-where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last,
-G = g2_cum and a = A diag(beta) from tril_inverse.py.
+where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / r, gl = 2^G_last,
+r = sqrt(scale), G = g2_cum and a = A diag(beta) from tril_inverse.py. With r split like this one tile, r Gamma,
+makes both T and P.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is
 a sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens. An
@@ -17,7 +18,7 @@ own outputs exact.
 Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run the chain of products,
 whose left operands stay in registers (an accumulator rounded to bf16 is an operand already). S K^T and S Q^T run
 together, then N, then S and O; O of one chunk is stored while the next chunk's first products run. The helper loads
-everything by bulk copies, and one chunk ahead makes T in place of a, then P, D, scale D and Dr.
+everything by bulk copies, and one chunk ahead makes D, scale D, Dr, T in place of a, and P.
 
 | barrier  | arrives                                  | waits                                               |
 |----------|------------------------------------------|-----------------------------------------------------|
@@ -33,7 +34,7 @@ Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO,
 s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
 [items, HO, K, K].
-Shared memory: Config.smem_bytes, 219 KB at K = V = 128 with two state warpgroups and three stages.
+Shared memory: Config.smem_bytes, 212 KB at K = V = 128 with two state warpgroups and three stages.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
 Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
 512 for two), or the kernel waits for ever.
@@ -43,6 +44,7 @@ warpgroups).
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +101,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K and V need."""
-        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208) if outputs else (72, 216)}
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}
         for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
             config = cls(state_warpgroups, stages, K > 128, *registers[state_warpgroups])
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
@@ -197,16 +199,12 @@ def _keep_owned_gates(g_smem, begin, end):
     g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
 
 
-def _gamma(g_smem):
-    """G in layout ROW, and Gamma [C, C]."""
+def _gamma(g_smem, log2_r: float):
+    """G in layout ROW, and r Gamma [C, C]."""
     shape = (CHUNK, CHUNK)
     g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
-    difference = along_rows(g_rows, CHUNK) - along_columns(g_columns, CHUNK)
+    difference = along_rows(g_rows + log2_r, CHUNK) - along_columns(g_columns, CHUNK)
     return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
-
-
-def _multiply(tile, factor):
-    tile[...] = (plgpu.load(tile, layout=WGMMA).astype(jnp.float32) * factor).astype(tile.dtype)
 
 
 class _Sizes(NamedTuple):
@@ -233,6 +231,10 @@ class _Sizes(NamedTuple):
     @property
     def outputs(self) -> bool:
         return not self.write_transition
+
+    @property
+    def log2_r(self) -> float:
+        return math.log2(self.scale) / 2
 
 
 def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool):
@@ -305,36 +307,32 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             plgpu.commit_smem()
 
     def prepare_t(stage, g_rows, gamma):
-        d = jnp.exp2(g_rows)
-        d_smem.at[stage][...] = d
+        d_smem.at[stage][...] = jnp.exp2(g_rows)
         if outputs:
-            d_scaled_smem.at[stage][...] = d * sizes.scale
-        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
+            d_scaled_smem.at[stage][...] = jnp.exp2(g_rows + 2 * sizes.log2_r)
+        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - sizes.log2_r - g_rows)
         t_smem.at[stage][...] = (plgpu.load(t_smem.at[stage], layout=WGMMA).astype(f32) * gamma).astype(dtype)
 
-    def store_p(stage, product, gamma):
-        p_smem.at[stage][...] = (dev.collect(product) * gamma * sizes.scale).astype(dtype)
-
     def prepare(stage):
-        """T, P and the vectors of a stage, in the order that the helper's registers allow."""
-        if not outputs:
-            return prepare_t(stage, *_gamma(g_smem.at[stage]))
-        k_tile, q_tile = kq_smem.at[stage, 0:CHUNK], kq_smem.at[stage, CHUNK : 2 * CHUNK]
+        """T, P and the vectors of a stage. Q K^T runs beside T where the helper has the registers for both."""
 
-        def product_first(acc):
-            product = dev.issue(acc, q_tile, transposed(k_tile))
-            g_rows, gamma = _gamma(g_smem.at[stage])
+        def prepare_both(acc):
+            product = dev.issue(
+                acc, kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
+            )
+            g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
             prepare_t(stage, g_rows, gamma)
-            store_p(stage, product, gamma)
+            p_smem.at[stage][...] = (dev.collect(product) * gamma).astype(dtype)
 
-        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
-        if num_state == 1:
-            return pl.run_scoped(product_first, accumulator)
-        g_rows, gamma = _gamma(g_smem.at[stage])
+        if outputs and num_state == 1:
+            return pl.run_scoped(prepare_both, plgpu.ACC((CHUNK, CHUNK), f32))
+        g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
         prepare_t(stage, g_rows, gamma)
-        pl.run_scoped(
-            lambda acc: store_p(stage, dev.issue(acc, q_tile, transposed(k_tile)), gamma), accumulator
-        )
+        if outputs:
+            product = dev.product(
+                kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
+            )
+            p_smem.at[stage][...] = (product * gamma).astype(dtype)
 
     @pl.when(wg == num_state)
     def helper():
@@ -534,8 +532,10 @@ def recurrence(
       kv_layout, s0_kv_layout: whether the final states and s0 are [K, V]; else [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       split: items; segments need s0 for every item unless transitions are written.
-      scale: factor of the output.
+      scale: factor of the output, positive; 1 for transitions.
     """
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
     B, T, Hk, K = k.shape
     HV, V = v.shape[2:]
     HO = a.shape[1]

@@ -1,5 +1,7 @@
 """The Pallas kernels without a GPU: all configurations lower, and stages are right and free of races, interpreted."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -171,6 +173,17 @@ def test_sequences_in_another_order(monkeypatch):
     monkeypatch.setattr(gdn, "choose_split", lambda *_: (1, None))
     case = cases.Case("order", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1))
     check(case, SMALL)
+
+
+def test_scales_that_the_kernels_do_not_fold():
+    case = cases.Case("scale", T=64, B=1, heads=(1, 1, 1), K=64, V=64)
+    x = cases.inputs(case, "bfloat16")
+    arrays = [None if y is None else jnp.asarray(y) for y in x[:6]]
+    run = functools.partial(gdn.forward, *arrays, config=SMALL, interpret=INTERPRET)
+    o, final, _ = run(scale=1.0)
+    got, got_final, _ = run(scale=-2.0)
+    np.testing.assert_array_equal(got, -2 * o)
+    np.testing.assert_array_equal(got_final, final)
 
 
 def split(B, T, HO, lengths=None, *, known=True, **options):
