@@ -200,7 +200,7 @@ def kkt(
 
 
 def solve_tril(kkt: Float[Array, "*S C C"]) -> Float[Array, "*S C C"]:
-    """A = (I + kkt)^-1 for strictly lower triangular kkt, in its dtype; C is a power of two.
+    """A = (I + kkt)^-1 for strictly lower triangular kkt, in its dtype; C is a power of two or at most 8.
 
     Blocks of 8 rows by forward substitution; then pairs of neighbouring inverse blocks X and Z are merged to
     twice the size, where the block L below X and left of Z becomes -Z L X.
@@ -208,12 +208,14 @@ def solve_tril(kkt: Float[Array, "*S C C"]) -> Float[Array, "*S C C"]:
     Numerics: as stable as substitution, for any keys. Powers of kkt (the Neumann series and its doubling)
       overflow for correlated keys even in float32.
     Raises:
-      ValueError: C is not a power of two.
+      ValueError: C is above 8 and not a power of two.
     Source: fla's `solve_tril`, with the sign of the paper's equation corrected (the inverse of I + kkt).
     """
     C = kkt.shape[-1]
-    if C & (C - 1) or kkt.shape[-2] != C:
-        raise ValueError(f"kkt: expected C x C blocks with C a power of two, got {list(kkt.shape)}")
+    if kkt.shape[-2] != C or (C > _SUBSTITUTION_ROWS and C & (C - 1)):
+        raise ValueError(
+            f"kkt: expected [.., C, C] with C a power of two or at most 8, got {list(kkt.shape)}"
+        )
     size = min(C, _SUBSTITUTION_ROWS)
     X = _substitute(_diagonal_blocks(kkt, size))
     product = partial(jnp.einsum, "...ij,...jk->...ik", precision=lax.Precision.HIGHEST)
