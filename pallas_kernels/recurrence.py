@@ -101,7 +101,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K and V need."""
-        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}
+        registers = {1: (208, 232 if K <= 128 else 248), 2: (88, 208)}
         for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
             config = cls(state_warpgroups, stages, K > 128, *registers[state_warpgroups])
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
@@ -313,13 +313,15 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - sizes.log2_r - g_rows)
         t_smem.at[stage][...] = (plgpu.load(t_smem.at[stage], layout=WGMMA).astype(f32) * gamma).astype(dtype)
 
+    def q_and_k(stage):
+        """Operands of Q K^T."""
+        return kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
+
     def prepare(stage):
         """T, P and the vectors of a stage. Q K^T runs beside T where the helper has the registers for both."""
 
         def prepare_both(acc):
-            product = dev.issue(
-                acc, kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
-            )
+            product = dev.issue(acc, *q_and_k(stage))
             g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
             prepare_t(stage, g_rows, gamma)
             p_smem.at[stage][...] = (dev.collect(product) * gamma).astype(dtype)
@@ -329,10 +331,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
         prepare_t(stage, g_rows, gamma)
         if outputs:
-            product = dev.product(
-                kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
-            )
-            p_smem.at[stage][...] = (product * gamma).astype(dtype)
+            p_smem.at[stage][...] = (dev.product(*q_and_k(stage)) * gamma).astype(dtype)
 
     @pl.when(wg == num_state)
     def helper():
