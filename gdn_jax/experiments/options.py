@@ -61,7 +61,7 @@ class ModelOptions:
     """Inner width of the SwiGLU over hidden_size."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
-    tie_embeddings: bool = True
+    tie_embeddings: bool = False
     """Use the embedding as the output projection."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on an accelerator, float32 on a CPU. Parameters are float32."""
@@ -136,7 +136,7 @@ class RecallOptions:
     """Multi-query associative recall (Arora et al. 2023, "Zoology"); accuracy on fresh sequences."""
 
     run: RunOptions = RunOptions(batch_size=64, steps=400, eval_every=100)
-    model: ModelOptions = ModelOptions(num_layers=2, expand_v=1.0, tie_embeddings=False)
+    model: ModelOptions = ModelOptions(num_layers=2, expand_v=1.0)
     optimizer: OptimizerOptions = OptimizerOptions(lr=5e-3)
     recall: RecallTaskOptions = RecallTaskOptions()
 

@@ -153,7 +153,8 @@ def make_functions(
         grads = jax.tree.map(lambda g: g / sums.weight, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, optax.global_norm(grads))
+        grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, grad_norm)
         return TrainState(params, opt_state), metrics
 
     def evaluate(params: nnx.State, batch: Batch) -> Sums:

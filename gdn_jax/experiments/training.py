@@ -275,16 +275,17 @@ def train(options: TrainOptions, console: Console) -> int:
             if (latest := store.latest()) is not None:
                 trainer.restore(store, latest)
             run.rewind(trainer.step)
-            console.print(f"resuming {run.path} after step {trainer.step}", highlight=False)
+            console.print(f"resuming {run.path} after step {trainer.step}", highlight=False, soft_wrap=True)
             for key, value in _versions().items():
                 if value != (then := config["versions"].get(key)):
                     console.print(f"note: {key} was {then}, is {value}: numbers may differ", highlight=False)
-        console.print(task.summary(), highlight=False, markup=False)
+        console.print(task.summary(), highlight=False, markup=False, soft_wrap=True)
         console.print(
             f"{trainer.parameters / 1e6:.2f}M parameters, {config['compute_dtype']} on "
             f"{_versions()['device']}, run folder {run.path}",
             highlight=False,
             markup=False,
+            soft_wrap=True,
         )
         with listen() as asked, Reporter(console, options.run.steps, trainer.step) as reporter:
             try:
@@ -352,4 +353,6 @@ def _finish(
     console.rule("sample")
     console.print(Text(sample), soft_wrap=True)
     console.rule()
-    console.print(f"{trainer.seconds:.0f} s of training; results in {run.path}", highlight=False)
+    console.print(
+        f"{trainer.seconds:.0f} s of training; results in {run.path}", highlight=False, soft_wrap=True
+    )
