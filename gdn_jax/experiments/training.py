@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -74,7 +75,7 @@ class Trainer:
     options: TrainOptions
     task: Task
     graphdef: nnx.GraphDef
-    rest: nnx.State
+    rest: PyTree
     functions: Functions
     state: TrainState
     step: int = 0
