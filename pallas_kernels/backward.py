@@ -54,7 +54,8 @@ def backward_supported(dims: Dims, dtype, *, packed: bool = False) -> str | None
       packed: whether cu_seqlens is given.
     """
     if dtype != jnp.bfloat16:
-        return f"q, k and v are {jnp.dtype(dtype).name}; the backward takes bfloat16 (float16 has no room for u and dv)"
+        name = jnp.dtype(dtype).name  # float16 has no room for u and dv, which are proportional to beta
+        return f"q, k and v are {name}; the backward takes bfloat16"
     if dims.K > 128:
         return f"K = {dims.K}; the backward goes up to 128"
     chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
@@ -116,8 +117,8 @@ def backward(
     Returns:
       Cotangents in the dtypes of the arguments.
 
-    Numerics: operands of products rounded to bfloat16, sums, gates and states in float32; states and adjoints at the
-      borders of chunks, u and dv are kept in bfloat16. dg is 0 at resets (g below -104, where exp(g) is 0 in float32).
+    Numerics: operands of products rounded to bfloat16, sums, gates and states in float32; states and adjoints at
+      the borders of chunks, u and dv are kept in bfloat16. dg is 0 at resets: below -104, where exp(g) is 0.
     """
     config = config or Config()
     B, T = q.shape[:2]

@@ -156,7 +156,9 @@ def _diagonal(x: jax.Array) -> jax.Array:
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
-    q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem, beta_gmem = (refs.pop(0) for _ in range(9))
+    q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem, beta_gmem = (
+        refs.pop(0) for _ in range(9)
+    )
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
     q_smem, k_smem, x_smem, u_smem, h_smem, dh_smem, pn_smem = refs[:7]
@@ -350,16 +352,22 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         """
         (*scores, dq_read, dk_read, late), inner = over_v(first_step)
         stage = lax.rem(first_step + v_tiles - 1, stages)
-        g_rows, gamma = gamma_of(g_smem.at[stage])
-        g_last = g_smem[stage, CHUNK - 1]
+        g_rows, g_last = plgpu.load(g_smem.at[stage], layout=ROW), g_smem[stage, CHUNK - 1]
+        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else loaded_qk))
+        q_tile, k_tile = q_smem.at[:, own], k_smem.at[:, own]
+        late = late * along_rows(jnp.exp2(g_last - g_rows), WIDTH)
+        written = jnp.sum(plgpu.load(k_tile, layout=WGMMA).astype(f32) * late, axis=1)
+        dk = dk + late
+        _, gamma = gamma_of(g_smem.at[stage])
         beta = jnp.maximum(plgpu.load(beta_smem.at[stage], layout=ROW), BETA_FLOOR)
         dev.release(consumed.at[stage])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-        for score, (which, factor) in zip(scores, makes, strict=True):
-            diagonal = _diagonal(score)
-            tile = pn_tiles.at[which]
+
+        def exchange(score, which, factor):
+            """dP or N to its tile, and what their diagonals are for."""
+            tile, diagonal = pn_tiles.at[which], _diagonal(score)
             tile[...] = jnp.where(strictly_lower, score * gamma * factor, 0.0).astype(dtype)
 
             @pl.when(which == 0)
@@ -370,15 +378,14 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             def _():
                 store_vector(dbeta_smem, diagonal / (beta * beta), dbeta_gmem.at[place.visit, head])
 
+        for score, made in zip(scores, makes, strict=True):
+            exchange(score, *made)
         plgpu.commit_smem()
         plgpu.barrier_arrive(exchanged)
 
         d = along_rows(jnp.exp2(g_rows), WIDTH)
         starts = [dq_read * (d * sizes.scale), dk_read * -d, zeros((CHUNK, WIDTH), f32)]
-        late = late * along_rows(jnp.exp2(g_last - g_rows), WIDTH)
-        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else loaded_qk))
         plgpu.barrier_wait(exchanged)
-        q_tile, k_tile = q_smem.at[:, own], k_smem.at[:, own]
         p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
         products = [
             (0, p_tile, k_tile),
@@ -388,13 +395,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         ]
         dq_part, read, write = _accumulate(dev, starts, products)
 
-        k, q = (plgpu.load(tile, layout=WGMMA).astype(f32) for tile in (k_tile, q_tile))
         diagonal = along_rows(plgpu.load(diagonal_smem, layout=ROW), WIDTH)
-        sums_smem.at[wg, 0][...] = jnp.sum(q * dq_part + k * (read - write), axis=1)
-        sums_smem.at[wg, 1][...] = jnp.sum(k * late, axis=1)
-        sums_smem.at[wg, 2][...] = inner
+        q = plgpu.load(q_tile, layout=WGMMA).astype(f32)
+        x = jnp.sum(q * dq_part, axis=1)
+        dk = dk + read + write + diagonal * q
+        k = plgpu.load(k_tile, layout=WGMMA).astype(f32)
+        x = x + jnp.sum(k * (read - write), axis=1)
         dq = dq + dq_part + diagonal * k
-        dk = dk + read + late + write + diagonal * q
+        for n, vector in enumerate((x, written, inner)):
+            sums_smem.at[wg, n][...] = vector
         plgpu.commit_smem()
         plgpu.barrier_arrive(finished)
         pl.when(is_last)(lambda: dev.release(used_qk))

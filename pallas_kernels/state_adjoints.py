@@ -12,8 +12,8 @@ inverse: T^T is applied to a matrix of V columns, and no product of three [C, C]
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S or of dS (64 columns of V) of one head of one item. An
 item is a sequence. All sequences lie on one grid of chunks of 64 tokens. The item of a sequence of packed rows
-walks the chunks it touches; each (chunk, sequence) that touches it is a visit. In a chunk shared with another sequence the
-tokens of the others are replaced: zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
+walks the chunks it touches; a chunk and a sequence that touches it are a visit. In a chunk shared with another
+sequence the tokens of the others are replaced: zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
 
 Threads (warpgroups): the first ones hold S or dS in registers; the last one, the helper, loads everything by bulk
 copies and makes T, P, D and Dr for the next chunk.
@@ -81,8 +81,8 @@ class Config:
     """Chunks in flight."""
     state_in_smem: bool = False
     """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
-    helper_registers: int = 72
-    state_registers: int = 216
+    helper_registers: int = 88
+    state_registers: int = 208
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory: slower, never needed here."""
 
@@ -95,7 +95,7 @@ class Config:
     @classmethod
     def default(cls, K: int, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K needs."""
-        registers = {1: (208, 232 if K <= 128 else 240), 2: (72, 216)}[state_warpgroups]
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}[state_warpgroups]
         for stages in (4, 3, 2, 1):
             config = cls(state_warpgroups, stages, K > 128, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
@@ -150,7 +150,7 @@ def owned_rows(span: Span, chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     return begin, end, (begin > 0) | (end < CHUNK)
 
 
-def owned(shape: tuple[int, int], dimension: int, begin, end) -> jax.Array:
+def owned(shape: tuple[int, ...], dimension: int, begin, end) -> jax.Array:
     """Which entries have an index of [begin, end) along a dimension."""
     index = iota(shape, dimension)
     return (index >= begin) & (index < end)

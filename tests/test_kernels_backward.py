@@ -55,7 +55,9 @@ def residuals_of(case: cases.Case, x: cases.Inputs) -> gdn.Residuals:
 def run(case: cases.Case, config=None, interpret=INTERPRET):
     """(gradients of the oracle, cotangents of the kernels)."""
     x = cases.inputs(case, "bfloat16")
-    options = {name: value for name, value in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")}
+    options = {
+        name: value for name, value in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")
+    }
     expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
     arrays = (None if y is None else jnp.asarray(y) for y in x[:6])
@@ -73,12 +75,29 @@ def run(case: cases.Case, config=None, interpret=INTERPRET):
     return expected, got
 
 
-SMALL = backward.Config(gradients=gradients_kernel.Config(stages=2, ctas=2, helper_registers=208))
+SMALL = backward.Config(gradients=gradients_kernel.Config(stages=2, ctas=2))
+"""The interpreter takes a thread for every warpgroup."""
+
 C = cases.Case
 CASES = (
     C("two tiles", T=200, B=1, heads=(1, 1, 2), K=128, V=128),
-    C("one head each", T=128, B=1, heads=(2, 2, 2), K=64, V=64),
-    C("short, padded", T=70, B=2, heads=(1, 1, 1), K=60, V=40),
+    C("padded, two rows", T=70, B=2, heads=(1, 1, 1), K=60, V=40),
+    C("grouped queries", T=66, B=1, heads=(2, 1, 1), K=64, V=64, state_layout="vk"),
+    C("more keys than queries", T=66, B=1, heads=(1, 2, 2), K=64, V=64),
+    C("strong decay", T=130, B=1, heads=(1, 1, 1), K=16, V=24, g="-20"),
+    C("resets, no state", T=130, B=1, heads=(1, 1, 1), g="some -inf", initial_state=False),
+    C("beta 0", T=66, B=1, heads=(1, 1, 1), beta="some 0"),
+    C("packed", T=190, B=1, heads=(1, 1, 1), lengths=(0, 1, 64, 0, 65, 37, 1, 0)),
+    C(
+        "packed, reset",
+        T=150,
+        B=1,
+        heads=(1, 1, 1),
+        g="some -inf",
+        lengths=(63, 1, 2, 70),
+        initial_state=False,
+    ),
+    C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 
 
@@ -89,3 +108,52 @@ def test_gradients_in_the_interpreter(case):
         assert (e is None) == (x is None)
         if e is not None:
             assert_close(e, np.asarray(x), tolerance(name, "bfloat16"), name, head_axis(name))
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 4), (4, 2, 2), (2, 3, 6)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (96, 192), (100, 256)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lowers_for_compute_capability_9(heads, K, V, packed):
+    Hq, Hk, HV = heads
+    HO, B, T, f32 = max(Hq, HV), 1 if packed else 2, 200, jnp.float32
+    N = 3 if packed else B
+    S = jax.ShapeDtypeStruct
+    x = lambda h, d: S((B, T, h, d), jnp.bfloat16)  # noqa: E731
+    gate, state = S((B, T, HO), f32), S((N, HO, K, V), f32)
+    t64 = (B, HO, 256)
+    residuals = gdn.Residuals(S(t64, f32), S(t64, f32), S((*t64, 64), jnp.bfloat16), None)
+    arrays = (x(Hq, K), x(Hk, K), x(HV, V), gate, gate, state, residuals, x(HO, V), state)
+    cu = S((N + 1,), jnp.int32) if packed else None
+    function = jax.jit(lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu))
+    text = function.trace(cu, *arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "reason"),
+    [
+        ({}, jnp.float16, "float16"),
+        (dict(K=192), jnp.bfloat16, "192"),
+        (dict(T=2**34), jnp.bfloat16, "larger"),
+    ],
+)
+def test_refusals_say_why(change, dtype, reason):
+    sizes = dict(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=64, V=64)
+    assert reason in backward.backward_supported(Dims(**sizes | change), dtype)
+    assert backward.backward_supported(Dims(**sizes), jnp.bfloat16) is None
+
+
+@pytest.mark.parametrize("N", [1, 5, 40])
+def test_tables_are_the_same_in_numpy_and_traced(N):
+    rng = np.random.default_rng(N)
+    cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
+    traced, known = backward.visit_tables(jnp.asarray(cu), 2104), backward.visit_tables(cu, 2104)
+    for a, b in zip(traced, known, strict=True):
+        np.testing.assert_array_equal(a, b)
+    visits = [(n, c) for n in range(N + 1) for c in _chunks(*(*cu, 2104)[n : n + 2])]
+    assert known.first_visit[-1] == len(visits) <= len(known.sequence)
+    np.testing.assert_array_equal(known.sequence[: len(visits)], [n for n, _ in visits])
+
+
+def _chunks(begin, end):
+    return range(begin // 64, -(-end // 64)) if end > begin else ()
