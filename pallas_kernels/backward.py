@@ -125,9 +125,12 @@ def backward(
     batch = residuals.g2_cum.shape[0]
     if batch != B:  # sequences of equal lengths ran as a batch
         split = functools.partial(_split_batch, batch=batch)
-        arrays = (split(x) for x in (q, k, v, g, beta))
         out = backward(
-            *arrays,
+            split(q),
+            split(k),
+            split(v),
+            split(g),
+            split(beta),
             initial_state,
             residuals,
             split(do),
@@ -137,7 +140,8 @@ def backward(
             config=config,
             interpret=interpret,
         )
-        return Cotangents(*(None if x is None else x.reshape(B, T, *x.shape[2:]) for x in out[:5]), out.dh_0)
+        joined = [None if x is None else x.reshape(B, T, *x.shape[2:]) for x in out[:5]]
+        return Cotangents._make((*joined, out.dh_0))
     tables = None
     if cu_seqlens is not None:
         known = known_lengths(cu_seqlens)
@@ -209,7 +213,7 @@ def _run(
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
-    if initial_state is not None:
+    if initial_state is not None and chains.ds0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)
         dh_0 = chains.ds0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
     return Cotangents(
@@ -222,7 +226,7 @@ def _run(
     )
 
 
-def _split_batch(x, batch: int):
+def _split_batch(x: Any, batch: int) -> Any:
     return None if x is None else x.reshape(batch, -1, *x.shape[2:])
 
 

@@ -41,7 +41,7 @@ Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,7 @@ from pallas_kernels.common import (
     zeros,
 )
 from pallas_kernels.state_adjoints import (
+    Span,
     VisitTables,
     dense_span,
     gamma_of,
@@ -134,7 +135,7 @@ class _Sizes(NamedTuple):
     packed: bool
 
 
-def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> list[jax.Array]:
+def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> Any:
     """starts, with a @ b added to number n for each (n, a, b)."""
     if dev.interpreted:
         sums = list(starts)
@@ -151,7 +152,8 @@ def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> 
 
 def _diagonal(x: jax.Array) -> jax.Array:
     """Diagonal of [C, C] in layout ROW."""
-    return jnp.sum(jnp.where(iota(x.shape, 0) == iota(x.shape, 1), x, 0.0), axis=1)
+    on_diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
+    return jnp.sum(jnp.where(on_diagonal, x, 0.0), axis=1)
 
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
@@ -180,7 +182,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     class Place(NamedTuple):
         """Where the n-th item of this CTA lies."""
 
-        span: object
+        span: Span
         visit: jax.Array
         chunk: jax.Array
         key_head: jax.Array
@@ -283,7 +285,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Compute warpgroups
 
     own = pl.ds(wg * WIDTH, WIDTH)
-    pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)
+    pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, pn_smem)  # the second one for packed rows only
     if num_compute == 1:
         makes = ((0, sizes.scale), (1, -1.0))
     else:
@@ -433,7 +435,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             def one(e, carry):
                 first_step = load * steps_per_load + e * v_tiles
                 is_first, is_last = e == 0, e == heads_per_query - 1
-                return one_head(place, head_of(place, query, e), first_step, *carry, is_first, is_last)
+                dq, dk = carry
+                return one_head(place, head_of(place, query, e), first_step, dq, dk, is_first, is_last)
 
             dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), f32), dk))
             store(place, place.key_head * query_heads + query, nothing_for_padding(dq), dq_gmem)

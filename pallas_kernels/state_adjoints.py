@@ -39,7 +39,7 @@ Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of i
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def owned_rows(span: Span, chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     return begin, end, (begin > 0) | (end < CHUNK)
 
 
-def owned(shape: tuple[int, ...], dimension: int, begin, end) -> jax.Array:
+def owned(shape: tuple[int, int], dimension: int, begin, end) -> jax.Array:
     """Which entries have an index of [begin, end) along a dimension."""
     index = iota(shape, dimension)
     return (index >= begin) & (index < end)
@@ -161,7 +161,7 @@ def keep_owned_rows(ref, begin, end) -> None:
     for column in range(0, ref.shape[1], CHUNK):
         part = ref.at[:, column : column + CHUNK]
         x = plgpu.load(part, layout=WGMMA)
-        part[...] = jnp.where(owned(x.shape, 0, begin, end), x, jnp.zeros((), x.dtype))
+        part[...] = jnp.where(owned((CHUNK, CHUNK), 0, begin, end), x, jnp.zeros((), x.dtype))
 
 
 def keep_owned_gates(g_smem, begin, end) -> None:
@@ -180,7 +180,7 @@ def gamma_of(g_smem) -> tuple[jax.Array, jax.Array]:
     return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
 
 
-def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> jax.Array:
+def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> Any:
     """start plus the products that body(add) gives to add(a, b); waited for at the end."""
     if dev.interpreted:
         total = [start]
@@ -292,7 +292,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             pl.when(adjoint)(lambda: keep_owned_rows(q_smem.at[stage], begin, end))
             t_tile = t_smem.at[stage]
             x = plgpu.load(t_tile, layout=WGMMA)
-            t_tile[...] = jnp.where(owned(x.shape, 1, begin, end), x, jnp.zeros((), x.dtype))
+            t_tile[...] = jnp.where(owned((CHUNK, CHUNK), 1, begin, end), x, jnp.zeros((), x.dtype))
             keep_owned_gates(g_smem.at[stage], begin, end)
             plgpu.commit_smem()
 
@@ -340,7 +340,9 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     row_tile = tile * num_state + wg
     rows = pl.ds(row_tile * ROWS, ROWS)
     s_tile = s_smem.at[pl.ds(wg * ROWS, ROWS)]
-    out_tile, out_flat = out_smem if sizes.packed else (out_smem, None)
+    out_tile, out_flat = (
+        out_smem if sizes.packed else (out_smem, out_smem)
+    )  # the second one for packed rows only
 
     def read_state(source):
         """Rows of a state [V, K] or [K, V] in memory."""
@@ -351,6 +353,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         return plgpu.load(source.at[rows], layout=WGMMA, optimized=False)
 
     def write_ds0(s):
+        assert ds0_gmem is not None
         target = ds0_gmem.at[span.sequence, head]
         if sizes.kv_layout:
             transposed(target.at[:, rows])[...] = plgpu.layout_cast(s, WGMMA_TRANSPOSED)
@@ -610,4 +613,5 @@ def state_adjoints(
             **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
         ),
     )(*(x for x in inputs if x is not None))
-    return Chains(*outputs[:4], outputs[4] if with_ds0 else None)
+    h, u, dh, dv = outputs[:4]
+    return Chains(h, u, dh, dv, outputs[4] if with_ds0 else None)
