@@ -390,9 +390,10 @@ UNROLLED = 16
 
 
 def _first_rows(cu_seqlens: Any, T: int) -> Any:
-    """[NT C] row of its chunk at which each token's sequence starts; the padding counts as one more sequence.
+    """[NT C] row of its chunk at which each token's sequence starts. In NumPy where cu_seqlens is.
 
-    In NumPy where cu_seqlens is.
+    A token of the padding counts as a sequence of its own: it has no entries in the triangular inverse, where
+    garbage it holds (NaN times 0) would reach the tokens that share its chunk.
     """
     xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
     token = xp.arange(round_up(T, CHUNK), dtype=np.int32)
@@ -407,6 +408,7 @@ def _first_rows(cu_seqlens: Any, T: int) -> Any:
     else:
         begins = jnp.zeros_like(token).at[cu_seqlens].max(cu_seqlens, mode="drop")
         begins = lax.cummax(begins)
+    begins = xp.where(token >= cu_seqlens[-1], token, begins)
     return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
 
 

@@ -107,7 +107,10 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
 
     def scaled(n):
         part = parts[n] * along_rows(beta, parts[n].shape[1])
-        return part if first is None else jnp.where(_of_one_sequence(first, n), part, 0.0)
+        if first is None:
+            return part
+        # Zeros stay zeros whatever beta the padding holds: NaN times 0 would spread to the tokens beside it.
+        return jnp.where(_of_one_sequence(first, n) & (parts[n] != 0.0), part, 0.0)
 
     w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
@@ -204,7 +207,10 @@ def _body(*refs, config, sizes, ragged, interpreted):
             beta = plgpu.load(vector, layout=ROW)
             halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
             columns = along_columns(plgpu.load(vector, layout=COL), CHUNK)
-            halves = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
+            scaled = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
+            if ragged:  # where A joins no tokens it is 0 and stays it, whatever beta the padding holds
+                scaled = tuple(jnp.where(x == 0.0, 0.0, y) for x, y in zip(halves, scaled, strict=True))
+            halves = scaled
             out_slot = lax.rem(n * group + e, config.output_slots)
             store(out_slot, halves, a_gmem.at[b, h * group + e, tokens])
             return ()
