@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import chunked, gates, packing, reference
@@ -107,7 +108,9 @@ def gated_delta_rule(
     if implementation != "mosaic_gpu":
         options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
         return _run_xla(arrays, scale, options)
-    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known)
+    if use_qk_l2norm:
+        arrays = arrays._replace(q=gates.l2norm(q), k=gates.l2norm(k))
+    options = _Options("chunked", False, state_layout, chunk_size, known)
     if isinstance(scale, (int, float)):
         return _run_kernels(arrays, float(scale), options)
     o, final = _run_kernels(arrays, 1.0, options)
@@ -304,27 +307,56 @@ def _run_xla(x: _Arrays, scale: float | jax.Array, options: _Options) -> tuple[j
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _run_kernels(x: _Arrays, scale: float, options: _Options) -> tuple[jax.Array, jax.Array]:
-    """The call by the GPU kernels; its gradients are those of the chunked form."""
+    """The call by the GPU kernels, forward and backward."""
+    return _kernel_forward(x, scale, options)[:2]
+
+
+def _kernel_options(x: _Arrays, options: _Options) -> dict[str, Any]:
+    known = options.known_lengths
+    return {
+        "cu_seqlens": x.cu_seqlens if known is None else np.frombuffer(known, np.int64),
+        "segment_ids": x.segment_ids,
+        "state_layout": options.state_layout,
+    }
+
+
+def _kernel_forward(x: _Arrays, scale: float, options: _Options):
     from pallas_kernels import gdn
 
-    known = options.known_lengths
-    o, final, _ = gdn.forward(
-        *x[:6],
-        scale=scale,
-        cu_seqlens=x.cu_seqlens if known is None else np.frombuffer(known, np.int64),
-        segment_ids=x.segment_ids,
-        use_qk_l2norm=options.use_qk_l2norm,
-        state_layout=options.state_layout,
-    )
-    return o, final
+    return gdn.forward(*x[:6], scale=scale, **_kernel_options(x, options))
 
 
-def _run_kernels_fwd(x, scale, options):
-    return _run_kernels(x, scale, options), x
+def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
+    """Why the backward kernels cannot run the call; None if they can. Else the chunked form's gradients serve."""
+    from pallas_kernels import backward, gdn
+
+    dims = rule_dims(*x, options.state_layout)
+    if not gdn.FOLDED_SCALES[0] <= scale <= gdn.FOLDED_SCALES[1]:
+        return f"scale is {scale}"
+    return backward.backward_supported(dims, x.q.dtype, packed=x.cu_seqlens is not None)
 
 
-def _run_kernels_bwd(scale, options, x, cotangents):
-    return jax.vjp(lambda x: _run_xla(x, scale, options), x)[1](cotangents)
+def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
+    if _backward_reason(x, scale, options) is not None:
+        return _run_kernels(x, scale, options), (x, None)
+    from pallas_kernels.gradients import BETA_FLOOR
+
+    # The kernels divide by beta; 2^-20 instead of 0 changes o by less than its rounding to bfloat16.
+    floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
+    o, final, residuals = _kernel_forward(floored, scale, options)
+    residuals = residuals._replace(a=checkpoint_name(residuals.a, chunked.INVERSE_NAME))
+    return (o, final), (floored, residuals)
+
+
+def _run_kernels_bwd(scale: float, options: _Options, saved, cotangents):
+    x, residuals = saved
+    if residuals is None:
+        return jax.vjp(lambda x: _run_xla(x, scale, options), x)[1](cotangents)
+    from pallas_kernels import backward
+
+    do, dfinal = cotangents
+    out = backward.backward(*x[:6], residuals, do, dfinal, scale=scale, **_kernel_options(x, options))
+    return (_Arrays(*out, None, None),)
 
 
 _run_kernels.defvjp(_run_kernels_fwd, _run_kernels_bwd)
