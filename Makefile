@@ -8,7 +8,7 @@ JOBS ?= 2
 
 .PHONY: demo test lint format gpu-test clean
 demo: $(VENV)/experiments.done
-	$(BIN)/gdn train bytes --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

@@ -355,7 +355,8 @@ def _run_kernels_bwd(scale: float, options: _Options, saved, cotangents):
     from pallas_kernels import backward
 
     do, dfinal = cotangents
-    out = backward.backward(*x[:6], residuals, do, dfinal, scale=scale, **_kernel_options(x, options))
+    primals = (x.q, x.k, x.v, x.g, x.beta, x.initial_state)
+    out = backward.backward(*primals, residuals, do, dfinal, scale=scale, **_kernel_options(x, options))
     return (_Arrays(*out, None, None),)
 
 
