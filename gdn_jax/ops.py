@@ -333,6 +333,12 @@ def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
     dims = rule_dims(*x, options.state_layout)
     if not gdn.FOLDED_SCALES[0] <= scale <= gdn.FOLDED_SCALES[1]:
         return f"scale is {scale}"
+    known = options.known_lengths
+    if x.cu_seqlens is not None:
+        rows = None if known is None else gdn.common_length(np.frombuffer(known, np.int64), dims.T)
+        if rows is None:
+            # Right in interpret mode, but a packed row with K = V = 128 was seen to hang on an H200 (2026-11-21).
+            return "cu_seqlens packs lengths that differ, or that are not known while tracing"
     return backward.backward_supported(dims, x.q.dtype, packed=x.cu_seqlens is not None)
 
 

@@ -240,7 +240,7 @@ def forward(
     N = cu_seqlens.shape[0] - 1 if packed else B
     dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
     known = known_lengths(cu_seqlens)
-    if known is not None and (length := _common_length(known, T)):
+    if known is not None and (length := common_length(known, T)):
         o, final, residuals = forward(
             q.reshape(N, length, Hq, K),
             k.reshape(N, length, Hk, K),
@@ -361,7 +361,7 @@ _compiled = jax.jit(_run, static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
 
 
-def _common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
+def common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
     """Tokens of every sequence, if all have equally many and fill the row: then they are rows of a batch."""
     lengths = np.diff(cu_seqlens)
     length = int(lengths[0])

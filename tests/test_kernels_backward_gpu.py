@@ -15,10 +15,7 @@ from pallas_kernels.gradients import BETA_FLOOR
 pytestmark = pytest.mark.gpu
 
 WIDE = dict(B=1, heads=(1, 1, 2), K=128, V=128)
-CASES = (
-    cases.Case("wide", T=2048, **WIDE),
-    cases.Case("wide-packed", T=1500, lengths=(0, 1, 64, 300, 0, 640, 63, 129), **WIDE),
-)
+CASES = (cases.Case("wide", T=2048, **WIDE),)
 
 
 def call(case: cases.Case, config: backward.Config | None = None):
@@ -52,7 +49,7 @@ def check(case: cases.Case, config: backward.Config | None = None):
     for name, e, y in zip(GRADIENTS, expected, got, strict=True):
         assert (e is None) == (y is None)
         if e is not None:
-            assert_close(e, np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
+            assert_close(e, np.asarray(y), tolerance(name, "bfloat16", case, x), name, head_axis(name))
 
 
 TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned and c.K <= 128]

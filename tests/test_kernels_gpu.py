@@ -81,7 +81,7 @@ def test_public_call(case, dtype):
 
 @pytest.mark.parametrize("case", parameters(TABLE[::3], WIDE[1:]))
 def test_gradients_of_the_public_call(case):
-    """They are those of the chunked form; here they meet the kernels' outputs."""
+    """Those of the backward kernels, or of the chunked form where they refuse the call."""
     x = cases.inputs(case, "bfloat16")
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
@@ -90,7 +90,7 @@ def test_gradients_of_the_public_call(case):
     for name in GRADIENTS:
         if expected[name] is not None and not case.ill_conditioned:
             y, reference = got[name], expected[name]
-            assert_close(reference, y, tolerance(name, "bfloat16"), name, head_axis(name))
+            assert_close(reference, y, tolerance(name, "bfloat16", case, x), name, head_axis(name))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
