@@ -18,13 +18,16 @@ own outputs exact.
 Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run the chain of products,
 whose left operands stay in registers (an accumulator rounded to bf16 is an operand already). S K^T and S Q^T run
 together, then N, then S and O; O of one chunk is stored while the next chunk's first products run. The helper loads
-everything by bulk copies, and one chunk ahead makes D, scale D, Dr, T in place of a, and P.
+everything by bulk copies, and one chunk ahead makes D, scale D, Dr, T in place of a, and P. Two state
+warpgroups take turns: one starts a chunk's products when the other has its W, so that the products of one run while
+the other computes between them (2 % on an H200).
 
 | barrier  | arrives                                  | waits                                               |
 |----------|------------------------------------------|-----------------------------------------------------|
 | loaded   | each bulk copy of a stage                | helper, state warpgroups; packed rows: helper only  |
 | prepared | helper: T, P and the vectors are written | state warpgroups                                    |
 | consumed | each state warpgroup: stage read         | helper, before it loads the stage again             |
+| turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
 
 With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
 segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is
@@ -196,6 +199,7 @@ def _keep_owned_gates(g_smem, begin, end):
     last = g_smem[end - 1]
     g = plgpu.load(g_smem, layout=ROW)
     row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
+    plgpu.commit_smem()  # every warp reads the gates, and one writes them
     g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
 
 
@@ -245,7 +249,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     tables = [take(refs) for _ in range(sizes.num_tables)]
     out_gmem, final_gmem = take(refs), take(refs)
     kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, d_scaled_smem, dr_smem = refs[:10]
-    loaded, prepared, consumed = refs[10:]
+    loaded, prepared, consumed, turn = refs[10:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
@@ -447,6 +451,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         q_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK] if outputs else None
         left = s_smem.at[wg] if config.state_in_smem else s_operand
         plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+        if num_state == 2:
+            plgpu.barrier_wait(turn.at[wg])
 
         def vector(smem):
             return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
@@ -461,6 +467,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
                 plgpu.barrier_wait(prepared.at[stage])
             d = vector(d_smem)
             w = (v_t.astype(f32) - d * dev.collect(sk, newer=1 if outputs else 0)).astype(dtype)
+            if num_state == 2:
+                plgpu.barrier_arrive(turn.at[1 - wg])
 
             def correct(n):
                 """N, and in its shadow what the two last products start from."""
@@ -492,7 +500,11 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         plgpu.set_max_registers(config.state_registers, action="increase")
         s = read_state()
         start = (s, operand(s), zeros((ROWS, CHUNK), dtype) if outputs else ())
+        if num_state == 2:
+            pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         s, _, o = lax.fori_loop(0, chunks, step, start)
+        if num_state == 2:
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
         if outputs:
             pl.when(chunks > 0)(lambda: store_o(chunks - 1, o))
         if outputs and sizes.packed:
@@ -603,6 +615,7 @@ def recurrence(
             plgpu.Barrier(num_arrivals=4 + outputs, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=2),
         ),
         grid=(split.num_items * HO * sizes.tiles,),
         grid_names=("cta",),

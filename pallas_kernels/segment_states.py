@@ -84,8 +84,12 @@ def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, stages, interpreted):
         n = plgpu.load(n_smem.at[stage], layout=WGMMA)
         product = (n, s.astype(m_gmem.dtype), m_smem.at[stage])
         (s,) = dev.accumulate(product, meanwhile=functools.partial(store, i, s))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(i + stages < count - 1)(lambda: load(i + stages))
+        newest = (
+            1 if stages > 1 else 0
+        )  # one store may still be reading its tile, where there is another to load
+        plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
+        done = i - newest
+        pl.when((done >= 0) & (done + stages < count - 1))(lambda: load(done + stages))
         return s
 
     s = lax.fori_loop(0, count - 1, step, s)
@@ -135,5 +139,5 @@ def segment_states(
         grid=(num_sequences * HO * (V // ROWS),),
         grid_names=("cta",),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
+        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS, unsafe_no_auto_barriers=True),
     )(*(x for x in (n, m_t, s0, first_item) if x is not None))
