@@ -42,6 +42,11 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME)
 _COARSE_GRID = 1024.0
 
 
+# Tokens times heads of a stretch and longest chunk on a CPU: the fastest of 32, 64, 128 and 32, 64 on two cores of an
+# EPYC 9004 (2026-11-21, jax 0.12.0, T = 2048, 4 heads, K = V = 64, float32; see the performance log).
+_CPU_STRETCH = 64 * 32
+_CPU_CHUNK_SIZE = 32
+
 # Rows of solve_tril's first blocks: unrolled substitution costs their square in operations of the program.
 _SUBSTITUTION_ROWS = 8
 
@@ -63,6 +68,15 @@ class Numerics(NamedTuple):
     def wide(self) -> "Numerics":
         """The same with operands as wide as the sums: for the recurrence, where roundings grow and add up."""
         return self._replace(operand=self.accumulate)
+
+    @property
+    def kept(self) -> jnp.dtype:
+        """dtype of v_new between the walk over the chunks and its uses.
+
+        On a CPU that of the sums, for o is small where the values written cancel: keys alike, beta near 2, no decay.
+        Elsewhere that of the operands, which takes a third less memory with the gradients.
+        """
+        return self.accumulate if jax.default_backend() == "cpu" else self.operand
 
     @classmethod
     def full(cls, *arrays: jax.Array) -> "Numerics":
@@ -159,9 +173,11 @@ def _decay_between(decay: ChunkDecay) -> jax.Array:
 @_decay_between.defjvp
 def _decay_between_jvp(primals, tangents):
     out, dg = _decay_between(*primals), tangents[0].g
-    lower = jnp.tril(jnp.ones((dg.shape[-1],) * 2, dg.dtype))
-    strict = jnp.tril(lower, -1)
-    passed = jnp.einsum("...it,tj->...ij", lower * dg[..., None, :], strict, precision=lax.Precision.HIGHEST)
+    lower = jnp.tril(jnp.ones((dg.shape[-1],) * 2, bool))
+    strict = jnp.tril(lower, -1).astype(dg.dtype)
+    # A selection, not a product with the mask: XLA's CPU sums the transpose of the latter six times slower.
+    until = jnp.where(lower, dg[..., None, :], 0)
+    passed = jnp.einsum("...it,tj->...ij", until, strict, precision=lax.Precision.HIGHEST)
     return out, out * passed
 
 
@@ -174,12 +190,9 @@ def chunk_cumsum(g: Float[Array, "*S C"]) -> ChunkDecay:
     reset = jnp.isneginf(g)
     g = jnp.where(reset, 0, g)
     coarse = lax.stop_gradient(jnp.round(g * _COARSE_GRID) / _COARSE_GRID)
-    return ChunkDecay(
-        g=g,
-        coarse=jnp.cumsum(coarse, -1),
-        fine=jnp.cumsum(g - coarse, -1),
-        resets=jnp.cumsum(reset.astype(jnp.int32), -1),
-    )
+    sums = jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1), jnp.cumsum(reset.astype(jnp.int32), -1)
+    # Without the barrier XLA's CPU computes these sums again for each of the C x C decays.
+    return ChunkDecay(g, *lax.optimization_barrier(sums))
 
 
 def kkt(
@@ -194,9 +207,22 @@ def kkt(
     """
     numerics = numerics or Numerics.full(k, decay.g, beta)
     C = k.shape[-2]
-    products = numerics.einsum("...ik,...jk->...ij", k, k)
+    products = _gram(numerics, k)
     strict = jnp.tril(jnp.ones((C, C), bool), -1)
     return jnp.where(strict, beta[..., None] * products * decay.between(), 0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gram(numerics: Numerics, k: jax.Array) -> jax.Array:
+    """k k^T. Its derivative M + M^T, M = dk k^T, is one product in either mode, not two."""
+    return numerics.einsum("...ik,...jk->...ij", k, k)
+
+
+@_gram.defjvp
+def _gram_jvp(numerics, primals, tangents):
+    (k,), (dk,) = primals, tangents
+    M = numerics.einsum("...ik,...jk->...ij", dk, k)
+    return _gram(numerics, k), M + jnp.swapaxes(M, -1, -2)
 
 
 def solve_tril(kkt: Float[Array, "*S C C"]) -> Float[Array, "*S C C"]:
@@ -311,14 +337,14 @@ class States(NamedTuple):
 
 def _walk(numerics, A, transition, x, forcing, h):
     """The recurrence of `solve_states` in one pass over axis 0, every lane on its own."""
-    stored, numerics = numerics.operand, numerics.wide()
+    stored, kept, numerics = numerics.operand, numerics.kept, numerics.wide()
 
     def chunk(h, inputs):
         A, transition, x, forcing = inputs
         v_new = transition.v_new(A, x, h, numerics)
         new = transition.next_state(h, v_new, numerics)
         new = new if forcing is None else new + forcing
-        return new, (h.astype(stored), v_new.astype(stored))
+        return new, (h.astype(stored), v_new.astype(kept))
 
     last, (states, v_new) = lax.scan(chunk, h, (A, transition, x, forcing))
     return States(states, v_new, last)
@@ -382,16 +408,32 @@ def _solve_states_jvp(numerics, primals, tangents):
     solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
     h = checkpoint_name(solution.h, STATES_NAME)
     # From h and not from the walk, so that the backward pass recomputes it without walking again.
-    v_new = transition.v_new(A, x, h, wide).astype(numerics.operand)
+    v_new = transition.v_new(A, x, h, wide).astype(numerics.kept)
 
     dx = dx - d.read[..., None] * einsum("...ck,...kv->...cv", transition.k, h)
     dx = dx - transition.read[..., None] * einsum("...ck,...kv->...cv", d.k, h)
     dx = dx - einsum("...ij,...jv->...iv", dkkt, v_new)
-    drive = d.total[..., None, None] * h + transition._replace(to_end=d.to_end).write(v_new, wide)
-    drive = drive + transition._replace(k=d.k).write(v_new, wide)
+    # One product for both tangents: in reverse mode, so are both cotangents.
+    dk_to_end = d.to_end[..., None] * transition.k + transition.to_end[..., None] * d.k
+    drive = d.total[..., None, None] * h + einsum("...ck,...cv->...kv", dk_to_end, v_new)
     drive = transition.select(drive)
     drive = drive if dforcing is None else drive + dforcing
     return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _read(numerics: Numerics, from_start: jax.Array, q: jax.Array, h: jax.Array) -> jax.Array:
+    """exp(G) (q h). Its derivative in both factors of h is one product, so that q h is not computed again."""
+    return from_start[..., None] * numerics.einsum("...ck,...kv->...cv", q, h)
+
+
+@_read.defjvp
+def _read_jvp(numerics, primals, tangents):
+    from_start, q, h = primals
+    dfrom_start, dq, dh = tangents
+    dfactor = dfrom_start[..., None] * q + from_start[..., None] * dq
+    do = numerics.einsum("...ck,...kv->...cv", dfactor, h)
+    return _read(numerics, *primals), do + _read(numerics, from_start, q, dh)
 
 
 def chunk_output(
@@ -410,8 +452,9 @@ def chunk_output(
     """
     numerics = numerics or Numerics.full(q, k, v_new, states)
     scores = numerics.einsum("...ik,...jk->...ij", q, k) * decay.between()
-    read = decay.from_start()[..., None] * numerics.einsum("...ck,...kv->...cv", q, states)
-    return scale * (read + numerics.einsum("...ij,...jv->...iv", scores, v_new))
+    read = _read(numerics, decay.from_start(), q, states)
+    pairs = numerics if v_new.dtype == numerics.operand else numerics.wide()
+    return scale * (read + pairs.einsum("...ij,...jv->...iv", scores, v_new))
 
 
 def chunked_rule(
@@ -429,7 +472,9 @@ def chunked_rule(
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
     """The rule in chunks of `chunk_size` tokens. A reset is a gate of -inf.
 
-    A row's chunks are walked in `lanes` stretches side by side (see `solve_states`); None chooses.
+    A row's chunks are walked in `lanes` parts side by side (see `solve_states`); None chooses. On a CPU a long row
+    is computed in stretches one after another, each from the state the last one left, and in chunks of at most 32
+    tokens (see `_stretch`).
 
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
@@ -437,11 +482,26 @@ def chunked_rule(
     Numerics: gates, the triangular solve, states and sums in g's dtype (float32 or float64); operands of the
       products in bfloat16 when q is bfloat16.
     Memory: the backward pass keeps the inputs and the residuals named in `RESIDUAL_NAMES`, and recomputes the rest.
+      The temporary arrays of either pass are those of one stretch.
     """
+    B, T, HO = g.shape
+    tokens = T
+    if cu_seqlens is None and lanes is None:
+        tokens, chunk_size = _stretch(T, chunk_size, B * HO)
     numerics = Numerics.of(q.dtype, g.dtype)
     run = partial(_rule, numerics=numerics, cu_seqlens=cu_seqlens, chunk_size=chunk_size, lanes=lanes)
     keep = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
-    return jax.checkpoint(run, policy=keep)(q, k, v, g, beta, initial_state, scale)
+    run = jax.checkpoint(run, policy=keep)
+    if tokens >= T:
+        return run(q, k, v, g, beta, initial_state, scale)
+
+    def stretch(h, x):
+        o, h = run(*x, h, scale)
+        return h, o
+
+    h = jnp.zeros((B, HO, k.shape[3], v.shape[3]), g.dtype) if initial_state is None else initial_state
+    final, o = lax.scan(stretch, h, [packing.row_to_chunks(x, tokens) for x in (q, k, v, g, beta)])
+    return packing.chunks_to_row(o, T), final
 
 
 def _rule(q, k, v, g, beta, initial_state, scale, *, numerics, cu_seqlens, chunk_size, lanes):
@@ -565,6 +625,20 @@ class _Row:
 def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
     """mask with axes of size 1 appended, to broadcast against x."""
     return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+
+
+def _stretch(T: int, chunk_size: int, width: int) -> tuple[int, int]:
+    """Tokens of a stretch, and of a chunk in it, for B * HO = width; a row that is one stretch stays as it is.
+
+    A CPU is bound by its arithmetic, of which shorter chunks need less, and by its caches, where the arrays of a
+    stretch find room. A GPU needs all chunks of a row at once, and wide products.
+    """
+    if jax.default_backend() != "cpu" or T * width <= _CPU_STRETCH:
+        return T, chunk_size
+    chunk_size = min(chunk_size, _CPU_CHUNK_SIZE)
+    chunks = -(-T // chunk_size)
+    stretches = -(-chunks // max(1, _CPU_STRETCH // (width * chunk_size)))
+    return -(-chunks // stretches) * chunk_size, chunk_size
 
 
 def _num_lanes(num_chunks: int, width: int) -> int:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax import rules
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -24,8 +25,8 @@ from gdn_jax.conv import (
     segment_starts,
 )
 from gdn_jax.gates import l2norm, log_decay, write_strength
-from gdn_jax.ops import gated_delta_rule, gated_delta_step
-from gdn_jax.shapes import check_array, check_floating
+from gdn_jax.ops import gated_delta_rule
+from gdn_jax.shapes import check_array, check_choice, check_floating
 
 Initializer = Callable[..., jax.Array]
 
@@ -158,9 +159,11 @@ class GatedDeltaNet(nnx.Module):
       use_short_conv: False leaves the convolution out, [q | k | v] = silu(...) of the projections.
       use_gate: False leaves out Wg and the factor silu(x Wg).
       allow_neg_eigval: beta in [0, 2] instead of [0, 1].
+      rule: "gated_delta"; or another of `rules.RULES`, to compare the rule with: all else stays, and so do the
+        parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the rule, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`.
+      implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
@@ -190,6 +193,7 @@ class GatedDeltaNet(nnx.Module):
         use_short_conv: bool = True,
         use_gate: bool = True,
         allow_neg_eigval: bool = False,
+        rule: str = "gated_delta",
         norm_eps: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -211,6 +215,7 @@ class GatedDeltaNet(nnx.Module):
             raise ValueError(
                 f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}"
             )
+        check_choice("rule", rule, tuple(rules.RULES))
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_v_heads
@@ -219,6 +224,7 @@ class GatedDeltaNet(nnx.Module):
         self.use_short_conv = use_short_conv
         self.use_gate = use_gate
         self.allow_neg_eigval = allow_neg_eigval
+        self.rule = rule
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation = implementation
@@ -296,8 +302,9 @@ class GatedDeltaNet(nnx.Module):
         Raises:
           ValueError: an argument is wrong, names it; also a mask with a gap, where its values are known
             (outside jit; inside, a gap leaves the recurrent state alone and is zeros to the convolution).
+          NotImplementedError: the rule is another one and cannot run with these arguments, with the reason.
         """
-        B, T = self._check_call(x, cache, mask, segment_ids, cu_seqlens)
+        B, T = self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
         begin = end = None
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
@@ -315,36 +322,33 @@ class GatedDeltaNet(nnx.Module):
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
 
-        if cache is not None and T == 1 and cu_seqlens is None:
-            (q, k, v), conv = self._convolve_token(qkv, cache.conv, mask)
-            q, k, v = self._heads(q, k, v)
-            o, state = gated_delta_step(q, k, v, g[:, 0], beta[:, 0], cache.state, use_qk_l2norm=True)
-            o = o[:, None]
+        past = None if cache is None else cache.conv
+        if past is not None and T == 1 and cu_seqlens is None:
+            qkv, conv = self._convolve_token(qkv, past, mask)
         else:
-            past = None if cache is None else cache.conv
-            (q, k, v), conv = self._convolve(qkv, past, mask, begin, end, segment_ids, cu_seqlens)
-            q, k, v = self._heads(q, k, v)
-            o, state = gated_delta_rule(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                initial_state=None if cache is None else cache.state,
-                cu_seqlens=cu_seqlens,
-                segment_ids=segment_ids,
-                use_qk_l2norm=True,
-                implementation=self.implementation,
-            )
+            qkv, conv = self._convolve(qkv, past, mask, begin, end, segment_ids, cu_seqlens)
+        q, k, v = self._heads(*qkv)
+        o, state = rules.apply(
+            self.rule,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=None if cache is None else cache.state,
+            cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
         # Where x is 0 so are q and o: the output of padding is 0 without another mask.
         dtype = o.dtype
         o = self.o_norm(o).reshape(B, T, -1)
         if self.g_proj is not None:
             o = o * jax.nn.silu(self.g_proj(x).astype(o.dtype))
         y = self.o_proj(o.astype(dtype))
-        if cache is not None:
-            return y, GatedDeltaNetCache(conv, state.astype(cache.state.dtype))
-        return y, GatedDeltaNetCache(conv, state) if return_cache else None
+        if state is None or (cache is None and not return_cache):
+            return y, None
+        return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
 
     def _heads(self, q, k, v):
         """Splits the last axis of q, k, v into heads."""
@@ -389,23 +393,26 @@ class GatedDeltaNet(nnx.Module):
         return ys, jnp.concatenate(states, axis=1)
 
     def _convolve_token(self, qkv, past, mask):
-        """`_convolve` of one token: q, k, v without the token axis."""
-        qkv = [x[:, 0] for x in qkv]
+        """`_convolve` of one token."""
         if self.conv_weight is None:
             return map(_silu, qkv), past
+        qkv = [x[:, 0] for x in qkv]
         bias = None if self.conv_bias is None else self.conv_bias[...]
         y, state = causal_conv1d_update(jnp.concatenate(qkv, axis=-1), past, self.conv_weight[...], bias)
         if mask is not None:
             y = jnp.where(mask, y, 0)
             state = jnp.where(mask[:, :, None], state, past)
-        return [y[:, channels] for channels in self._channels()], state
+        return [y[:, None, channels] for channels in self._channels()], state
 
-    def _check_call(self, x, cache, mask, segment_ids, cu_seqlens):
+    def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
         check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
         check_floating("x", x)
         B, T, _ = x.shape
         if T == 0:
             raise ValueError("x: expected at least one token, got T = 0")
+        if self.rule == "softmax_attention" and (return_cache or cache is not None or mask is not None):
+            name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
+            raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
         if cu_seqlens is not None and (mask is not None or segment_ids is not None):
             other = "mask" if mask is not None else "segment_ids"
             raise ValueError(f"cu_seqlens: expected neither mask nor segment_ids beside it, got {other}")

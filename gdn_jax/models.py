@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, RMSNorm, SwiGLU, value_width
 from gdn_jax.ops import IMPLEMENTATIONS
+from gdn_jax.rules import RULES
 from gdn_jax.shapes import check_array, check_choice
 
 DTYPES = ("float32", "bfloat16")
@@ -35,6 +36,7 @@ class ModelConfig:
       intermediate_size: inner width of the SwiGLU; None: mlp_ratio * hidden_size, up to a multiple of 8.
       mlp_ratio: read only where intermediate_size is None.
       allow_neg_eigval: write strength in [0, 2] instead of [0, 1].
+      rule: of the token mixers, one of `rules.RULES`. Sizes and parameters do not depend on it.
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
       norm_eps: of every RMSNorm.
@@ -57,6 +59,7 @@ class ModelConfig:
     intermediate_size: int | None = None
     mlp_ratio: float = 8 / 3
     allow_neg_eigval: bool = False
+    rule: str = "gated_delta"
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     dtype: str = "float32"
@@ -80,6 +83,7 @@ class ModelConfig:
             raise ValueError(f"mlp_ratio: expected a positive number, got {self.mlp_ratio}")
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps: expected a positive number, got {self.norm_eps}")
+        check_choice("rule", self.rule, tuple(RULES))
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("implementation", self.implementation, (*IMPLEMENTATIONS, None))
 
@@ -312,6 +316,7 @@ def _mixer(config: ModelConfig, rngs: nnx.Rngs) -> GatedDeltaNet:
         expand_v=config.expand_v,
         conv_size=config.conv_size,
         allow_neg_eigval=config.allow_neg_eigval,
+        rule=config.rule,
         norm_eps=config.norm_eps,
         dtype=jnp.dtype(config.dtype),
         implementation=config.implementation,

@@ -75,7 +75,8 @@ def gated_delta_rule(
         first segment and the final state belongs to the last one. Exclusive with cu_seqlens.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6).
       state_layout: "kv" for states [K, V], "vk" for [V, K] (FlashInfer's k-last, fla's `state_v_first`).
-      chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent").
+      chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent"; on a CPU the chunked form computes
+        long rows in chunks of at most 32).
       implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
         supports the call on this device.
 
@@ -108,9 +109,7 @@ def gated_delta_rule(
     if implementation != "mosaic_gpu":
         options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
         return _run_xla(arrays, scale, options)
-    if use_qk_l2norm:
-        arrays = arrays._replace(q=gates.l2norm(q), k=gates.l2norm(k))
-    options = _Options("chunked", False, state_layout, chunk_size, known)
+    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known)
     if isinstance(scale, (int, float)):
         return _run_kernels(arrays, float(scale), options)
     o, final = _run_kernels(arrays, 1.0, options)
@@ -217,7 +216,7 @@ def supported_implementations(
     *,
     scale: Any = None,
     initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
@@ -323,7 +322,13 @@ def _kernel_options(x: _Arrays, options: _Options) -> dict[str, Any]:
 def _kernel_forward(x: _Arrays, scale: float, options: _Options):
     from pallas_kernels import gdn
 
-    return gdn.forward(*x[:6], scale=scale, **_kernel_options(x, options))
+    return gdn.forward(
+        *x[:6], scale=scale, use_qk_l2norm=options.use_qk_l2norm, **_kernel_options(x, options)
+    )
+
+
+def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gates.l2norm(q), gates.l2norm(k)
 
 
 def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
@@ -333,12 +338,6 @@ def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
     dims = rule_dims(*x, options.state_layout)
     if not gdn.FOLDED_SCALES[0] <= scale <= gdn.FOLDED_SCALES[1]:
         return f"scale is {scale}"
-    known = options.known_lengths
-    if x.cu_seqlens is not None:
-        rows = None if known is None else gdn.common_length(np.frombuffer(known, np.int64), dims.T)
-        if rows is None:
-            # Right in interpret mode, but a packed row with K = V = 128 was seen to hang on an H200 (2026-11-21).
-            return "cu_seqlens packs lengths that differ, or that are not known while tracing"
     return backward.backward_supported(dims, x.q.dtype, packed=x.cu_seqlens is not None)
 
 
@@ -349,7 +348,11 @@ def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
 
     # The kernels divide by beta; 2^-20 instead of 0 changes o by less than its rounding to bfloat16.
     floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
-    o, final, residuals = _kernel_forward(floored, scale, options)
+    plain = floored
+    if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
+        q, k = _normalized(x.q, x.k)
+        plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
+    o, final, residuals = _kernel_forward(plain, scale, options)
     residuals = residuals._replace(a=checkpoint_name(residuals.a, chunked.INVERSE_NAME))
     return (o, final), (floored, residuals)
 
@@ -361,8 +364,14 @@ def _run_kernels_bwd(scale: float, options: _Options, saved, cotangents):
     from pallas_kernels import backward
 
     do, dfinal = cotangents
-    primals = (x.q, x.k, x.v, x.g, x.beta, x.initial_state)
+    q, k, through_norm = x.q, x.k, None
+    if options.use_qk_l2norm:
+        (q, k), through_norm = jax.vjp(_normalized, q, k)
+    primals = (q, k, x.v, x.g, x.beta, x.initial_state)
     out = backward.backward(*primals, residuals, do, dfinal, scale=scale, **_kernel_options(x, options))
+    if through_norm is not None:
+        dq, dk = through_norm((out.dq, out.dk))
+        out = out._replace(dq=dq, dk=dk)
     return (_Arrays(*out, None, None),)
 
 

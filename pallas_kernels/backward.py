@@ -1,6 +1,10 @@
 """Gradients of the gated delta rule on Hopper: composition of the kernels and padding. No device code.
 
-    state_adjoints (states forward and adjoints backward)  ->  gradients (everything else, all chunks in parallel)
+    [segment_adjoints  ->  segment_states]  ->  state_adjoints (states forward and adjoints backward)
+        ->  gradients (everything else, all chunks in parallel)
+
+The part in brackets runs where the forward cut the sequences into segments and that pays here too: it finds the
+adjoint at the end of every segment, with what the forward found a segment to do to a state.
 
 Memory: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u, V for each token and head.
 """
@@ -19,17 +23,29 @@ from gdn_jax.shapes import Dims
 from pallas_kernels import gradients as gradients_kernel
 from pallas_kernels import state_adjoints as chains_kernel
 from pallas_kernels.common import CHUNK, LOG2_E, NUM_SMS, RESET_G2, round_up
-from pallas_kernels.gdn import GRANULE, Residuals, known_lengths
+from pallas_kernels.gdn import GRANULE, SEGMENT_STEP, Residuals, Work, cut, known_lengths, makespan, work_of
 from pallas_kernels.gradients import gradients
-from pallas_kernels.state_adjoints import VisitTables, state_adjoints
+from pallas_kernels.segment_states import segment_states
+from pallas_kernels.spans import VisitTables
+from pallas_kernels.state_adjoints import Items, segment_adjoints, state_adjoints
+
+STEP, FILL = 1.6, 4.0
+"""Microseconds of one chunk of either chain with one state warpgroup, and what each wave of CTAs adds (H200,
+2026-11-21, K = V = 128)."""
+
+ADJOINTS_STEP = 1.3
+"""The same of a chunk of segment_adjoints. Predicted."""
+
+SEGMENT_LAUNCHES = 6.0
+"""Microseconds of two more launches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the backward runs, not what it computes. None stands for a choice from the shapes."""
 
-    state_warpgroups: int | None = None
-    """64-row tiles of the state in one CTA of the chains, 1 or 2."""
+    segments: bool | None = None
+    """Whether the chains are cut into segments, where the forward's were."""
     chains: chains_kernel.Config | None = None
     gradients: gradients_kernel.Config | None = None
 
@@ -77,15 +93,22 @@ def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
     return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
 
 
-def choose_warpgroups(dims: Dims, K: int, V: int, sms: int = NUM_SMS) -> int:
-    """State warpgroups of a CTA of the chains: two once that still fills the GPU.
+def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS) -> bool:
+    """Whether segments of `length` chunks are predicted to take less time than whole sequences.
 
     Args:
-      K, V: padded widths.
+      V: padded width.
+      work: of gdn.work_of.
     """
-    if V % (2 * GRANULE) or K > 128:
-        return 1
-    return 2 if dims.N * dims.HO * V // (2 * GRANULE) * 2 > sms else 1
+    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
+    tiles = dims.HO * V // GRANULE
+    items, item_counts, inner = cut(values, counts, length)
+    ends = makespan(np.array([length]), np.array([inner * tiles]), ADJOINTS_STEP, FILL, sms)
+    walks = -(-int(counts.sum()) * tiles // sms)
+    walk = walks * -(-int(values.max(initial=1)) // length) * SEGMENT_STEP
+    chains = makespan(items, 2 * item_counts * tiles, STEP, FILL, sms)
+    whole = makespan(values, 2 * counts * tiles, STEP, FILL, sms)
+    return ends + walk + SEGMENT_LAUNCHES + chains < whole
 
 
 def backward(
@@ -142,11 +165,17 @@ def backward(
         )
         joined = [None if x is None else x.reshape(B, T, *x.shape[2:]) for x in out[:5]]
         return Cotangents._make((*joined, out.dh_0))
-    tables = None
+    tables, known = None, known_lengths(cu_seqlens)
     if cu_seqlens is not None:
-        known = known_lengths(cu_seqlens)
         starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
         tables = visit_tables(starts, round_up(T, 8))
+    if residuals.segments is not None and config.segments is None:
+        (Hk, K), Hq, (HV, V), HO = k.shape[2:], q.shape[2], v.shape[2:], do.shape[2]
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
+        work = work_of(dims, cu_seqlens is not None, known)
+        length: Any = residuals.segments.split.segment_chunks
+        config = dataclasses.replace(config, segments=segments_pay(dims, round_up(V, GRANULE), work, length))
     static = _Static(float(scale), state_layout == "kv", config, interpret)
     return _run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
 
@@ -169,10 +198,6 @@ def _run(
     HO = max(Hq, HV)
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
-    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
-    chains_config = static.config.chains or chains_kernel.Config.default(
-        K64, static.config.state_warpgroups or choose_warpgroups(dims, K64, V64)
-    )
     state_shape = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
     q8, k8 = _pad(q, (B, T8, Hq, K64)), _pad(k, (B, T8, Hk, K64))
     v8, do8 = _pad(v, (B, T8, HV, V64)), _pad(do.astype(v.dtype), (B, T8, HO, V64))
@@ -180,6 +205,31 @@ def _run(
         None if x is None else _pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
     options = dict(scale=static.scale, interpret=static.interpret)
+    chain_options = dict(kv_layout=static.kv_layout, config=static.config.chains, **options)
+    segments = residuals.segments if static.config.segments else None
+    if segments is not None:
+        n = segment_adjoints(
+            q8,
+            k8,
+            do8,
+            residuals.g2_cum,
+            residuals.a,
+            ds1,
+            tables,
+            items=Items(segments.split, segments.tables),
+            **chain_options,
+        )
+        ds1 = segment_states(
+            n,
+            segments.m_t,
+            ds1,
+            None if segments.tables is None else segments.tables.first_item,
+            num_sequences=N,
+            kv_layout=static.kv_layout,
+            backwards=True,
+            interpret=static.interpret,
+        )
+        s0, chain_options["items"] = segments.starts, Items(segments.split, segments.tables)
     chains = state_adjoints(
         q8,
         k8,
@@ -190,10 +240,8 @@ def _run(
         s0,
         ds1,
         tables,
-        kv_layout=static.kv_layout,
-        with_ds0=s0 is not None,
-        config=chains_config,
-        **options,
+        with_ds0=initial_state is not None,
+        **chain_options,
     )
     sums = gradients(
         q8,
@@ -204,12 +252,11 @@ def _run(
         chains.h,
         chains.dh,
         residuals.g2_cum,
-        residuals.beta_t,
         tables,
         config=static.config.gradients,
         **options,
     )
-    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dbeta))
+    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.beta2_dbeta))
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -221,7 +268,7 @@ def _run(
         sums.dk[:, :T, :, :K],
         _sum_heads(chains.dv, HV)[:, :T, :, :V],
         None if g is None else dg,
-        None if beta is None else dbeta.astype(beta.dtype),
+        None if beta is None else _over_square(dbeta, beta),
         dh_0,
     )
 
@@ -242,6 +289,12 @@ def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
     if heads == H:
         return x
     return jnp.sum(x.reshape(B, T, heads, H // heads, D).astype(jnp.float32), axis=3).astype(x.dtype)
+
+
+def _over_square(x: jax.Array, beta: jax.Array) -> jax.Array:
+    """x / beta^2, for beta no less than its floor."""
+    beta32 = jnp.maximum(beta.astype(jnp.float32), gradients_kernel.BETA_FLOOR)
+    return (x / (beta32 * beta32)).astype(beta.dtype)
 
 
 def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:

@@ -1,16 +1,15 @@
-"""Times the forward kernels on a GPU, configuration by configuration.
+"""Times the kernels on a GPU, configuration by configuration.
 
-    python -m pallas_kernels.bench [--rows TEXT] [--variants TEXT] [--packed] [--seconds N] [--out FILE]
+    python -m pallas_kernels.bench [--backward] [--rows TEXT] [--variants TEXT] [--traced] [--seconds N] [--out FILE]
 
 For each row and variant: the time of every kernel on the device (CUPTI, median), their sum, and the wall time of
 a call among many calls in a row. `gdn bench` compares the public operation with other libraries; this is for tuning.
-Inputs are those of FlashQLA's benchmark: unit keys and queries in bf16, g = logsigmoid(randn) / 16 with a quarter of
-the heads without decay, beta = sigmoid(randn), a random initial state.
+Rows and inputs are those of `bench_rows`.
 """
 
 import argparse
-import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,46 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import gdn
-
-WIDTH = 128
-"""K and V."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Key and value heads, lengths of the sequences, and the best other library's milliseconds on an H200."""
-
-    Hk: int
-    HV: int
-    lengths: tuple[int, ...]
-    best: float
-
-    @property
-    def name(self) -> str:
-        """Heads and lengths."""
-        same = len(set(self.lengths)) == 1
-        lengths = f"{self.lengths[0]}x{len(self.lengths)}" if same else "+".join(map(str, self.lengths))
-        return f"{self.Hk},{self.HV} {lengths}"
-
-
-_LENGTHS = ((32768,), (8192,), (2048,), (16384, 16384), (1024, 7168), (4096,) * 8, (1024,) * 8)
-_BEST = {
-    (16, 64): (1.527, 0.395, 0.112, 0.804, 0.324, 0.837, 0.234),
-    (8, 32): (0.811, 0.236, 0.084, 0.766, 0.250, 0.424, 0.118),
-    (2, 8): (0.244, 0.113, 0.062, 0.247, 0.114, 0.200, 0.060),
-    (16, 32): (0.826, 0.240, 0.085, 0.773, 0.255, 0.432, 0.120),
-}
-ROWS = [
-    Row(*heads, lengths, best)
-    for heads, column in _BEST.items()
-    for lengths, best in zip(_LENGTHS, column, strict=True)
-]
-"""The rows of the forward table, H200, 2026-11-20, best of FlashQLA 0.1.3, fla 0.6.0 and FlashInfer 0.7.2."""
-
+from pallas_kernels import backward, bench_rows, gdn
+from pallas_kernels.bench_rows import Row
 
 VARIANTS = {
     "auto": gdn.Config(),
@@ -69,37 +32,49 @@ VARIANTS = {
         for chunks in (8, 16, 32, 64, 128, 256)
     },
 }
-"""Name -> configuration."""
+"""Name -> configuration of the forward."""
+
+BACKWARD_VARIANTS = {
+    "auto": backward.Config(),
+    "full": backward.Config(state_warpgroups=2),
+    "half": backward.Config(state_warpgroups=1),
+}
+"""Name -> configuration of the backward."""
 
 
-def inputs(row: Row, packed: bool, seed: int = 0):
-    """q, k, v, g, beta, initial_state and cu_seqlens (None unless packed; then lengths lie in one row)."""
-    lengths = row.lengths
-    packed = packed or len(set(lengths)) > 1
-    B, T = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
-    keys = jax.random.split(jax.random.key(seed), 6)
+def forward_call(row: Row, config: gdn.Config, traced: bool) -> tuple[Callable, tuple]:
+    """The forward as a compiled function, and its arguments. traced: lengths are not known while tracing."""
+    x, known, cu = _arguments(row, traced)
 
-    def unit(key):
-        x = jax.random.normal(key, (B, T, row.Hk, WIDTH))
-        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+    def run(tokens, h0, cu):
+        borders = known if cu is None else cu
+        primals: Any = (*tokens, h0)
+        return gdn.forward(*primals, scale=row.width**-0.5, cu_seqlens=borders, config=config)[:2]
 
-    v = jax.random.normal(keys[2], (B, T, row.HV, WIDTH)).astype(jnp.bfloat16)
-    g = jax.nn.log_sigmoid(jax.random.normal(keys[3], (B, T, row.HV))) / 16
-    g = g * (jnp.arange(row.HV) % 4 != 0)
-    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, row.HV)))
-    h0 = jax.random.normal(keys[5], (len(lengths), row.HV, WIDTH, WIDTH))
-    cu = jnp.asarray(np.cumsum((0, *lengths)), jnp.int32) if packed else None
-    return unit(keys[0]), unit(keys[1]), v, g, beta, h0, cu
+    return jax.jit(run), (x.tokens, x.initial_state, cu)
 
 
-def call(config: gdn.Config) -> Callable:
-    """The forward as a compiled function of the arrays of `inputs`."""
+def backward_call(row: Row, config: backward.Config, traced: bool) -> tuple[Callable, tuple]:
+    """The same for the backward, given what the forward leaves."""
+    x, known, cu = _arguments(row, traced)
+    scale = row.width**-0.5
 
-    def run(q, k, v, g, beta, h0, cu):
-        outputs = gdn.forward(q, k, v, g, beta, h0, scale=WIDTH**-0.5, cu_seqlens=cu, config=config)
-        return outputs[:2]
+    def saved(tokens, h0, cu):
+        primals: Any = (*tokens, h0)
+        return gdn.forward(*primals, scale=scale, cu_seqlens=known if cu is None else cu)[2]
 
-    return jax.jit(run)
+    def run(tokens, h0, residuals, do, dh_T, cu):
+        arguments: Any = (*tokens, h0, residuals, do, dh_T)
+        borders = known if cu is None else cu
+        return backward.backward(*arguments, scale=scale, cu_seqlens=borders, config=config)
+
+    residuals = jax.jit(saved)(x.tokens, x.initial_state, cu)
+    return jax.jit(run), (x.tokens, x.initial_state, residuals, x.do, x.dh_T, cu)
+
+
+def _arguments(row: Row, traced: bool):
+    cu = row.cu_seqlens
+    return bench_rows.inputs(row), cu, jnp.asarray(cu) if traced and cu is not None else None
 
 
 def measure(function: Callable, arguments: tuple, iterations: int = 7, calls: int = 30) -> dict:
@@ -121,38 +96,46 @@ def measure(function: Callable, arguments: tuple, iterations: int = 7, calls: in
 def main() -> None:
     """Prints one line for each row and variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--backward", action="store_true", help="the backward instead of the forward")
     parser.add_argument("--rows", default="", help="rows whose name contains one of these (separated by ;)")
     parser.add_argument("--variants", default="auto", help="names, separated by ;")
-    parser.add_argument("--packed", action="store_true", help="equal lengths too go through cu_seqlens")
+    parser.add_argument(
+        "--traced", action="store_true", help="lengths of packed rows are not known while tracing"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="starts nothing new after this time")
     parser.add_argument("--out", help="JSON file of all results")
     options = parser.parse_args()
+    rows = bench_rows.BACKWARD if options.backward else bench_rows.FORWARD
     begin, results = time.perf_counter(), []
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    for row in ROWS:
+    for row in rows:
         if not any(part in row.name for part in options.rows.split(";")):
             continue
-        arguments = inputs(row, options.packed)
         for name in options.variants.split(";"):
             if time.perf_counter() - begin > options.seconds:
                 break
-            label = f"{row.name:18} {name:22}"
+            label = f"{row.name:24} {name:22}"
             try:
-                result = measure(call(VARIANTS[name]), arguments)
+                if options.backward:
+                    call = backward_call(row, BACKWARD_VARIANTS[name], options.traced)
+                else:
+                    call = forward_call(row, VARIANTS[name], options.traced)
+                result = measure(*call)
             except Exception as error:  # a configuration that does not fit must not end the table
                 print(label, type(error).__name__, str(error).splitlines()[0][:150], flush=True)
                 continue
-            ratio = result["device"] / row.best
+            best = min(row.times.values(), default=float("nan"))
             times = " ".join(f"{t:.4f}" for _, t in result["kernels"])
             print(
-                f"{label} {result['device']:.4f} wall {result['wall']:.4f} ratio {ratio:.2f} "
+                f"{label} {result['device']:.4f} wall {result['wall']:.4f} ratio {result['device'] / best:.2f} "
                 f"first {result['first']:.1f}s | {times}",
                 flush=True,
             )
-            results.append(dict(row=row.name, variant=name, packed=options.packed, best=row.best, **result))
+            results.append(dict(row=row.name, variant=name, traced=options.traced, best=best, **result))
             if options.out:
-                with open(options.out, "w") as file:
+                with open(options.out + ".tmp", "w") as file:
                     json.dump(results, file)
+                os.replace(options.out + ".tmp", options.out)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ RESET_G2 = -150.0
 """Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
 an ordinary number: sums and differences of gates stay finite."""
 
+L2NORM_EPS = 1e-6
+"""Of the L2 norm of q and k, as in gdn_jax.gates."""
+
 SMEM_LIMIT = 232_448
 """Bytes of shared memory one CTA may have on compute capability 9.0."""
 
@@ -76,6 +79,11 @@ def store_any(ref, x: jax.Array) -> None:
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
+
+
+def same_bits(x: jax.Array, dtype) -> jax.Array:
+    """x reinterpreted as another dtype of the same width."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def take(refs: list, used: bool = True) -> Any:

@@ -19,7 +19,7 @@ from gdn_jax.shapes import Dims
 from pallas_kernels import recurrence as recurrence_kernel
 from pallas_kernels import tril_inverse as tril_inverse_kernel
 from pallas_kernels.chunk_gates import chunk_gates
-from pallas_kernels.common import CHUNK, NUM_SMS, round_up
+from pallas_kernels.common import CHUNK, L2NORM_EPS, NUM_SMS, round_up
 from pallas_kernels.recurrence import Split, Tables, recurrence
 from pallas_kernels.segment_states import segment_states
 from pallas_kernels.tril_inverse import tril_inverse
@@ -71,6 +71,21 @@ class Config:
     """Of the walk that writes outputs."""
 
 
+jax.tree_util.register_static(Split)  # Residuals cross the borders of compiled functions
+
+
+class Segments(NamedTuple):
+    """What a forward over segments leaves for a backward over the same ones."""
+
+    starts: Float[Array, "items HO V K"]
+    """State at the start of every segment, transposed."""
+    m_t: Float[Array, "items HO K K"]
+    """What a segment does to a state, S -> S m_t + ..; that of a sequence's last one is not written."""
+    tables: Tables | None
+    """Of packed rows."""
+    split: Split
+
+
 class Residuals(NamedTuple):
     """What the forward leaves for a backward. K and V are padded to multiples of 64."""
 
@@ -78,9 +93,10 @@ class Residuals(NamedTuple):
     """In-chunk cumulative log2 decay."""
     beta_t: Float[Array, "B HO T64"]
     a: Float[Array, "B HO T64 C"]
-    """A diag(beta) of every chunk, A ungated."""
-    segment_starts: Float[Array, "items HO V K"] | None
-    """State at the start of every segment, transposed; None where sequences are not cut."""
+    """A diag(beta) of every chunk, A ungated, float16 in an array of k's dtype; with use_qk_l2norm its rows are
+    divided by the keys' norms."""
+    segments: Segments | None
+    """None where sequences are not cut."""
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK) -> str | None:
@@ -144,7 +160,7 @@ def work_of(dims: Dims, packed: bool, cu_seqlens: np.ndarray | None) -> Work:
     return Work(np.full(dims.N, num_chunks), True)
 
 
-def _makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, sms: int) -> float:
+def makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, sms: int) -> float:
     """Time of counts[i] CTAs of values[i] chunks, the longest first, on sms of them at a time."""
     order = np.argsort(-values)
     values, ends = values[order], np.cumsum(counts[order])
@@ -154,6 +170,14 @@ def _makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, 
     longest = values[np.searchsorted(ends, first_of_wave, side="right")]
     mean = float((values * counts[order]).sum()) / sms
     return float(min((longest * step + fill).sum(), (mean + longest[0]) * step + fill * len(longest)))
+
+
+def cut(values: np.ndarray, counts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Of counts[i] sequences of values[i] chunks: lengths of their segments, how many of each there are, and how many
+    segments have another one behind them."""
+    whole, rest = (values // length * counts).sum(), values % length
+    inner = int(((-(-values // length) - 1) * counts).sum())
+    return np.append(rest, length), np.append(np.where(rest, counts, 0), whole), inner
 
 
 _SEGMENTS = {m << n for m in (4, 5, 6, 7) for n in range(10)}
@@ -174,18 +198,16 @@ def choose_split(
     longest, sequences = int(values.max(initial=1)), int(counts.sum())
     pairs = V % (2 * GRANULE) == 0 and K % (2 * GRANULE) == 0 and K <= 128
     warpgroups = [config.state_warpgroups] if config.state_warpgroups else [2, 1] if pairs else [1]
-    cut = 2 if pairs else 1
+    paired = 2 if pairs else 1
 
     def time(n: int, length: int) -> float:
         ctas = dims.HO * V // (GRANULE * n)
         if not length:
-            return _makespan(values, counts * ctas, STEP[n], FILL[n], sms)
-        whole, rest = (values // length * counts).sum(), values % length
-        items = np.append(rest, length), np.append(np.where(rest, counts, 0), whole)
-        main = _makespan(items[0], items[1] * ctas, STEP[n], FILL[n], sms)
-        inner = int(((-(-values // length) - 1) * counts).sum())  # segments that another one follows
-        transitions = np.array([length]), np.array([inner * dims.HO * (V + K) // (GRANULE * cut)])
-        prepare = _makespan(*transitions, TRANSITION_STEP[cut], TRANSITION_FILL, sms)
+            return makespan(values, counts * ctas, STEP[n], FILL[n], sms)
+        items, item_counts, inner = cut(values, counts, length)
+        main = makespan(items, item_counts * ctas, STEP[n], FILL[n], sms)
+        transitions = np.array([length]), np.array([inner * dims.HO * (V + K) // (GRANULE * paired)])
+        prepare = makespan(*transitions, TRANSITION_STEP[paired], TRANSITION_FILL, sms)
         walks = -(-sequences * dims.HO * V // GRANULE // sms)
         walk = walks * -(-longest // length) * SEGMENT_STEP
         return main + prepare + walk + SEGMENT_LAUNCHES
@@ -309,8 +331,9 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
     f32, interpret, config = jnp.float32, static.interpret, static.config
     main: Any = config.recurrence
 
-    if static.use_qk_l2norm:
-        q, k = _l2norm(q), _l2norm(k)
+    normalize = static.use_qk_l2norm
+    if normalize and k.dtype == jnp.float16:  # which has no room for the reciprocal norm of a key of zeros
+        q, k, normalize = _l2norm(q), _l2norm(k), False
     g = jnp.zeros((B, T, HO), f32) if g is None else g.astype(f32)
     beta = jnp.ones((B, T, HO), f32) if beta is None else beta.astype(f32)
     if segment_ids is not None:
@@ -323,8 +346,12 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         initial_state = _pad(initial_state.astype(f32), padded)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
-    a = tril_inverse(k, beta_t, first, config=config.inverse, interpret=interpret)
-    starts, options = None, dict(split=static.split, interpret=interpret)
+    a: Any = tril_inverse(k, beta_t, first, normalize=normalize, config=config.inverse, interpret=interpret)
+    rstd = None
+    if normalize:
+        a, k_rstd = a
+        rstd = _reciprocal_norms(q), k_rstd
+    segments, options = None, dict(split=static.split, rstd=rstd, interpret=interpret)
     if static.split.segment_chunks is not None:
         n, m_t = recurrence(None, k, v, g2_cum, a, None, tables, write_transition=True, **options)
         starts = segment_states(
@@ -336,17 +363,18 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
             kv_layout=static.kv_layout,
             interpret=interpret,
         )
+        segments = Segments(starts, m_t, tables, static.split)
     o, final = recurrence(
         q,
         k,
         v,
         g2_cum,
         a,
-        initial_state if starts is None else starts,
+        initial_state if segments is None else segments.starts,
         tables,
         scale=static.scale,
         kv_layout=static.kv_layout,
-        s0_kv_layout=static.kv_layout and starts is None,
+        s0_kv_layout=static.kv_layout and segments is None,
         config=main,
         **options,
     )
@@ -354,7 +382,7 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         o = o[:, :T, :, :V]
     if (K64, V64) != (K, V):
         final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
-    return o, final, Residuals(g2_cum, beta_t, a, starts)
+    return o, final, Residuals(g2_cum, beta_t, a, segments)
 
 
 _compiled = jax.jit(_run, static_argnums=0)
@@ -382,7 +410,14 @@ def _pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _l2norm(x: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (x32 * lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + L2NORM_EPS)).astype(x.dtype)
+
+
+def _reciprocal_norms(x: Float[Array, "B T H K"]) -> Float[Array, "B H T64"]:
+    """Reciprocal norm of every head of every token, head-major."""
+    x32 = x.astype(jnp.float32)
+    rstd = lax.rsqrt(jnp.sum(x32 * x32, axis=-1) + L2NORM_EPS).swapaxes(1, 2)
+    return jnp.pad(rstd, ((0, 0), (0, 0), (0, -x.shape[1] % CHUNK)))
 
 
 UNROLLED = 16

@@ -18,24 +18,27 @@ state_adjoints.py. A head's q and k are shared by the heads of its group: dq and
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): K / 64 compute warpgroups, each with 64 columns of dq and dk; the first one makes dP, the last
-one N, exchanged through shared memory. The helper, after them, loads by bulk copies.
+Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
+loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
 
-| barrier   | arrives                                          | waits                                         |
-|-----------|--------------------------------------------------|-----------------------------------------------|
-| loaded    | bulk copies of a step                            | compute; helper first if rows are packed      |
-| loaded_qk | bulk copies of q and k                           | the same                                      |
-| masked    | helper: foreign tokens of a step are zeros       | compute (packed rows only)                    |
-| consumed  | compute: step read                               | helper, before it loads that stage again      |
-| used_qk   | compute: q and k read                            | helper, before it loads the next q and k      |
-| exchanged | compute: dP, N and the diagonal are written      | compute                                       |
-| finished  | compute: dP and N are read, sums are written     | compute                                       |
+| barrier   | arrives                                             | waits                                        |
+|-----------|-----------------------------------------------------|----------------------------------------------|
+| tokens    | bulk copies of do, dv, u and g2_cum of a step       | query, key; helper first if rows are packed  |
+| states    | bulk copies of S and dS of a step                   | query, key                                   |
+| qk        | bulk copies of q and k                              | query, key; helper first if rows are packed  |
+| masked,   | helper: foreign tokens of a step, or of q and k,    | query, key (packed rows only)                |
+| masked_qk | are zeros                                           |                                              |
+| consumed  | query, key: step read                               | helper, before it loads these stages again   |
+| used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
+| scores    | query: dP, N and the diagonal of dP are written     | key                                          |
+| sums      | query: its part of x and <S, dS> are written        | key                                          |
+| scored    | key: scores and sums read, dk has left              | query, before it writes those of a next head |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
-h and dh [visits, HO, V, K], g2_cum and beta_t [B, HO, NT C] f32, tables int32 (packed rows).
-Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg and dbeta [visits, HO, C] f32.
-Shared memory: Config.smem_bytes, 225 KB at K = 128.
-Hardware: compute capability 9.0. Limits: K and V multiples of 64, K up to 128; T a multiple of 8.
+h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, tables int32 (packed rows).
+Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg and rowsum(dv * u) [visits, HO, C] f32.
+Shared memory: Config.smem_bytes, 227 KB at K = 128.
+Hardware: compute capability 9.0. Limits: K 64 or 128; V a multiple of 64 up to 64 token_stages; T a multiple of 8.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 """
 
@@ -62,12 +65,13 @@ from pallas_kernels.common import (
     along_columns,
     along_rows,
     iota,
+    round_up,
     store_any,
     tiling,
     transposed,
     zeros,
 )
-from pallas_kernels.state_adjoints import (
+from pallas_kernels.spans import (
     Span,
     VisitTables,
     dense_span,
@@ -80,7 +84,10 @@ from pallas_kernels.state_adjoints import (
 )
 
 WIDTH = 64
-"""Columns of K of one compute warpgroup, and of V of one step."""
+"""Columns of V of one step, and of a tile."""
+
+QUERY, KEY, HELPER = range(3)
+"""Warpgroups."""
 
 BETA_FLOOR = 2.0**-20
 """Least beta that dbeta is divided by: u and dv are proportional to beta, and the forward writes no less."""
@@ -90,32 +97,33 @@ BETA_FLOOR = 2.0**-20
 class Config:
     """How the gradients run, not what they compute."""
 
-    stages: int = 3
-    """Steps in flight."""
+    token_stages: int = 4
+    """Steps of do, dv and u in flight: at least those of a head."""
+    state_stages: int = 2
+    """Steps of S and dS in flight."""
     helper_registers: int = 40
-    compute_registers: int = 232
+    query_registers: int = 224
+    key_registers: int = 240
+    """40, 224 and 240 take 4 % less time than 40, 232 and 232 (H200, 2026-11-21, K = V = 128)."""
     ctas: int = NUM_SMS
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory."""
 
     def smem_bytes(self, K: int) -> int:
         """Shared memory of a CTA."""
-        warpgroups = K // WIDTH
-        stage = 2 * (3 * CHUNK * WIDTH + 2 * WIDTH * K) + 2 * 4 * CHUNK
-        once = 2 * 2 * CHUNK * K + 2 * CHUNK**2 * max(2, warpgroups) + 4 * CHUNK * (3 * warpgroups + 3)
-        return self.stages * stage + once + 1024
+        steps = self.token_stages * 3 * 2 * CHUNK * WIDTH + self.state_stages * 2 * 2 * WIDTH * K
+        vectors = round_up(4 * CHUNK * (4 + self.token_stages), 1024)
+        return steps + 2 * 3 * CHUNK * K + 2 * 2 * CHUNK**2 + vectors + 256
 
     @classmethod
-    def default(cls, K: int, packed: bool = False) -> "Config":
+    def default(cls, K: int, V: int, packed: bool = False) -> "Config":
         """Most stages that fit."""
-        registers = {1: (208, 232), 2: (40, 232)}[K // WIDTH]
-        if packed and K > WIDTH:
-            registers = 72, 216
-        for stages in (4, 3, 2, 1):
-            config = cls(stages, *registers)
+        registers = (72, 216, 216) if packed else (40, 224, 240)
+        for states in (4, 3, 2):
+            config = cls(max(4, V // WIDTH), states, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
                 return config
-        raise AssertionError("K > 128")
+        raise AssertionError("K > 128 or V > 256")
 
 
 class _Sizes(NamedTuple):
@@ -158,17 +166,17 @@ def _diagonal(x: jax.Array) -> jax.Array:
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
-    q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem, beta_gmem = (
-        refs.pop(0) for _ in range(9)
-    )
+    q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem = (refs.pop(0) for _ in range(8))
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
-    q_smem, k_smem, x_smem, u_smem, h_smem, dh_smem, pn_smem = refs[:7]
-    g_smem, beta_smem, sums_smem, diagonal_smem, dg_smem, dbeta_smem = refs[7:13]
-    loaded, loaded_qk, masked, masked_qk, consumed, used_qk, exchanged, finished = refs[13:]
+    q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
+    # Rows with two uses: the same threads read the first before they write the second, or wait until it has left.
+    x_dg_smem, dbeta_inner_smem, sum_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
+    g_smem = vectors.at[4:]
+    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[7:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
-    stages, num_compute = config.stages, sizes.K // WIDTH
+    token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
     num_chunks, v_tiles = -(-sizes.T // CHUNK), sizes.V // WIDTH
     query_heads = sizes.dq_heads // sizes.Hk  # of one key head
     heads_per_query = sizes.HO // sizes.dq_heads
@@ -211,30 +219,35 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         place, query = place_of(lax.div(load, query_heads)), lax.rem(load, query_heads)
         q_head = lax.div(head_of(place, query, 0), sizes.HO // sizes.Hq)
         row = place.span.row
-        plgpu.copy_gmem_to_smem(q_gmem.at[row, place.tokens, q_head], q_smem, loaded_qk)
-        plgpu.copy_gmem_to_smem(k_gmem.at[row, place.tokens, place.key_head], k_smem, loaded_qk)
+        plgpu.copy_gmem_to_smem(q_gmem.at[row, place.tokens, q_head], q_smem, qk)
+        plgpu.copy_gmem_to_smem(k_gmem.at[row, place.tokens, place.key_head], k_smem, qk)
 
     def parts_of(step):
-        """Item, query head, head and columns of V of a step of this CTA."""
+        """Item, head and columns of V of a step of this CTA."""
         load, rest = lax.div(step, steps_per_load), lax.rem(step, steps_per_load)
         place, query = place_of(lax.div(load, query_heads)), lax.rem(load, query_heads)
         head = head_of(place, query, lax.div(rest, v_tiles))
         return place, head, pl.ds(lax.rem(rest, v_tiles) * WIDTH, WIDTH)
 
-    def load_step(step):
-        stage = lax.rem(step, stages)
+    def load_tokens(step):
+        stage = lax.rem(step, token_stages)
         place, head, columns = parts_of(step)
-        row, tokens, visit = place.span.row, place.tokens, place.visit
+        row = place.span.row
         for source, destination in (
-            (do_gmem.at[row, tokens, head, columns], x_smem.at[stage, 0]),
-            (dv_gmem.at[row, tokens, head, columns], x_smem.at[stage, 1]),
-            (u_gmem.at[visit, head, :, columns], u_smem.at[stage]),
-            (h_gmem.at[visit, head, columns], h_smem.at[stage]),
-            (dh_gmem.at[visit, head, columns], dh_smem.at[stage]),
-            (g_gmem.at[row, head, tokens], g_smem.at[stage]),
-            (beta_gmem.at[row, head, tokens], beta_smem.at[stage]),
+            (do_gmem.at[row, place.tokens, head, columns], x_smem.at[stage, 0]),
+            (dv_gmem.at[row, place.tokens, head, columns], x_smem.at[stage, 1]),
+            (u_gmem.at[place.visit, head, :, columns], x_smem.at[stage, 2]),
+            (g_gmem.at[row, head, place.tokens], g_smem.at[stage]),
         ):
-            plgpu.copy_gmem_to_smem(source, destination, loaded.at[stage])
+            plgpu.copy_gmem_to_smem(source, destination, tokens.at[stage])
+
+    def load_states(step):
+        stage = lax.rem(step, state_stages)
+        place, head, columns = parts_of(step)
+        for i, source in enumerate((h_gmem, dh_gmem)):
+            plgpu.copy_gmem_to_smem(
+                source.at[place.visit, head, columns], s_smem.at[stage, i], states.at[stage]
+            )
 
     def mask(place, tiles, gates=None):
         begin, end, is_shared = owned_rows(place.span, place.chunk)
@@ -247,59 +260,108 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 keep_owned_gates(gates, begin, end)
             plgpu.commit_smem()
 
-    @pl.when(wg == num_compute)
+    def mask_tokens(step):
+        stage = lax.rem(step, token_stages)
+        plgpu.barrier_wait(tokens.at[stage])
+        mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
+        plgpu.barrier_arrive(masked.at[stage])
+
+    def mask_qk(load):
+        plgpu.barrier_wait(qk)
+        mask(place_of(lax.div(load, query_heads)), (q_smem, k_smem))
+        plgpu.barrier_arrive(masked_qk)
+
+    @pl.when(wg == HELPER)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
         loads = items * query_heads
         steps = loads * steps_per_load
+        # The query warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
+        ahead = min(token_stages - 1, v_tiles)
+
         pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
-        for j in range(stages):
-            pl.when(j < steps)(functools.partial(load_step, jnp.int32(j)))
+        for j in range(max(token_stages, state_stages)):
+            if j < token_stages:
+                pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
+            if j < state_stages:
+                pl.when(j < steps)(functools.partial(load_states, jnp.int32(j)))
+        if sizes.packed:
+            for j in range(ahead):
+                pl.when(j < steps)(functools.partial(mask_tokens, jnp.int32(j)))
+            pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
 
         def step(i, _):
-            stage, load = lax.rem(i, stages), lax.div(i, steps_per_load)
             if sizes.packed:
-                place = parts_of(i)[0]
-
-                @pl.when(lax.rem(i, steps_per_load) == 0)
-                def _():
-                    plgpu.barrier_wait(loaded_qk)
-                    mask(place, (q_smem, k_smem))
-                    plgpu.barrier_arrive(masked_qk)
-
-                plgpu.barrier_wait(loaded.at[stage])
-                mask(place, (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
-                plgpu.barrier_arrive(masked.at[stage])
-            plgpu.barrier_wait(consumed.at[stage])
-            pl.when(i + stages < steps)(lambda: load_step(i + stages))
+                pl.when(i + ahead < steps)(lambda: mask_tokens(i + ahead))
+            plgpu.barrier_wait(consumed.at[lax.rem(i, state_stages)])
+            pl.when(i + state_stages < steps)(lambda: load_states(i + state_stages))
+            pl.when(i + token_stages < steps)(lambda: load_tokens(i + token_stages))
 
             @pl.when(lax.rem(i + 1, steps_per_load) == 0)
             def _():
                 plgpu.barrier_wait(used_qk)
-                pl.when(load + 1 < loads)(lambda: load_qk(load + 1))
+                load = lax.div(i, steps_per_load) + 1
+
+                @pl.when(load < loads)
+                def _():
+                    load_qk(load)
+                    if sizes.packed:
+                        mask_qk(load)
 
             return ()
 
         lax.fori_loop(0, steps, step, ())
 
-    # Compute warpgroups
+    # Both compute warpgroups
 
-    own = pl.ds(wg * WIDTH, WIDTH)
-    pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, pn_smem)  # the second one for packed rows only
-    if num_compute == 1:
-        makes = ((0, sizes.scale), (1, -1.0))
-    else:
-        makes = ((jnp.minimum(wg, 1), jnp.where(wg == 0, sizes.scale, -1.0)),)
+    pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)  # the flat one for packed rows only
+    dq_tiles, dq_flat = dq_smem if sizes.packed else (dq_smem, None)
+    p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
 
-    def store(place, head, x, target):
-        """64 columns of dq or dk to memory, through the tile that this warpgroup wrote dP or N to."""
+    def wait_tokens(step):
+        plgpu.barrier_wait((masked if sizes.packed else tokens).at[lax.rem(step, token_stages)])
+
+    def wait_states(step):
+        plgpu.barrier_wait(states.at[lax.rem(step, state_stages)])
+
+    def wait_qk(is_first):
+        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else qk))
+
+    def x_tiles(step):
+        """do, dv, u of a step."""
+        stage = lax.rem(step, token_stages)
+        return (x_smem.at[stage, i] for i in range(3))
+
+    def s_tiles(step):
+        """S, dS of a step."""
+        stage = lax.rem(step, state_stages)
+        return (s_smem.at[stage, i] for i in range(2))
+
+    def release(step):
+        dev.release(consumed.at[lax.rem(step, state_stages)])
+
+    def finish(running):
+        """Waits for all but the youngest products."""
+        if not interpreted:
+            plgpu.wgmma_wait(running)
+
+    def rowsum(tile, x):
+        """Sums over the columns of a tile times x."""
+        return jnp.sum(plgpu.load(tile, layout=WGMMA).astype(f32) * x, axis=1)
+
+    def store(place, head, x, target, tiles, flat):
+        """dq or dk to memory, 64 columns at a time."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        tile = pn_tiles.at[wg]
+        x = jnp.where(place.span.is_padding, 0.0, x).astype(dtype) if sizes.packed else x.astype(dtype)
+        parts = [(t, x[:, t * WIDTH : (t + 1) * WIDTH], pl.ds(t * WIDTH, WIDTH)) for t in range(K // WIDTH)]
+        row = place.span.row
 
         def whole():
-            tile[...] = x.astype(dtype)
+            for t, part, _ in parts:
+                tiles.at[t][...] = part
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, target.at[place.span.row, place.tokens, head, own])
+            for t, _, columns in parts:
+                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, columns])
 
         if not sizes.packed:
             return whole()
@@ -307,10 +369,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         @pl.when(is_shared)
         def _():
-            flat, token = pn_flat.at[wg], place.chunk * CHUNK
-            store_any(flat, x.astype(dtype))
+            for t, part, _ in parts:
+                store_any(flat.at[t], part)
             plgpu.commit_smem()
-            store_rows(flat, lambda t: target.at[place.span.row, token + t, head, own], begin, end)
+            token = place.chunk * CHUNK
+            for t, _, columns in parts:
+                destination = lambda r, columns=columns: target.at[row, token + r, head, columns]  # noqa: E731
+                store_rows(flat.at[t], destination, begin, end)
 
         pl.when(jnp.logical_not(is_shared))(whole)
 
@@ -320,136 +385,169 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, target)
 
-    def over_v(first_step):
-        """The products with a contraction over V, and <S, dS> as a vector over rows of S."""
+    # Query warpgroup
 
-        def body(*accs):
-            *scores, dq_read, dk_read, late = accs
+    def make_scores(first_step):
+        """dO u^T and dv u^T; G and Gamma."""
+
+        def body(p, n):
+            for t in range(v_tiles):
+                wait_tokens(first_step + t)
+                do, dv, u = x_tiles(first_step + t)
+                dev.issue(p, do, transposed(u))
+                dev.issue(n, dv, transposed(u))
+            g_rows, gamma = gamma_of(g_smem.at[lax.rem(first_step, token_stages)])
+            return dev.collect(p), dev.collect(n), g_rows, gamma
+
+        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
+        return pl.run_scoped(body, accumulator, accumulator)
+
+    def read_states(first_step):
+        """dO S, and the sums of S dS over K and over tiles of V."""
+
+        def body(acc):
             inner = zeros((WIDTH,), f32, ROW)
             for t in range(v_tiles):
-                stage = lax.rem(first_step + t, stages)
-                plgpu.barrier_wait(masked.at[stage] if sizes.packed else loaded.at[stage])
-                do, dv, u = x_smem.at[stage, 0], x_smem.at[stage, 1], u_smem.at[stage]
-                h, dh = h_smem.at[stage, :, own], dh_smem.at[stage, :, own]
-                for score, (which, _) in zip(scores, makes, strict=True):
-                    dev.issue(score, x_smem.at[stage, which], transposed(u))
-                dev.issue(dq_read, do, h)
-                dev.issue(dk_read, dv, h)
-                dev.issue(late, u, dh)
-                both = plgpu.load(h, layout=WGMMA).astype(f32) * plgpu.load(dh, layout=WGMMA).astype(f32)
-                inner = inner + jnp.sum(both, axis=1)
-                if t > 0:
-                    if not interpreted:
-                        plgpu.wgmma_wait(len(accs))  # the products of the stage before are done
-                    dev.release(consumed.at[lax.rem(first_step + t - 1, stages)])
-            return [dev.collect(acc) for acc in accs], inner
+                step = first_step + t
+                wait_states(step)
+                do, _, _ = x_tiles(step)
+                h, dh = s_tiles(step)
+                dev.issue(acc, do, h)
+                for column in range(0, K, WIDTH):
+                    part = (slice(None), slice(column, column + WIDTH))
+                    inner = inner + rowsum(h.at[part], plgpu.load(dh.at[part], layout=WGMMA).astype(f32))
+                finish(0)
+                release(step)
+            return dev.collect(acc), inner
 
-        accumulator = plgpu.ACC((CHUNK, WIDTH), f32)
-        return pl.run_scoped(body, *[accumulator] * (len(makes) + 3))
+        return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
 
-    def one_head(place, head, first_step, dq, dk, is_first, is_last):
-        """dq and dk with the part of one output head; its dg and dbeta to memory.
-
-        is_first, is_last: whether q and k are read for the first and for the last time.
-        """
-        (*scores, dq_read, dk_read, late), inner = over_v(first_step)
-        stage = lax.rem(first_step + v_tiles - 1, stages)
-        g_rows, g_last = plgpu.load(g_smem.at[stage], layout=ROW), g_smem[stage, CHUNK - 1]
-        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else loaded_qk))
-        q_tile, k_tile = q_smem.at[:, own], k_smem.at[:, own]
-        late = late * along_rows(jnp.exp2(g_last - g_rows), WIDTH)
-        written = jnp.sum(plgpu.load(k_tile, layout=WGMMA).astype(f32) * late, axis=1)
-        dk = dk + late
-        _, gamma = gamma_of(g_smem.at[stage])
-        beta = jnp.maximum(plgpu.load(beta_smem.at[stage], layout=ROW), BETA_FLOOR)
-        dev.release(consumed.at[stage])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def query_step(place, head, first_step, dq, is_first, is_last):
+        """dq with the part of one output head; its scores and sums for the key warpgroup."""
+        p, n, g_rows, gamma = make_scores(first_step)
+        diagonal = _diagonal(p) * sizes.scale
+        write_strengths = _diagonal(n)
         strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
+        gamma = jnp.where(strictly_lower, gamma, 0.0)
+        p, n = (p * (gamma * sizes.scale)).astype(dtype), (n * -gamma).astype(dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
+        p_tile[...] = p
+        n_tile[...] = n
+        diagonal_written_smem[...] = diagonal
+        store_vector(dbeta_inner_smem, write_strengths, dbeta_gmem.at[place.visit, head])
+        plgpu.barrier_arrive(scores)
 
-        def exchange(score, which, factor):
-            """dP or N to its tile, and what their diagonals are for."""
-            tile, diagonal = pn_tiles.at[which], _diagonal(score)
-            tile[...] = jnp.where(strictly_lower, score * gamma * factor, 0.0).astype(dtype)
-
-            @pl.when(which == 0)
-            def _():
-                diagonal_smem[...] = diagonal * sizes.scale
-
-            @pl.when(which == 1)
-            def _():
-                store_vector(dbeta_smem, diagonal / (beta * beta), dbeta_gmem.at[place.visit, head])
-
-        for score, made in zip(scores, makes, strict=True):
-            exchange(score, *made)
+        read, inner = read_states(first_step)
+        wait_qk(is_first)
+        start = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
+        (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
+        x_dg_smem[...] = rowsum(q_smem, part)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dbeta_inner_smem[...] = inner
         plgpu.commit_smem()
-        plgpu.barrier_arrive(exchanged)
-
-        d = along_rows(jnp.exp2(g_rows), WIDTH)
-        starts = [dq_read * (d * sizes.scale), dk_read * -d, zeros((CHUNK, WIDTH), f32)]
-        plgpu.barrier_wait(exchanged)
-        p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
-        products = [
-            (0, p_tile, k_tile),
-            (1, n_tile, k_tile),
-            (2, transposed(p_tile), q_tile),
-            (2, transposed(n_tile), k_tile),
-        ]
-        dq_part, read, write = _accumulate(dev, starts, products)
-
-        diagonal = along_rows(plgpu.load(diagonal_smem, layout=ROW), WIDTH)
-        q = plgpu.load(q_tile, layout=WGMMA).astype(f32)
-        x = jnp.sum(q * dq_part, axis=1)
-        dk = dk + read + write + diagonal * q
-        k = plgpu.load(k_tile, layout=WGMMA).astype(f32)
-        x = x + jnp.sum(k * (read - write), axis=1)
-        dq = dq + dq_part + diagonal * k
-        for n, vector in enumerate((x, written, inner)):
-            sums_smem.at[wg, n][...] = vector
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(finished)
+        plgpu.barrier_arrive(sums)
+        dq = dq + part + along_rows(diagonal, K) * plgpu.load(k_smem, layout=WGMMA).astype(f32)
         pl.when(is_last)(lambda: dev.release(used_qk))
-        plgpu.barrier_wait(finished)
+        return dq
 
-        @pl.when(wg == 0)
-        def _():
-            def total(n):
-                vectors = [plgpu.load(sums_smem.at[w, n], layout=COL) for w in range(num_compute)]
-                return along_columns(functools.reduce(jnp.add, vectors), CHUNK)
-
-            not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-            terms = jnp.where(not_before, total(0), total(1)) + total(2) * jnp.exp2(g_last)
-            store_vector(dg_smem, jnp.sum(terms, axis=1), dg_gmem.at[place.visit, head])
-
-        return dq, dk
-
-    def one_item(n, _):
+    def query_item(n, _):
         place = place_of(n)
 
-        def nothing_for_padding(x):
-            return jnp.where(place.span.is_padding, 0.0, x) if sizes.packed else x
-
-        def one_query(query, dk):
+        def one_query(query, _):
             load = n * query_heads + query
 
-            def one(e, carry):
+            def one(e, dq):
                 first_step = load * steps_per_load + e * v_tiles
                 is_first, is_last = e == 0, e == heads_per_query - 1
-                dq, dk = carry
-                return one_head(place, head_of(place, query, e), first_step, dq, dk, is_first, is_last)
+                return query_step(place, head_of(place, query, e), first_step, dq, is_first, is_last)
 
-            dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), f32), dk))
-            store(place, place.key_head * query_heads + query, nothing_for_padding(dq), dq_gmem)
-            return dk
+            dq = lax.fori_loop(0, heads_per_query, one, zeros((CHUNK, K), f32))
+            store(place, place.key_head * query_heads + query, dq, dq_gmem, dq_tiles, dq_flat)
+            return ()
 
-        dk = lax.fori_loop(0, query_heads, one_query, zeros((CHUNK, WIDTH), f32))
-        store(place, place.key_head, nothing_for_padding(dk), dk_gmem)
+        return lax.fori_loop(0, query_heads, one_query, ())
+
+    # Key warpgroup
+
+    def over_v(first_step, dk, is_first):
+        """dk + late, l, and -D (dv S); the last entry of G."""
+
+        def body(late, read):
+            for t in range(v_tiles):
+                step = first_step + t
+                wait_tokens(step)
+                wait_states(step)
+                _, dv, u = x_tiles(step)
+                h, dh = s_tiles(step)
+                dev.issue(late, u, dh)
+                dev.issue(read, dv, h)
+                if t == min(state_stages, v_tiles) - 1:  # later tiles wait for the query warpgroup
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(first_step > 0)(lambda: plgpu.barrier_arrive(scored))
+                if t > 0:
+                    finish(2)
+                    release(step - 1)
+            gates = g_smem.at[lax.rem(first_step + v_tiles - 1, token_stages)]
+            g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
+            decay = -jnp.exp2(g_rows)
+            wait_qk(is_first)
+            late = dev.collect(late, newer=1) * along_rows(jnp.exp2(g_last - g_rows), K)
+            written, with_late = rowsum(k_smem, late), dk + late
+            read = dev.collect(read) * along_rows(decay, K)
+            release(first_step + v_tiles - 1)
+            return with_late, written, read, g_last
+
+        accumulator = plgpu.ACC((CHUNK, K), f32)
+        return pl.run_scoped(body, accumulator, accumulator)
+
+    def key_step(place, head, first_step, dk, is_first, is_last):
+        """dk with the part of one output head; its dg to memory."""
+        dk, written, read, g_last = over_v(first_step, dk, is_first)
+        plgpu.barrier_wait(scores)
+        (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
+        x, dk = rowsum(k_smem, read), dk + read
+        diagonal = along_rows(plgpu.load(diagonal_written_smem, layout=ROW), K)
+        dk = dk + diagonal * plgpu.load(q_smem, layout=WGMMA).astype(f32)
+        products = [(0, transposed(p_tile), q_smem), (0, transposed(n_tile), k_smem)]
+        (write,) = _accumulate(dev, [zeros((CHUNK, K), f32)], products)
+        x, dk = x - rowsum(k_smem, write), dk + write
+        pl.when(is_last)(lambda: dev.release(used_qk))
+
+        plgpu.barrier_wait(sums)
+        sum_smem[...] = x + plgpu.load(x_dg_smem, layout=ROW)
+        diagonal_written_smem[...] = written
+        plgpu.commit_smem()
+        vectors = (sum_smem, diagonal_written_smem, dbeta_inner_smem)
+        x, written, inner = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in vectors)
+        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
+        terms = jnp.where(not_before, x, written) + inner * jnp.exp2(g_last)
+        store_vector(x_dg_smem, jnp.sum(terms, axis=1), dg_gmem.at[place.visit, head])
+        return dk
+
+    def key_item(n, _):
+        place = place_of(n)
+
+        def one(e, dk):
+            query, rest = lax.div(e, heads_per_query), lax.rem(e, heads_per_query)
+            first_step = (n * query_heads * heads_per_query + e) * v_tiles
+            is_first, is_last = rest == 0, rest == heads_per_query - 1
+            return key_step(place, head_of(place, query, rest), first_step, dk, is_first, is_last)
+
+        dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
+        store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
         return ()
 
-    @pl.when(wg < num_compute)
-    def compute():
-        plgpu.set_max_registers(config.compute_registers, action="increase")
-        lax.fori_loop(0, items, one_item, ())
+    @pl.when(wg == QUERY)
+    def query():
+        plgpu.set_max_registers(config.query_registers, action="increase")
+        lax.fori_loop(0, items, query_item, ())
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == KEY)
+    def key():
+        plgpu.set_max_registers(config.key_registers, action="increase")
+        lax.fori_loop(0, items, key_item, ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -460,7 +558,8 @@ class Gradients(NamedTuple):
     """Of each query head, or of each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
-    dbeta: Float[Array, "visits HO C"]
+    beta2_dbeta: Float[Array, "visits HO C"]
+    """beta^2 dbeta."""
 
 
 def gradients(
@@ -472,26 +571,27 @@ def gradients(
     h: Float[Array, "visits HO V K"],
     dh: Float[Array, "visits HO V K"],
     g2_cum: Float[Array, "B HO T64"],
-    beta_t: Float[Array, "B HO T64"],
     tables: VisitTables | None,
     *,
     scale: float,
     config: Config | None = None,
     interpret=None,
 ) -> Gradients:
-    """dq, dk, dg and dbeta; see the module docstring.
+    """dq, dk, dg and beta^2 dbeta; see the module docstring.
 
     Args:
       q, k, do: bfloat16; K 64 or 128, V a multiple of 64, T a multiple of 8.
       u, dv, h, dh: of state_adjoints.
-      g2_cum, beta_t: of chunk_gates.
+      g2_cum: of chunk_gates.
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       scale: factor of the output.
     """
     B, T, Hk, K = k.shape
     Hq, (visits, HO, V) = q.shape[2], h.shape[:3]
     packed = tables is not None
-    config = config or Config.default(K, packed)
+    config = config or Config.default(K, V, packed)
+    if V > WIDTH * config.token_stages:
+        raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
         T=T,
         N=B if tables is None else tables.cu_seqlens.shape[0] - 1,
@@ -505,57 +605,53 @@ def gradients(
         scale=scale,
         packed=packed,
     )
-    n, stages = K // WIDTH, config.stages
     dtype, f32 = k.dtype, jnp.float32
 
-    def tiles(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=tiling(128))
+    def tiles(*shape, flat=False):
+        tile = plgpu.SMEM(shape, dtype, transforms=tiling(128))
+        return plgpu.RefUnion(tile, plgpu.SMEM(shape, dtype)) if flat and packed else tile
 
-    pn_tiles = tiles(max(2, n), CHUNK, CHUNK)
-    if packed:
-        pn_tiles = plgpu.RefUnion(pn_tiles, plgpu.SMEM((max(2, n), CHUNK, CHUNK), dtype))
-    vector = plgpu.SMEM((CHUNK,), f32)
-    vectors = jax.ShapeDtypeStruct((visits, HO, CHUNK), f32)
-    each, one = plgpu.Barrier(num_arrivals=n, num_barriers=stages), plgpu.Barrier(num_arrivals=n)
+    def barriers(arrivals, count=1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    sums = jax.ShapeDtypeStruct((visits, HO, CHUNK), f32)
     return Gradients(
         *plgpu.kernel(
             functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
             out_type=(
                 jax.ShapeDtypeStruct((B, T, sizes.dq_heads, K), dtype),
                 jax.ShapeDtypeStruct((B, T, Hk, K), dtype),
-                vectors,
-                vectors,
+                sums,
+                sums,
             ),
             scratch_types=(
                 tiles(CHUNK, K),
                 tiles(CHUNK, K),
-                tiles(stages, 2, CHUNK, WIDTH),
-                tiles(stages, CHUNK, WIDTH),
-                tiles(stages, WIDTH, K),
-                tiles(stages, WIDTH, K),
-                pn_tiles,
-                plgpu.SMEM((stages, CHUNK), f32),
-                plgpu.SMEM((stages, CHUNK), f32),
-                plgpu.SMEM((n, 3, CHUNK), f32),
-                vector,
-                vector,
-                vector,
-                plgpu.Barrier(num_arrivals=7, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=2),
-                plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=1),
-                each,
-                one,
-                one,
-                one,
+                tiles(config.token_stages, 3, CHUNK, WIDTH),
+                tiles(config.state_stages, 2, WIDTH, K),
+                tiles(2, CHUNK, CHUNK, flat=True),
+                tiles(K // WIDTH, CHUNK, WIDTH, flat=True),
+                plgpu.SMEM((4 + config.token_stages, CHUNK), f32),
+                barriers(4, config.token_stages),
+                barriers(2, config.state_stages),
+                barriers(2),
+                barriers(1, config.token_stages),
+                barriers(1),
+                barriers(2, config.state_stages),
+                barriers(2),
+                barriers(1),
+                barriers(1),
+                barriers(1),
             ),
             grid=(config.ctas,),
             grid_names=("cta",),
-            num_threads=n + 1,
+            num_threads=3,
             thread_name="wg",
             interpret=interpret,
             compiler_params=plgpu.CompilerParams(
-                **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
+                **COMPILER_PARAMS,
+                unsafe_no_auto_barriers=not config.auto_barriers,
+                reduction_scratch_bytes=0,  # every sum stays inside a warp
             ),
-        )(q, k, do, u, dv, h, dh, g2_cum, beta_t, *(tables or ()))
+        )(q, k, do, u, dv, h, dh, g2_cum, *(tables or ()))
     )

@@ -48,14 +48,23 @@ def _shape(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def inverse_case(K=128, group=2, packed=False, dtype=jnp.bfloat16):
+def inverse_case(K=128, group=2, packed=False, normalize=False, dtype=jnp.bfloat16):
     """A function and its argument shapes: tril_inverse."""
     first = _shape(256, dtype=jnp.int32) if packed else None
-    return tril_inverse, (_shape(1, 256, 2, K, dtype=dtype), _shape(1, 2 * group, 256), first)
+    function = functools.partial(tril_inverse, normalize=normalize)
+    return function, (_shape(1, 256, 2, K, dtype=dtype), _shape(1, 2 * group, 256), first)
 
 
 def recurrence_case(
-    K=128, V=128, warpgroups=2, s0=True, packed=None, transition=False, dtype=jnp.bfloat16, **options
+    K=128,
+    V=128,
+    warpgroups=2,
+    s0=True,
+    packed=None,
+    transition=False,
+    normalize=False,
+    dtype=jnp.bfloat16,
+    **options,
 ):
     """A function and its argument shapes: recurrence. packed: None, "sequences" or "segments"."""
     Hk, HO, T = 2, 4, 1024
@@ -75,6 +84,11 @@ def recurrence_case(
     kv = options.get("s0_kv_layout", False)
     state = _shape(split.num_items, HO, *((K, V) if kv else (V, K))) if s0 and not transition else None
     x = functools.partial(_shape, dtype=dtype)
+    rstd = (_shape(1, Hk, T), _shape(1, Hk, T)) if normalize else None
+
+    def run(*arguments):
+        return function(*arguments[:-1], rstd=arguments[-1])
+
     arguments = (
         x(1, T, Hk, K),
         x(1, T, Hk, K),
@@ -83,8 +97,9 @@ def recurrence_case(
         x(1, HO, T, 64),
         state,
         tables,
+        rstd,
     )
-    return function, arguments
+    return run, arguments
 
 
 def segment_case(K=128, V=128):
@@ -109,6 +124,9 @@ CASES = {
     "inverse, K 256": functools.partial(inverse_case, K=256),
     "full head": recurrence_case,
     "full head, kv": functools.partial(recurrence_case, kv_layout=True, s0_kv_layout=True),
+    "full head, normalised": functools.partial(recurrence_case, normalize=True),
+    "half, normalised": functools.partial(recurrence_case, warpgroups=1, normalize=True),
+    "inverse, normalised": functools.partial(inverse_case, normalize=True),
     "full head, packed": functools.partial(recurrence_case, packed="sequences"),
     "full head, packed segments": functools.partial(recurrence_case, packed="segments"),
     "half": functools.partial(recurrence_case, warpgroups=1),

@@ -7,7 +7,8 @@ With the state transposed, S [V, K], and for one chunk (all of it float32 but th
 
 where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / r, gl = 2^G_last,
 r = sqrt(scale), G = g2_cum and a = A diag(beta) from tril_inverse.py. With r split like this one tile, r Gamma,
-makes both T and P.
+makes both T and P. Where q and k are to be normalised, the reciprocal norms of k go into a (its rows) and D, those of
+q into the rows of P and scale D: no tile of q or k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is
 a sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens. An
@@ -70,11 +71,19 @@ from pallas_kernels.common import (
     along_rows,
     grid_index,
     iota,
+    same_bits,
     store_any,
     take,
     tiling,
     transposed,
     zeros,
+)
+from pallas_kernels.spans import (
+    gamma_of,
+    keep_owned_columns,
+    keep_owned_factors,
+    keep_owned_gates,
+    keep_owned_rows,
 )
 
 ROWS = 64
@@ -97,7 +106,7 @@ class Config:
     def smem_bytes(self, K: int, outputs: bool) -> int:
         """Shared memory of a CTA."""
         rows = ROWS * self.state_warpgroups
-        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + outputs)) + 4 * 4 * CHUNK
+        stage = 2 * CHUNK * (K * (1 + outputs) + rows + CHUNK * (1 + outputs)) + 6 * 4 * CHUNK
         once = 2 * rows * (CHUNK if outputs else K) + 2 * rows * K * self.state_in_smem
         return self.stages * stage + once + 1024
 
@@ -181,36 +190,6 @@ def _packed_item(index, split: Split, T: int, N: int, tables) -> _Item:
     return _Item(index, jnp.int32(0), n, begin, end, first, chunks, last, is_padding)
 
 
-def _owned(shape, dimension, begin, end):
-    index = iota(shape, dimension)
-    return (index >= begin) & (index < end)
-
-
-def _keep_owned_rows(ref, begin, end):
-    """Zeroes the rows of a tile outside [begin, end), 64 columns at a time."""
-    for column in range(0, ref.shape[1], CHUNK):
-        part = ref.at[:, column : column + CHUNK]
-        x = plgpu.load(part, layout=WGMMA)
-        part[...] = jnp.where(_owned(x.shape, 0, begin, end), x, jnp.zeros((), x.dtype))
-
-
-def _keep_owned_gates(g_smem, begin, end):
-    """Before the first owned token no decay, after the last one the last sum: all exponents stay <= 0."""
-    last = g_smem[end - 1]
-    g = plgpu.load(g_smem, layout=ROW)
-    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
-    plgpu.commit_smem()  # every warp reads the gates, and one writes them
-    g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
-
-
-def _gamma(g_smem, log2_r: float):
-    """G in layout ROW, and r Gamma [C, C]."""
-    shape = (CHUNK, CHUNK)
-    g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
-    difference = along_rows(g_rows + log2_r, CHUNK) - along_columns(g_columns, CHUNK)
-    return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
-
-
 class _Sizes(NamedTuple):
     """Static sizes and switches of one kernel."""
 
@@ -228,6 +207,7 @@ class _Sizes(NamedTuple):
     packed: bool
     num_tables: int
     has_s0: bool
+    normalize: bool
     write_transition: bool
     kv_layout: bool
     s0_kv_layout: bool
@@ -245,11 +225,13 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     refs = list(refs)
     q_gmem = take(refs, sizes.outputs)
     k_gmem, v_gmem, g_gmem, a_gmem = (take(refs) for _ in range(4))
+    q_rstd_gmem, k_rstd_gmem = take(refs, sizes.normalize and sizes.outputs), take(refs, sizes.normalize)
     s0_gmem = take(refs, sizes.has_s0)
     tables = [take(refs) for _ in range(sizes.num_tables)]
     out_gmem, final_gmem = take(refs), take(refs)
-    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem, g_smem, d_smem, d_scaled_smem, dr_smem = refs[:10]
-    loaded, prepared, consumed, turn = refs[10:]
+    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem = refs[:6]  # T replaces A in its place
+    g_smem, d_smem, d_scaled_smem, dr_smem, q_rstd_smem, k_rstd_smem = refs[6:12]
+    loaded, prepared, consumed, turn = refs[12:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
@@ -294,6 +276,10 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
         copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[item.row, head, tokens], g_smem.at[stage])
+        if sizes.normalize:
+            copy(k_rstd_gmem.at[item.row, head_of(sizes.Hk), tokens], k_rstd_smem.at[stage])
+            if outputs:
+                copy(q_rstd_gmem.at[item.row, head_of(sizes.Hq), tokens], q_rstd_smem.at[stage])
 
     def replace_foreign_tokens(i, stage):
         begin, end, is_shared = shared(i)
@@ -304,18 +290,30 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             if outputs:
                 tiles.append(kq_smem.at[stage, CHUNK : 2 * CHUNK])
             for ref in tiles:
-                _keep_owned_rows(ref, begin, end)
-            t = plgpu.load(t_smem.at[stage], layout=WGMMA)
-            t_smem.at[stage][...] = jnp.where(_owned(t.shape, 1, begin, end), t, jnp.zeros((), t.dtype))
-            _keep_owned_gates(g_smem.at[stage], begin, end)
+                keep_owned_rows(ref, begin, end)
+            keep_owned_columns(t_smem.at[stage], begin, end)
+            keep_owned_gates(g_smem.at[stage], begin, end)
+            for ref in [k_rstd_smem, q_rstd_smem][: sizes.normalize * (1 + outputs)]:
+                keep_owned_factors(ref.at[stage], begin, end)
             plgpu.commit_smem()
 
+    def factors(smem, stage) -> Any:
+        return plgpu.load(smem.at[stage], layout=ROW) if sizes.normalize else 1.0
+
+    def prepare_p(stage, qk, gamma):
+        p = qk * gamma
+        if sizes.normalize:
+            p = p * along_rows(factors(q_rstd_smem, stage), CHUNK)
+        p_smem.at[stage][...] = p.astype(dtype)
+
     def prepare_t(stage, g_rows, gamma):
-        d_smem.at[stage][...] = jnp.exp2(g_rows)
+        d_smem.at[stage][...] = jnp.exp2(g_rows) * factors(k_rstd_smem, stage)
         if outputs:
-            d_scaled_smem.at[stage][...] = jnp.exp2(g_rows + 2 * sizes.log2_r)
+            d_scaled = jnp.exp2(g_rows + 2 * sizes.log2_r)
+            d_scaled_smem.at[stage][...] = d_scaled * factors(q_rstd_smem, stage)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - sizes.log2_r - g_rows)
-        t_smem.at[stage][...] = (plgpu.load(t_smem.at[stage], layout=WGMMA).astype(f32) * gamma).astype(dtype)
+        a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
+        t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
 
     def q_and_k(stage):
         """Operands of Q K^T."""
@@ -326,16 +324,16 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
 
         def prepare_both(acc):
             product = dev.issue(acc, *q_and_k(stage))
-            g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
+            g_rows, gamma = gamma_of(g_smem.at[stage], sizes.log2_r)
             prepare_t(stage, g_rows, gamma)
-            p_smem.at[stage][...] = (dev.collect(product) * gamma).astype(dtype)
+            prepare_p(stage, dev.collect(product), gamma)
 
         if outputs and num_state == 1:
             return pl.run_scoped(prepare_both, plgpu.ACC((CHUNK, CHUNK), f32))
-        g_rows, gamma = _gamma(g_smem.at[stage], sizes.log2_r)
+        g_rows, gamma = gamma_of(g_smem.at[stage], sizes.log2_r)
         prepare_t(stage, g_rows, gamma)
         if outputs:
-            p_smem.at[stage][...] = (dev.product(*q_and_k(stage)) * gamma).astype(dtype)
+            prepare_p(stage, dev.product(*q_and_k(stage)), gamma)
 
     @pl.when(wg == num_state)
     def helper():
@@ -474,7 +472,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
                 """N, and in its shadow what the two last products start from."""
                 n = dev.issue(n, w, transposed(t_smem.at[stage]))
                 dr = vector(dr_smem)
-                decayed = s * d_smem[stage, CHUNK - 1]
+                decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
                 if not outputs:
                     return lax.optimization_barrier(decayed), None, dev.collect(n), dr
                 read = dev.collect(sq, newer=1) * vector(d_scaled_smem)
@@ -527,6 +525,7 @@ def recurrence(
     tables: Tables | None,
     *,
     split: Split,
+    rstd: tuple[Float[Array, "B Hq T64"] | None, Float[Array, "B Hk T64"]] | None = None,
     scale: float = 1.0,
     kv_layout: bool = False,
     s0_kv_layout: bool = False,
@@ -543,6 +542,8 @@ def recurrence(
       kv_layout, s0_kv_layout: whether the final states and s0 are [K, V]; else [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       split: items; segments need s0 for every item unless transitions are written.
+      rstd: reciprocal norms of q (not read for transitions) and k, which the rule then takes normalised; a is that of
+        tril_inverse(normalize=True). None to take q and k as they are.
       scale: factor of the output, positive; 1 for transitions.
     """
     if not 0 < scale < math.inf:
@@ -572,6 +573,7 @@ def recurrence(
         packed=tables is not None,
         num_tables=sum(table is not None for table in tables or ()),
         has_s0=s0 is not None and not write_transition,
+        normalize=rstd is not None,
         write_transition=write_transition,
         kv_layout=kv_layout,
         s0_kv_layout=s0_kv_layout,
@@ -597,7 +599,8 @@ def recurrence(
         final = (N, HO, K, V) if kv_layout else (N, HO, V, K)
         out_type = (jax.ShapeDtypeStruct((B, T, HO, V), dtype), jax.ShapeDtypeStruct(final, f32))
     inputs = [q if outputs else None, k, v, g2_cum, a]
-    inputs += [s0 if sizes.has_s0 else None, *(tables or ())]
+    q_rstd, k_rstd = rstd or (None, None)
+    inputs += [q_rstd if outputs else None, k_rstd, s0 if sizes.has_s0 else None, *(tables or ())]
     return plgpu.kernel(
         functools.partial(_body, config=config, split=split, sizes=sizes, interpreted=interpret is not None),
         out_type=out_type,
@@ -608,11 +611,8 @@ def recurrence(
             tiles(stages, CHUNK, CHUNK, outputs),
             out_tile,
             tiles(n, ROWS, K, config.state_in_smem),
-            vectors,
-            vectors,
-            vectors,
-            vectors,
-            plgpu.Barrier(num_arrivals=4 + outputs, num_barriers=stages),
+            *[vectors] * 6,
+            plgpu.Barrier(num_arrivals=(4 + outputs) + (1 + outputs) * sizes.normalize, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=2),

@@ -6,29 +6,34 @@ With states transposed, S and dS [V, K], and for one chunk (all of it float32 bu
     adjoints:  Z = (dS K^T) Dr + dO^T P      dV = Z T             dS <- gl dS + scale (dO^T D) Q - (dV D) K
 
 where T = a * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = A diag(beta). U and dV [V, C] are transposed: U holds
-the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of the adjoint of the
-inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = A diag(beta) of tril_inverse.py. U and dV [V, C] are
+transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
+the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S or of dS (64 columns of V) of one head of one item. An
-item is a sequence. All sequences lie on one grid of chunks of 64 tokens. The item of a sequence of packed rows
-walks the chunks it touches; a chunk and a sequence that touches it are a visit. In a chunk shared with another
-sequence the tokens of the others are replaced: zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
+item is a sequence, or one of its segments, with S at its start and dS at its end given for each. All sequences lie on
+one grid of chunks of 64 tokens. The item of a sequence of packed rows walks the chunks it touches; a chunk and a
+sequence that touches it are a visit. In a chunk shared with another sequence the tokens of the others are replaced:
+zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
+
+For the dS at the ends of segments, segment_adjoints runs the chain of adjoints alone and writes where it ends: from
+ds1 for the last segment of a sequence, from zeros for the others.
 
 Threads (warpgroups): the first ones hold S or dS in registers; the last one, the helper, loads everything by bulk
 copies and makes T, P, D and Dr for the next chunk.
 
 | barrier   | arrives                                  | waits                                            |
 |-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | bulk copies of k, g2_cum, a and v or do  | helper; state warpgroups unless rows are packed  |
+| loaded    | bulk copies of k, a, gates and v or do    | helper; state warpgroups unless rows are packed  |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                           |
 | prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
 | consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32,
-a [B, HO, NT C, C], s0 and ds1 [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+a [B, HO, NT C, C], s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32 (packed
+rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: S before and dS after each chunk; u [visits, HO, C, V]; dv [B, T, HO, V];
-ds0 [N, HO, V, K] or [.., K, V] f32 (optional).
+ds0 [N, HO, V, K] or [.., K, V] f32 (optional). Of segment_adjoints: n [items, HO, V, K] f32.
 Shared memory: Config.smem_bytes, 179 KB at K = V = 128 with two state warpgroups and two stages.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64; T a multiple of 8.
 Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
@@ -46,25 +51,38 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
-    ROW,
     SMEM_LIMIT,
     WGMMA,
     WGMMA_TRANSPOSED,
     Device,
     along_columns,
-    along_rows,
     grid_index,
-    iota,
+    same_bits,
     store_any,
+    take,
     tiling,
     transposed,
     zeros,
+)
+from pallas_kernels.recurrence import Split, Tables
+from pallas_kernels.spans import (
+    Span,
+    VisitTables,
+    dense_span,
+    gamma_of,
+    keep_owned_columns,
+    keep_owned_gates,
+    keep_owned_rows,
+    owned_rows,
+    packed_span,
+    segment_of,
+    store_rows,
 )
 
 ROWS = 64
@@ -103,83 +121,6 @@ class Config:
         raise AssertionError("K > 256")
 
 
-class VisitTables(NamedTuple):
-    """Where the sequences of packed rows lie (B = 1). The padding past the last one counts as sequence N."""
-
-    cu_seqlens: Int[Array, " N1"]
-    first_visit: Int[Array, " N2"]
-    """First visit of each sequence and of the padding, and the number of visits."""
-    sequence: Int[Array, " visits"]
-    """Sequence of each visit."""
-
-
-class Span(NamedTuple):
-    """Tokens [begin, end) of a row that a CTA works on, and the chunks they touch."""
-
-    row: jax.Array
-    sequence: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    first_chunk: jax.Array
-    num_chunks: jax.Array
-    first_visit: jax.Array
-    is_padding: jax.Array | bool
-
-
-def dense_span(row: jax.Array, T: int) -> Span:
-    """Span of a row that is one sequence."""
-    num_chunks = jnp.int32(-(-T // CHUNK))
-    zero = jnp.int32(0)
-    return Span(row, row, zero, num_chunks * CHUNK, zero, num_chunks, row * num_chunks, False)
-
-
-def packed_span(n: jax.Array, T: int, N: int, cu, first_visit) -> Span:
-    """Span of sequence n of packed rows; n = N is the padding."""
-    is_padding = n >= N
-    begin = cu[jnp.minimum(n, N)]
-    end = jnp.where(is_padding, T, cu[jnp.minimum(n + 1, N)])
-    first = lax.div(begin, CHUNK)
-    chunks = jnp.where(end > begin, lax.div(end + CHUNK - 1, CHUNK) - first, 0)
-    return Span(jnp.int32(0), n, begin, end, first, chunks, first_visit[jnp.minimum(n, N)], is_padding)
-
-
-def owned_rows(span: Span, chunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows [begin, end) of a chunk are the span's; whether that is not all of them."""
-    start = chunk * CHUNK
-    begin, end = jnp.maximum(span.begin - start, 0), jnp.minimum(span.end - start, CHUNK)
-    return begin, end, (begin > 0) | (end < CHUNK)
-
-
-def owned(shape: tuple[int, int], dimension: int, begin, end) -> jax.Array:
-    """Which entries have an index of [begin, end) along a dimension."""
-    index = iota(shape, dimension)
-    return (index >= begin) & (index < end)
-
-
-def keep_owned_rows(ref, begin, end) -> None:
-    """Zeroes the rows of a tile outside [begin, end), 64 columns at a time."""
-    for column in range(0, ref.shape[1], CHUNK):
-        part = ref.at[:, column : column + CHUNK]
-        x = plgpu.load(part, layout=WGMMA)
-        part[...] = jnp.where(owned((CHUNK, CHUNK), 0, begin, end), x, jnp.zeros((), x.dtype))
-
-
-def keep_owned_gates(g_smem, begin, end) -> None:
-    """Before the first owned token no decay, after the last one the last sum: all exponents stay <= 0."""
-    last = g_smem[end - 1]
-    g = plgpu.load(g_smem, layout=ROW)
-    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
-    g_smem[...] = jnp.where(row < begin, 0.0, jnp.where(row >= end, last, g))
-
-
-def gamma_of(g_smem) -> tuple[jax.Array, jax.Array]:
-    """G in layout ROW, and Gamma [C, C]."""
-    shape = (CHUNK, CHUNK)
-    g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
-    difference = along_rows(g_rows, CHUNK) - along_columns(g_columns, CHUNK)
-    return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
-
-
 def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> Any:
     """start plus the products that body(add) gives to add(a, b); waited for at the end."""
     if dev.interpreted:
@@ -191,16 +132,6 @@ def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> Any:
         body(add)
         return total[0]
     return pl.run_state(lambda acc: body(functools.partial(plgpu.wgmma, acc)))(plgpu.ACC.init(start))
-
-
-def store_rows(source_smem, destination, begin, end) -> None:
-    """Rows [begin, end) of an untiled tile to memory, one by one; destination(row) is where a row goes."""
-
-    def one(t, _):
-        plgpu.copy_smem_to_gmem(source_smem.at[t], destination(t))
-        return ()
-
-    lax.fori_loop(begin, end, one, ())
 
 
 class _Sizes(NamedTuple):
@@ -216,24 +147,67 @@ class _Sizes(NamedTuple):
     V: int
     tiles: int
     """Tiles of state_warpgroups x 64 rows of a head."""
-    items: int
+    split: Split
     scale: float
     packed: bool
     has_s0: bool
     has_ds1: bool
     has_ds0: bool
     kv_layout: bool
+    both: bool
+    """Both chains with all their outputs; else the end of the chain of adjoints of every segment."""
+
+    @property
+    def segmented(self) -> bool:
+        return self.split.segment_chunks is not None
+
+
+class _Item(NamedTuple):
+    """What a CTA walks over."""
+
+    index: jax.Array
+    span: Span
+    is_first: jax.Array | bool
+    is_last: jax.Array | bool
+    """Whether the sequence begins or ends here."""
+
+
+def _dense_item(index: jax.Array, sizes: _Sizes) -> _Item:
+    """Item of a batch whose rows are one sequence each."""
+    length = sizes.split.segment_chunks
+    if length is None:
+        return _Item(index, dense_span(index, sizes.T), True, True)
+    per_row = sizes.split.num_items // sizes.N
+    row, segment = lax.div(index, per_row), lax.rem(index, per_row)
+    span = segment_of(dense_span(row, sizes.T), segment, length)
+    return _Item(index, span, segment == 0, segment == per_row - 1)
+
+
+def _packed_item(index: jax.Array, sizes: _Sizes, cu, first_visit, *segments) -> _Item:
+    """Item of packed rows. The padding past the last sequence is one too."""
+    if not segments:
+        return _Item(index, packed_span(index, sizes.T, sizes.N, cu, first_visit), True, True)
+    sequence_of, first_item = segments
+    n = sequence_of[index]
+    span = packed_span(n, sizes.T, sizes.N, cu, first_visit)
+    segment = 0 * index - 0 * first_item[jnp.minimum(n, sizes.N)]
+    is_last = index + 1 == first_item[jnp.minimum(n + 1, sizes.N + 1)]
+    length: Any = sizes.split.segment_chunks
+    length = jnp.where(span.is_padding, span.num_chunks, length)
+    return _Item(index, segment_of(span, segment, length), segment == 0, is_last)
 
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
-    q_gmem, k_gmem, v_gmem, do_gmem, g_gmem, a_gmem = (refs.pop(0) for _ in range(6))
-    s0_gmem = refs.pop(0) if sizes.has_s0 else None
-    ds1_gmem = refs.pop(0) if sizes.has_ds1 else None
-    tables = [refs.pop(0) for _ in range(2 * sizes.packed)]
-    h_gmem, u_gmem, dh_gmem, dv_gmem = (refs.pop(0) for _ in range(4))
-    ds0_gmem = refs.pop(0) if sizes.has_ds0 else None
-    q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem, g_smem, d_smem, dr_smem = refs[:10]
+    both = sizes.both
+    q_gmem, k_gmem, v_gmem, do_gmem = take(refs), take(refs), take(refs, both), take(refs)
+    g_gmem, a_gmem = take(refs), take(refs)
+    s0_gmem, ds1_gmem = take(refs, sizes.has_s0), take(refs, sizes.has_ds1)
+    tables = [take(refs) for _ in range(sizes.packed * (4 if sizes.segmented else 2))]
+    h_gmem, u_gmem, dh_gmem, dv_gmem = (take(refs, both) for _ in range(4))
+    ds0_gmem = take(refs, sizes.has_ds0)
+    q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem = refs[:7]  # T replaces A in its place
+    g_smem, d_smem, dr_smem = refs[7:10]
     loaded, loaded_q, prepared, consumed = refs[10:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
@@ -241,15 +215,18 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     columns = num_state * ROWS
 
     # The adjoints come first: their chunks take longer.
-    ctas = sizes.items * sizes.HO * sizes.tiles
+    ctas = sizes.split.num_items * sizes.HO * sizes.tiles
     adjoint = grid_index() < ctas
     cta = jnp.where(adjoint, grid_index(), grid_index() - ctas)
     wg = lax.axis_index("wg").astype(jnp.int32)
     tile = lax.rem(cta, sizes.tiles)
     head = lax.rem(lax.div(cta, sizes.tiles), sizes.HO)
     index = lax.div(cta, sizes.tiles * sizes.HO)
-    span = packed_span(index, sizes.T, sizes.N, *tables) if sizes.packed else dense_span(index, sizes.T)
+    item = _packed_item(index, sizes, *tables) if sizes.packed else _dense_item(index, sizes)
+    span = item.span
     chunks = jnp.where(span.is_padding, 0, span.num_chunks) if sizes.packed else span.num_chunks
+    if not both:  # nothing comes before the first segment
+        chunks = jnp.where(item.is_first, 0, chunks)
 
     def head_of(count):
         return lax.div(head, sizes.HO // count)
@@ -278,7 +255,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             copy(do_gmem.at[span.row, tokens, head, own_columns], x_smem.at[stage])
             copy(q_gmem.at[span.row, tokens, head_of(sizes.Hq)], q_smem.at[stage], loaded_q)
 
-        @pl.when(jnp.logical_not(adjoint))
+        @pl.when(jnp.logical_not(adjoint) if both else False)
         def _():
             copy(v_gmem.at[span.row, tokens, head_of(sizes.HV), own_columns], x_smem.at[stage])
 
@@ -290,18 +267,16 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             for ref in (k_smem, x_smem, t_smem):
                 keep_owned_rows(ref.at[stage], begin, end)
             pl.when(adjoint)(lambda: keep_owned_rows(q_smem.at[stage], begin, end))
-            t_tile = t_smem.at[stage]
-            x = plgpu.load(t_tile, layout=WGMMA)
-            t_tile[...] = jnp.where(owned((CHUNK, CHUNK), 1, begin, end), x, jnp.zeros((), x.dtype))
+            keep_owned_columns(t_smem.at[stage], begin, end)
             keep_owned_gates(g_smem.at[stage], begin, end)
             plgpu.commit_smem()
 
     def prepare(stage):
-        t_tile = t_smem.at[stage]
         g_rows, gamma = gamma_of(g_smem.at[stage])
         d_smem.at[stage][...] = jnp.exp2(g_rows)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
-        t_tile[...] = (plgpu.load(t_tile, layout=WGMMA).astype(f32) * gamma).astype(dtype)
+        a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
+        t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
 
         @pl.when(adjoint)
         def _():
@@ -345,17 +320,19 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     )  # the second one for packed rows only
 
     def read_state(source):
-        """Rows of a state [V, K] or [K, V] in memory."""
-        source = source.at[jnp.minimum(span.sequence, source.shape[0] - 1), head]  # the padding reads any
-        if sizes.kv_layout:
+        """Rows of a state in memory, [V, K] of an item, or [V, K] or [K, V] of a sequence."""
+        of_items = both and sizes.segmented
+        n = item.index if of_items else span.sequence
+        source = source.at[jnp.minimum(n, source.shape[0] - 1), head]  # the padding reads any
+        if sizes.kv_layout and not of_items:
             source = transposed(source.at[:, rows])
             return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
         return plgpu.load(source.at[rows], layout=WGMMA, optimized=False)
 
     def write_ds0(s):
         assert ds0_gmem is not None
-        target = ds0_gmem.at[span.sequence, head]
-        if sizes.kv_layout:
+        target = ds0_gmem.at[span.sequence if both else item.index, head]
+        if both and sizes.kv_layout:
             transposed(target.at[:, rows])[...] = plgpu.layout_cast(s, WGMMA_TRANSPOSED)
         else:
             target.at[rows][...] = s
@@ -366,7 +343,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         plgpu.wait_smem_to_gmem(0 if sizes.packed else 1, wait_read_only=True)
         s_tile[...] = rounded
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s_tile, destination.at[visit_of(i), head, rows])
+        if both:
+            plgpu.copy_smem_to_gmem(s_tile, destination.at[visit_of(i), head, rows])
 
     def store_output(x_t, destination):
         """x_t transposed, [C, 64 columns of V], to memory."""
@@ -459,7 +437,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 late = dev.issue(late, s_tile, transposed(k_tile))
             else:
                 late = dev.issue(late, rounded, transposed(k_tile))
-                store_state(i, rounded, dh_gmem)
+                if both:
+                    store_state(i, rounded, dh_gmem)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
             attended = dev.issue(attended, x_tile(stage), p_smem.at[stage])
@@ -472,14 +451,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 z = dev.collect(late, 2) * vector(dr_smem, stage) + dev.collect(attended, 1)
                 dv = dev.product(z.astype(dtype), t_smem.at[stage])
                 add((dv * -vector(d_smem, stage)).astype(dtype), k_tile)
-                store_dv(chunk_of(i), dv.astype(dtype))
+                if both:
+                    store_dv(chunk_of(i), dv.astype(dtype))
 
             return accumulate_while(dev, decayed, write)
 
         accumulator = plgpu.ACC((ROWS, CHUNK), f32)
         return pl.run_scoped(solve, accumulator, accumulator)
 
-    @pl.when((wg < num_state) & jnp.logical_not(adjoint))
+    @pl.when((wg < num_state) & jnp.logical_not(adjoint) if both else False)
     def states():
         plgpu.set_max_registers(config.state_registers, action="increase")
         start = read_state(s0_gmem) if sizes.has_s0 else zeros((ROWS, K), f32)
@@ -490,11 +470,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def adjoints():
         plgpu.set_max_registers(config.state_registers, action="increase")
         start = read_state(ds1_gmem) if sizes.has_ds1 else zeros((ROWS, K), f32)
+        if not both:
+            start = jnp.where(item.is_last, start, 0.0)
         ds0 = walk(start, adjoint_step)
         if sizes.has_ds0:
-            real = jnp.logical_not(span.is_padding) if sizes.packed else span.num_chunks >= 0
-            pl.when(real)(lambda: write_ds0(ds0))
-        if sizes.packed:
+            writes = item.is_first if both else jnp.logical_not(item.is_first)
+            if sizes.packed:
+                writes = writes & jnp.logical_not(span.is_padding)
+            pl.when(writes)(lambda: write_ds0(ds0))
+        if both and sizes.packed:
             pl.when(span.is_padding)(clear_padding)
         plgpu.wait_smem_to_gmem(0)
 
@@ -509,6 +493,14 @@ class Chains(NamedTuple):
     ds0: Float[Array, "N HO _ _"] | None
 
 
+class Items(NamedTuple):
+    """Segments that the sequences are cut into."""
+
+    split: Split
+    tables: Tables | None
+    """Of packed rows."""
+
+
 def state_adjoints(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
@@ -516,13 +508,14 @@ def state_adjoints(
     do: Float[Array, "B T HO V"],
     g2_cum: Float[Array, "B HO T64"],
     a: Float[Array, "B HO T64 C"],
-    s0: Float[Array, "N HO _ _"] | None,
-    ds1: Float[Array, "N HO _ _"] | None,
+    s0: Float[Array, "starts HO _ _"] | None,
+    ds1: Float[Array, "ends HO _ _"] | None,
     tables: VisitTables | None,
     *,
     scale: float,
     kv_layout: bool = False,
     with_ds0: bool = True,
+    items: Items | None = None,
     config: Config | None = None,
     interpret=None,
 ) -> Chains:
@@ -531,20 +524,55 @@ def state_adjoints(
     Args:
       q, k, v, do: bfloat16, K and V multiples of 64, T a multiple of 8.
       g2_cum, a: of chunk_gates and tril_inverse.
-      s0: initial states, float32, None for zeros.
-      ds1: cotangents of the final states, float32, None for zeros.
+      s0: initial states, float32, None for zeros; with items the states before each, [V, K].
+      ds1: cotangents of the final states, float32, None for zeros; with items the adjoints after each, [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       scale: factor of the output.
-      kv_layout: whether s0, ds1 and ds0 are [K, V]; else [V, K].
+      kv_layout: whether s0, ds1 and ds0 of sequences are [K, V]; else [V, K].
       with_ds0: whether the cotangents of the initial states are written.
+      items: segments, None for whole sequences.
     """
-    B, T, Hk, K = k.shape
-    HV, V = v.shape[2:]
-    HO, num_chunks = a.shape[1], -(-T // CHUNK)
+    inputs = (q, k, v, do, g2_cum, a, s0, ds1)
+    switches = dict(kv_layout=kv_layout, has_ds0=with_ds0, both=True)
+    outputs = _call(inputs, tables, items, scale, config, interpret, **switches)
+    return Chains._make(outputs if with_ds0 else (*outputs, None))
+
+
+def segment_adjoints(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    do: Float[Array, "B T HO V"],
+    g2_cum: Float[Array, "B HO T64"],
+    a: Float[Array, "B HO T64 C"],
+    ds1: Float[Array, "N HO _ _"] | None,
+    tables: VisitTables | None,
+    *,
+    scale: float,
+    kv_layout: bool = False,
+    items: Items,
+    config: Config | None = None,
+    interpret=None,
+) -> Float[Array, "items HO V K"]:
+    """The adjoint at the start of every segment but a sequence's first, from zeros or ds1 at its end.
+
+    Args: those of state_adjoints; ds1 always of sequences.
+
+    Returns:
+      n of segment_states(backwards=True), float32; items that are a sequence's first are not written.
+    """
+    inputs = (q, k, None, do, g2_cum, a, None, ds1)
+    switches = dict(kv_layout=kv_layout, has_ds0=True, both=False)
+    return _call(inputs, tables, items, scale, config, interpret, **switches)[0]
+
+
+def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config, interpret, **switches):
+    """The kernel, with both chains or one."""
+    q, k, v, do, _, _, s0, ds1 = inputs
+    (B, T, Hk, K), (HO, V), both = k.shape, do.shape[2:], switches["both"]
     packed = tables is not None
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
-    visits = B * num_chunks if tables is None else tables.sequence.shape[0]
-    config = config or Config.default(K, 2 if V % (2 * ROWS) == 0 and K <= 128 else 1)
+    visits = B * -(-T // CHUNK) if tables is None else tables.sequence.shape[0]
+    config = config or Config.default(K, 1)
     n, stages = config.state_warpgroups, config.stages
     if V % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
@@ -553,29 +581,27 @@ def state_adjoints(
         N=N,
         Hq=q.shape[2],
         Hk=Hk,
-        HV=HV,
+        HV=HO if v is None else v.shape[2],
         HO=HO,
         K=K,
         V=V,
         tiles=V // (ROWS * n),
-        items=N + packed,
+        split=Split(N + packed, None) if items is None else items.split,
         scale=scale,
         packed=packed,
         has_s0=s0 is not None,
         has_ds1=ds1 is not None,
-        has_ds0=with_ds0,
-        kv_layout=kv_layout,
+        **switches,
     )
     dtype, f32 = k.dtype, jnp.float32
     state = jax.ShapeDtypeStruct((visits, HO, V, K), dtype)
-    out_type = [
-        state,
-        jax.ShapeDtypeStruct((visits, HO, CHUNK, V), dtype),
-        state,
-        jax.ShapeDtypeStruct((B, T, HO, V), dtype),
-    ]
-    if with_ds0:
-        out_type.append(jax.ShapeDtypeStruct((N, HO, K, V) if kv_layout else (N, HO, V, K), f32))
+    out_type: list[Any] = []
+    if both:
+        values = jax.ShapeDtypeStruct((visits, HO, CHUNK, V), dtype)
+        out_type = [state, values, state, jax.ShapeDtypeStruct((B, T, HO, V), dtype)]
+    if sizes.has_ds0:
+        count, kv = (N, sizes.kv_layout) if both else (sizes.split.num_items, False)
+        out_type.append(jax.ShapeDtypeStruct((count, HO, K, V) if kv else (count, HO, V, K), f32))
 
     def tiles(*shape):
         return plgpu.SMEM(shape, dtype, transforms=tiling(128))
@@ -584,8 +610,10 @@ def state_adjoints(
     if packed:
         out_tile = plgpu.RefUnion(out_tile, plgpu.SMEM((n, CHUNK, ROWS), dtype))
     vectors = plgpu.SMEM((stages, CHUNK), f32)
-    inputs = [q, k, v, do, g2_cum, a, s0, ds1, *(() if tables is None else tables[:2])]
-    outputs = plgpu.kernel(
+    arrays = [*inputs, *(() if tables is None else tables[:2])]
+    if items is not None and items.tables is not None:
+        arrays += [items.tables.sequence, items.tables.first_item]
+    return plgpu.kernel(
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
         out_type=tuple(out_type),
         scratch_types=(
@@ -596,15 +624,13 @@ def state_adjoints(
             tiles(stages, CHUNK, CHUNK),
             tiles(ROWS * n, K),
             out_tile,
-            vectors,
-            vectors,
-            vectors,
+            *[vectors] * 3,
             plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
         ),
-        grid=(2 * sizes.items * HO * sizes.tiles,),
+        grid=((1 + both) * sizes.split.num_items * HO * sizes.tiles,),
         grid_names=("cta",),
         num_threads=n + 1,
         thread_name="wg",
@@ -612,6 +638,4 @@ def state_adjoints(
         compiler_params=plgpu.CompilerParams(
             **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
         ),
-    )(*(x for x in inputs if x is not None))
-    h, u, dh, dv = outputs[:4]
-    return Chains(h, u, dh, dv, outputs[4] if with_ds0 else None)
+    )(*(x for x in arrays if x is not None))

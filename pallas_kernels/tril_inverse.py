@@ -8,7 +8,9 @@ exp(g_cum[i] - g_cum[j]). So nothing here overflows, whatever the decay, and all
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is taken
 between tokens of one sequence.
-Outputs (GMEM): a [B, HO, NT C, C] in k's dtype.
+Outputs (GMEM): a [B, HO, NT C, C], float16 in an array of k's dtype: bfloat16 would cost accuracy, and a reader
+puts its products of k's dtype in place of it. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
+the diagonal of K K^T: A is that of the normalised keys, a = diag(rstd) A diag(beta), and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -40,6 +42,7 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
+    L2NORM_EPS,
     NUM_SMS,
     ROW,
     SMEM_LIMIT,
@@ -48,6 +51,7 @@ from pallas_kernels.common import (
     along_columns,
     along_rows,
     iota,
+    same_bits,
     take,
     tiling,
     transposed,
@@ -72,7 +76,7 @@ class Config:
     def smem_bytes(self, K: int, group: int) -> int:
         """Shared memory of a CTA for key width K and `group` output heads per key head."""
         tiles = 2 * CHUNK * K + 2 * 2 * CHUNK * HALF + 2 * (CHUNK + BLOCK) * BLOCK
-        return self.warpgroups * (tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (group + 1) + 64)
+        return self.warpgroups * (tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (group + 2) + 64)
 
     @classmethod
     def default(cls, K: int, group: int) -> "Config":
@@ -92,6 +96,16 @@ def _parts(kk):
         diagonal = jnp.where(w == n, kk[:, BLOCK * n : BLOCK * (n + 1)], diagonal)
     left = jnp.where(w == 3, -kk[:, 2 * BLOCK : 3 * BLOCK], -kk[:, 0:BLOCK])
     return jnp.where(i > j, -diagonal, 0.0), left, -kk[:, 0:HALF]
+
+
+def _normalized(kk, rstd_smem):
+    """K K^T of the keys divided by their norms, whose reciprocals come from its diagonal and stay in rstd_smem."""
+    diagonal = jnp.where(iota(kk.shape, 0) == iota(kk.shape, 1), kk, 0.0)
+    rstd = lax.rsqrt(jnp.sum(diagonal, axis=1) + L2NORM_EPS)
+    rstd_smem[...] = rstd
+    plgpu.commit_smem()
+    columns = plgpu.load(rstd_smem, layout=COL)
+    return kk * along_rows(rstd, CHUNK) * along_columns(columns, CHUNK)
 
 
 def _of_one_sequence(first, part: int):
@@ -149,10 +163,11 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     return jnp.where(lower, quarter, x32), right
 
 
-def _body(*refs, config, sizes, ragged, interpreted):
+def _body(*refs, config, sizes, ragged, normalize, interpreted):
     refs = list(refs)
     k_gmem, beta_gmem, first_gmem, a_gmem = take(refs), take(refs), take(refs, ragged), take(refs)
-    k_tiles, beta_smem, first_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
+    rstd_gmem = take(refs, normalize)
+    k_tiles, beta_smem, first_smem, rstd_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
     B, num_chunks, Hk, group = sizes
     dev = Device(interpreted)
 
@@ -181,7 +196,7 @@ def _body(*refs, config, sizes, ragged, interpreted):
     def store(slot, halves, destination):
         tile = out.at[slot]
         plgpu.wait_smem_to_gmem(config.output_slots - 1, wait_read_only=True)
-        tile[:, 0:HALF], tile[:, HALF:CHUNK] = (x.astype(tile.dtype) for x in halves)
+        tile[:, 0:HALF], tile[:, HALF:CHUNK] = (same_bits(x.astype(jnp.float16), tile.dtype) for x in halves)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, destination)
 
@@ -199,6 +214,9 @@ def _body(*refs, config, sizes, ragged, interpreted):
         def _():
             load(n + 1)
 
+        if normalize:
+            kk = _normalized(kk, rstd_smem.at[wg, slot])
+            plgpu.copy_smem_to_gmem(rstd_smem.at[wg, slot], rstd_gmem.at[b, h, tokens])
         parts = _parts(kk)
         first = plgpu.load(first_smem.at[wg, slot], layout=ROW) if ragged else None
 
@@ -211,6 +229,9 @@ def _body(*refs, config, sizes, ragged, interpreted):
             if ragged:  # where A joins no tokens it is 0 and stays it, whatever beta the padding holds
                 scaled = tuple(jnp.where(x == 0.0, 0.0, y) for x, y in zip(halves, scaled, strict=True))
             halves = scaled
+            if normalize:
+                rows = along_rows(plgpu.load(rstd_smem.at[wg, slot], layout=ROW), HALF)
+                halves = tuple(x * rows for x in halves)
             out_slot = lax.rem(n * group + e, config.output_slots)
             store(out_slot, halves, a_gmem.at[b, h * group + e, tokens])
             return ()
@@ -227,15 +248,17 @@ def tril_inverse(
     beta_t: Float[Array, "B HO T64"],
     first: Int[Array, " T64"] | None = None,
     *,
+    normalize: bool = False,
     config: Config | None = None,
     interpret=None,
-) -> Float[Array, "B HO T64 C"]:
-    """a = A diag(beta); see the module docstring.
+):
+    """a; with normalize that of normalised keys, and rstd. See the module docstring.
 
     Args:
       k: bfloat16 or float16; K a multiple of 64, T a multiple of 8.
       beta_t: write strengths, head-major, float32, T rounded up to chunks.
       first: row of the chunk at which each token's sequence starts (packed rows), or None.
+      normalize: whether A is that of keys divided by their norms.
     """
     B, T, Hk, K = k.shape
     HO, group, num_chunks = beta_t.shape[1], beta_t.shape[1] // Hk, -(-T // CHUNK)
@@ -246,17 +269,21 @@ def tril_inverse(
         config=config,
         sizes=(B, num_chunks, Hk, group),
         ragged=ragged,
+        normalize=normalize,
         interpreted=interpret is not None,
     )
     n = config.warpgroups
     smem, f16 = plgpu.SMEM, jnp.float16
+    a = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)
+    rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype),
+        out_type=(a, rstd) if normalize else a,
         scratch_types=(
             smem((n, CHUNK, K), k.dtype, transforms=tiling(128)),
             smem((n, 2, group, CHUNK), jnp.float32),
             smem((n, 2, CHUNK), jnp.int32),
+            smem((n, 2, CHUNK), jnp.float32),
             smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
             smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
             smem((n, CHUNK + BLOCK, BLOCK), f16, transforms=tiling(32)),

@@ -21,8 +21,8 @@ class Case:
 
     heads is (Hq, Hk, HV). g, beta and keys name a recipe of `inputs` (None: the argument is absent). lengths are the
     packed sequences (cu_seqlens), the rest of the T tokens being padding; segments are the lengths of the segments of
-    each row (segment_ids). ill_conditioned cases have an I + kkt whose inverse amplifies rounding errors: they carry
-    a bound computed from its condition number, see tolerances.py.
+    each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
+    bound computed from the case, see tolerances.py.
     """
 
     name: str
@@ -99,7 +99,7 @@ TABLE = (
     Case("beta-up-to-2", beta="twice"),
     Case("repeated-keys", keys="repeated", g="-1e-3", beta=".835", ill_conditioned=True),
     Case("repeated-keys-beta-2", keys="repeated", g="zero", beta="2", ill_conditioned=True),
-    Case("correlated-keys", keys="correlated", g="-1e-3", ill_conditioned=True),
+    Case("correlated-keys", keys="correlated", g="-1e-3"),
     Case("long-keys", keys="norm^2 = 2"),
     Case("zero-keys", keys="some zero"),
     # Lengths against the chunk, each with another grouping of heads, head dimension, absent argument or option.
@@ -113,7 +113,7 @@ TABLE = (
     Case("groupings-that-do-not-nest", T=40, B=1, heads=(2, 3, 6), K=8, V=8),
     Case("chunk-and-two-chunk-128-K100-V60", T=130, B=1, heads=(1, 1, 1), K=100, V=60, chunk_size=128),
     Case("K256-V256", T=66, B=1, heads=(1, 1, 1), K=256, V=256),
-    Case("K1-V1", T=70, K=1, V=1),
+    Case("K1-V1", T=70, B=32, K=1, V=1),  # rows enough for an rms of numbers
     Case("no-gates-no-initial-state", g=None, beta=None, initial_state=False),
     Case("scale-0", T=70, scale=0.0),
     # Packed sequences.

@@ -5,11 +5,11 @@ import functools
 import cases
 import jax
 import numpy as np
-import oracle
 import pytest
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")
@@ -77,27 +77,26 @@ def run(implementation: str, case: cases.Case, dtype: str) -> Results:
 def truth(options: dict, x: cases.Inputs) -> Results:
     """The oracle's outputs and gradients by name."""
     options = {name: value for name, value in options.items() if name != "chunk_size"}
-    o, final_state = oracle.forward(**x.arguments, **options)
-    gradients = oracle.gradients(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
-    return {"o": o, "final_state": final_state, **gradients._asdict()}
+    return oracle.evaluate(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
 
 
 def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves: bool = True) -> None:
     """Every output and gradient within its tolerance, over the tensor and per head; all misses are told at once.
 
-    solves: whether the implementation solves a system in each chunk, and may use the bound of ill-conditioned cases.
+    solves: whether the implementation solves a system in each chunk, and may use the case's own bound.
     """
     misses = []
     expected = truth(case.options, x)
     assert expected.keys() == got.keys()
-    bounds_of = (case, x) if solves else ()
     for name, reference in expected.items():
         y = got[name]
         if reference is None or y is None:
             assert reference is None and y is None, f"{name}: {y}, expected {reference}"
             continue
         try:
-            assert_close(reference, y, tolerance(name, dtype, *bounds_of), name, head_axis(name))
+            assert_close(
+                reference, y, tolerance(name, dtype, case if solves else None), name, head_axis(name)
+            )
         except AssertionError as error:
             misses.append(str(error).splitlines()[0])
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)

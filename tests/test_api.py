@@ -7,11 +7,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 SMALL = cases.Case("api", T=5, B=2, heads=(2, 2, 4), K=6, V=3)
 

@@ -1,4 +1,4 @@
-"""`gdn train`: data, baselines, recall sequences, the step; a run, its resume and its errors."""
+"""`gdn train`: the step; a run, its resume and its errors. The data: test_tasks.py."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -15,10 +14,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax.experiments import cli, ngrams, recall, steps, tasks, text
+from gdn_jax.experiments import cli, steps, tasks, text
 from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.checkpoints import Checkpoints
 from gdn_jax.experiments.errors import RunError
+from gdn_jax.experiments.task_options import TextOptions
 from gdn_jax.experiments.training import Trainer
 
 TINY = (
@@ -98,151 +98,12 @@ def final_state(out, folder):
     return trainer.step, jax.tree.leaves(trainer.state)
 
 
-# --- data
-
-
-def test_split_holds_out_whole_files_and_is_stable(folder):
-    corpus = text.load(folder)
-    assert not set(corpus.train_files) & set(corpus.val_files)
-    assert len(corpus.train_files) + len(corpus.val_files) == 30
-    assert corpus.fingerprint == text.load(folder).fingerprint
-    joined = corpus.val.tobytes()
-    for name in corpus.val_files:
-        assert (folder / name).read_bytes() in joined
-        assert (folder / name).read_bytes() not in corpus.train.tobytes()
-    names = [f"a{i}" for i in range(2000)]
-    out = dict(zip(names, text.held_out(names), strict=True))
-    assert 0.07 < np.mean(list(out.values())) < 0.13
-    more = ["new", *names]
-    after = dict(zip(more, text.held_out(more), strict=True))
-    assert all(after[name] == out[name] for name in names), "another file moved one across the split"
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_small_folders_have_both_sides(count):
-    out = text.held_out([f"{i}.txt" for i in range(count)])
-    assert 1 <= sum(out) < count
-
-
-def test_single_file_holds_out_its_end(tmp_path):
-    path = tmp_path / "one.txt"
-    path.write_bytes(bytes(range(1, 101)))
-    corpus = text.load(path)
-    assert corpus.train.tobytes() == b"\0" + bytes(range(1, 91)) + b"\0"
-    assert corpus.val.tobytes() == b"\0" + bytes(range(91, 101)) + b"\0"
-
-
-def test_glob_hidden_and_caches(tmp_path):
-    for name in ("a.py", "b.txt", ".hidden.py", "__pycache__/c.py", "sub/d.py", ".git/e.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name * 10)
-    corpus = text.load(tmp_path, "*.py")
-    assert sorted(corpus.train_files + corpus.val_files) == ["a.py", "sub/d.py"]
-
-
-def test_standard_library_is_the_default():
-    corpus = text.load(None)
-    files = corpus.train_files + corpus.val_files
-    assert "json/decoder.py" in files and not any(
-        "site-packages" in f or "test" in f.split("/") for f in files
-    )
-    assert corpus.train.size > 3e6 and corpus.val.size > 1e5
-
-
-@pytest.mark.parametrize("size, length, most", [(101, 10, 1000), (1000, 32, 96), (34, 32, 5), (513, 16, 100)])
-def test_windows_predict_each_byte_at_most_once(size, length, most):
-    stream = np.arange(size, dtype=np.int64) % 251
-    starts = text.window_starts(size, length, most)
-    inputs, targets = text.windows(stream.astype(np.uint8), starts, length)
-    predicted = (starts[:, None] + 1 + np.arange(length)).reshape(-1)
-    assert len(set(predicted)) == predicted.size <= max(most, length) and predicted.max() < size
-    np.testing.assert_array_equal(targets.reshape(-1), stream[predicted])
-    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
-    if most >= size:
-        assert predicted.size == (size - 1) // length * length
-
-
-def test_batches_depend_on_seed_and_step_alone(folder):
-    def batch(seed, step):
-        o = options_lib.BytesOptions(
-            run=options_lib.RunOptions(seed=seed, batch_size=4),
-            text=options_lib.TextOptions(data=folder, length=32),
-        )
-        return tasks.BytesTask(o).train_batch(step).tokens
-
-    np.testing.assert_array_equal(batch(1, 5), batch(1, 5))
-    assert (batch(1, 5) != batch(1, 6)).any() and (batch(1, 5) != batch(2, 5)).any()
-
-
-def test_validation_covers_the_windows_once(folder):
-    o = options_lib.BytesOptions(text=options_lib.TextOptions(data=folder, length=32, val_bytes=320))
-    task = tasks.BytesTask(o)
-    batches = task.val_batches(4)
-    rows = np.concatenate([b.targets[b.weights[:, 0] > 0] for b in batches])
-    np.testing.assert_array_equal(rows, text.windows(task.corpus.val, task.starts, 32)[1])
-    assert {b.tokens.shape for b in batches} == {(4, 32)}
-
-
-def test_tables_agree_with_a_slow_count():
-    rng = np.random.default_rng(0)
-    train_bytes, val = (rng.integers(97, 103, n).astype(np.uint8) for n in (400, 60))
-    positions = np.array([1, 2, 3, 17, 40, 59])
-    ones, twos, threes, c2, c3 = Counter(), Counter(), Counter(), Counter(), Counter()
-    for i, y in enumerate(train_bytes.tolist()):
-        b = int(train_bytes[i - 1]) if i > 0 else 0
-        a = int(train_bytes[i - 2]) if i > 1 else 0
-        if i == 0:
-            continue  # the first byte is context only
-        ones[y] += 1
-        twos[b, y] += 1
-        threes[a, b, y] += 1
-        c2[b] += 1
-        c3[a, b] += 1
-    bits = {"bigram": [], "trigram": []}
-    for i in positions.tolist():
-        y, b, a = int(val[i]), int(val[i - 1]), int(val[i - 2]) if i > 1 else 0
-        p1 = (ones[y] + 1) / (sum(ones.values()) + 256)
-        p2 = (twos[b, y] + ngrams.PRIOR * p1) / (c2[b] + ngrams.PRIOR)
-        p3 = (threes[a, b, y] + ngrams.PRIOR * p2) / (c3[a, b] + ngrams.PRIOR)
-        bits["bigram"].append(-math.log2(p2))
-        bits["trigram"].append(-math.log2(p3))
-    got = ngrams.bits_per_byte(train_bytes, val, positions)
-    assert got == pytest.approx({k: sum(v) / len(v) for k, v in bits.items()}, rel=1e-12)
-
-
-@pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])
-def test_recall_is_answerable(length, vocab_size, num_pairs):
-    tokens, targets, asked = map(
-        np.asarray, recall.sequences(jax.random.key(3), 50, length, vocab_size, num_pairs, 0.01)
-    )
-    assert (asked.sum(1) == num_pairs).all()
-    for row, target, where in zip(tokens, targets, asked, strict=True):
-        keys, values = row[: 2 * num_pairs : 2], row[1 : 2 * num_pairs : 2]
-        memory = dict(zip(keys.tolist(), values.tolist(), strict=True))
-        assert len(memory) == len(set(values.tolist())) == num_pairs
-        assert (keys < vocab_size // 2).all() and (values >= vocab_size // 2).all()
-        places = np.flatnonzero(where)
-        assert (places >= 2 * num_pairs).all() and (places % 2 == 0).all()
-        assert sorted(row[places].tolist()) == sorted(memory)
-        assert all(target[t] == memory[int(row[t])] for t in places)
-        others = np.setdiff1d(np.arange(2 * num_pairs, length), places)
-        assert (row[others] >= vocab_size // 2).all()
-
-
-def test_recall_gaps_follow_the_power_law():
-    _, _, asked = recall.sequences(jax.random.key(0), 4000, 32, 16, 1, 0.01)
-    counts = np.asarray(asked)[:, 2::2].sum(0)
-    law = np.arange(1, 16) ** (0.01 - 1)
-    expected = 4000 * law / law.sum()
-    # chi-square with 14 degrees of freedom: mean 14, deviation 5.3; six deviations
-    assert ((counts - expected) ** 2 / expected).sum() < 14 + 6 * 5.3
-
-
 # --- the step
 
 
 def tiny_options(**optimizer):
-    return options_lib.BytesOptions(
+    return options_lib.TrainOptions(
+        TextOptions(),
         run=options_lib.RunOptions(steps=10, batch_size=4),
         model=options_lib.ModelOptions(
             hidden_size=16, num_layers=1, num_heads=1, head_dim=8, dtype="float32"
@@ -259,7 +120,7 @@ def test_accumulated_gradient_is_that_of_the_batch():
     tokens = rng.integers(0, 256, (4, 17)).astype(np.int32)
     weights = rng.integers(0, 2, (4, 16)).astype(np.float32)  # pieces of unequal weight
     batch = tasks.Batch(tokens[:, :-1], tokens[:, 1:], weights)
-    optimizer = steps.make_optimizer(o.optimizer, 10)
+    optimizer = steps.make_optimizer(o.optimizer, 10, o.optimizer.lr)
     got = []
     for accumulate in (1, 2):
         functions = steps.make_functions(graphdef, rest, optimizer, accumulate)
@@ -276,7 +137,7 @@ def test_decay_spares_gates_and_norms():
     o = tiny_options(weight_decay=10.0, lr=0.1)
     model = steps.make_model(o.model, 256, 0)
     params = nnx.state(model, nnx.Param)
-    optimizer = steps.make_optimizer(o.optimizer, 10)
+    optimizer = steps.make_optimizer(o.optimizer, 10, o.optimizer.lr)
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     spared, decayed = set(), set()
@@ -290,11 +151,11 @@ def test_decay_spares_gates_and_norms():
 
 
 def test_schedule_rises_and_falls():
-    o = options_lib.OptimizerOptions(lr=1.0, end_lr=0.1, warmup=0.1)
-    lr = np.array([float(steps.make_schedule(o, 100)(i)) for i in range(101)])
+    o = options_lib.ScheduleOptions(end_lr=0.1, warmup=0.1)
+    lr = np.array([float(steps.make_schedule(o, 100, 1.0)(i)) for i in range(101)])
     assert 0 < lr[0] < lr[5] < lr[10] == 1.0 and (np.diff(lr[10:]) < 0).all()
     assert lr[100] == pytest.approx(0.1)
-    assert all(np.isfinite(float(steps.make_schedule(o, n)(n))) for n in (1, 2, 3))
+    assert all(np.isfinite(float(steps.make_schedule(o, n, 1.0)(n))) for n in (1, 2, 3))
 
 
 # --- runs
@@ -437,13 +298,16 @@ def test_max_minutes_saves_and_continues(folder, finished, tmp_path, capsys):
 def test_recall_learns_and_shows_its_answers(tmp_path):
     out = tmp_path / "run"
     options = (
-        "--vocab-size 16 --num-pairs 2 --length 8 --val-sequences 64 --steps 150 --lr 0.02 --eval-every 150"
+        "--vocab-size 16 --num-pairs 2 --test-pairs 1 2 --length 8 --val-sequences 64 --steps 150 --lr 0.02 "
+        "--eval-every 150"
     )
     argv = ["train", "recall", "--out", str(out), *TINY, "--batch-size", "32", *options.split()]
     assert cli.main(argv) == 0
     last = metrics(out)[-1]
     assert last["val_accuracy"] > 0.6  # a value of the sequence at random: 0.5
     assert len((out / "sample.txt").read_text().splitlines()) == 3
+    tests = json.loads((out / "result.json").read_text())["test"]
+    assert tests.keys() == {"1", "2"} and tests["1"]["accuracy"] > 0.6
 
 
 # --- errors: one line, a status, nothing overwritten
@@ -466,6 +330,7 @@ def tree(path):
         ("--conv-size 9", "--conv-size: expected 2, 3 or 4, got 9"),
         ("--expand-v 1.3", "--expand-v: expected a whole number of values with --head-dim 8, got 1.3"),
         ("--head-dim 1000", "1000"),
+        ("--rule softmax_attention", "--rule: expected a rule with a recurrent state"),
         ("--max-minutes 0", "--max-minutes: expected a number above 0, got 0.0"),
         ("--implementation mosaic_gpu", "mosaic_gpu"),
         (
@@ -492,29 +357,16 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         ("train bytes --stepz 3", "--stepz"),
         ("train bytes --dtype float8", "float8"),
         ("train bytes --steps", "--steps"),
-        ("train poems", "expected a task bytes or recall, got poems"),
-        ("train", "expected a task bytes or recall, got none"),
-        ("fly", "expected a command train or bench, got fly"),
+        ("train bytes --rule attention", "attention"),
+        ("train poems", "expected a task bytes, recall, needle, parity, permutation or copy, got poems"),
+        ("train", "expected a task bytes, recall, needle, parity, permutation or copy, got none"),
+        ("fly", "expected a command train, sweep, check or bench, got fly"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):
     assert cli.main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--length 7", "--length: expected an even number, got 7"),
-        ("--length 8 --num-pairs 3", "--length: expected at least 4 * --num-pairs = 12, got 8"),
-        ("--vocab-size 6 --num-pairs 4 --length 16", "--vocab-size: expected an even number, at least"),
-        ("--power 0", "--power: expected a number above 0, got 0.0"),
-    ],
-)
-def test_recall_options(tmp_path, capsys, words, message):
-    assert cli.main(["train", "recall", "--out", str(tmp_path / "run"), *words.split()]) == 1
-    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_existing_folder_is_not_touched(folder, finished, tmp_path, capsys):

@@ -10,11 +10,11 @@ import cases
 import harness
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import assert_close, rms_ratio, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 STATE = tolerance("final_state", "float32")
 OUTPUT = tolerance("o", "float32")

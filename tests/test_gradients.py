@@ -5,11 +5,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, rms_ratio, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 SMALL = {
     "plain": cases.Case("fd-plain", T=5, heads=(1, 1, 2), K=3, V=2),

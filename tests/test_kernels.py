@@ -6,11 +6,11 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close, tolerance
 
+from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import gdn, ptxas_report
 from pallas_kernels import tril_inverse as inverse
@@ -69,6 +69,7 @@ def test_tril_inverse(packed, cosine):
         config=SMALL.inverse,
         interpret=INTERPRET,
     )
+    a = np.asarray(a).view(np.float16)
     k64 = np.pad(np.asarray(k[0, :, 0]).astype(np.float64), ((0, 56), (0, 0)))
     for chunk in range(3):
         s = slice(64 * chunk, 64 * chunk + 64)
@@ -77,8 +78,7 @@ def test_tril_inverse(packed, cosine):
             beta = beta_t[0, head, s].astype(np.float64)
             L = np.tril(beta[:, None] * (k64[s] @ k64[s].T) * same, -1)
             expected = np.linalg.inv(np.eye(64) + L) * beta
-            # bf16 output 1.1e-3 to 1.7e-3 rms, float16 operands 1.4e-3 at cosine 0.9
-            assert_close(expected, np.asarray(a[0, head, s]), 2.5e-3, f"a of chunk {chunk}")
+            assert_close(expected, np.asarray(a[0, head, s]), 2e-3, f"a of chunk {chunk}")
 
 
 CASES = (
@@ -98,6 +98,24 @@ CASES = (
     ),
     (
         cases.Case("packed in segments", T=280, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 200, 1)),
+        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+    ),
+    (
+        cases.Case("normalised", T=130, B=1, heads=(1, 1, 2), K=64, V=64, use_qk_l2norm=True, keys="any"),
+        SMALL,
+    ),
+    (
+        cases.Case(
+            "normalised, packed",
+            T=150,
+            B=1,
+            heads=(2, 2, 2),
+            K=64,
+            V=64,
+            lengths=(40, 97),
+            use_qk_l2norm=True,
+            keys="any",
+        ),
         gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (

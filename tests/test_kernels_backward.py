@@ -1,23 +1,26 @@
 """The backward kernels without a GPU: they lower, and every gradient is right and free of races, interpreted."""
 
+import dataclasses
+
 import cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, tolerance
 
+from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn
 from pallas_kernels import gradients as gradients_kernel
+from pallas_kernels.recurrence import Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def residuals_of(case: cases.Case, x: cases.Inputs) -> gdn.Residuals:
+def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None = None) -> gdn.Residuals:
     """What the forward hands over, in NumPy float64, rounded at the end."""
     B, T, HO, Hk = case.B, case.T, case.HO, case.heads[1]
     T64 = -(-T // 64) * 64
@@ -46,13 +49,52 @@ def residuals_of(case: cases.Case, x: cases.Inputs) -> gdn.Residuals:
                 same = np.arange(64) >= first[s, None]
                 L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
                 a[b, i, s] = np.linalg.inv(np.eye(64) + L) * beta_t[b, i, s]
-    f32 = np.float32
+    f32, a_bits = np.float32, a.astype(np.float16).view(ml_dtypes.bfloat16)
+    segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return gdn.Residuals(
-        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a.astype(ml_dtypes.bfloat16))), None
+        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a_bits)),
+        jax.tree.map(jnp.asarray, segments),
     )
 
 
-def run(case: cases.Case, config=None, interpret=INTERPRET):
+def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> gdn.Segments:
+    """States at the starts of segments and what segments do to a state, token by token."""
+    num_chunks, tables = -(-case.T // 64), None
+    if x.cu_seqlens is None:
+        split, borders = Split(case.B * -(-num_chunks // length), length), [0, case.T]
+        rows = [(b, borders) for b in range(case.B)]
+    else:
+        split, tables = gdn._packed_tables(x.cu_seqlens.astype(np.int32), case.T, length)
+        rows = [(0, list(ends)) for ends in zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)]
+    K, V = -(-case.K // 64) * 64, -(-case.V // 64) * 64
+    starts = np.full((split.num_items, case.HO, V, K), np.nan, np.float32)
+    m_t = np.full((split.num_items, case.HO, K, K), np.nan, ml_dtypes.bfloat16)
+    item = 0
+    for n, (row, (begin, end)) in enumerate(rows):
+        cuts = range(begin // 64 * 64 + length * 64, end, length * 64)
+        parts = list(zip([begin, *cuts], [*cuts, end], strict=True))
+        for head in range(case.HO):
+            h0 = np.zeros((case.K, case.V)) if x.initial_state is None else x.initial_state[n, head]
+            h0 = h0.T if x.initial_state is not None and case.state_layout == "vk" else h0
+            state = np.zeros((V, K))
+            state[: case.V, : case.K] = h0.T
+            for i, part in enumerate(parts):
+                starts[item + i, head] = state
+                transition = np.eye(K)
+                for t in range(*part):
+                    k, v = np.zeros(K), np.zeros(V)
+                    k[: case.K] = x.k[row, t, head // (case.HO // case.heads[1])]
+                    v[: case.V] = x.v[row, t, head // (case.HO // case.heads[2])]
+                    step = np.exp(g[row, t, head]) * (np.eye(K) - beta[row, t, head] * np.outer(k, k))
+                    state = state @ step + beta[row, t, head] * np.outer(v, k)
+                    transition = transition @ step
+                if i + 1 < len(parts):
+                    m_t[item + i, head] = transition
+        item += len(parts)
+    return gdn.Segments(starts, m_t, tables, split)
+
+
+def run(case: cases.Case, config=None, segment_chunks=None, interpret=INTERPRET):
     """(gradients of the oracle, cotangents of the kernels)."""
     x = cases.inputs(case, "bfloat16")
     options = {
@@ -63,7 +105,7 @@ def run(case: cases.Case, config=None, interpret=INTERPRET):
     arrays = (None if y is None else jnp.asarray(y) for y in x[:6])
     got = backward.backward(
         *arrays,
-        residuals_of(case, x),
+        residuals_of(case, x, segment_chunks),
         jnp.asarray(x.do),
         jnp.asarray(x.dh_T),
         cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens),
@@ -75,7 +117,7 @@ def run(case: cases.Case, config=None, interpret=INTERPRET):
     return expected, got
 
 
-SMALL = backward.Config(gradients=gradients_kernel.Config(stages=2, ctas=2))
+SMALL = backward.Config(gradients=gradients_kernel.Config(ctas=2))
 """The interpreter takes a thread for every warpgroup."""
 
 C = cases.Case
@@ -97,36 +139,98 @@ CASES = (
         lengths=(63, 1, 2, 70),
         initial_state=False,
     ),
+    C("packed, two tiles, grouped", T=150, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(1, 0, 69, 60)),
+    C("packed, three tiles", T=70, B=1, heads=(2, 1, 1), K=64, V=192, lengths=(30, 34)),
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_gradients_in_the_interpreter(case):
-    expected, got = run(case, SMALL)
+def check(case: cases.Case, config, segment_chunks=None):
+    """Every gradient against the oracle."""
+    expected, got = run(case, config, segment_chunks)
     for name, e, x in zip(GRADIENTS, expected, got, strict=True):
         assert (e is None) == (x is None)
         if e is not None:
             assert_close(e, np.asarray(x), tolerance(name, "bfloat16"), name, head_axis(name))
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 4), (4, 2, 2), (2, 3, 6)])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (96, 192), (100, 256)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_lowers_for_compute_capability_9(heads, K, V, packed):
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_gradients_in_the_interpreter(case):
+    check(case, SMALL)
+
+
+SEGMENTED = (
+    (C("four segments, no decay", T=200, B=1, heads=(1, 1, 1), K=64, V=64, g="zero"), 1),
+    (C("two rows, vk", T=140, B=2, heads=(1, 1, 1), K=60, V=40, state_layout="vk"), 1),
+    (C("two tiles, no state", T=150, B=1, heads=(1, 1, 2), K=128, V=128, initial_state=False), 2),
+    (C("packed in segments", T=290, B=1, heads=(1, 1, 1), lengths=(0, 63, 200, 1)), 2),
+)
+
+
+@pytest.mark.parametrize(("case", "chunks"), [pytest.param(*c, id=c[0].name) for c in SEGMENTED])
+def test_segments_in_the_interpreter(case, chunks):
+    check(case, dataclasses.replace(SMALL, segments=True), chunks)
+
+
+def pays(HO, T, length, lengths=None):
+    """segments_pay for K = V = 128 and one row."""
+    N = 1 if lengths is None else len(lengths)
+    dims = Dims(B=1, T=T, N=N, Hq=HO, Hk=HO, HV=HO, HO=HO, K=128, V=128)
+    cu = None if lengths is None else np.cumsum((0, *lengths))
+    return backward.segments_pay(dims, 128, gdn.work_of(dims, lengths is not None, cu), length)
+
+
+def test_segments_are_used_where_heads_are_few():
+    assert pays(4, 32768, 32)
+    assert pays(16, 32768, 64)
+    assert not pays(32, 32768, 171)  # 128 CTAs without segments
+    assert not pays(4, 256, 2)
+    assert pays(4, 32768, 32, (100, 32668))
+    assert not pays(32, 32768, 32, (4096,) * 8)
+
+
+def shapes(heads, K, V, packed):
+    """cu_seqlens and the arrays of a call, without the residuals."""
     Hq, Hk, HV = heads
     HO, B, T, f32 = max(Hq, HV), 1 if packed else 2, 200, jnp.float32
     N = 3 if packed else B
     S = jax.ShapeDtypeStruct
     x = lambda h, d: S((B, T, h, d), jnp.bfloat16)  # noqa: E731
     gate, state = S((B, T, HO), f32), S((N, HO, K, V), f32)
-    t64 = (B, HO, 256)
-    residuals = gdn.Residuals(S(t64, f32), S(t64, f32), S((*t64, 64), jnp.bfloat16), None)
-    arrays = (x(Hq, K), x(Hk, K), x(HV, V), gate, gate, state, residuals, x(HO, V), state)
-    cu = S((N + 1,), jnp.int32) if packed else None
-    function = jax.jit(lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu))
-    text = function.trace(cu, *arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 2
+    inputs, cotangents = (x(Hq, K), x(Hk, K), x(HV, V), gate, gate, state), (x(HO, V), state)
+    return S((N + 1,), jnp.int32) if packed else None, inputs, cotangents
+
+
+def kernels_of(function, *arguments) -> int:
+    """Kernels that a function of arguments contains, lowered for an NVIDIA GPU."""
+    return (
+        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu")
+    )
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 4), (4, 2, 2), (2, 3, 6)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (96, 192), (100, 256)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lowers_for_compute_capability_9(heads, K, V, packed):
+    cu, inputs, cotangents = shapes(heads, K, V, packed)
+    S, t64 = jax.ShapeDtypeStruct, (*inputs[3].shape[::2], 256)
+    residuals = gdn.Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), jnp.bfloat16), None)
+    function = lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu)  # noqa: E731
+    assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= 2
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (60, 192)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_lower_after_the_forward(K, V, packed):
+    cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed)
+
+    def both(cu, inputs, cotangents):
+        options = dict(scale=0.1, cu_seqlens=cu)
+        residuals = gdn.forward(*inputs, config=gdn.Config(segment_chunks=2), **options)[2]
+        config = backward.Config(segments=True)
+        return backward.backward(*inputs, residuals, *cotangents, config=config, **options)
+
+    assert kernels_of(both, cu, inputs, cotangents) >= 7
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,27 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from tolerances import GRADIENTS, assert_close, head_axis, tolerance
+from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance
 
 from gdn_jax import gates
-from pallas_kernels import backward, gdn
+from gdn_jax.experiments import oracle
+from pallas_kernels import backward, gdn, state_adjoints
 from pallas_kernels.gradients import BETA_FLOOR
 
 pytestmark = pytest.mark.gpu
 
 WIDE = dict(B=1, heads=(1, 1, 2), K=128, V=128)
-CASES = (cases.Case("wide", T=2048, **WIDE),)
+CASES = (
+    cases.Case("wide", T=2048, **WIDE),
+    cases.Case("wide-packed", T=1500, lengths=(0, 1, 64, 300, 0, 640, 63, 129), **WIDE),
+    cases.Case("four-tiles", T=300, B=1, heads=(2, 2, 4), K=128, V=256),
+)
 
 
-def call(case: cases.Case, config: backward.Config | None = None):
+def call(case: cases.Case, config: backward.Config | None = None, segment_chunks: int | None = None):
     """Forward and backward of a case as a compiled function of its arrays and cotangents."""
+    forward_config = gdn.Config(segment_chunks=segment_chunks)
     options = {name: x for name, x in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")}
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
 
@@ -32,7 +37,7 @@ def call(case: cases.Case, config: backward.Config | None = None):
             (q, k), inverse_of_norm = jax.vjp(lambda q, k: (gates.l2norm(q), gates.l2norm(k)), q, k)
         beta = None if beta is None else jnp.maximum(beta, BETA_FLOOR)
         arrays = (q, k, v, g, beta, state)
-        residuals = gdn.forward(*arrays, **options)[2]
+        residuals = gdn.forward(*arrays, config=forward_config, **options)[2]
         out = backward.backward(*arrays, residuals, do, dh_T, config=config, **options)
         dq, dk = inverse_of_norm((out.dq, out.dk))
         return out._replace(dq=dq, dk=dk)
@@ -40,16 +45,16 @@ def call(case: cases.Case, config: backward.Config | None = None):
     return run
 
 
-def check(case: cases.Case, config: backward.Config | None = None):
+def check(case: cases.Case, config: backward.Config | None = None, segment_chunks: int | None = None):
     """Every gradient against the oracle."""
     x = cases.inputs(case, "bfloat16")
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
-    got = call(case, config)(x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T)
+    got = call(case, config, segment_chunks)(x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T)
     for name, e, y in zip(GRADIENTS, expected, got, strict=True):
         assert (e is None) == (y is None)
         if e is not None:
-            assert_close(e, np.asarray(y), tolerance(name, "bfloat16", case, x), name, head_axis(name))
+            assert_close(e, np.asarray(y), kernel_tolerance(name, "bfloat16", case), name, head_axis(name))
 
 
 TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned and c.K <= 128]
@@ -63,14 +68,21 @@ def test_case_table(case):
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_configurations(case, warpgroups):
-    check(case, backward.Config(state_warpgroups=warpgroups))
+    check(case, backward.Config(chains=state_adjoints.Config.default(case.K, warpgroups)))
 
 
+@pytest.mark.parametrize("segment_chunks", [1, 3, 8])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_repeats_are_equal(case):
+def test_segments(case, segment_chunks):
+    check(case, backward.Config(segments=True), segment_chunks)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_repeats_are_equal(case, segments):
     x = cases.inputs(case, "bfloat16")
     arguments = jax.device_put((x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T))
-    run = call(case)
+    run = call(case, backward.Config(segments=segments), 3 * segments)
     first, different = run(*arguments), jnp.int32(0)
     for _ in range(1000):
         again = run(*arguments)

@@ -5,13 +5,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from flax import nnx
 from test_conv import conv_oracle
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax import gates
+from gdn_jax.experiments import oracle
 from gdn_jax.layers import (
     GatedDeltaNet,
     GatedDeltaNetCache,

@@ -4,11 +4,11 @@ import cases
 import harness
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 
 def _ownership(case, x):

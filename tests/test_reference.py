@@ -5,11 +5,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import assert_close, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))

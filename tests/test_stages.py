@@ -5,11 +5,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from tolerances import FINITE_DIFFERENCES, assert_close, tolerance
 
 import gdn_jax
+from gdn_jax.experiments import oracle
 
 EXACT = tolerance("o", "float32")
 SHAPES = [(16, ()), (64, (3,)), (128, (2, 1, 2)), (5, (2,))]

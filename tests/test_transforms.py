@@ -10,13 +10,13 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.chunked import RESIDUAL_NAMES
+from gdn_jax.experiments import oracle
 
 SMALL = {
     "plain": cases.Case("transform", T=20, B=2, heads=(1, 1, 2), K=6, V=5, chunk_size=16),

@@ -1,20 +1,25 @@
 """`gdn bench`: times the implementations of the rule on this device, after checking that they are right.
 
-Every number is the time of one public call, in milliseconds, from a program that makes several calls one after
-another, each with the state the last one left (so that none can be dropped or overlapped): median and spread
-over repeats, compilation and warm-up left out. Inputs are fresh random numbers, never zeros: q and k of unit
-length, v normal, g = logsigmoid(normal) / 16 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a
-random float32 initial state.
+A time is that of the public call, everything between its arguments and its results: on a GPU on the device, as one
+CUDA graph; elsewhere by the clock over chained calls. Where the kernels run and no problem size is given, the rows
+are those on which other libraries' times are known, which stand beside ours with the hardware's floor; libraries that
+are installed are timed in the same run. What is timed is first compared with the recurrence in float32, on the first
+and last heads.
 """
 
+import dataclasses
 import json
+import math
 import platform
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,214 +29,374 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gdn_jax import gated_delta_rule, l2norm, supported_implementations
-from gdn_jax.experiments.errors import RunError
+from gdn_jax import gated_delta_rule, supported_implementations
+from gdn_jax.experiments import device_time, peers
+from gdn_jax.experiments.accuracy import GRADIENTS, NAMES, STATES, bound, head_axis, worst_ratio
+from gdn_jax.experiments.bench_table import LEFT, Result, grid, markdown, summary
+from gdn_jax.experiments.device_time import Timing
+from gdn_jax.experiments.errors import RunError, fail
+from pallas_kernels import bench_rows
+from pallas_kernels.bench_rows import Inputs, Row
 
-# rms error against the recurrence in float32 that a timed implementation may have: the project's bfloat16 bound,
-# and for float32 the bound of its float32 tests.
-_ERROR_BOUND = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}
+PASSES = {"both": ("forward", "training")}
+"""What is timed for a value of --what that is not one pass."""
 
-
-class Row(NamedTuple):
-    """One problem size; sequences of `lengths` tokens are packed into one row."""
-
-    key_heads: int
-    value_heads: int
-    lengths: tuple[int, ...]
-    width: int = 128
-
-    def __str__(self) -> str:
-        first, count = self.lengths[0], len(self.lengths)
-        same = all(length == first for length in self.lengths)
-        lengths = f"{first}x{count}" if same else "+".join(map(str, self.lengths))
-        return f"({self.key_heads}, {self.value_heads}) {lengths} D={self.width}"
+PEER_SLACK = 4.0
+"""Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of `gdn bench`."""
 
-    what: Literal["forward", "training", "both"] = "both"
-    """forward; training (forward and backward); or both."""
-    implementations: tuple[str, ...] = ("chunked", "recurrent")
-    """Implementations to time; those that cannot run are listed with their reason."""
-    heads: tuple[int, int] = (4, 4)
-    """Key heads (and query heads) and value heads."""
-    lengths: tuple[int, ...] = (2048,)
-    """Lengths of the packed sequences."""
-    width: int = 64
-    """Width K = V of a head."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """dtype of q, k, v."""
+    what: Literal["forward", "backward", "training", "both"] = "both"
+    """forward; backward, given what the forward saved; training: the two together; both: forward and training."""
+    rows: tuple[str, ...] = ()
+    """Of the table, only the rows whose name contains one of these, as in "16,32 1x"."""
+    implementations: tuple[str, ...] = ()
+    """Implementations to time. If none is named: the kernels for the table, else all (no "recurrent" on a GPU)."""
+    heads: tuple[int, int] | None = None
+    """Key heads (and query heads) and value heads, instead of the table; (4, 4) if any other size is given."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths of the packed sequences, instead of the table; else 2048."""
+    width: int | None = None
+    """Width K = V of a head, instead of the table; else 64."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of q, k, v, instead of the table; else float32."""
+    peers: bool = True
+    """Times other libraries too, if they are installed."""
     calls: int = 8
-    """Calls chained in one program."""
+    """Calls chained in one program, where there is no GPU."""
     repeats: int = 9
-    """Timed runs of that program."""
+    """Timed runs."""
+    max_minutes: float = math.inf
+    """Starts no row after this time."""
     seed: int = 0
     """Seed of the inputs."""
     json: Path | None = None
-    """File to write the numbers to."""
+    """File for all numbers, rewritten after every row."""
+    markdown: bool = False
+    """Prints Markdown."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether no problem size is given."""
+        return self.heads is self.lengths is self.width is self.dtype is None
 
 
-class Inputs(NamedTuple):
-    """Arguments of one call."""
+class Plan(NamedTuple):
+    """What is timed: rows with the pass, and how."""
 
-    tokens: tuple[jax.Array, ...]
-    """q, k, v, g, beta."""
-    state: jax.Array
-    cu_seqlens: jax.Array | None
-
-
-def inputs(row: Row, dtype: str, seed: int) -> Inputs:
-    """Random arguments of the rule for one row, with the distribution of the module docstring."""
-    H, HV, T, D, N = row.key_heads, row.value_heads, sum(row.lengths), row.width, len(row.lengths)
-    keys = jax.random.split(jax.random.key(seed), 6)
-    normal = jax.random.normal
-    g = jax.nn.log_sigmoid(normal(keys[3], (1, T, HV))) / 16
-    q, k = (l2norm(normal(key, (1, T, H, D))).astype(dtype) for key in keys[:2])
-    v = normal(keys[2], (1, T, HV, D)).astype(dtype)
-    beta = jax.nn.sigmoid(normal(keys[4], (1, T, HV)))
-    cu_seqlens = None if N == 1 else jnp.cumsum(jnp.array([0, *row.lengths]))
-    return Inputs(
-        (q, k, v, g * (jnp.arange(HV) >= HV // 4), beta), normal(keys[5], (N, HV, D, D)), cu_seqlens
-    )
+    rows: list[tuple[Row, str]]
+    dtype: str
+    implementations: tuple[str, ...]
 
 
-def forward(implementation: str, cu_seqlens: jax.Array | None, state, q, k, v, g, beta):
-    """One call: (o, final state)."""
-    return gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, cu_seqlens=cu_seqlens, implementation=implementation
-    )
+def plan(options: BenchOptions) -> Plan:
+    """What the options ask for on this device.
 
-
-def training(implementation: str, cu_seqlens: jax.Array | None, state, *args):
-    """One call and its backward pass from o and the final state: (gradients of args, gradient of the state)."""
-    out, vjp = jax.vjp(partial(forward, implementation, cu_seqlens), state, *args)
-    dstate, *dargs = vjp(out)
-    return dargs, dstate
-
-
-def check(implementation: str, row: Row, dtype: str, seed: int) -> float:
-    """rms error of o against the float32 recurrence, relative, on a short row of the same heads and width."""
-    lengths = tuple(min(length, 200) for length in row.lengths[:2])
-    x = inputs(row._replace(lengths=lengths), dtype, seed)
-    o, _ = jax.jit(partial(forward, implementation, x.cu_seqlens))(x.state, *x.tokens)
-    wide = [a.astype(jnp.float32) for a in x.tokens]
-    ref, _ = jax.jit(partial(forward, "recurrent", x.cu_seqlens))(x.state, *wide)
-    return float(jnp.sqrt(jnp.mean((o.astype(jnp.float32) - ref) ** 2) / jnp.mean(ref**2)))
-
-
-class Timing(NamedTuple):
-    """Result of timing one program."""
-
-    median_ms: float
-    fastest_ms: float
-    slowest_ms: float
-    compile_s: float
-    temporary_mib: float
-
-
-def time_calls(step: Callable, args: tuple, state: jax.Array, calls: int, repeats: int) -> Timing:
-    """Times `calls` chained calls of step(state, *args) -> (results, new state) per call.
-
-    Temporary memory is that of a program with one call, by the compiler's own account.
+    Raises:
+      RunError: an option does not fit the others or this device.
     """
-
-    def chained(state, *args):
-        results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, state, *args)[0])
-
-        def call(_, carry):
-            results, new = step(carry[1], *args)
-            # The next state is the call's own, pulled to the first one's size so that it never grows.
-            return results, (state + new / (1 + jnp.abs(new))).astype(state.dtype)
-
-        return jax.lax.fori_loop(0, calls, call, (results, state))
-
-    started = time.perf_counter()
-    single = jax.jit(step).lower(state, *args).compile()
-    compile_s = time.perf_counter() - started
-    memory = single.memory_analysis()
-    program = jax.jit(chained).lower(state, *args).compile()
-    times = []
-    for i in range(repeats + 2):
-        started = time.perf_counter()
-        jax.block_until_ready(program(state, *args))
-        if i >= 2:
-            times.append((time.perf_counter() - started) / calls * 1e3)
-    return Timing(
-        float(np.median(times)),
-        min(times),
-        max(times),
-        compile_s,
-        memory.temp_size_in_bytes / 2**20 if memory else float("nan"),
+    for name in ("calls", "repeats"):
+        if getattr(options, name) < 1:
+            fail(name, "at least 1", getattr(options, name))
+    any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
+    supported = supported_implementations(any_call, any_call, any_call)
+    for name in options.implementations:
+        if name not in supported:
+            fail("implementations", f"names out of {', '.join(supported)}", name)
+    passes = PASSES.get(options.what, (options.what,))
+    no_kernels = supported["mosaic_gpu"]
+    if options.rows and not options.is_table:
+        fail("rows", "no --heads, --lengths, --width or --dtype with it", " ".join(options.rows))
+    if options.rows and no_kernels:
+        fail("rows", f"a device for the kernels ({no_kernels})", " ".join(options.rows))
+    if options.is_table and not no_kernels:
+        rows = [
+            (row if what != "training" else row._replace(published=()), what)
+            for what in passes
+            for row in (bench_rows.FORWARD if what == "forward" else bench_rows.BACKWARD)
+            if any(part in row.name for part in options.rows or ("",))
+        ]
+        if not rows:
+            fail("rows", f"parts of names such as {bench_rows.FORWARD[0].name}", " ".join(options.rows))
+        return Plan(rows, "bfloat16", options.implementations or ("mosaic_gpu",))
+    Hk, HV = options.heads or (4, 4)
+    lengths = (2048,) if options.lengths is None else options.lengths
+    width = 64 if options.width is None else options.width
+    if Hk < 1 or HV < 1 or HV % Hk:
+        fail("heads", "value heads that are a multiple of the key heads", f"{Hk} {HV}")
+    if not lengths or min(lengths) < 1:
+        fail("lengths", "one or more lengths of at least 1", " ".join(map(str, lengths)))
+    if not 1 <= width <= 256:
+        fail("width", "1 to 256", width)
+    row = Row(Hk, HV, lengths, width=width)
+    every = [name for name in supported if name != "recurrent" or jax.default_backend() != "gpu"]
+    return Plan(
+        [(row, what) for what in passes],
+        options.dtype or "float32",
+        options.implementations or tuple(every),
     )
+
+
+class Part(NamedTuple):
+    """Heads on which results are compared: enough for what is compared to depend on nothing else."""
+
+    key: np.ndarray
+    value: np.ndarray
+
+    @classmethod
+    def of(cls, row: Row, what: str) -> "Part":
+        """First and last value head; with gradients, first and last key head with all their value heads."""
+        group = row.HV // row.Hk
+        if what == "forward":
+            value = np.unique([0, row.HV - 1])
+            return cls(value // group, value)
+        key = np.unique([0, row.Hk - 1])
+        return cls(key, (key[:, None] * group + np.arange(group)).ravel())
+
+    def __call__(self, name: str, x: Any) -> Any:
+        """The part of an argument or result."""
+        heads = self.key if name in ("q", "k", "dq", "dk") else self.value
+        return x[:, heads] if name in ("initial_state", "dh_T", "final_state", "dh_0") else x[:, :, heads]
+
+
+def _rule(implementation: str, known: np.ndarray | None, tokens, state, cu_seqlens):
+    """The public call; known: lengths that it sees while it is traced."""
+    cu_seqlens = cu_seqlens if known is None else known
+    return gated_delta_rule(
+        *tokens, initial_state=state, cu_seqlens=cu_seqlens, implementation=implementation
+    )
+
+
+def _forward(rule: Callable, state, tokens, cu_seqlens):
+    return rule(tokens, state, cu_seqlens)
+
+
+def _saved(rule: Callable, state, tokens, cu_seqlens):
+    """The function from cotangents to gradients, with what it saved: arrays, so that it can be an argument."""
+    return jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)[1]
+
+
+def _backward(dh_T, vjp, do):
+    return vjp((do, dh_T))
+
+
+def _training(rule: Callable, state, tokens, cu_seqlens, do, dh_T):
+    outputs, vjp = jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)
+    dtokens, dstate = vjp((do, dh_T))
+    return (*outputs, *dtokens), dstate
+
+
+def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[Callable, tuple]:
+    """A step(state, *rest) -> (results, new state) of one pass, and its arguments."""
+    rule = partial(_rule, implementation, known)
+    if what == "forward":
+        return partial(_forward, rule), (x.initial_state, x.tokens, cu_seqlens)
+    if what == "backward":
+        vjp = jax.jit(partial(_saved, rule))(x.initial_state, x.tokens, cu_seqlens)
+        return _backward, (x.dh_T, vjp, x.do)
+    return partial(_training, rule), (x.initial_state, x.tokens, cu_seqlens, x.do, x.dh_T)
+
+
+def named(what: str, results: tuple) -> dict[str, Any]:
+    """What a step returns, by the names of `accuracy`."""
+    first, last = results
+    first = (first,) if what == "forward" else first
+    names = {"forward": STATES, "backward": GRADIENTS, "training": NAMES}[what]
+    return dict(zip(names, (*first, last), strict=True))
+
+
+@partial(jax.jit, static_argnums=0)
+def _reference(what: str, x: Inputs, cu_seqlens):
+    wide = Inputs(*(a.astype(jnp.float32) for a in x))
+    rule = partial(_rule, "recurrent", None)
+    if what == "forward":
+        return _forward(rule, wide.initial_state, wide.tokens, cu_seqlens)
+    return _training(rule, wide.initial_state, wide.tokens, cu_seqlens, wide.do, wide.dh_T)
+
+
+def reference(row: Row, what: str, x: Inputs) -> dict[str, np.ndarray]:
+    """The recurrence's results in float32 on the heads of `Part`, by name."""
+    part = Part.of(row, what)
+    few = Inputs(*(part(name, a) for name, a in x._asdict().items()))
+    kind = "forward" if what == "forward" else "training"
+    return {name: np.asarray(y) for name, y in named(kind, _reference(kind, few, row.cu_seqlens)).items()}
+
+
+def errors(expected: dict[str, np.ndarray], got: dict[str, Any]) -> dict[str, float]:
+    """Relative rms errors of what there is, the larger of the tensor's and every head's."""
+    return {name: worst_ratio(expected[name], y, head_axis(name)) for name, y in got.items()}
+
+
+def _miss(errors: dict[str, float], row: Row, dtype: str, slack: float = 1.0) -> str | None:
+    """What is off by more than allowed."""
+    bounds = {name: slack * bound(name, dtype, cancelling=row.HV > 3 or not row.decay) for name in errors}
+    misses = [f"{name} {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
+    return f"wrong: {', '.join(misses)}" if misses else None
+
+
+def time_row(
+    row: Row, what: str, planned: Plan, options: BenchOptions, say: Callable[[str], None]
+) -> Iterator[Result]:
+    """Checks and times every implementation and other library on one row; say is told what was not timed."""
+    x = bench_rows.inputs(row, planned.dtype, options.seed)
+    cu = None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
+    supported = supported_implementations(*x.tokens, initial_state=x.initial_state, cu_seqlens=cu)
+    runnable = [name for name in planned.implementations if supported[name] is None]
+    for name in planned.implementations:
+        if supported[name] is not None:
+            say(f"{row.name}: {name} cannot run: {supported[name]}")
+    if not runnable:
+        return
+    expected = reference(row, what, x)
+    narrow, on_gpu = planned.dtype != "float32", jax.default_backend() == "gpu"
+    measured = (
+        time_peers(row, what, x, expected, planned.dtype, options, say) if narrow and options.peers else {}
+    )
+    floor = bench_rows.floor_ms(row, what) if narrow and on_gpu else math.nan
+    for name in runnable:
+        both = cu is not None and name == "mosaic_gpu"  # only the kernels look at known lengths
+        for lengths in ("known", "traced") if both else ("",):
+            result = Result(row, what, name, lengths, peers=measured, floor_ms=floor)
+            try:
+                yield time_one(result, x, expected, planned.dtype, options)
+            except Exception as error:  # whatever it is, it belongs into the table
+                yield result._replace(failure=f"raised {_one_line(error)}")
+
+
+def time_one(result: Result, x: Inputs, expected: dict, dtype: str, options: BenchOptions) -> Result:
+    """The result with errors, and times if those are within their bounds."""
+    row, what, part = result.row, result.what, Part.of(result.row, result.what)
+    if result.lengths == "known":
+        known, traced = row.cu_seqlens, None
+    else:
+        known, traced = None, None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
+    step, args = call(what, result.implementation, x, known, traced)
+    program = device_time.compile_step(step, *args)
+    got = {name: part(name, y) for name, y in named(what, program.results).items()}
+    result = result._replace(
+        errors=errors(expected, got), first_s=program.first_s, temporary_mib=program.temporary_mib
+    )
+    if wrong := _miss(result.errors, row, dtype):
+        return result._replace(failure=wrong)
+    timing = device_time.measure(program, *args, calls=options.calls, repeats=options.repeats)
+    return result._replace(timing=timing)
+
+
+def time_peers(
+    row: Row,
+    what: str,
+    x: Inputs,
+    expected: dict,
+    dtype: str,
+    options: BenchOptions,
+    say: Callable[[str], None],
+) -> dict[str, Timing]:
+    """Times of the other libraries that are installed and right."""
+    measured = {}
+    for peer in peers.PEERS:
+        if peers.missing(peer) or (what != "forward" and not peer.has_backward):
+            continue
+        try:
+            found = peers.measure(peer, x, row.cu_seqlens, what, Part.of(row, what), options.repeats)
+        except Exception as error:  # another library's, which must not end the table
+            say(f"{row.name}: {peer.name} raised {_one_line(error)}")
+            continue
+        if wrong := _miss(errors(expected, found.results), row, dtype, PEER_SLACK):
+            say(f"{row.name}: {peer.name} is not counted, {wrong}")
+        else:
+            measured[peer.name] = found.timing
+    return measured
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def versions() -> str:
     """Device and versions, for the table's caption."""
     device = jax.devices()[0]
     cpu = f", {platform.processor() or platform.machine()}" if device.platform == "cpu" else ""
-    return f"{device.device_kind}{cpu}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    driver = ""
+    if device.platform == "gpu" and (program := shutil.which("nvidia-smi")):
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        driver = f", driver {answer.stdout.split()[0]}" if answer.stdout.split() else ""
+    return f"{device.device_kind}{cpu}{driver}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
 
 
-def run(options: BenchOptions, rows: list[Row], console: Console) -> list[dict]:
-    """Times every implementation on every row, prints a table and returns its numbers."""
-    steps = {"forward": forward, "training": training}
-    steps = steps if options.what == "both" else {options.what: steps[options.what]}
-    table = Table(title=f"{versions()}; {options.dtype}")
-    columns = (
-        "row",
-        "pass",
-        "implementation",
-        "median ms",
-        "spread ms",
-        "compile s",
-        "temporary MiB",
-        "error",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:3] else "right", no_wrap=True)
-    results = []
-    for row in rows:
-        x = inputs(row, options.dtype, options.seed)
-        supported = supported_implementations(*x.tokens, initial_state=x.state, cu_seqlens=x.cu_seqlens)
-        for implementation in options.implementations:
-            if implementation not in supported:
-                names = ", ".join(supported)
-                raise RunError(f"--implementations: expected names out of {names}, got {implementation}")
-            if supported[implementation] is not None:
-                console.print(f"{row}: {implementation} cannot run: {supported[implementation]}")
-                continue
-            error = check(implementation, row, options.dtype, options.seed + 1)
-            if not error <= _ERROR_BOUND[options.dtype]:
-                raise RunError(f"{row}: {implementation} is wrong, rms error {error:.1e}; not timed")
-            for name, step in steps.items():
-                step = partial(step, implementation, x.cu_seqlens)
-                t = time_calls(step, x.tokens, x.state, options.calls, options.repeats)
-                table.add_row(
-                    str(row),
-                    name,
-                    implementation,
-                    f"{t.median_ms:.3f}",
-                    f"{t.fastest_ms:.3f}, {t.slowest_ms:.3f}",
-                    f"{t.compile_s:.1f}",
-                    f"{t.temporary_mib:.1f}",
-                    f"{error:.1e}",
-                )
-                results.append(
-                    {"row": str(row), "pass": name, "implementation": implementation, **t._asdict()}
-                )
-    console.print(table)
+def write_json(
+    path: Path, options: BenchOptions, device: str, results: list[Result], notes: list[str]
+) -> None:
+    """All numbers so far, to a temporary name that is then renamed."""
+    content = {
+        "device": device,
+        "options": {name: str(x) for name, x in dataclasses.asdict(options).items()},
+        "results": [result.to_json() for result in results],
+        "summary": summary(results),
+        "notes": notes,
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1))
+    temporary.replace(path)
+
+
+def run(options: BenchOptions, console: Console) -> list[Result]:
+    """Times what the options ask for, prints the table and returns its numbers.
+
+    Raises:
+      RunError: an option does not fit.
+    """
+    planned = plan(options)
+    device, started = versions(), time.monotonic()
+    results: list[Result] = []
+    notes: list[str] = []
+    if options.peers and planned.dtype != "float32":
+        notes += [f"{peer.name}: {why}" for peer in peers.PEERS if (why := peers.missing(peer))]
+    for i, (row, what) in enumerate(planned.rows):
+        if time.monotonic() - started > 60 * options.max_minutes:
+            notes.append(
+                f"not timed, --max-minutes: {', '.join(f'{r.name} {w}' for r, w in planned.rows[i:])}"
+            )
+            break
+        console.print(f"{i + 1}/{len(planned.rows)} {row.name} {what}", style="dim", highlight=False)
+        results += time_row(row, what, planned, options, notes.append)
+        if options.json is not None:
+            write_json(options.json, options, device, results, notes)
+    notes = list(dict.fromkeys(notes))
+    for r in results:
+        if r.failure:
+            where = " ".join(filter(None, (r.row.name, r.what, r.implementation, r.lengths)))
+            notes.append(f"{where}: {r.failure}")
+    title = f"{device}; {planned.dtype}"
+    columns, lines = grid(results)
+    if options.markdown:
+        print("\n\n".join([f"{title}:", markdown(columns, lines), *summary(results), *notes]))
+    else:
+        table = Table(title=title)
+        for name in columns:
+            table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+        for text in (*summary(results), *notes):
+            console.print(text, highlight=False, markup=False)
+    if options.json is not None:
+        write_json(options.json, options, device, results, notes)
     return results
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry of `gdn bench`."""
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `gdn bench`; 0 when everything was right and timed, else 1."""
     options = tyro.cli(BenchOptions, args=argv, prog="gdn bench", description=__doc__)
-    console = Console(width=max(120, Console().width))
-    rows = [Row(*options.heads, options.lengths, options.width)]
-    results = run(options, rows, console)
-    if options.json is not None:
-        temporary = options.json.with_name(options.json.name + ".tmp")
-        temporary.write_text(json.dumps({"device": versions(), "results": results}, indent=1))
-        temporary.replace(options.json)
+    console = Console(stderr=options.markdown)
+    if not console.is_terminal:
+        console.width = 240
+    try:
+        results = run(options, console)
+    except RunError as error:
+        print(f"gdn: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return int(any(result.failure for result in results))

@@ -7,13 +7,23 @@ import contextlib
 import importlib.util
 import io
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 USAGE = """usage: gdn COMMAND ...
 
-  gdn train bytes    train a byte-level language model on real text
-  gdn train recall   train on multi-query associative recall
-  gdn bench          time the implementations of the rule on this device
+  gdn train TASK   train a model on a task
+  gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
+  gdn check        compare the implementations of the rule on this device with the definition
+  gdn bench        time the implementations of the rule on this device
+
+  tasks: bytes         next-byte modelling of real text (train only)
+         recall        multi-query associative recall
+         needle        a few values in a haystack of noise or text, at lengths beyond training
+         parity        parity of the bits so far, at lengths beyond training
+         permutation   product of the permutations so far, at lengths beyond training
+         copy          repeating a sequence
 
 Every command has --help.
 """
@@ -55,8 +65,8 @@ def _dispatch(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
-    if command not in ("train", "bench"):
-        raise Usage(f"expected a command train or bench, got {command} (see gdn --help)")
+    if command not in ("train", "sweep", "check", "bench"):
+        raise Usage(f"expected a command train, sweep, check or bench, got {command} (see gdn --help)")
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         return _complain(
@@ -66,65 +76,105 @@ def _dispatch(argv: list[str]) -> int:
         from gdn_jax.experiments import bench
 
         return bench.main(rest) or 0
+    if command == "check":
+        from gdn_jax.experiments import check
+
+        return check.main(rest) or 0
     if rest and rest[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    if not rest or rest[0] not in ("bytes", "recall"):
-        raise Usage(f"gdn train: expected a task bytes or recall, got {rest[0] if rest else 'none'}")
-    return _train(rest[0], rest[1:])
+
+    from gdn_jax.experiments.options import TASKS
+
+    tasks = [name for name in TASKS if command == "train" or name != "bytes"]
+    if not rest or rest[0] not in tasks:
+        names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
+        raise Usage(f"gdn {command}: expected a task {names}, got {rest[0] if rest else 'none'}")
+    return _run(_train if command == "train" else _sweep, rest[0], rest[1:])
+
+
+def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> int:
+    from gdn_jax.experiments.errors import RunError
+
+    try:
+        return start(task, argv)
+    except _Help:
+        return 0
+    except RunError as error:
+        return _complain(str(error), 1)
 
 
 def _train(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
     from gdn_jax.experiments import options as options_lib
-    from gdn_jax.experiments.errors import RunError
 
-    cls = options_lib.TASKS[task]
-    try:
-        try:
-            options = _parse(cls, argv, f"gdn train {task}")
-        except _Help:
-            return 0
+    default = options_lib.TASKS[task]
+    options = _parse(options_lib.TrainOptions, default, argv, f"gdn train {task}")
+    options_lib.check(options)
+    if options.run.resume:
+        config = _stored(task, options.run.out)
+        stored = options_lib.from_json(task, config["options"], options.run)
+        options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
-        if options.run.resume:
-            stored = _stored(task, options)
-            options = _parse(cls, argv, f"gdn train {task}", stored)
-            options_lib.check(options)
-            options_lib.check_same(stored, options)
-        from gdn_jax.experiments.training import train
+        options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
+    from gdn_jax.experiments.training import train
 
-        return train(options, Console())
-    except RunError as error:
-        return _complain(str(error), 1)
+    return train(options, Console())
 
 
-def _stored(task: str, asked: Any) -> Any:
+def _sweep(task: str, argv: list[str]) -> int:
+    from rich.console import Console
+
     from gdn_jax.experiments import options as options_lib
+    from gdn_jax.experiments import sweep_options
+
+    prog, presets = f"gdn sweep {task}", sweep_options.PRESETS[task]
+    options = _parse(sweep_options.SweepOptions, presets["small"], argv, prog)
+    if options.sweep.resume:
+        sweep_options.check(options)
+        config = _stored(f"sweep {task}", options.sweep.out)
+        stored = sweep_options.from_json(task, config["options"], options.sweep)
+        options = _parse(sweep_options.SweepOptions, stored, argv, prog)
+        sweep_options.check(options)
+        options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
+    else:
+        options = _parse(sweep_options.SweepOptions, presets[options.sweep.size], argv, prog)
+        sweep_options.check(options)
+    from gdn_jax.experiments.sweep import sweep
+
+    return sweep(options, Console(), " ".join(["gdn sweep", task, *argv]))
+
+
+def _stored(task: str, out: Path | None) -> dict[str, Any]:
+    """config.json of the run to resume."""
     from gdn_jax.experiments.errors import RunError
     from gdn_jax.experiments.runs import RunFolder
 
-    _, config = RunFolder.open(asked.run.out)
+    _, config = RunFolder.open(out)
     if config.get("task") != task:
-        raise RunError(
-            f"--resume: expected a run of the task {task}, got {config.get('task')} in {asked.run.out}"
-        )
-    return options_lib.from_json(task, config["options"], asked.run)
+        raise RunError(f"--resume: expected a run of the task {task}, got {config.get('task')} in {out}")
+    return config
 
 
 class _Help(Exception):
     """--help was printed."""
 
 
-def _parse(cls: type, argv: list[str], prog: str, default: Any = None) -> Any:
-    """Options of a command line; tyro's framed message becomes one line."""
+def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
+    """Options cls[task] of a command line; tyro's framed message becomes one line."""
     import tyro
 
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(
-                cls, args=argv, prog=prog, default=default or cls(), config=(tyro.conf.OmitArgPrefixes,)
+                cls[type(default.task)],
+                args=argv,
+                prog=prog,
+                default=default,
+                description=type(default.task).__doc__,
+                config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit as stop:
         if not stop.code:

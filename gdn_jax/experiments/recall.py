@@ -17,7 +17,13 @@ from jaxtyping import Array, Bool, Int, Key
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def sequences(
-    key: Key[Array, ""], batch: int, length: int, vocab_size: int, num_pairs: int, power: float
+    key: Key[Array, ""],
+    batch: int,
+    length: int,
+    vocab_size: int,
+    num_pairs: int,
+    power: float,
+    kept: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
     """Random sequences of recall.
 
@@ -27,6 +33,8 @@ def sequences(
       vocab_size: even, at least 2 * num_pairs; keys are below vocab_size / 2, values from there on.
       num_pairs: pairs, and queries, of a sequence.
       power: exponent a of the gap law, > 0.
+      kept: pairs that each sequence keeps, the first of them; the others, and their queries, become fill. All by
+        default.
 
     Returns:
       tokens; targets, the value that belongs to the key at a query (0 elsewhere); and where the queries are.
@@ -35,19 +43,21 @@ def sequences(
     slots = length // 2 - num_pairs  # even places after the pairs
     log_law = (power - 1) * jnp.log(jnp.arange(1, slots + 1, dtype=jnp.float32))
 
-    def one(key):
+    def one(key, kept):
         key_keys, key_values, key_gaps, key_fill = jax.random.split(key, 4)
         keys, values = (
             jax.lax.top_k(jax.random.uniform(k, (half,)), num_pairs)[1] for k in (key_keys, key_values)
         )
         values = half + values
-        pairs = jnp.stack([keys, values], 1).reshape(-1)
         # The largest of log p + Gumbel noise are a draw without replacement.
         gaps = jax.lax.top_k(log_law + jax.random.gumbel(key_gaps, (slots,)), num_pairs)[1]
-        at = 2 * num_pairs + 2 * gaps
+        at, pair = 2 * num_pairs + 2 * gaps, jnp.arange(num_pairs)
+        here = pair < kept
         tokens = jax.random.randint(key_fill, (length,), half, vocab_size)
-        tokens = tokens.at[: 2 * num_pairs].set(pairs).at[at].set(keys)
-        targets = jnp.zeros((length,), tokens.dtype).at[at].set(values)
-        return tokens, targets, jnp.zeros((length,), bool).at[at].set(True)
+        for places, written in ((2 * pair, keys), (2 * pair + 1, values), (at, keys)):
+            tokens = tokens.at[places].set(jnp.where(here, written, tokens[places]))
+        targets = jnp.zeros((length,), tokens.dtype).at[at].set(jnp.where(here, values, 0))
+        return tokens, targets, jnp.zeros((length,), bool).at[at].set(here)
 
-    return jax.vmap(one)(jax.random.split(key, batch))
+    kept = jnp.full((batch,), num_pairs) if kept is None else kept
+    return jax.vmap(one)(jax.random.split(key, batch), kept)

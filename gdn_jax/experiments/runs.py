@@ -14,8 +14,12 @@ line is dropped when the run is resumed.
 import contextlib
 import json
 import os
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from gdn_jax.experiments.errors import RunError
 
@@ -30,13 +34,43 @@ def write_text(path: Path, content: str) -> None:
     os.replace(temporary, path)
 
 
+class JsonLines:
+    """A file of JSON objects, one a line, that grows a line at a time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a line and sees it to the disk."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def records(self) -> list[dict[str, Any]]:
+        """Complete lines."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
+        return [json.loads(line) for line in lines]
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        """Replaces all lines."""
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
+
+    def mend(self) -> None:
+        """Drops a torn last line, so that another can follow."""
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self.write(self.records())
+
+
 class RunFolder:
     """Files of one run; see the module docstring."""
 
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._metrics = path / "metrics.jsonl"
+        self._metrics = JsonLines(path / "metrics.jsonl")
 
     @classmethod
     def create(cls, path: Path | None, task: str, config: dict[str, Any]) -> "RunFolder":
@@ -52,7 +86,7 @@ class RunFolder:
                 number = 1
                 while path is None:
                     with contextlib.suppress(FileExistsError):
-                        candidate = Path("runs", f"{task}-{number}")
+                        candidate = Path("runs", f"{task.replace(' ', '-')}-{number}")
                         candidate.mkdir(parents=True)
                         path = candidate
                     number += 1
@@ -64,12 +98,14 @@ class RunFolder:
         return run
 
     @classmethod
-    def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
+    def open(cls, path: Path | None) -> tuple["RunFolder", dict[str, Any]]:
         """Opens the folder of an earlier run and reads its config.json.
 
         Raises:
           RunError: there is no such run.
         """
+        if path is None:
+            raise RunError("--resume: expected --out with the folder to continue, got no --out")
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
             if not isinstance(config.get("options"), dict) or not isinstance(config.get("data"), dict):
@@ -90,22 +126,26 @@ class RunFolder:
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl and sees it to the disk."""
-        with open(self._metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._metrics.append(record)
 
     def records(self) -> list[dict[str, Any]]:
         """Complete lines of metrics.jsonl."""
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
-        return [json.loads(line) for line in lines]
+        return self._metrics.records()
 
     def rewind(self, step: int) -> None:
         """Drops the lines after a step, and a torn one."""
-        kept = [record for record in self.records() if record["step"] <= step]
-        write_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        self._metrics.write([record for record in self.records() if record["step"] <= step])
+
+
+def versions() -> dict[str, str]:
+    """What a number may depend on beside the options: versions and the device."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names},
+        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+    }
 
 
 def check_free(path: Path | None) -> None:

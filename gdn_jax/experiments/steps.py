@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from gdn_jax import layers, models
+from gdn_jax.experiments.batch import Batch
 from gdn_jax.experiments.errors import RunError
-from gdn_jax.experiments.options import ModelOptions, OptimizerOptions
-from gdn_jax.experiments.tasks import Batch
+from gdn_jax.experiments.options import ModelOptions, ScheduleOptions
 
 
 class TrainState(NamedTuple):
@@ -43,7 +44,7 @@ class Functions(NamedTuple):
     """Compiled functions of a run."""
 
     train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-    evaluate: Callable[[nnx.State, Batch], Sums]
+    evaluate: Callable[[PyTree, Batch], Sums]
 
 
 def compute_dtype(options: ModelOptions) -> str:
@@ -53,8 +54,8 @@ def compute_dtype(options: ModelOptions) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def make_model(options: ModelOptions, vocab_size: int, seed: int) -> models.LanguageModel:
-    """Language model of the options with fresh weights.
+def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> models.LanguageModel:
+    """Language model of the options with fresh weights. The seed may be traced.
 
     Raises:
       RunError: the sizes do not make a model.
@@ -69,34 +70,39 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int) -> models.Lang
             expand_v=options.expand_v,
             conv_size=options.conv_size,
             mlp_ratio=options.mlp_ratio,
+            rule=options.rule,
             allow_neg_eigval=options.allow_neg_eigval,
             tie_embeddings=options.tie_embeddings,
             dtype=compute_dtype(options),
             implementation=None if options.implementation == "auto" else options.implementation,
         )
-        return models.LanguageModel(config, rngs=nnx.Rngs(seed))
+        return models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error
 
 
-def make_schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """Learning rate of the update with a given count (0 is the first): linear rise, then half a cosine."""
+def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:
+    """Learning rate of the update with a given count (0 is the first): linear rise to lr, then half a cosine."""
     rising = max(1, round(options.warmup * steps))
-    return optax.warmup_cosine_decay_schedule(
-        init_value=options.lr / (rising + 1),
-        peak_value=options.lr,
+    shape = optax.warmup_cosine_decay_schedule(
+        init_value=1 / (rising + 1),
+        peak_value=1.0,
         warmup_steps=rising,
         decay_steps=max(steps, rising + 1),
-        end_value=options.lr * options.end_lr,
+        end_value=options.end_lr,
     )
+    return lambda count: lr * shape(count)
 
 
-def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm; what `layers.weight_decay_mask` marks False does not decay."""
+def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; what `layers.weight_decay_mask` marks False does not decay.
+
+    The learning rate may be traced: runs that differ in it alone share their compiled step.
+    """
     return optax.chain(
         optax.clip_by_global_norm(options.clip),
         optax.adamw(
-            make_schedule(options, steps),
+            make_schedule(options, steps, lr),
             b1=0.9,
             b2=0.95,
             weight_decay=options.weight_decay,
@@ -112,6 +118,57 @@ def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
     return Sums(*(jnp.sum(x * batch.weights) for x in (nll, correct, jnp.ones_like(nll))))
 
 
+def loss_sum(
+    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch
+) -> tuple[Float[Array, ""], Sums]:
+    """Sum of the weighted losses of a batch, to be differentiated, and all sums."""
+    sums = _sums(nnx.merge(graphdef, params, rest), batch)
+    return sums.loss, sums
+
+
+def train_step(
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[TrainState, StepMetrics]:
+    """One optimiser step.
+
+    The loss is sum(weight * nll) / sum(weight) over the whole batch, also when the batch is cut into `accumulate`
+    pieces: gradients of the pieces are added in float32.
+
+    Args:
+      graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
+      optimizer: see `make_optimizer`.
+      accumulate: pieces; divides the batch size.
+      state: before the step.
+      batch: of the step.
+
+    Returns:
+      The state after the step, and its metrics.
+    """
+    gradient = jax.grad(partial(loss_sum, graphdef, rest), has_aux=True)
+    if accumulate == 1:
+        grads, sums = gradient(state.params, batch)
+    else:
+        pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+        def piece(total, part):
+            return jax.tree.map(jnp.add, total, gradient(state.params, part)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (jax.tree.map(jnp.zeros_like, state.params), Sums(zero, zero, zero))
+        (grads, sums), _ = jax.lax.scan(piece, start, pieces)
+    grads = jax.tree.map(lambda g: g / sums.weight, grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, grad_norm)
+    return TrainState(params, opt_state), metrics
+
+
 def make_functions(
     graphdef: nnx.GraphDef,
     rest: PyTree,
@@ -121,53 +178,36 @@ def make_functions(
 ) -> Functions:
     """Compiled step functions of a model.
 
-    The loss of a step is sum(weight * nll) / sum(weight) over the whole batch, also when the batch is cut
-    into `accumulate` pieces: gradients of the pieces are added in float32.
-
     Args:
-      graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
-      optimizer: see `make_optimizer`.
-      accumulate: pieces; divides the batch size.
+      graphdef, rest, optimizer, accumulate: see `train_step`.
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
         it, jax 0.11.2, and do not without; a CPU agrees in any case.)
     """
 
-    def nll_sum(params: nnx.State, batch: Batch) -> tuple[Float[Array, ""], Sums]:
-        sums = _sums(nnx.merge(graphdef, params, rest), batch)
-        return sums.loss, sums
-
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        gradient = jax.grad(nll_sum, has_aux=True)
-        if accumulate == 1:
-            grads, sums = gradient(state.params, batch)
-        else:
-            pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+        return train_step(graphdef, rest, optimizer, accumulate, state, batch)
 
-            def piece(total, part):
-                return jax.tree.map(jnp.add, total, gradient(state.params, part)), None
+    def evaluate(params: PyTree, batch: Batch) -> Sums:
+        return loss_sum(graphdef, rest, params, batch)[1]
 
-            zero = jnp.zeros((), jnp.float32)
-            start = (jax.tree.map(jnp.zeros_like, state.params), Sums(zero, zero, zero))
-            (grads, sums), _ = jax.lax.scan(piece, start, pieces)
-        grads = jax.tree.map(lambda g: g / sums.weight, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-        metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, grad_norm)
-        return TrainState(params, opt_state), metrics
-
-    def evaluate(params: nnx.State, batch: Batch) -> Sums:
-        return _sums(nnx.merge(graphdef, params, rest), batch)
-
-    flags = {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+    flags = compiler_flags(deterministic)
     return Functions(
         jax.jit(train, donate_argnums=0, compiler_options=flags), jax.jit(evaluate, compiler_options=flags)
     )
 
 
-def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:
+def compiler_flags(deterministic: bool) -> dict[str, bool] | None:
+    """Options of `jax.jit` that make the present device repeat a run bit for bit."""
+    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+
+
+def mean(sums: list[Sums]) -> tuple[float, float]:
     """Mean loss in nats and mean accuracy over the weighted predictions of all batches."""
-    sums = [functions.evaluate(params, batch) for batch in batches]
     loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))
     return loss / weight, correct / weight
+
+
+def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:
+    """`mean` of the batches under the parameters."""
+    return mean([functions.evaluate(params, batch) for batch in batches])

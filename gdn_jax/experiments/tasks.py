@@ -1,28 +1,19 @@
 """What a task is to the training loop: batches given by the step alone, metrics, baselines, a sample."""
 
-import hashlib
 import json
 import math
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from gdn_jax import models
-from gdn_jax.experiments import ngrams, recall, text
+from gdn_jax.experiments import generated, ngrams, text
+from gdn_jax.experiments.batch import Batch
 from gdn_jax.experiments.errors import RunError
-from gdn_jax.experiments.options import BytesOptions, RecallOptions, TrainOptions
-
-
-class Batch(NamedTuple):
-    """Sequences and what to predict after each token; a weight of 0 leaves a prediction out."""
-
-    tokens: Int[Array, "B T"] | np.ndarray
-    targets: Int[Array, "B T"] | np.ndarray
-    weights: Float[Array, "B T"] | np.ndarray
+from gdn_jax.experiments.options import TrainOptions
+from gdn_jax.experiments.task_options import TextOptions
 
 
 @runtime_checkable
@@ -33,12 +24,14 @@ class Task(Protocol):
       vocab_size: tokens of the model.
       metric: key of the number that is drawn and printed; label: its name and unit in words.
       lower_is_better: direction of the metric.
+      axis: unit of the sizes of the tests.
     """
 
     vocab_size: int
     metric: str
     label: str
     lower_is_better: bool
+    axis: str
 
     def train_batch(self, step: int) -> Batch:
         """Batch of one optimiser step, a function of the seed and the step alone."""
@@ -46,6 +39,10 @@ class Task(Protocol):
 
     def val_batches(self, size: int) -> list[Batch]:
         """The validation set, the same at every call, in batches of `size` sequences."""
+        ...
+
+    def test_batches(self, size: int) -> dict[int, list[Batch]]:
+        """Sets that a trained model is tested on, by their size (pairs, tokens), all padded to the same length."""
         ...
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
@@ -65,7 +62,7 @@ class Task(Protocol):
         ...
 
     def sample(self, model: models.LanguageModel) -> str:
-        """What the trained model does, as text, through the recurrent cache."""
+        """What the trained model does, as text."""
         ...
 
 
@@ -76,12 +73,13 @@ class BytesTask:
     metric = "bpb"
     label = "bits per byte"
     lower_is_better = True
+    axis = "bytes"
 
-    def __init__(self, options: BytesOptions):
+    def __init__(self, options: TrainOptions[TextOptions]):
         self.options = options
-        self.length = options.text.length
-        self.corpus = text.load(options.text.data, options.text.glob, length=self.length)
-        self.starts = text.window_starts(self.corpus.val.size, self.length, options.text.val_bytes)
+        o, self.length = options.task, options.task.length
+        self.corpus = text.load(o.data, o.glob, length=self.length)
+        self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
 
     def train_batch(self, step: int) -> Batch:
         # Philox is a counter: key (seed, step) needs no state to be saved.
@@ -100,6 +98,10 @@ class BytesTask:
             starts = np.concatenate([starts, np.zeros(size - len(starts), starts.dtype)])
             batches.append(Batch(*text.windows(self.corpus.val, starts, self.length), weights))
         return batches
+
+    def test_batches(self, size: int) -> dict[int, list[Batch]]:
+        del size
+        return {}  # the held-out text is the test
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         del accuracy
@@ -130,7 +132,7 @@ class BytesTask:
         )
 
     def sample(self, model: models.LanguageModel) -> str:
-        options = self.options.text
+        options = self.options.task
         prompt = b"\0" + options.prompt.encode()
         tokens = jnp.asarray(np.frombuffer(prompt, np.uint8).astype(np.int32))[None]
         rng = jax.random.fold_in(jax.random.key(self.options.run.seed), 2)
@@ -140,74 +142,23 @@ class BytesTask:
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
 
 
-class RecallTask:
-    """Multi-query associative recall; see `recall.sequences`."""
-
-    metric = "accuracy"
-    label = "accuracy at the queries"
-    lower_is_better = False
-
-    def __init__(self, options: RecallOptions):
-        self.options = options
-        self.vocab_size = options.recall.vocab_size
-        root = jax.random.key(options.run.seed)
-        self.train_key, self.val_key, self.sample_key = (jax.random.fold_in(root, i) for i in range(3))
-
-    def _batch(self, key: jax.Array, size: int) -> Batch:
-        o = self.options.recall
-        tokens, targets, asked = recall.sequences(key, size, o.length, o.vocab_size, o.num_pairs, o.power)
-        return Batch(tokens, targets, asked.astype(jnp.float32))
-
-    def train_batch(self, step: int) -> Batch:
-        return self._batch(jax.random.fold_in(self.train_key, step), self.options.run.batch_size)
-
-    def val_batches(self, size: int) -> list[Batch]:
-        count = max(1, self.options.recall.val_sequences // size)
-        return [self._batch(jax.random.fold_in(self.val_key, i), size) for i in range(count)]
-
-    def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
-        del loss
-        return {"accuracy": accuracy}
-
-    def baselines(self) -> dict[str, float]:
-        return {"a value of the sequence at random": 1 / self.options.recall.num_pairs}
-
-    def describe(self) -> dict[str, object]:
-        first = jax.tree.map(np.asarray, self.train_batch(1))
-        digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
-        return {"source": "generated", "fingerprint": digest}
-
-    def summary(self) -> str:
-        o = self.options.recall
-        return f"recall of {o.num_pairs} pairs in {o.length} tokens, vocabulary {o.vocab_size}, always fresh"
-
-    def sample(self, model: models.LanguageModel) -> str:
-        batch = jax.tree.map(np.asarray, self._batch(self.sample_key, 1))
-        graphdef, state = nnx.split(model)
-
-        @jax.jit
-        def predict(state, tokens):
-            def token(cache, x):
-                logits, cache = nnx.merge(graphdef, state)(x[None, None], cache=cache)
-                return cache, jnp.argmax(logits[0, 0])
-
-            return jax.lax.scan(token, nnx.merge(graphdef, state).init_cache(1), tokens)[1]
-
-        predicted = np.asarray(predict(state, jnp.asarray(batch.tokens[0])))
-        lines = ["place  key  value  predicted"]
-        for t in np.flatnonzero(batch.weights[0]):
-            key, value, guess = batch.tokens[0, t], batch.targets[0, t], predicted[t]
-            lines.append(f"{t:5d} {key:4d} {value:6d} {guess:10d}{'' if guess == value else '  wrong'}")
-        return "\n".join(lines) + "\n"
-
-
 def make_task(options: TrainOptions) -> Task:
     """Task of the options, its data read.
 
     Raises:
       RunError: the data cannot be used.
     """
-    return BytesTask(options) if isinstance(options, BytesOptions) else RecallTask(options)
+    return _TASKS[options.task.task](options)
+
+
+_TASKS: dict[str, type] = {
+    "bytes": BytesTask,
+    "recall": generated.RecallTask,
+    "needle": generated.NeedleTask,
+    "parity": generated.ParityTask,
+    "permutation": generated.PermutationTask,
+    "copy": generated.CopyTask,
+}
 
 
 def check_same_data(stored: dict[str, object], task: Task) -> None:

@@ -8,13 +8,10 @@ line in progress, so a resumed run writes the same metrics, bit for bit on the s
 import contextlib
 import dataclasses
 import math
-import platform
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gdn_jax.experiments import mixers, plotting, steps
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import plotting, steps
 from gdn_jax.experiments.checkpoints import Checkpoints
 from gdn_jax.experiments.errors import RunError
 from gdn_jax.experiments.options import TrainOptions
 from gdn_jax.experiments.progress import Reporter
-from gdn_jax.experiments.runs import RunFolder, check_free, write_text
+from gdn_jax.experiments.runs import RunFolder, check_free, versions, write_text
 from gdn_jax.experiments.steps import Functions, StepMetrics, TrainState
 from gdn_jax.experiments.tasks import Task, check_same_data, make_task
 
@@ -91,7 +88,7 @@ class Trainer:
         """
         model = steps.make_model(options.model, task.vocab_size, options.run.seed)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        optimizer = steps.make_optimizer(options.optimizer, options.run.steps)
+        optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
         functions = steps.make_functions(
             graphdef, rest, optimizer, options.run.accumulate, options.run.deterministic
         )
@@ -138,6 +135,14 @@ class Trainer:
             raise Diverged(f"validation loss is {loss} after step {self.step}")
         return {"val_loss": loss} | {"val_" + k: v for k, v in self.task.metrics(loss, accuracy).items()}
 
+    def test(self) -> dict[int, dict[str, float]]:
+        """Metrics of the tests by their size; none where the task has no tests."""
+        size = self.options.run.batch_size // self.options.run.accumulate
+        return {
+            at: self.task.metrics(*steps.validate(self.functions, self.state.params, batches))
+            for at, batches in self.task.test_batches(size).items()
+        }
+
     def loop(
         self, run: RunFolder, store: Checkpoints, reporter: Reporter, asked: threading.Event
     ) -> str | None:
@@ -147,7 +152,7 @@ class Trainer:
           Diverged: a number is not finite; nothing was saved since.
         """
         o = self.options.run
-        schedule = steps.make_schedule(self.options.optimizer, o.steps)
+        schedule = steps.make_schedule(self.options.optimizer, o.steps, self.options.optimizer.lr)
         limit = math.inf if o.max_minutes is None else 60 * o.max_minutes
         tokens = int(np.prod(self.task.train_batch(1).tokens.shape))
         before = self.seconds
@@ -230,16 +235,6 @@ def listen() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
-        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
-    }
-
-
 def train(options: TrainOptions, console: Console) -> int:
     """Runs `gdn train`; returns the exit status.
 
@@ -247,11 +242,11 @@ def train(options: TrainOptions, console: Console) -> int:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
     options_lib.check(options)
-    name = options_lib.task_name(options)
+    name = options.task.task
     run: RunFolder | None = None
     config: dict[str, Any] = {}
     if options.run.resume:
-        run, config = RunFolder.open(options.run.out or Path())
+        run, config = RunFolder.open(options.run.out)
     else:
         check_free(options.run.out)
     task = make_task(options)
@@ -264,7 +259,7 @@ def train(options: TrainOptions, console: Console) -> int:
             "parameters": trainer.parameters,
             "compute_dtype": steps.compute_dtype(options.model),
             "baselines": task.baselines(),
-            "versions": _versions(),
+            "versions": versions(),
         }
         run = RunFolder.create(options.run.out, name, config)
     else:
@@ -277,13 +272,13 @@ def train(options: TrainOptions, console: Console) -> int:
                 trainer.restore(store, latest)
             run.rewind(trainer.step)
             console.print(f"resuming {run.path} after step {trainer.step}", highlight=False, soft_wrap=True)
-            for key, value in _versions().items():
+            for key, value in versions().items():
                 if value != (then := config["versions"].get(key)):
                     console.print(f"note: {key} was {then}, is {value}: numbers may differ", highlight=False)
         console.print(task.summary(), highlight=False, markup=False, soft_wrap=True)
         console.print(
             f"{trainer.parameters / 1e6:.2f}M parameters, {config['compute_dtype']} on "
-            f"{_versions()['device']}, run folder {run.path}",
+            f"{versions()['device']}, run folder {run.path}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -315,17 +310,17 @@ def train(options: TrainOptions, console: Console) -> int:
     finally:
         store.close()
         if run.records():
-            _draw(run, task, config)
+            _draw(run, task, config, mixers.label(options.model))
 
 
-def _draw(run: RunFolder, task: Task, config: dict[str, Any]) -> None:
+def _draw(run: RunFolder, task: Task, config: dict[str, Any], label: str) -> None:
     plotting.draw_curves(
         run.path / "curves.png",
         run.records(),
         config["baselines"],
         metric=task.metric,
         label=task.label,
-        title=f"Gated DeltaNet, {config['parameters'] / 1e6:.2f}M parameters, task {config['task']}",
+        title=f"{label}, {config['parameters'] / 1e6:.2f}M parameters, task {config['task']}",
         lower_is_better=task.lower_is_better,
     )
 
@@ -345,11 +340,22 @@ def _finish(
     table.add_column(metric, justify="right")
     for name, baseline in config["baselines"].items():
         table.add_row(name, f"{baseline:.3f}")
-    table.add_row(f"Gated DeltaNet, {trainer.step} steps", f"{value:.3f}", style="bold")
+    table.add_row(
+        f"{mixers.label(trainer.options.model)}, {trainer.step} steps", f"{value:.3f}", style="bold"
+    )
     console.print(table)
+    tests = trainer.test()
+    for size, metrics in tests.items():
+        console.print(f"test, {size} {task.axis}: {metric} {metrics[metric]:.3f}", highlight=False)
     sample = task.sample(trainer.model())
     write_text(run.path / "sample.txt", sample)
-    result = {"step": trainer.step, **validation, "baselines": config["baselines"], "finished": why is None}
+    result = {
+        "step": trainer.step,
+        **validation,
+        "test": tests,
+        "baselines": config["baselines"],
+        "finished": why is None,
+    }
     run.write_json("result.json", result | {"wall": {"seconds": round(trainer.seconds, 3)}})
     console.rule("sample")
     console.print(Text(sample), soft_wrap=True)

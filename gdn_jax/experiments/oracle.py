@@ -1,4 +1,4 @@
-"""The rule and its adjoint, token by token, in NumPy float64: the truth of all tests, with no code of the package.
+"""The rule and its adjoint, token by token, in NumPy float64: the truth of tests and `gdn check`, with no other code.
 
 State S [K, V] of one head, decay a = exp(g), write strength b:
 
@@ -14,9 +14,13 @@ Adjoint of one token, from the cotangent L of S' (all later uses) and do:
 With a = 0 (g = -inf) the token before has no part in what follows: dg = 0 and L = 0, no limit is taken.
 Only tokens are looped over. Every run of tokens that shares a state (a row, a packed sequence, a segment) advances
 in the same step of that loop, so thousands of short sequences cost a few steps.
+
+`operand` is applied to both factors of every matrix product above. With the identity, results are the truth; with a
+rounding they show what the recurrence itself loses where operands are narrow and sums are exact.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +66,7 @@ def _runs(B, T, cu_seqlens, segment_ids):
     return _Runs(*table[np.argsort(-table[:, 2], kind="stable")].T)
 
 
-def _f64(x):
+def _f64(x) -> Any:
     return None if x is None else np.asarray(x).astype(np.float64)
 
 
@@ -88,8 +92,22 @@ def _gather(dx, Hx):
 
 
 def _solve(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, cotangents
-):
+    q,
+    k,
+    v,
+    g=None,
+    beta=None,
+    *,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    segment_ids=None,
+    use_qk_l2norm=False,
+    state_layout="kv",
+    cotangents=None,
+    operand=lambda x: x,
+) -> tuple[np.ndarray, np.ndarray, Any]:
+    r = operand
     q, k, v, g, beta, h_0 = map(_f64, (q, k, v, g, beta, initial_state))
     B, T, Hq, K = q.shape
     Hk, HV, V = k.shape[2], v.shape[2], v.shape[3]
@@ -116,15 +134,16 @@ def _solve(
         n = int((runs.length > t).sum())
         at = (runs.row[:n], runs.start[:n] + t)
         D = a[at][..., None, None] * S[:n]
-        e = vv[at] - np.einsum("nhk,nhkv->nhv", kk[at], D)
-        S[:n] = D + kk[at][..., None] * (b[at][..., None] * e)[..., None, :]
-        o[at] = scale * np.einsum("nhk,nhkv->nhv", qq[at], S[:n])
+        e = vv[at] - np.einsum("nhk,nhkv->nhv", r(kk[at]), r(D))
+        S[:n] = D + r(kk[at])[..., None] * r(b[at][..., None] * e)[..., None, :]
+        o[at] = scale * np.einsum("nhk,nhkv->nhv", r(qq[at]), r(S[:n]))
         if cotangents is not None:
             history.append((n, at, D, e))
     h_T = np.zeros((N, HO, K, V))
     h_T[runs.sink[runs.sink >= 0]] = S[runs.sink >= 0]
+    h_T = h_T.swapaxes(-1, -2) if state_layout == "vk" else h_T
     if cotangents is None:
-        return o, h_T.swapaxes(-1, -2) if state_layout == "vk" else h_T
+        return o, h_T, None
 
     do, dh_T = map(_f64, cotangents)
     if dh_T is not None and state_layout == "vk":
@@ -138,14 +157,14 @@ def _solve(
         qt, kt, bt = qq[at], kk[at], b[at][..., None]
         u = bt * e
         if do is not None:
-            after = D + kt[..., None] * u[..., None, :]
-            dq[at] = scale * np.einsum("nhkv,nhv->nhk", after, do[at])
-            L[:n] += scale * qt[..., None] * do[at][..., None, :]
-        du = np.einsum("nhk,nhkv->nhv", kt, L[:n])
+            after = D + r(kt)[..., None] * r(u)[..., None, :]
+            dq[at] = scale * np.einsum("nhkv,nhv->nhk", r(after), r(do[at]))
+            L[:n] += scale * r(qt)[..., None] * r(do[at])[..., None, :]
+        du = np.einsum("nhk,nhkv->nhv", r(kt), r(L[:n]))
         dv[at] = bt * du
         db[at] = (du * e).sum(-1)
-        dk[at] = np.einsum("nhkv,nhv->nhk", L[:n], u) - np.einsum("nhkv,nhv->nhk", D, dv[at])
-        M = L[:n] - kt[..., None] * dv[at][..., None, :]
+        dk[at] = np.einsum("nhkv,nhv->nhk", r(L[:n]), r(u)) - np.einsum("nhkv,nhv->nhk", r(D), r(dv[at]))
+        M = L[:n] - r(kt)[..., None] * r(dv[at])[..., None, :]
         dg[at] = (M * D).sum((-1, -2))
         L[:n] = a[at][..., None, None] * M
     dh_0 = None
@@ -156,29 +175,21 @@ def _solve(
     dq, dk, dv = _gather(dq, Hq), _gather(dk, Hk), _gather(dv, HV)
     if use_qk_l2norm:
         dq, dk = _unit_adjoint(q, dq), _unit_adjoint(k, dk)
-    return Gradients(dq, dk, dv, None if g is None else dg, None if beta is None else db, dh_0)
+    return o, h_T, Gradients(dq, dk, dv, None if g is None else dg, None if beta is None else db, dh_0)
 
 
-def forward(
-    q,
-    k,
-    v,
-    g=None,
-    beta=None,
-    *,
-    scale=None,
-    initial_state=None,
-    cu_seqlens=None,
-    segment_ids=None,
-    use_qk_l2norm=False,
-    state_layout="kv",
-):
-    """(o, final_state) in float64, with the shapes and options of gdn_jax.gated_delta_rule."""
-    packing = (initial_state, cu_seqlens, segment_ids)
-    return _solve(q, k, v, g, beta, scale, *packing, use_qk_l2norm, state_layout, None)
+def forward(q, k, v, g=None, beta=None, **options) -> tuple[np.ndarray, np.ndarray]:
+    """(o, final_state) in float64, with the shapes and options of gdn_jax.gated_delta_rule (but no chunk_size)."""
+    o, final_state, _ = _solve(q, k, v, g, beta, **options)
+    return o, final_state
 
 
-def gradients(
+def gradients(q, k, v, g=None, beta=None, *, do, dh_T, **options) -> Gradients:
+    """Gradients of <do, o> + <dh_T, final_state> in float64. A cotangent that is None counts as zero."""
+    return _solve(q, k, v, g, beta, cotangents=(do, dh_T), **options)[2]
+
+
+def evaluate(
     q,
     k,
     v,
@@ -187,13 +198,9 @@ def gradients(
     *,
     do,
     dh_T,
-    scale=None,
-    initial_state=None,
-    cu_seqlens=None,
-    segment_ids=None,
-    use_qk_l2norm=False,
-    state_layout="kv",
-):
-    """Gradients of <do, o> + <dh_T, final_state> in float64. A cotangent that is None counts as zero."""
-    packing = (initial_state, cu_seqlens, segment_ids)
-    return _solve(q, k, v, g, beta, scale, *packing, use_qk_l2norm, state_layout, (do, dh_T))
+    operand: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    **options,
+) -> dict[str, np.ndarray | None]:
+    """Outputs and gradients by name: o, final_state, dq, dk, dv, dg, dbeta, dh_0."""
+    o, final_state, gradients = _solve(q, k, v, g, beta, cotangents=(do, dh_T), operand=operand, **options)
+    return {"o": o, "final_state": final_state, **gradients._asdict()}

@@ -1,0 +1,20 @@
+"""What a model is trained and scored on."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+class Batch(NamedTuple):
+    """Sequences and what to predict after each token; a weight of 0 leaves a prediction out."""
+
+    tokens: Int[Array, "B T"] | np.ndarray
+    targets: Int[Array, "B T"] | np.ndarray
+    weights: Float[Array, "B T"] | np.ndarray
+
+    def pad(self, length: int) -> "Batch":
+        """The same with tokens appended that do not count: a causal model gives the same numbers."""
+        more = length - self.tokens.shape[1]
+        return Batch(*(jnp.pad(x, ((0, 0), (0, more))) for x in self))

@@ -1,0 +1,252 @@
+"""Tasks whose sequences are drawn at random: recall, needle, parity, permutation, copy."""
+
+import hashlib
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from gdn_jax import models
+from gdn_jax.experiments import copying, needle, recall, state_tracking, text
+from gdn_jax.experiments.batch import Batch
+from gdn_jax.experiments.options import TrainOptions
+from gdn_jax.experiments.task_options import (
+    CopyOptions,
+    NeedleOptions,
+    ParityOptions,
+    PermutationOptions,
+    RecallOptions,
+)
+
+
+class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, PermutationOptions, CopyOptions)]:
+    """A task of fresh sequences; a subclass says how they are drawn.
+
+    Attributes:
+      size: of the training sequences, in the unit of `axis`.
+      test_sizes: sizes that a trained model is tested at.
+    """
+
+    metric = "accuracy"
+    lower_is_better = False
+    label: ClassVar[str]
+    axis: ClassVar[str] = "tokens"
+    vocab_size: int
+
+    def __init__(self, options: TrainOptions[T]):
+        self.options = options
+        self.o = options.task
+        self.size: int = self.o.length
+        self.test_sizes: tuple[int, ...] = () if isinstance(self.o, RecallOptions) else self.o.test_lengths
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        """Fresh sequences of a size; a pure function of its arguments, also under jit."""
+        raise NotImplementedError
+
+    def draw_training(self, key: jax.Array, batch: int) -> Batch:
+        """Fresh sequences to train on, or to validate with."""
+        return self.draw(key, batch, self.size)
+
+    def _key(self, seed: int | jax.Array, purpose: int, i: int | jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), i)
+
+    def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array) -> Batch:
+        """Batch of one optimiser step of the run with that seed; both may be traced."""
+        return self.draw_training(self._key(seed, 0, step), self.options.run.batch_size)
+
+    def train_batch(self, step: int) -> Batch:
+        return self.seeded_batch(self.options.run.seed, step)
+
+    def _keys(self, purpose: int, batch: int) -> list[jax.Array]:
+        count = max(1, self.o.val_sequences // batch)
+        return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
+
+    def val_batches(self, size: int) -> list[Batch]:
+        return [self.draw_training(key, size) for key in self._keys(1, size)]
+
+    def test_batches(self, size: int) -> dict[int, list[Batch]]:
+        sets = {
+            n: [self.draw(key, size, n) for key in self._keys(3 + i, size)]
+            for i, n in enumerate(self.test_sizes)
+        }
+        longest = max(batch.tokens.shape[1] for batches in sets.values() for batch in batches)
+        return {n: [batch.pad(longest) for batch in batches] for n, batches in sets.items()}
+
+    def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
+        del loss
+        return {"accuracy": accuracy}
+
+    def baselines(self) -> dict[str, float]:
+        """Accuracy of a guess, by its name."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, object]:
+        first = jax.tree.map(np.asarray, self.train_batch(1))
+        digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
+        return {"source": "generated", "fingerprint": digest}
+
+    def summary(self) -> str:
+        raise NotImplementedError
+
+    def sample(self, model: models.LanguageModel) -> str:
+        batch = self.draw(self._key(self.options.run.seed, 2, 0), 1, self.size)
+        graphdef, state = nnx.split(model)
+        logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)[0])(state, batch.tokens)
+        tokens, targets, weights = (np.asarray(x[0]) for x in batch)
+        predicted = np.argmax(np.asarray(logits[0]), -1)
+        lines = ["place  token  target  predicted"]
+        for t in np.flatnonzero(weights):
+            wrong = "" if predicted[t] == targets[t] else "  wrong"
+            lines.append(f"{t:5d} {tokens[t]:6d} {targets[t]:7d} {predicted[t]:10d}{wrong}")
+        return "\n".join(lines) + "\n"
+
+
+class RecallTask(GeneratedTask[RecallOptions]):
+    """Multi-query associative recall; see `recall.sequences`."""
+
+    label = "accuracy at the queries"
+    axis = "pairs"
+
+    def __init__(self, options: TrainOptions[RecallOptions]):
+        super().__init__(options)
+        self.vocab_size = self.o.vocab_size
+        self.size, self.test_sizes = self.o.num_pairs, self.o.test_pairs
+
+    def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
+        o = self.o
+        tokens, targets, asked = recall.sequences(
+            key, kept.shape[0], o.length, o.vocab_size, num_pairs, o.power, kept
+        )
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        return self._draw(key, jnp.full((batch,), size), max(size, self.o.num_pairs))
+
+    def draw_training(self, key: jax.Array, batch: int) -> Batch:
+        if not self.o.vary_pairs:
+            return self.draw(key, batch, self.size)
+        key_pairs, key = jax.random.split(key)
+        kept = jax.random.randint(key_pairs, (batch,), 1, self.o.num_pairs + 1)
+        return self._draw(key, kept, self.o.num_pairs)
+
+    def baselines(self) -> dict[str, float]:
+        return {f"one of {self.o.num_pairs} values at random": 1 / self.o.num_pairs}
+
+    def summary(self) -> str:
+        o = self.o
+        pairs = f"1 to {o.num_pairs}" if o.vary_pairs else o.num_pairs
+        return f"recall of {pairs} pairs in {o.length} tokens, vocabulary {o.vocab_size}, always fresh"
+
+
+class NeedleTask(GeneratedTask[NeedleOptions]):
+    """A needle in a haystack; see `needle.hide`."""
+
+    label = "accuracy at the question"
+
+    def __init__(self, options: TrainOptions[NeedleOptions]):
+        super().__init__(options)
+        self.text = None
+        self.first_value, self.tokens = 0, self.o.noise_tokens
+        if self.o.haystack == "text":
+            self.text = jnp.asarray(text.load(None).train)
+            self.first_value, self.tokens = ord("a"), 256
+        self.vocab_size = self.tokens + 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        o = self.o
+        key_haystack, key_needle = jax.random.split(key)
+        if self.text is None:
+            haystack = jax.random.randint(key_haystack, (batch, size), 0, self.tokens)
+        else:
+            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.text.size - size)
+            haystack = self.text[starts + jnp.arange(size)].astype(jnp.int32)
+        tokens, targets, asked = needle.hide(
+            key_needle,
+            haystack,
+            o.needle_length,
+            self.first_value,
+            o.num_values,
+            self.tokens,
+            self.tokens + 1,
+        )
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def baselines(self) -> dict[str, float]:
+        return {f"one of {self.o.num_values} values at random": 1 / self.o.num_values}
+
+    def summary(self) -> str:
+        o = self.o
+        return (
+            f"{o.needle_length} of {o.num_values} values in {o.length} tokens of {o.haystack}, always fresh"
+        )
+
+
+def _tracked(tokens: jax.Array, targets: jax.Array, trained: int) -> Batch:
+    """Every prediction counts; in sequences beyond the trained length, those past it."""
+    length = tokens.shape[1]
+    counts = jnp.arange(length) >= (trained if length > trained else 0)
+    return Batch(tokens, targets, jnp.broadcast_to(counts.astype(jnp.float32), tokens.shape))
+
+
+class ParityTask(GeneratedTask[ParityOptions]):
+    """Parity of the bits so far; see `state_tracking.parity`."""
+
+    label = "accuracy of the running parity"
+    vocab_size = 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets = state_tracking.parity(key, batch, size)
+        return _tracked(tokens, targets, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        return {"a guess": 0.5}
+
+    def summary(self) -> str:
+        return f"parity of {self.size} bits, always fresh"
+
+
+class PermutationTask(GeneratedTask[PermutationOptions]):
+    """Product of the permutations so far; see `state_tracking.words`."""
+
+    label = "accuracy of the running product"
+
+    def __init__(self, options: TrainOptions[PermutationOptions]):
+        super().__init__(options)
+        group = state_tracking.elements({"S3": 3, "S5": 5}[self.o.group])
+        letters = state_tracking.swaps(group) if self.o.elements == "swaps" else np.arange(len(group))
+        self.letters, self.table = jnp.asarray(letters), jnp.asarray(state_tracking.products(group))
+        self.vocab_size = len(group)
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets = state_tracking.words(key, batch, size, self.letters, self.table)
+        return _tracked(tokens, targets, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        # Swaps change the sign at every token: half of the group can be told apart by counting them.
+        return {"a guess": (2 if self.o.elements == "swaps" else 1) / self.vocab_size}
+
+    def summary(self) -> str:
+        o = self.o
+        return f"products of {self.size} permutations of {o.group} ({o.elements}), always fresh"
+
+
+class CopyTask(GeneratedTask[CopyOptions]):
+    """Repeating a sequence; see `copying.sequences`."""
+
+    label = "accuracy of the copy"
+
+    def __init__(self, options: TrainOptions[CopyOptions]):
+        super().__init__(options)
+        self.vocab_size = self.o.num_tokens + 1
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets, asked = copying.sequences(key, batch, size, self.o.num_tokens)
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def baselines(self) -> dict[str, float]:
+        return {f"one of {self.o.num_tokens} tokens at random": 1 / self.o.num_tokens}
+
+    def summary(self) -> str:
+        return f"copies of {self.size} tokens of {self.o.num_tokens}, always fresh"

@@ -1,0 +1,52 @@
+"""A needle in a haystack: a few values behind a marker, asked for at the end.
+
+    . . . . ! v1 v2 . . . . . . . ? v1        v1 must be predicted at the question mark, v2 after it
+
+The values are tokens that the haystack has as well: only the marker tells that they will be asked for, and everything
+else must not get in their way, however much of it comes.
+
+Source: the single needle of Hsieh et al. 2024, "RULER" (S-NIAH), with one token for "remember this" and one for "what
+was it".
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def hide(
+    key: Key[Array, ""],
+    haystack: Int[Array, "B T"],
+    needle_length: int,
+    first_value: int,
+    num_values: int,
+    marker: int,
+    question: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Writes a needle and its question over random tokens.
+
+    Args:
+      key: source of the randomness; the same key gives the same needles and places.
+      haystack: tokens [B, T], T at least 2 * needle_length + 1.
+      needle_length: values of a needle.
+      first_value, num_values: values are drawn from [first_value, first_value + num_values).
+      marker, question: tokens that the haystack does not have.
+
+    Returns:
+      tokens, with the needle at a place drawn evenly; targets, the values at the last needle_length places (0
+      elsewhere); and where those places are.
+    """
+    B, T = haystack.shape
+    key_values, key_place = jax.random.split(key)
+    values = first_value + jax.random.randint(key_values, (B, needle_length), 0, num_values)
+    place = jax.random.randint(key_place, (B, 1), 0, T - 2 * needle_length)
+    rows = jnp.arange(B)[:, None]
+    needle = jnp.concatenate([jnp.full((B, 1), marker), values], 1)
+    asked = jnp.concatenate([jnp.full((B, 1), question), values[:, :-1]], 1)
+    tokens = haystack.at[rows, place + jnp.arange(needle_length + 1)].set(needle)
+    tokens = tokens.at[:, T - needle_length :].set(asked)
+    targets = jnp.zeros_like(tokens).at[:, T - needle_length :].set(values)
+    return tokens, targets, jnp.broadcast_to(jnp.arange(T) >= T - needle_length, (B, T))

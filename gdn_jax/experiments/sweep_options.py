@@ -1,0 +1,172 @@
+"""Options of `gdn sweep`, and their two sets of defaults: small for two CPU cores, full for one GPU."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments.errors import fail
+from gdn_jax.experiments.options import ScheduleOptions, SizeOptions
+from gdn_jax.experiments.task_options import (
+    CopyOptions,
+    NeedleOptions,
+    ParityOptions,
+    PermutationOptions,
+    RecallOptions,
+    TaskOptions,
+)
+
+MixerName = Literal[
+    "linear_attention", "mamba2", "delta_net", "gated_delta_net", "gated_delta_net_neg", "softmax_attention"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class GridOptions:
+    """What is compared: mixers x learning rates x seeds."""
+
+    out: Path | None = None
+    """Folder to create. Without it, a new folder runs/sweep-<task>-<number>."""
+    resume: bool = False
+    """Continue the sweep in --out: its stored options are used, and a different one is an error."""
+    size: Literal["small", "full"] = "small"
+    """Defaults of all other options. small: minutes on two CPU cores; full: minutes on one H200."""
+    mixers: tuple[MixerName, ...] = (
+        "linear_attention",
+        "mamba2",
+        "delta_net",
+        "gated_delta_net",
+        "gated_delta_net_neg",
+        "softmax_attention",
+    )
+    """Token mixers; all have the same parameters, and the same initial weights for the same seed."""
+    lrs: tuple[float, ...] = (4e-3, 1.2e-2)
+    """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
+    seeds: int = 3
+    """Runs that differ in their initial weights and batches: seeds 0, 1, ..."""
+    data_seed: int = 0
+    """Seed of the validation and test sets, which all runs share."""
+    steps: int = 500
+    """Optimiser steps of a run."""
+    batch_size: int = 32
+    """Sequences of an optimiser step."""
+    together: int = 1
+    """Runs of a mixer that advance side by side in one program. More use a GPU better."""
+    deterministic: bool = True
+    """On a GPU, leave out operations that do not repeat bit for bit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions[T: TaskOptions]:
+    """Everything that a sweep depends on."""
+
+    task: T
+    sweep: GridOptions = GridOptions()
+    model: SizeOptions = SizeOptions()  # noqa: RUF009 (frozen)
+    optimizer: ScheduleOptions = ScheduleOptions()  # noqa: RUF009 (frozen)
+
+
+# Of rows this short the scan over tokens is faster on a CPU than the chunked form. Several heads: the first decays
+# are drawn for each head, and one head alone may forget within a few tokens.
+_SMALL = SizeOptions(
+    hidden_size=32, num_layers=1, num_heads=4, head_dim=8, expand_v=1.0, implementation="recurrent"
+)
+_FULL = SizeOptions(hidden_size=128, num_layers=2, num_heads=4, head_dim=32, expand_v=1.0)
+
+
+def _small(task: TaskOptions, **grid: Any) -> SweepOptions:
+    return SweepOptions(task, GridOptions(**grid), _SMALL)
+
+
+def _full(task: TaskOptions, **changes: Any) -> SweepOptions:
+    grid: dict[str, Any] = {
+        "lrs": (1e-3, 3e-3, 1e-2),
+        "steps": 2000,
+        "batch_size": 64,
+        "together": 9,
+    } | changes
+    return SweepOptions(task, GridOptions(size="full", **grid), _FULL)
+
+
+# Linear attention, the gate alone, the delta rule alone, both.
+_FOUR: tuple[MixerName, ...] = ("linear_attention", "mamba2", "delta_net", "gated_delta_net")
+_FIVE: tuple[MixerName, ...] = (*_FOUR, "softmax_attention")
+
+PRESETS: dict[str, dict[str, SweepOptions]] = {
+    "recall": {
+        "small": dataclasses.replace(
+            _small(
+                RecallOptions(
+                    vocab_size=64, num_pairs=8, vary_pairs=True, test_pairs=(1, 2, 4, 8), val_sequences=256
+                ),
+                mixers=_FOUR,
+                steps=600,
+                batch_size=64,
+            ),
+            model=dataclasses.replace(_SMALL, num_heads=2, head_dim=16),
+        ),
+        # More different keys (256) than numbers in all keys of a layer (128): they cannot all be orthogonal.
+        "full": dataclasses.replace(
+            _full(
+                RecallOptions(
+                    vocab_size=512,
+                    num_pairs=64,
+                    vary_pairs=True,
+                    length=256,
+                    test_pairs=(4, 8, 16, 32, 64),
+                    val_sequences=512,
+                ),
+                mixers=_FIVE,
+                steps=3000,
+            ),
+            model=dataclasses.replace(_FULL, num_heads=2, head_dim=64),
+        ),
+    },
+    "needle": {
+        "small": _small(
+            NeedleOptions(length=32, test_lengths=(32, 64, 128, 256), val_sequences=256),
+            mixers=_FOUR,
+            steps=800,
+        ),
+        "full": _full(
+            NeedleOptions(length=128, test_lengths=(128, 256, 512, 1024), val_sequences=256), mixers=_FIVE
+        ),
+    },
+    "parity": {
+        "small": _small(ParityOptions(val_sequences=256), steps=800),
+        "full": _full(
+            ParityOptions(length=64, test_lengths=(64, 128, 256, 512), val_sequences=512), steps=1000
+        ),
+    },
+    "permutation": {
+        "small": _small(PermutationOptions(val_sequences=256), steps=800),
+        "full": _full(PermutationOptions(length=64, test_lengths=(64, 128, 256, 512), val_sequences=512)),
+    },
+    "copy": {
+        "small": _small(CopyOptions(val_sequences=256), steps=800),
+        "full": _full(CopyOptions(length=64, test_lengths=(16, 32, 64, 128), val_sequences=512)),
+    },
+}
+"""Default options by task and size."""
+
+
+def check(options: SweepOptions) -> None:
+    """Raises RunError naming the first option whose value cannot be used."""
+    options_lib.check_values(options)
+    options_lib.check_size(options.model)
+    options.task.check()
+    grid = options.sweep
+    if grid.data_seed >= 2**32:
+        fail("data_seed", "less than 2**32", grid.data_seed)
+    runs = grid.seeds * len(grid.lrs)
+    if runs % grid.together:
+        fail("together", f"a divisor of --seeds x --lrs = {runs}", grid.together)
+
+
+def from_json(task: str, stored: dict[str, object], grid: GridOptions) -> SweepOptions:
+    """Options of a stored sweep; where it lies comes from `grid`.
+
+    Raises:
+      RunError: the stored names are not those of this version.
+    """
+    return options_lib.fill(PRESETS[task]["small"], stored, {"out": grid.out, "resume": grid.resume})

@@ -1,0 +1,160 @@
+"""What can be asked of each task: one frozen dataclass a task, with the checks that need no data.
+
+The docstring of a class is the task's description on the command line, that under a field its help text.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from gdn_jax.experiments.errors import fail
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
+
+    task: ClassVar[str] = "bytes"
+
+    data: Path | None = None
+    """File or folder. Without it, the .py files of the running Python's standard library."""
+    glob: str = "*"
+    """Names of the files read below a folder."""
+    length: int = 256
+    """Bytes of a training sequence, T."""
+    val_bytes: int = 131072
+    """Held-out bytes scored by a validation, spread evenly over the held-out text."""
+    prompt: str = ""
+    """Start of the sample; empty: the start of a new file."""
+    sample_bytes: int = 600
+    """Bytes of the sample."""
+    temperature: float = 0.7
+    """Temperature of the sample; 0 takes the likeliest byte."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratedOptions:
+    """Sequences drawn at random, as many as are wanted."""
+
+    val_sequences: int = 512
+    """Fresh sequences of a validation, and of a test at one size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallOptions(GeneratedOptions):
+    """Multi-query associative recall (Arora et al. 2023, "Zoology"); accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "recall"
+
+    vocab_size: int = 64
+    """Tokens: the first half are keys, the second half values."""
+    num_pairs: int = 8
+    """Key-value pairs of a training sequence, each queried once."""
+    vary_pairs: bool = False
+    """Draw the number of pairs of every training sequence from 1 to --num-pairs; fill takes the place of the rest."""
+    length: int = 32
+    """Tokens of a sequence, even and at least four a pair."""
+    power: float = 0.01
+    """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
+    test_pairs: tuple[int, ...] = (2, 4, 8)
+    """Numbers of pairs that the trained model is tested with."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        if self.length % 2:
+            fail("length", "an even number", self.length)
+        for name, most in (("num_pairs", self.num_pairs), ("test_pairs", max(self.test_pairs))):
+            if self.length < 4 * most:
+                fail("length", f"at least 4 * --{name.replace('_', '-')} = {4 * most}", self.length)
+            if self.vocab_size % 2 or self.vocab_size < 2 * most:
+                expected = f"an even number, at least 2 * --{name.replace('_', '-')} = {2 * most}"
+                fail("vocab_size", expected, self.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleOptions(GeneratedOptions):
+    """A few marked values in a long haystack, asked for at the end; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "needle"
+
+    haystack: Literal["noise", "text"] = "noise"
+    """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes."""
+    noise_tokens: int = 32
+    """Different tokens of the noise; the values of a needle are among them."""
+    num_values: int = 16
+    """Different values of a needle."""
+    needle_length: int = 2
+    """Values of a needle, all of them asked at the end."""
+    length: int = 64
+    """Tokens of a training sequence."""
+    test_lengths: tuple[int, ...] = (64, 128, 256, 512)
+    """Lengths that the trained model is tested at."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        least = 2 * self.needle_length + 1  # marker and values, question and all values but the last
+        if self.length < least:
+            fail("length", f"at least 2 * --needle-length + 1 = {least}", self.length)
+        if min(self.test_lengths) < least:
+            fail("test_lengths", f"at least 2 * --needle-length + 1 = {least}", min(self.test_lengths))
+        most = 26 if self.haystack == "text" else self.noise_tokens
+        if self.num_values > most:
+            name = "26 letters" if self.haystack == "text" else f"--noise-tokens = {most}"
+            fail("num_values", f"at most {name}", self.num_values)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityOptions(GeneratedOptions):
+    """The parity of the bits so far, after every bit; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "parity"
+
+    length: int = 32
+    """Bits of a training sequence."""
+    test_lengths: tuple[int, ...] = (32, 64, 128)
+    """Lengths that the trained model is tested at; beyond the training length only bits past it count."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PermutationOptions(GeneratedOptions):
+    """The product of the permutations so far (word problem of a group); accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "permutation"
+
+    group: Literal["S3", "S5"] = "S3"
+    """Permutations of three or of five things."""
+    elements: Literal["all", "swaps"] = "all"
+    """Tokens of a word: all elements of the group, or those that exchange two things."""
+    length: int = 32
+    """Permutations of a training sequence."""
+    test_lengths: tuple[int, ...] = (32, 64, 128)
+    """Lengths that the trained model is tested at; beyond the training length only products past it count."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyOptions(GeneratedOptions):
+    """Repeating a random sequence; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "copy"
+
+    num_tokens: int = 32
+    """Different tokens to copy."""
+    length: int = 16
+    """Tokens to copy; a sequence has twice as many."""
+    test_lengths: tuple[int, ...] = (8, 16, 32)
+    """Numbers of tokens that the trained model is tested with."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+
+
+TaskOptions = TextOptions | RecallOptions | NeedleOptions | ParityOptions | PermutationOptions | CopyOptions

@@ -1,0 +1,202 @@
+"""What is timed: problem sizes, the times that other libraries reached on them, inputs, and the hardware's floor.
+
+Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, g = logsigmoid(normal) / 16 in float32
+with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
+multiplies zeros runs faster.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PEERS = ("FlashQLA", "fla", "FlashInfer")
+"""Columns of `Row.published`: FlashQLA 0.1.3, flash-linear-attention 0.6.0, FlashInfer 0.7.2."""
+
+CHUNK = 64
+"""Tokens of a chunk in the count of the floor's products."""
+
+TENSOR_FLOPS = 790e12
+MEMORY_BYTES = 4.3e12
+"""What one H200 reaches in a second: dense products in 16 bits, and bytes copied (both directions counted)."""
+
+
+class Row(NamedTuple):
+    """One problem size. Several lengths are sequences packed into one row."""
+
+    Hk: int
+    HV: int
+    lengths: tuple[int, ...]
+    published: tuple[float | None, ...] = ()
+    """Milliseconds of PEERS on one H200."""
+    width: int = 128
+    """K = V."""
+    decay: bool = True
+    """Whether any head decays."""
+
+    @property
+    def name(self) -> str:
+        """Heads and lengths."""
+        count, total = len(self.lengths), sum(self.lengths)
+        if count == 1:
+            lengths = f"1x{total}"
+        elif len(set(self.lengths)) == 1:
+            lengths = f"{self.lengths[0]}x{count}"
+        else:
+            lengths = "+".join(map(str, self.lengths)) if count < 4 else f"{total} in {count} uneven"
+        width = "" if self.width == 128 else f" D={self.width}"
+        return f"{self.Hk},{self.HV} {lengths}{width}{'' if self.decay else ' no decay'}"
+
+    @property
+    def cu_seqlens(self) -> np.ndarray | None:
+        """Borders of the sequences; None for a single one."""
+        return np.cumsum((0, *self.lengths)).astype(np.int32) if len(self.lengths) > 1 else None
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Published milliseconds by library."""
+        pairs = zip(PEERS, self.published, strict=False)
+        return {name: ms for name, ms in pairs if ms is not None}
+
+
+_LENGTHS = ((32768,), (8192,), (2048,), (16384, 16384), (1024, 7168), (4096,) * 8, (1024,) * 8)
+_UNEVEN = {
+    8192: (343, 2261, 65, 1467, 848, 1801, 153, 1254),
+    32768: (1373, 9042, 257, 5870, 3391, 7204, 612, 5019),
+}
+_FORWARD = {
+    (16, 64): (
+        (1.527, 0.395, 0.112, 1.250, 0.469, 1.242, 0.348),
+        (3.448, 0.837, 0.226, 3.466, 0.845, 3.501, 0.882),
+        (1.555, 0.420, 0.138, 0.804, 0.324, 0.837, 0.234),
+    ),
+    (8, 32): (
+        (1.251, 0.302, 0.084, 0.766, 0.306, 0.633, 0.180),
+        (1.929, 0.480, 0.133, 1.921, 0.482, 1.962, 0.506),
+        (0.811, 0.236, 0.101, 0.809, 0.250, 0.424, 0.118),
+    ),
+    (2, 8): (
+        (0.392, 0.162, 0.069, 0.365, 0.155, 0.200, 0.060),
+        (0.916, 0.237, 0.080, 0.622, 0.219, 0.480, 0.132),
+        (0.244, 0.113, 0.062, 0.247, 0.114, 0.297, 0.157),
+    ),
+    (16, 32): (
+        (1.265, 0.302, 0.085, 0.773, 0.306, 0.637, 0.181),
+        (1.937, 0.486, 0.134, 1.935, 0.488, 1.964, 0.511),
+        (0.826, 0.240, 0.102, 0.809, 0.255, 0.432, 0.120),
+    ),
+}
+
+FORWARD = [
+    Row(*heads, lengths, times)
+    for heads, columns in _FORWARD.items()
+    for lengths, times in zip(_LENGTHS, zip(*columns, strict=True), strict=True)
+] + [
+    Row(16, 32, (32768,), decay=False),
+    Row(16, 32, _UNEVEN[32768]),
+    Row(4, 16, (32768,)),
+    Row(4, 16, (4096,) * 8),
+    Row(32, 32, (8192,)),
+]
+"""The forward. Medians of CUDA-graph replays, 2026-11-20; the last rows have not been timed elsewhere."""
+
+BACKWARD = [
+    Row(16, 32, (32768,), (2.515, 5.697)),
+    Row(16, 32, _UNEVEN[32768], (2.893, 5.781)),
+    Row(16, 32, (4096,) * 8, (1.926, 6.293)),
+    Row(16, 32, (8192,), (0.789, 1.444)),
+    Row(16, 32, _UNEVEN[8192], (0.759, 1.500)),
+    Row(16, 32, (1024,) * 8, (0.545, 1.599)),
+    Row(8, 16, (32768,), (1.377, 3.701)),
+    Row(8, 16, _UNEVEN[32768], (1.541, 2.973)),
+    Row(8, 16, (8192,), (0.452, 0.957)),
+    Row(8, 16, _UNEVEN[8192], (0.697, 0.788)),
+    Row(4, 8, (32768,), (0.887, 2.743)),
+    Row(4, 8, _UNEVEN[32768], (0.841, 1.727)),
+    Row(4, 8, (8192,), (0.321, 0.722)),
+    Row(4, 8, _UNEVEN[8192], (0.395, 0.455)),
+    Row(2, 4, (32768,), (0.548, 2.311)),
+    Row(2, 4, _UNEVEN[32768], (0.547, 1.057)),
+    Row(2, 4, (8192,), (0.290, 0.606)),
+    Row(2, 4, _UNEVEN[8192], (0.268, 0.331)),
+    Row(16, 32, (32768,), decay=False),
+    Row(4, 16, (8192,)),
+    Row(32, 32, (8192,)),
+]
+"""The backward. Published by FlashQLA (its uneven lengths are random and not published; these are ours), except the
+equal lengths, which were timed like the forward; the smaller where both are known."""
+
+
+class Inputs(NamedTuple):
+    """Arguments of one call, and the cotangents of its two results."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    initial_state: jax.Array
+    do: jax.Array
+    dh_T: jax.Array
+
+    @property
+    def tokens(self) -> tuple[jax.Array, ...]:
+        """q, k, v, g, beta."""
+        return self[:5]
+
+
+def inputs(row: Row, dtype: str = "bfloat16", seed: int = 0) -> Inputs:
+    """Random arguments for one row, sequences packed [1, sum of lengths, ...]; dtype is that of q, k, v and do."""
+    return _inputs(row._replace(published=(), lengths=(sum(row.lengths), len(row.lengths))), dtype, seed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _inputs(row: Row, dtype: str, seed) -> Inputs:
+    (T, N), D = row.lengths, row.width
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 8)  # compiles in a tenth of the default's time
+
+    def normal(i: int, *shape: int) -> jax.Array:
+        return jax.random.normal(keys[i], shape)
+
+    def unit(i: int) -> jax.Array:
+        x = normal(i, 1, T, row.Hk, D)
+        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
+
+    decays = (jnp.arange(row.HV) % 4 != 3) & row.decay
+    g = jnp.where(decays, jax.nn.log_sigmoid(normal(3, 1, T, row.HV)) / 16, 0.0)
+    state = (N, row.HV, D, D)
+    return Inputs(
+        q=unit(0),
+        k=unit(1),
+        v=normal(2, 1, T, row.HV, D).astype(dtype),
+        g=g,
+        beta=jax.nn.sigmoid(normal(4, 1, T, row.HV)),
+        initial_state=normal(5, *state),
+        do=normal(6, 1, T, row.HV, D).astype(dtype),
+        dh_T=normal(7, *state),
+    )
+
+
+def floor_ms(row: Row, what: str) -> float:
+    """The larger of the tensor cores' and the memory's time on an H200, for 16-bit q, k, v.
+
+    Products of a chunk of C tokens and a value head: forward 3 of 2 C K V (k S, q S, k^T v') and 2 of 2 C C V (A
+    times values, P v'), and q k^T and k k^T, 2 C C K each, once for a key head; backward 8 and 10 such products, the
+    fewest that are known. Bytes: arguments and results once each, states in float32.
+
+    Args:
+      what: "forward", "backward" or "training", which is the sum of both.
+    """
+    if what == "training":
+        return floor_ms(row, "forward") + floor_ms(row, "backward")
+    T, N, D = sum(row.lengths), len(row.lengths), row.width
+    states = 4 * N * row.HV * D * D
+    if what == "forward":
+        flops = T * (row.HV * (6 * D * D + 4 * CHUNK * D) + row.Hk * 4 * CHUNK * D)
+        size = T * (2 * D * (2 * row.Hk + 2 * row.HV) + 4 * 2 * row.HV) + 2 * states
+    else:
+        flops = T * row.HV * (16 * D * D + 20 * CHUNK * D)
+        size = T * (2 * D * (4 * row.Hk + 3 * row.HV) + 4 * 4 * row.HV) + 3 * states
+    return max(flops / TENSOR_FLOPS, size / MEMORY_BYTES) * 1e3

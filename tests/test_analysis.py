@@ -1,0 +1,348 @@
+"""Analysis: attention maps, half-lives, retrieval, spectra, gates of a model, Householder geometry; figures."""
+
+import dataclasses
+import functools
+import math
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tolerances import FLOAT32, assert_close, rms_ratio, tolerance
+
+import gdn_jax
+from gdn_jax import analysis, plots
+from gdn_jax.experiments import oracle
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models import LanguageModel, ModelConfig
+
+MAPPED = [
+    "slow-decay",
+    "strong-decay",
+    "mixed-decay",
+    "reset-at-some-tokens",
+    "beta-up-to-2",
+    "repeated-keys",
+    "one-token",
+    "seven-tokens-no-beta",
+    "chunk-less-one-no-g-K60-V100",
+    "one-chunk-one-key-head",
+    "values-grouped-over-two-chunk-32",
+    "queries-fewer-than-keys-chunk-16",
+    "groupings-that-do-not-nest",
+    "no-gates-no-initial-state",
+    "scale-0",
+]
+
+
+compiled_map = harness.jit(analysis.effective_attention)
+
+
+def array(x):
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", MAPPED)
+def test_effective_attention_times_v_is_the_output(name, dtype):
+    case = dataclasses.replace(cases.CASES[name], initial_state=False)
+    case = dataclasses.replace(case, chunk_size=case.T)  # for the bound: one system of T tokens is solved
+    x = cases.inputs(case, dtype)
+    expected, _ = oracle.forward(**x.arguments, scale=case.scale)
+    with jax.enable_x64(dtype == "float64"):
+        gates = [None if y is None else array(y) for y in (x.g, x.beta)]
+        M = compiled_map(array(x.q), array(x.k), *gates, scale=case.scale)
+    heads = M.shape[1]
+    v = np.repeat(x.v, case.HO // x.v.shape[2], axis=2).astype(np.float64)
+    M = np.repeat(np.asarray(M), case.HO // heads, axis=1)
+    o = np.einsum("bhij,bjhv->bihv", M.astype(np.float64), v)
+    assert M.dtype == dtype
+    assert not np.triu(M, 1).any(), "a token reads the future"
+    assert_close(expected, o, tolerance("o", dtype, case), name, axis=2)
+
+
+def test_effective_attention_of_orthonormal_keys_is_linear_attention():
+    """Nothing is stored under another's key, so nothing is taken out: the corrections vanish."""
+    k = jnp.eye(8)[None, :, None]
+    q = jax.random.normal(jax.random.key(0), (1, 8, 1, 8))
+    g = jnp.full((1, 8, 1), -0.1)
+    M = analysis.effective_attention(q, k, g, scale=1.0)[0, 0]
+    age = jnp.arange(8)[:, None] - jnp.arange(8)
+    assert_close(jnp.tril(q[0, :, 0] * jnp.exp(-0.1 * age)), M, FLOAT32["o"])
+
+
+def test_effective_attention_names_the_argument(no_type_checks):
+    q = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="g: expected shape"):
+        analysis.effective_attention(q, q, jnp.zeros((1, 5, 2)), jnp.zeros((1, 4, 2)))
+
+
+def test_half_life_is_where_the_decay_product_is_one_half():
+    g = jnp.array([-math.log(2), -math.log(2) / 10, -1e-6, 0.0, -jnp.inf])
+    n = np.asarray(analysis.half_life(g))
+    np.testing.assert_allclose(n[:2], [1, 10], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(np.asarray(g)[:3].astype(np.float64) * n[:3]), 0.5, rtol=1e-6)
+    assert n[3] == np.inf and n[4] == 0
+    assert np.isnan(analysis.half_life(jnp.array(jnp.nan)))
+
+
+def test_write_half_life_follows_the_gates_that_come():
+    rng = np.random.default_rng(0)
+    g = -rng.exponential(0.2, (2, 40, 3)).astype(np.float32)
+    g[0, 17, 1] = -np.inf
+    g[0, :, 2] = 0
+    g[1, 20:, 2] = 0
+    got = np.asarray(analysis.write_half_life(array(g)))
+    for b, t, h in np.ndindex(g.shape):
+        left, n = 1.0, 0
+        while left > 0.5 and t + n + 1 < g.shape[1]:
+            n += 1
+            left *= math.exp(float(g[b, t + n, h]))
+        assert got[b, t, h] == (n if left <= 0.5 else np.inf), (b, t, h)
+
+
+def test_layer_half_lives():
+    g = np.zeros((2, 50, 3), np.float32)
+    g[..., 0] = -np.linspace(0.01, 1, 100).reshape(2, 50)
+    g[:, ::2, 1] = -np.inf
+    mean_rate, p10, median, p90 = (np.asarray(x) for x in analysis.layer_half_lives(array(g)))
+    ln2 = math.log(2)
+    np.testing.assert_allclose(mean_rate, [ln2 / 0.505, 0, np.inf], rtol=1e-5)
+    np.testing.assert_allclose([p10[0], median[0], p90[0]], [ln2 / 0.90, ln2 / 0.505, ln2 / 0.11], rtol=0.02)
+    assert p10[1] == 0 and p90[1] == np.inf and (p10[2], median[2], p90[2]) == (np.inf,) * 3
+
+
+def test_retrieval_of_orthonormal_keys_is_exact_up_to_load_one():
+    rng = np.random.default_rng(0)
+    k = np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32)[None, :, None]
+    v = rng.standard_normal((1, 16, 1, 4)).astype(np.float32)
+    errors = np.asarray(analysis.retrieval_by_load(array(k), array(v)))[0, 0]
+    stored = np.tril(np.ones((16, 16), bool))
+    assert np.isnan(errors[~stored]).all() and errors[stored].max() < 1e-5
+
+
+def test_retrieval_by_load_reads_the_states_of_the_oracle():
+    """GVA, decay, write strengths: after every token, every stored pair is read from the oracle's state."""
+    case = cases.Case("retrieval", T=12, B=2, heads=(2, 2, 4), K=8, V=6, initial_state=False)
+    x = cases.inputs(case)
+    got = np.asarray(analysis.retrieval_by_load(*map(array, (x.k, x.v, x.g, x.beta))))
+    assert got.shape == (2, 4, 12, 12)
+    for t in range(case.T):
+        part = {name: y[:, : t + 1] for name, y in x.arguments.items()}
+        _, h = oracle.forward(**part)
+        k = np.repeat(part["k"], 2, axis=2).transpose(0, 2, 1, 3)
+        v = part["v"].transpose(0, 2, 1, 3)
+        expected = np.linalg.norm(k @ h - v, axis=-1) / np.linalg.norm(v, axis=-1)
+        assert_close(expected, got[:, :, t, : t + 1], FLOAT32["o"], f"token {t}")
+        one = analysis.retrieval_error(*(array(y.astype(np.float32)) for y in (h, k, v)))
+        assert_close(expected, one, FLOAT32["o"])
+
+
+def test_the_delta_rule_remembers_the_last_pair_and_linear_attention_does_not():
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((1, 24, 1, 8)).astype(np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = array(rng.standard_normal((1, 24, 1, 8)).astype(np.float32))
+    errors = analysis.retrieval_by_load(array(k), v)[0, 0]
+    assert jnp.diagonal(errors).max() < 1e-5  # beta = 1 writes exactly, at any load
+    assert jnp.mean(errors[-1]) > 0.3  # and pays with the older pairs: 24 do not fit into 8 dimensions
+
+
+def test_spectrum_and_effective_rank():
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((n, n)))[0] for n in (6, 9))
+    sigma = np.array([4, 2, 1, 0.5, 0, 0])
+    h = (left * sigma) @ right[:6]
+    values = np.asarray(analysis.state_spectrum(array(h.astype(np.float32))[None]))
+    assert values.shape == (1, 6)
+    np.testing.assert_allclose(values[0], sigma, atol=1e-5)
+    p = sigma[:4] / sigma.sum()
+    np.testing.assert_allclose(
+        analysis.effective_rank(array(values)), [math.exp(-(p * np.log(p)).sum())], rtol=1e-4
+    )
+    ranks = analysis.effective_rank(array(np.array([[1.0, 0, 0], [2, 2, 2], [0, 0, 0]], np.float32)))
+    np.testing.assert_allclose(ranks, [1, 3, 0], rtol=1e-6)
+
+
+LAYERS = {
+    "plain": dict(num_heads=2, head_dim=8, expand_v=2.0),
+    "grouped, bias, negative eigenvalues": dict(
+        num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.0, conv_bias=True, allow_neg_eigval=True
+    ),
+    "no convolution": dict(num_heads=2, head_dim=8, use_short_conv=False, use_gate=False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rule_inputs_are_what_the_layer_feeds_the_rule(name):
+    layer = GatedDeltaNet(32, **LAYERS[name], rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 21, 32))
+    if layer.conv_bias is not None:
+        layer.conv_bias[...] = jnp.linspace(-1, 1, layer.conv_dim)
+
+    @harness.jit
+    def rebuilt(layer, x):
+        inputs = analysis.rule_inputs(layer, x)
+        o = layer.o_norm(gdn_jax.gated_delta_rule(*inputs)[0]).reshape(2, 21, -1)
+        o = o if layer.g_proj is None else o * jax.nn.silu(layer.g_proj(x))
+        return inputs, layer.o_proj(o), layer(x)[0]
+
+    inputs, y, expected = rebuilt(layer, x)
+    assert_close(expected, y, FLOAT32["o"])
+    assert_close(jnp.ones((2, 21, 2)), jnp.linalg.norm(inputs.k, axis=-1), 1e-4)
+    assert bool((inputs.g <= 0).all()) and inputs.beta.max() > (1 if layer.allow_neg_eigval else 0)
+
+
+def test_rule_inputs_refuses_another_layer():
+    with pytest.raises(ValueError, match="layer: expected a GatedDeltaNet, got Linear"):
+        analysis.rule_inputs(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.zeros((1, 2, 4)))
+    with pytest.raises(ValueError, match="x: expected shape"):
+        analysis.rule_inputs(
+            GatedDeltaNet(8, num_heads=1, head_dim=4, rngs=nnx.Rngs(0)), jnp.zeros((1, 2, 4))
+        )
+
+
+def test_gates_of_a_model_are_collected_and_changed():
+    """Unchanged gates give the model's own logits; resets make what came before them invisible."""
+    config = ModelConfig(vocab_size=20, hidden_size=24, num_layers=2, head_dim=8, allow_neg_eigval=True)
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 20)
+    seen = []
+
+    def collect(layer, g, beta):
+        seen.append((layer, g, beta))
+        return g, beta
+
+    def reset(layer, g, beta):
+        return g.at[:, 14:21].set(-jnp.inf), beta  # more than the three tokens that a convolution looks back
+
+    @harness.jit
+    def outputs(model, tokens):
+        seen.clear()
+        unchanged = analysis.logits_with_gates(model, tokens, collect)
+        cut = analysis.logits_with_gates(model, tokens, reset)
+        return model(tokens)[0], unchanged, cut, analysis.model_rule_inputs(model, tokens), list(seen)
+
+    expected, unchanged, cut, inputs, changed = outputs(model, tokens)
+    assert_close(expected, unchanged, 10 * FLOAT32["o"])  # two layers, each with a solve and three norms
+    for i, (layer, g, beta) in enumerate(changed):
+        assert layer == i
+        assert_close(inputs[i].g, g, 10 * FLOAT32["o"])
+        assert_close(inputs[i].beta, beta, 10 * FLOAT32["o"])
+    # Another past, out of sight of any convolution from the first reset on.
+    other, _, other_cut, *_ = outputs(model, tokens.at[:, :10].set(0))
+    assert rms_ratio(expected[:, 20:], other[:, 20:]) > 1e-3
+    assert_close(cut[:, 20:], other_cut[:, 20:], 10 * FLOAT32["o"])
+
+
+def test_mean_by_kind():
+    x = jax.random.normal(jax.random.key(0), (3, 10, 2))
+    kind = jax.random.randint(jax.random.key(1), (3, 10), -1, 3)  # -1 belongs to no kind
+    got = np.asarray(analysis.mean_by_kind(x, kind, 4))
+    for i in range(3):
+        np.testing.assert_allclose(got[i], np.asarray(x)[np.asarray(kind) == i].mean(0), rtol=1e-5, atol=1e-6)
+    assert np.isnan(got[3]).all()
+
+
+def test_householder():
+    k = np.random.default_rng(0).standard_normal((5, 7))
+    k = (k / np.linalg.norm(k, axis=1, keepdims=True)).astype(np.float32)
+    k[4] *= 1.5
+    beta = np.array([0, 1, 2, 0.3, 1.7], np.float32)
+    x = np.random.default_rng(1).standard_normal((5, 7)).astype(np.float32)
+    H = np.asarray(analysis.householder(array(k), array(beta)))
+    np.testing.assert_array_equal(H[0], np.eye(7))
+    np.testing.assert_allclose(H[1] @ H[1], H[1], atol=1e-6)  # projection
+    np.testing.assert_allclose(H[1] @ k[1], 0, atol=1e-6)
+    np.testing.assert_allclose(H[2] @ H[2], np.eye(7), atol=1e-6)  # reflection
+    np.testing.assert_allclose(H[2] @ k[2], -k[2], atol=1e-6)
+    eigenvalues = np.asarray(analysis.householder_eigenvalues(array(k), array(beta)))
+    np.testing.assert_allclose(np.sort(eigenvalues), np.linalg.eigvalsh(H.astype(np.float64)), atol=1e-5)
+    np.testing.assert_allclose(np.einsum("nij,nj->ni", H, k), eigenvalues[:, :1] * k, atol=1e-5)
+    applied = analysis.apply_householder(array(k), array(beta), array(x))
+    np.testing.assert_allclose(applied, np.einsum("nij,nj->ni", H, x), atol=1e-5)
+
+
+def test_the_rule_without_values_is_the_product_of_decayed_householder_transitions():
+    case = cases.Case("transitions", T=9, B=1, heads=(1, 1, 1), K=6, V=6, beta="twice")
+    x = cases.inputs(case)
+    state = jnp.eye(6)[None, None]
+    arrays = [array(y) for y in (x.q, x.k, np.zeros_like(x.v), x.g, x.beta)]
+    _, got = harness.jit(gdn_jax.gated_delta_rule)(*arrays, initial_state=state)
+    H = np.asarray(analysis.householder(arrays[1][0, :, 0], arrays[4][0, :, 0]))
+    expected = np.exp(x.g.sum()) * np.linalg.multi_dot(H[::-1].astype(np.float64))
+    assert_close(expected, got[0, 0], FLOAT32["final_state"])
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+@functools.cache
+def figures():
+    """Every function of `plots` with arguments of a real run."""
+    case = cases.Case("figure", T=24, B=1, heads=(2, 2, 2), K=8, V=8, initial_state=False)
+    x = cases.inputs(case)
+    q, k, v, g, beta = (array(y) for y in x[:5])
+    h = gdn_jax.chunk_states(k, v, g, beta, chunk_size=16)[0, :, 0]
+    errors = jnp.nanmean(analysis.retrieval_by_load(k, v)[0, 0], axis=-1)
+    return {
+        "attention_map": dict(M=analysis.effective_attention(q, k, g, beta)[0, 0]),
+        "half_lives": dict(layers=[g, 2 * g]),
+        "gate_over_tokens": dict(gate=beta[0], name="write strength β", labels=["a"] * 24),
+        "gate_by_kind": dict(means=np.array([[0.2, 0.4], [0.6, 0.8]]), kinds=["key", "value"], name="β"),
+        "retrieval_curves": dict(load=np.arange(1, 25) / 8, errors={"delta rule": errors}),
+        "spectrum_over_time": dict(singular_values=analysis.state_spectrum(h), tokens=np.array([0, 16])),
+        "householder_plane": dict(angle=30.0, x=(1.0, 0.5), beta=2.0),
+    }
+
+
+PUBLIC_PLOTS = sorted(
+    name
+    for name, f in vars(plots).items()
+    if getattr(f, "__module__", "") == plots.__name__ and name[0] != "_"
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC_PLOTS)
+def test_figures_draw_on_the_axes_they_are_given(name, pyplot):
+    """And make their own otherwise; both have labels and something drawn. A plot without a case here fails."""
+    arguments = figures()[name]
+    _, given = pyplot.subplots()
+    assert getattr(plots, name)(**arguments, ax=given) is given
+    own = getattr(plots, name)(**arguments)
+    assert own is not given and own.figure is not given.figure
+    for ax in (given, own):
+        assert ax.lines or ax.images
+        heads_named = all(label.get_text().startswith("layer") for label in ax.get_yticklabels())
+        assert ax.get_title() or (ax.get_xlabel() and (ax.get_ylabel() or heads_named))
+        ax.figure.canvas.draw()
+
+
+def test_the_plane_shows_the_transformed_vector(pyplot):
+    ax = plots.householder_plane(90.0, (1.0, 1.0), 2.0)
+    tips = [text.xy for text in ax.texts if hasattr(text, "xy") and text.arrow_patch is not None]
+    np.testing.assert_allclose(tips, [(0, 1), (1, 1), (1, -1)], atol=1e-6)
+    assert ax.get_title() == r"$\beta$ = 2.00: reflection"
+
+
+def test_plots_import_matplotlib_only_when_they_draw():
+    import subprocess
+    import sys
+
+    program = "import sys, gdn_jax.plots; assert not [m for m in sys.modules if m.startswith('matplotlib')]"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_plot_of_a_wrong_shape_says_so():
+    with pytest.raises(ValueError, match="M: expected 2 dimensions"):
+        plots.attention_map(np.zeros((1, 2, 2)))

@@ -1,0 +1,134 @@
+"""`gdn check`: right implementations pass, wrong ones are told by name, and the report is a table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gdn_jax
+from gdn_jax.experiments import check
+from gdn_jax.experiments.accuracy import NAMES, bound
+
+SMALL = (
+    check.Case("small", T=20, heads=(1, 1, 2), K=8, V=8),
+    check.Case("small, no decay", T=20, heads=(1, 1, 2), K=8, V=8, g="none"),
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(check, "QUICK", SMALL)
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a report, as rows of cells; the ruler below the header is checked and dropped."""
+    found = []
+    for part in text.split("\n\n"):
+        lines = part.splitlines()
+        if all(line.startswith("| ") and line.endswith(" |") for line in lines):
+            cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+            assert len({len(row) for row in cells}) == 1, "ragged table"
+            assert set(cells.pop(1)) == {"---"}
+            found.append(cells)
+    return found
+
+
+def test_what_is_printed(small, capsys):
+    """A row for every case, dtype and implementation, in the order of its header; a reason for what did not run."""
+    assert check.main([]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("### gdn check: ok")
+    assert f"jax {jax.__version__}" in text and jax.devices()[0].device_kind in text
+    errors, worst = tables(text)
+    assert errors[0] == [
+        *("case", "dtype", "implementation", "o", "state", "dq", "dk", "dv", "dg", "dbeta", "dh_0", "result")
+    ]
+    x = jax.tree.map(jnp.asarray, check.inputs(SMALL[0], "float32", 0))
+    support = gdn_jax.supported_implementations(**x.arguments)
+    runs = [f"`{name}`" for name, reason in support.items() if reason is None]
+    for dtype in ("float32", "bfloat16"):
+        for case in SMALL:
+            group = [row for row in errors[1:] if row[:2] == [case.name, dtype]]
+            assert {row[2] for row in group} >= {*runs, "bound"}
+            for row in group:
+                limits = [bound(name, dtype, cancelling=case.cancelling) for name in NAMES]
+                values = [float(cell) for cell in row[3:-1]]
+                if row[2] == "bound":
+                    assert values == limits
+                else:
+                    assert row[-1] == "ok"
+                    assert all(0 <= value <= limit for value, limit in zip(values, limits, strict=True))
+    for name, reason in support.items():
+        assert reason is None or f"`{name}`, float32: {reason}\n" in text
+    # The worst of the table is the largest number of each column.
+    chunked = [row for row in errors[1:] if row[1:3] == ["float32", "`chunked`"]]
+    line = next(row for row in worst if row[0] == "`chunked`, float32")
+    largest = [max(map(float, column)) for column in list(zip(*chunked, strict=True))[3:-1]]
+    assert [float(cell) for cell in line[1:]] == largest
+    assert [row[0] for row in worst if row[0].startswith("bound")] == [
+        "bound, float32", "bound, bfloat16, random keys", "bound, bfloat16, alike keys or no decay",
+    ]  # fmt: skip
+
+
+def slightly_wrong(rule):
+    """One output head scaled by 1 + 1e-4 and, with the right values, a gradient of beta that is 1e-3 too large."""
+
+    def broken(q, k, v, g, beta, *args, **options):
+        beta = beta + 1e-3 * (beta - jax.lax.stop_gradient(beta))
+        o, state = rule(q, k, v, g, beta, *args, **options)
+        return o.at[:, :, 1].multiply(1 + 1e-4), state
+
+    return broken
+
+
+def not_a_number(rule):
+    def broken(*args, **options):
+        o, state = rule(*args, **options)
+        return o, state.at[0, 0, 0, 0].add(jnp.nan)
+
+    return broken
+
+
+def no_return(rule):
+    def broken(*args, **options):
+        raise RuntimeError("out of memory, say")
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("breaks", "off"),
+    [(slightly_wrong, {"o", "dbeta"}), (not_a_number, {"state"}), (no_return, None)],
+)
+def test_a_broken_implementation_fails(small, monkeypatch, capsys, breaks, off):
+    """Exit status 1; its rows say FAIL, the wrong results are in bold, and the others stay ok."""
+    monkeypatch.setattr("gdn_jax.chunked.chunked_rule", breaks(gdn_jax.chunked.chunked_rule))
+    assert check.main(["--dtypes", "float32"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("### gdn check: FAIL")
+    errors = tables(text)[0]
+    for row in errors[1:]:
+        bold = {name for name, cell in zip(errors[0], row, strict=True) if cell.startswith("**")}
+        if row[2] == "`chunked`":
+            assert row[-1] == "FAIL" and bold == ({*errors[0][3:-1]} if off is None else off)
+        else:
+            assert row[-1] in ("ok", "") and not bold
+    assert ("raised RuntimeError: out of memory, say" in text) == (off is None)
+
+
+def test_nothing_compared_is_no_success():
+    assert not check.compare((), ("float32",)).ok
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in check.FULL])
+def test_cases(case):
+    """Every case of the table is a call that the library accepts, with inputs as its name says."""
+    x = check.inputs(case, "bfloat16", 0)
+    arguments = jax.tree.map(jnp.asarray, x.arguments)
+    shapes = jax.eval_shape(lambda a: gdn_jax.gated_delta_rule(**a, **dict(case.options)), arguments)
+    assert [y.shape for y in shapes] == [x.do.shape, x.dh_T.shape]
+    k = x.primals["k"][0, :, 0].astype(np.float64)
+    cosine = (k @ k.T)[~np.eye(len(k), dtype=bool)].mean() if len(k) > 1 else 0
+    assert (cosine > 0.5) == case.correlated_keys
+    assert (x.primals["g"] == 0).all() == (case.g == "none")
+    assert (x.primals["beta"].max() > 1) == (case.largest_beta > 1)

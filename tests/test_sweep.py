@@ -1,0 +1,312 @@
+"""`gdn sweep`: its grid, what a run is, its resume after a kill or Ctrl-C, its table and figure, its errors."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax.experiments import cli, plotting, steps, summary, sweep, sweep_options
+from gdn_jax.experiments.mixers import MIXERS
+from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.experiments.runs import JsonLines
+from gdn_jax.experiments.task_options import ParityOptions
+from gdn_jax.experiments.tasks import make_task
+from gdn_jax.experiments.training import Trainer
+
+TINY = (
+    "--hidden-size 8 --num-layers 1 --num-heads 1 --head-dim 4 --dtype float32 --length 6 --test-lengths 6 9 "
+    "--val-sequences 16 --batch-size 8 --steps 5 --seeds 2 --lrs 0.01 0.03 --mixers gated_delta_net mamba2 "
+    "--together 2"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Most sweeps here compile the same functions: keep them on disk for the time of this file.
+
+    Without LLVM's optimisations on a CPU, as in `harness.jit`: compilation is nearly all that happens here.
+    """
+    flags = steps.compiler_flags
+    if jax.default_backend() == "cpu":
+        steps.compiler_flags = lambda deterministic: {"xla_backend_optimization_level": 0}
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in options.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    steps.compiler_flags = flags
+
+
+def start(out, *more):
+    return cli.main(["sweep", "parity", "--out", str(out), *TINY, *more])
+
+
+def records(out):
+    """Lines of runs.jsonl without the wall clock, by run."""
+    lines = JsonLines(out / "runs.jsonl").records()
+    assert len({sweep.as_run(line) for line in lines}) == len(lines), "a run was made twice"
+    return {sweep.as_run(line): {k: v for k, v in line.items() if k != "wall"} for line in lines}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A sweep that was never interrupted."""
+    out = tmp_path_factory.mktemp("sweeps") / "finished"
+    assert start(out) == 0
+    return out
+
+
+def options(**grid):
+    """Options of the tiny sweep."""
+    model = sweep_options.SizeOptions(
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        head_dim=4,
+        expand_v=1.0,
+        dtype="float32",
+        implementation="recurrent",
+    )
+    task = ParityOptions(length=6, test_lengths=(6, 9), val_sequences=16)
+    grid = {"steps": 5, "batch_size": 8, "seeds": 2, "lrs": (0.01, 0.03)} | grid
+    return sweep_options.SweepOptions(task, sweep_options.GridOptions(**grid), model)
+
+
+def test_folder(finished):
+    assert sorted(p.name for p in finished.iterdir()) == [
+        "config.json",
+        "figure.png",
+        "runs.jsonl",
+        "table.md",
+    ]
+    done = records(finished)
+    mixers = ("gated_delta_net", "mamba2")
+    assert list(done) == [sweep.Run(m, lr, seed) for m in mixers for lr in (0.01, 0.03) for seed in (0, 1)]
+    for record in done.values():
+        assert set(record["test_accuracy"]) == {"6", "9"} and 0 < record["val_loss"] < 2
+        assert 0 <= record["val_accuracy"] <= 1
+    assert len({record["parameters"] for record in done.values()}) == 1
+    assert len({record["val_loss"] for record in done.values()}) == len(done), "runs are not different"
+    image = (finished / "figure.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) < 150 * 1024
+    table = (finished / "table.md").read_text()
+    assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
+
+
+def test_a_run_is_that_of_gdn_train(finished):
+    """The same seed, learning rate and steps by the loop of `gdn train` end with the same parameters."""
+    o = options()
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    seed, lr = 1, 0.03
+    trained = TrainOptions(
+        o.task,
+        RunOptions(seed=seed, steps=5, batch_size=8),
+        ModelOptions(**dataclasses.asdict(o.model), rule="mamba2"),
+        OptimizerOptions(lr=lr),
+    )
+    trainer = Trainer.make(trained, make_task(trained))
+    for step in range(1, 6):
+        trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+    loss, accuracy = steps.validate(trainer.functions, trainer.state.params, task.val_batches(8))
+    record = records(finished)[sweep.Run("mamba2", lr, seed)]
+    # float32 sums in another order, over five steps of Adam
+    assert record["val_loss"] == pytest.approx(loss, rel=1e-4)
+    assert record["val_accuracy"] == pytest.approx(accuracy, abs=2 / (16 * 6))
+    tests = {
+        str(n): steps.validate(trainer.functions, trainer.state.params, b)[1]
+        for n, b in task.test_batches(8).items()
+    }
+    assert record["test_accuracy"] == pytest.approx(tests, abs=2 / (16 * 3))
+
+
+def test_side_by_side_is_one_by_one(finished, tmp_path, monkeypatch):
+    """Runs in one program under vmap are those made one after the other; all runs of a mixer share one trace."""
+    traces = []
+    original = steps._sums
+    monkeypatch.setattr(steps, "_sums", lambda *args: traces.append(1) or original(*args))
+    assert start(tmp_path / "run", "--together", "1", "--mixers", "mamba2") == 0
+    assert len(traces) == 2  # the training step and the score
+    many, one = records(finished), records(tmp_path / "run")
+    assert list(one) == [run for run in many if run.mixer == "mamba2"]
+    for run, record in one.items():
+        assert many[run]["val_loss"] == pytest.approx(record["val_loss"], rel=1e-4), run
+
+
+KILLED = """
+import os, signal, sys
+from gdn_jax.experiments import cli, runs, steps
+
+steps.compiler_flags = lambda deterministic: {"xla_backend_optimization_level": 0}
+
+count = int(sys.argv[1])
+original = runs.JsonLines.append
+
+def append(self, record):
+    global count
+    count -= 1
+    if count == 0:
+        with open(self.path, "a") as file:
+            file.write('{"mixer": "gated_de')  # the power goes off in the middle of a line
+            file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, record)
+
+runs.JsonLines.append = append
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def test_kill_then_resume(finished, tmp_path, compile_once):
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, "4", "sweep", "parity", "--out", str(out), *TINY],
+        env=os.environ | compile_once | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    # in the middle of a group: one of its two runs is kept
+    assert len(records(out)) == 3 and not (out / "runs.jsonl").read_bytes().endswith(b"\n")
+    assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 0
+    assert records(out) == records(finished)
+    table = [(path / "table.md").read_text().splitlines()[:8] for path in (out, finished)]
+    assert table[0] == table[1]
+
+
+def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    original = sweep.Program.advance
+    calls = 0
+
+    def pressing(self, runs, first, last):
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # in the second group
+            signal.raise_signal(signal.SIGINT)
+        return original(self, runs, first, last)
+
+    monkeypatch.setattr(sweep.Program, "advance", pressing)
+    assert start(out) == 130
+    assert f"gdn sweep parity --out {out} --resume" in capsys.readouterr().out.replace("\n", " ")
+    assert 0 < len(records(out)) < 8 and not (out / "table.md").exists()
+    assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 0
+    assert records(out) == records(finished)
+    # a finished sweep resumes to its table
+    before = (out / "runs.jsonl").read_bytes()
+    (out / "table.md").unlink()
+    assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 0
+    assert (out / "table.md").exists() and (out / "runs.jsonl").read_bytes() == before
+
+
+def line(mixer, lr, seed, loss, accuracy):
+    return {"mixer": mixer, "lr": lr, "seed": seed, "val_loss": loss, "val_accuracy": 0.0,
+            "test_accuracy": {"4": accuracy, "8": accuracy / 2}}  # fmt: skip
+
+
+def test_learning_rate_is_chosen_by_mean_validation_loss():
+    runs = [line("mamba2", 0.1, s, loss, 0.9) for s, loss in enumerate([1.0, 3.0])]
+    runs += [line("mamba2", 0.2, s, loss, acc) for s, (loss, acc) in enumerate([(1.5, 0.2), (1.6, 0.4)])]
+    runs += [line("mamba2", 0.3, 0, 0.1, 1.0), line("mamba2", 0.3, 1, None, 0.0)]  # one diverged
+    runs += [line("delta_net", 0.1, s, None, 0.5) for s in (0, 1)]
+    mamba, delta = summary.rows(runs, ["mamba2", "delta_net"])
+    assert mamba.mixer == "mamba2" and mamba.lr == 0.2 and delta.lr == 0.1
+    assert mamba.accuracy == {4: [0.2, 0.4], 8: [0.1, 0.2]}
+    assert mamba.mean(4) == pytest.approx(0.3) and mamba.spread(8) == pytest.approx(
+        np.std([0.1, 0.2], ddof=1)
+    )
+    assert summary.rows(runs[:1], ["mamba2"])[0].spread(4) == 0.0
+
+
+def test_equal_parameters_and_initial_weights():
+    o = options()
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+
+    def weights(mixer):
+        return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
+
+    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in MIXERS]
+    assert all(x == shapes[0] for x in shapes)
+    jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
+    assert set(MIXERS) == set(o.sweep.mixers) == set(plotting._STYLES)
+    made = {(m.rule, m.allow_neg_eigval) for m in MIXERS.values()}
+    assert len(made) == len(MIXERS)
+
+
+def test_divergence_is_recorded(tmp_path):
+    out = tmp_path / "run"
+    assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0
+    assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
+    assert "| Mamba2's rule | 0.01 |" in (out / "table.md").read_text()
+    assert (out / "figure.png").exists()
+
+
+@pytest.mark.parametrize("task", sweep_options.PRESETS)
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_presets_fit(task, size):
+    preset = sweep_options.PRESETS[task][size]
+    sweep_options.check(preset)
+    assert preset.sweep.size == size and preset.task.task == task
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--seeds 0", "--seeds: expected a number above 0, got 0"),
+        ("--lrs 0.1 0.1", "--lrs: expected different values, at least one, got 0.1 0.1"),
+        ("--lrs nan", "--lrs: expected a finite number, got nan"),
+        ("--mixers mamba2 mamba2", "--mixers: expected different values, at least one, got mamba2 mamba2"),
+        ("--together 3", "--together: expected a divisor of --seeds x --lrs = 4, got 3"),
+        ("--data-seed -1", "--data-seed: expected 0 or more, got -1"),
+        ("--conv-size 5", "--conv-size: expected 2, 3 or 4, got 5"),
+        ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
+        ("--implementation mosaic_gpu", "mosaic_gpu"),
+        ("--resume", "--resume: expected a run folder, got"),
+    ],
+)
+def test_error_is_one_line(tmp_path, capsys, words, message):
+    assert start(tmp_path / "run", *words.split()) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("gdn: ") and message in error
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("sweep bytes", "gdn sweep: expected a task recall, needle, parity, permutation or copy, got bytes"),
+        ("sweep", "gdn sweep: expected a task"),
+        ("sweep parity --mixers transformer", "transformer"),
+        ("sweep parity --lr 0.1", "--lr"),
+        ("sweep parity --size medium", "medium"),
+    ],
+)
+def test_misuse_is_one_line(capsys, words, message):
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_existing_and_other_folders(finished, capsys):
+    before = {p: p.read_bytes() for p in finished.iterdir()}
+    assert start(finished) == 1
+    assert "--out: expected a folder that does not exist" in capsys.readouterr().err
+    resume = ["--out", str(finished), "--resume"]
+    assert cli.main(["sweep", "parity", *resume, "--steps", "9"]) == 1
+    assert "--steps: expected 5 as in the run to resume, got 9" in capsys.readouterr().err
+    assert cli.main(["sweep", "copy", *resume]) == 1
+    assert "expected a run of the task sweep copy, got sweep parity" in capsys.readouterr().err
+    assert cli.main(["train", "parity", *resume]) == 1
+    assert "expected a run of the task parity, got sweep parity" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in finished.iterdir()} == before
+    assert json.loads(before[finished / "config.json"])["task"] == "sweep parity"

@@ -1,0 +1,375 @@
+"""What the tasks of `gdn train` and `gdn sweep` ask: each batch against a construction of its own in NumPy."""
+
+import itertools
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from gdn_jax.experiments import cli, ngrams, recall, state_tracking, tasks, text
+from gdn_jax.experiments.options import TASKS, RunOptions, TrainOptions
+from gdn_jax.experiments.task_options import (
+    CopyOptions,
+    NeedleOptions,
+    ParityOptions,
+    PermutationOptions,
+    RecallOptions,
+    TextOptions,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Thirty small files of Python-like text."""
+    root = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (root / f"part{i % 3}").mkdir(exist_ok=True)
+        body = "".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(8))
+        (root / f"part{i % 3}" / f"file{i}.py").write_text(body)
+    return root
+
+
+# --- text
+
+
+def test_split_holds_out_whole_files_and_is_stable(folder):
+    corpus = text.load(folder)
+    assert not set(corpus.train_files) & set(corpus.val_files)
+    assert len(corpus.train_files) + len(corpus.val_files) == 30
+    assert corpus.fingerprint == text.load(folder).fingerprint
+    joined = corpus.val.tobytes()
+    for name in corpus.val_files:
+        assert (folder / name).read_bytes() in joined
+        assert (folder / name).read_bytes() not in corpus.train.tobytes()
+    names = [f"a{i}" for i in range(2000)]
+    out = dict(zip(names, text.held_out(names), strict=True))
+    assert 0.07 < np.mean(list(out.values())) < 0.13
+    more = ["new", *names]
+    after = dict(zip(more, text.held_out(more), strict=True))
+    assert all(after[name] == out[name] for name in names), "another file moved one across the split"
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_small_folders_have_both_sides(count):
+    out = text.held_out([f"{i}.txt" for i in range(count)])
+    assert 1 <= sum(out) < count
+
+
+def test_single_file_holds_out_its_end(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(1, 101)))
+    corpus = text.load(path)
+    assert corpus.train.tobytes() == b"\0" + bytes(range(1, 91)) + b"\0"
+    assert corpus.val.tobytes() == b"\0" + bytes(range(91, 101)) + b"\0"
+
+
+def test_glob_hidden_and_caches(tmp_path):
+    for name in ("a.py", "b.txt", ".hidden.py", "__pycache__/c.py", "sub/d.py", ".git/e.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name * 10)
+    corpus = text.load(tmp_path, "*.py")
+    assert sorted(corpus.train_files + corpus.val_files) == ["a.py", "sub/d.py"]
+
+
+def test_standard_library_is_the_default():
+    corpus = text.load(None)
+    files = corpus.train_files + corpus.val_files
+    assert "json/decoder.py" in files and not any(
+        "site-packages" in f or "test" in f.split("/") for f in files
+    )
+    assert corpus.train.size > 3e6 and corpus.val.size > 1e5
+
+
+@pytest.mark.parametrize("size, length, most", [(101, 10, 1000), (1000, 32, 96), (34, 32, 5), (513, 16, 100)])
+def test_windows_predict_each_byte_at_most_once(size, length, most):
+    stream = np.arange(size, dtype=np.int64) % 251
+    starts = text.window_starts(size, length, most)
+    inputs, targets = text.windows(stream.astype(np.uint8), starts, length)
+    predicted = (starts[:, None] + 1 + np.arange(length)).reshape(-1)
+    assert len(set(predicted)) == predicted.size <= max(most, length) and predicted.max() < size
+    np.testing.assert_array_equal(targets.reshape(-1), stream[predicted])
+    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
+    if most >= size:
+        assert predicted.size == (size - 1) // length * length
+
+
+def test_batches_depend_on_seed_and_step_alone(folder):
+    def batch(seed, step):
+        o = TrainOptions(TextOptions(data=folder, length=32), RunOptions(seed=seed, batch_size=4))
+        return tasks.BytesTask(o).train_batch(step).tokens
+
+    np.testing.assert_array_equal(batch(1, 5), batch(1, 5))
+    assert (batch(1, 5) != batch(1, 6)).any() and (batch(1, 5) != batch(2, 5)).any()
+
+
+def test_validation_covers_the_windows_once(folder):
+    o = TrainOptions(TextOptions(data=folder, length=32, val_bytes=320))
+    task = tasks.BytesTask(o)
+    batches = task.val_batches(4)
+    rows = np.concatenate([b.targets[b.weights[:, 0] > 0] for b in batches])
+    np.testing.assert_array_equal(rows, text.windows(task.corpus.val, task.starts, 32)[1])
+    assert {b.tokens.shape for b in batches} == {(4, 32)}
+
+
+def test_tables_agree_with_a_slow_count():
+    rng = np.random.default_rng(0)
+    train_bytes, val = (rng.integers(97, 103, n).astype(np.uint8) for n in (400, 60))
+    positions = np.array([1, 2, 3, 17, 40, 59])
+    ones, twos, threes, c2, c3 = Counter(), Counter(), Counter(), Counter(), Counter()
+    for i, y in enumerate(train_bytes.tolist()):
+        b = int(train_bytes[i - 1]) if i > 0 else 0
+        a = int(train_bytes[i - 2]) if i > 1 else 0
+        if i == 0:
+            continue  # the first byte is context only
+        ones[y] += 1
+        twos[b, y] += 1
+        threes[a, b, y] += 1
+        c2[b] += 1
+        c3[a, b] += 1
+    bits = {"bigram": [], "trigram": []}
+    for i in positions.tolist():
+        y, b, a = int(val[i]), int(val[i - 1]), int(val[i - 2]) if i > 1 else 0
+        p1 = (ones[y] + 1) / (sum(ones.values()) + 256)
+        p2 = (twos[b, y] + ngrams.PRIOR * p1) / (c2[b] + ngrams.PRIOR)
+        p3 = (threes[a, b, y] + ngrams.PRIOR * p2) / (c3[a, b] + ngrams.PRIOR)
+        bits["bigram"].append(-math.log2(p2))
+        bits["trigram"].append(-math.log2(p3))
+    got = ngrams.bits_per_byte(train_bytes, val, positions)
+    assert got == pytest.approx({k: sum(v) / len(v) for k, v in bits.items()}, rel=1e-12)
+
+
+# --- generated sequences
+
+
+@pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])
+def test_recall_is_answerable(length, vocab_size, num_pairs):
+    tokens, targets, asked = map(
+        np.asarray, recall.sequences(jax.random.key(3), 50, length, vocab_size, num_pairs, 0.01)
+    )
+    assert (asked.sum(1) == num_pairs).all()
+    for row, target, where in zip(tokens, targets, asked, strict=True):
+        keys, values = row[: 2 * num_pairs : 2], row[1 : 2 * num_pairs : 2]
+        memory = dict(zip(keys.tolist(), values.tolist(), strict=True))
+        assert len(memory) == len(set(values.tolist())) == num_pairs
+        assert (keys < vocab_size // 2).all() and (values >= vocab_size // 2).all()
+        places = np.flatnonzero(where)
+        assert (places >= 2 * num_pairs).all() and (places % 2 == 0).all()
+        assert sorted(row[places].tolist()) == sorted(memory)
+        assert all(target[t] == memory[int(row[t])] for t in places)
+        others = np.setdiff1d(np.arange(2 * num_pairs, length), places)
+        assert (row[others] >= vocab_size // 2).all()
+
+
+def test_recall_of_fewer_pairs():
+    """The pairs that are not kept, and their queries, are fill; what stays is as it was."""
+    key, kept = jax.random.key(3), np.array([1, 2, 4] * 20)
+    whole = [np.asarray(x) for x in recall.sequences(key, 60, 24, 32, 4, 0.01)]
+    fewer = [np.asarray(x) for x in recall.sequences(key, 60, 24, 32, 4, 0.01, kept)]
+    for n, *rows in zip(kept, *whole, *fewer, strict=True):
+        tokens, targets, asked, few, few_targets, few_asked = rows
+        stays = few == tokens
+        assert few_asked.sum() == n and (asked >= few_asked).all() and stays[: 2 * n].all()
+        assert set(few[few < 16].tolist()) == set(tokens[: 2 * n : 2].tolist()), (
+            "a key of a pair that is gone"
+        )
+        np.testing.assert_array_equal(few_targets, np.where(few_asked, targets, 0))
+        assert stays[few_asked].all() and (few[~stays] >= 16).all()
+
+
+def test_number_of_pairs():
+    """Training with a fixed number or a varying one; tests have exactly theirs, in the places of the training."""
+    for vary in (False, True):
+        o = RecallOptions(vocab_size=16, num_pairs=4, length=24, test_pairs=(1, 3, 6), vary_pairs=vary)
+        task = tasks.make_task(TrainOptions(o, RunOptions(batch_size=64)))
+        counts = np.asarray(task.train_batch(1).weights).sum(1)
+        assert set(counts) == ({1, 2, 3, 4} if vary else {4})
+        assert set(np.asarray(task.val_batches(64)[0].weights).sum(1)) == set(counts)
+        for pairs, (batch, *_) in task.test_batches(64).items():
+            asked = np.asarray(batch.weights) > 0
+            assert (asked.sum(1) == pairs).all() and not asked[:, : 2 * max(4, pairs)].any()
+
+
+def test_recall_gaps_follow_the_power_law():
+    _, _, asked = recall.sequences(jax.random.key(0), 4000, 32, 16, 1, 0.01)
+    counts = np.asarray(asked)[:, 2::2].sum(0)
+    law = np.arange(1, 16) ** (0.01 - 1)
+    expected = 4000 * law / law.sum()
+    # chi-square with 14 degrees of freedom: mean 14, deviation 5.3; six deviations
+    assert ((counts - expected) ** 2 / expected).sum() < 14 + 6 * 5.3
+
+
+def draw(task_options, size=None, batch=64, seed=5):
+    """Tokens, targets and weights of fresh sequences, in NumPy, and the task."""
+    task = tasks.make_task(TrainOptions(task_options, RunOptions(batch_size=batch)))
+    drawn = task.draw(jax.random.key(seed), batch, task.size if size is None else size)
+    return task, *(np.asarray(x) for x in drawn)
+
+
+@pytest.mark.parametrize("size, counted", [(6, 0), (9, 0), (14, 9)])
+def test_parity(size, counted):
+    """The running sum modulo 2 after every bit; beyond the trained length only what lies past it counts."""
+    task, tokens, targets, weights = draw(ParityOptions(length=9), size)
+    np.testing.assert_array_equal(targets, np.cumsum(tokens, axis=1) % 2)
+    np.testing.assert_array_equal(weights, np.broadcast_to(np.arange(size) >= counted, tokens.shape))
+    assert task.vocab_size == 2 and set(tokens.ravel()) == {0, 1}
+    assert abs(tokens.mean() - 0.5) < 5 * 0.5 / tokens.size**0.5  # five standard deviations
+
+
+@pytest.mark.parametrize("group, things", [("S3", 3), ("S5", 5)])
+@pytest.mark.parametrize("elements", ["all", "swaps"])
+def test_permutation(group, things, elements):
+    """Following every thing through the word, one permutation after another, leads where the target says."""
+    task, tokens, targets, weights = draw(PermutationOptions(group=group, elements=elements, length=7), 8)
+    group = list(itertools.permutations(range(things)))
+    assert task.vocab_size == len(group) == math.factorial(things)
+    assert (weights == (np.arange(8) >= 7)).all()
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+        where = list(range(things))
+        for token, product in zip(row, target, strict=True):
+            where = [group[token][i] for i in where]
+            assert group[product] == tuple(where)
+    moved = {sum(a != b for a, b in enumerate(group[token])) for token in set(tokens.ravel().tolist())}
+    assert moved == ({2} if elements == "swaps" else {0, *range(2, things + 1)})
+    if elements == "all":
+        assert len(set(tokens.ravel().tolist())) > 0.9 * len(group)
+
+
+def test_group_tables():
+    for things in (3, 5):
+        elements = state_tracking.elements(things)
+        table = state_tracking.products(elements)
+        np.testing.assert_array_equal(table[0], np.arange(len(table)))  # the first element moves nothing
+        assert all(sorted(row) == list(range(len(table))) for row in table.tolist())
+        a, b, c = np.random.default_rng(0).integers(0, len(table), (3, 50))
+        np.testing.assert_array_equal(table[table[a, b], c], table[a, table[b, c]])
+        assert (table != table.T).any()
+        assert len(state_tracking.swaps(elements)) == things * (things - 1) // 2
+
+
+@pytest.mark.parametrize("haystack", ["noise", "text"])
+@pytest.mark.parametrize("needle_length, size", [(1, 3), (2, 30), (3, 40)])
+def test_needle(haystack, needle_length, size):
+    o = NeedleOptions(haystack=haystack, needle_length=needle_length, length=20, num_values=8)
+    task, tokens, targets, weights = draw(o, size, batch=256)
+    marker, question = task.vocab_size - 2, task.vocab_size - 1
+    first = {"noise": 0, "text": ord("a")}[haystack]
+    stream = text.load(None).train.tobytes() if haystack == "text" else b""
+    places = set()
+    for row, target, weight in zip(tokens, targets, weights, strict=True):
+        (place,) = np.flatnonzero(row == marker)
+        (asked,) = np.flatnonzero(row == question)
+        places.add(int(place))
+        values = row[place + 1 : place + 1 + needle_length]
+        assert asked == size - needle_length and place + needle_length < asked
+        assert ((first <= values) & (values < first + 8)).all()
+        np.testing.assert_array_equal(np.flatnonzero(weight), np.arange(asked, size))
+        np.testing.assert_array_equal(target[asked:], values)
+        np.testing.assert_array_equal(row[asked + 1 :], values[:-1])
+        hay = np.delete(row, [*range(place, place + needle_length + 1), *range(asked, size)])
+        assert (hay < marker).all()
+        if haystack == "text":
+            assert bytes(row[:place].tolist()) in stream
+    assert places == set(range(size - 2 * needle_length)), "not every place is used"
+    if haystack == "noise" and size > 3:
+        assert set(hay.tolist()) - set(range(8)) and set(range(8)) <= set(tokens.ravel().tolist())
+
+
+def test_copy():
+    task, tokens, targets, weights = draw(CopyOptions(num_tokens=5, length=4), 6)
+    assert task.vocab_size == 6 and tokens.shape == (64, 12)
+    np.testing.assert_array_equal(tokens[:, 6], 5)
+    np.testing.assert_array_equal(targets[:, 6:], tokens[:, :6])
+    np.testing.assert_array_equal(tokens[:, 7:], tokens[:, :5])
+    np.testing.assert_array_equal(weights, np.broadcast_to(np.arange(12) >= 6, weights.shape))
+    assert set(tokens[:, :6].ravel()) == set(range(5))
+
+
+SMALL = {
+    "recall": RecallOptions(vocab_size=16, num_pairs=2, length=12, test_pairs=(1, 3), val_sequences=8),
+    "needle": NeedleOptions(length=9, test_lengths=(7, 12), val_sequences=8),
+    "parity": ParityOptions(length=5, test_lengths=(4, 9), val_sequences=8),
+    "permutation": PermutationOptions(length=5, test_lengths=(4, 9), val_sequences=8),
+    "copy": CopyOptions(length=4, test_lengths=(3, 5), val_sequences=8),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_batches_are_given_by_seed_and_step(name):
+    def make(seed):
+        return tasks.make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
+
+    task, other = make(0), make(1)
+    one = task.train_batch(3).tokens
+    np.testing.assert_array_equal(one, make(0).train_batch(3).tokens)
+    np.testing.assert_array_equal(one, jax.jit(task.seeded_batch)(np.uint32(0), 3).tokens)
+    assert (one != task.train_batch(4).tokens).any() and (one != other.train_batch(3).tokens).any()
+    np.testing.assert_array_equal(other.train_batch(3).tokens, task.seeded_batch(1, 3).tokens)
+    sets = [task.val_batches(4), *task.test_batches(4).values()]
+    again = [make(0).val_batches(4), *make(0).test_batches(4).values()]
+    jax.tree.map(np.testing.assert_array_equal, sets, again)
+    # Training, validation and tests do not share a sequence by construction: keys differ.
+    assert len({np.asarray(s[0].tokens).tobytes() for s in sets} | {np.asarray(one).tobytes()}) == 4
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sizes_and_padding(name):
+    task = tasks.make_task(TrainOptions(SMALL[name], RunOptions(batch_size=4)))
+    sets = task.test_batches(4)
+    assert tuple(sets) == task.test_sizes
+    assert len({batch.tokens.shape for batches in sets.values() for batch in batches}) == 1
+    for i, (size, batches) in enumerate(sets.items()):
+        assert len(batches) == 2
+        bare = task.draw(task._key(0, 3 + i, 1), 4, size)
+        length = bare.tokens.shape[1]
+        for padded, x in zip(batches[1], bare, strict=True):
+            np.testing.assert_array_equal(padded[:, :length], x)
+            assert not np.any(padded[:, length:])
+    (chance,) = task.baselines().values()
+    assert 0 < chance < 1 and task.summary() and task.describe()["fingerprint"]
+
+
+def test_every_task_has_defaults_that_fit():
+    for name, default in TASKS.items():
+        assert default.task.task == name
+        default.task.check()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("recall --length 7", "--length: expected an even number, got 7"),
+        ("recall --length 8 --num-pairs 3", "--length: expected at least 4 * --num-pairs = 12, got 8"),
+        ("recall --test-pairs 2 99", "--length: expected at least 4 * --test-pairs = 396, got 32"),
+        (
+            "recall --vocab-size 6 --num-pairs 4 --length 32",
+            "--vocab-size: expected an even number, at least 2 *",
+        ),
+        ("recall --power 0", "--power: expected a number above 0, got 0.0"),
+        ("recall --test-pairs 2 2", "--test-pairs: expected different values, at least one, got 2 2"),
+        ("recall --test-pairs", "--test-pairs: expected different values, at least one, got none"),
+        ("needle --length 4", "--length: expected at least 2 * --needle-length + 1 = 5, got 4"),
+        (
+            "needle --test-lengths 64 4",
+            "--test-lengths: expected at least 2 * --needle-length + 1 = 5, got 4",
+        ),
+        ("needle --num-values 33", "--num-values: expected at most --noise-tokens = 32, got 33"),
+        ("needle --haystack text --num-values 27", "--num-values: expected at most 26 letters, got 27"),
+        ("parity --test-lengths 32 0", "--test-lengths: expected a number above 0, got 0"),
+        ("parity --length 0", "--length: expected a number above 0, got 0"),
+        ("permutation --length -1", "--length: expected a number above 0, got -1"),
+        ("copy --num-tokens 0", "--num-tokens: expected a number above 0, got 0"),
+    ],
+)
+def test_task_options(tmp_path, capsys, words, message):
+    name, *rest = words.split()
+    assert cli.main(["train", name, "--out", str(tmp_path / "run"), *rest]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", ["permutation --group S4", "needle --haystack grass", "copy --num-pairs 3"])
+def test_misuse(capsys, words):
+    assert cli.main(["train", *words.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

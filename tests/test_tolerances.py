@@ -1,0 +1,58 @@
+"""The metric and the computed bounds: what they must catch, and that exceptions are earned."""
+
+import cases
+import numpy as np
+import pytest
+import tolerances
+from tolerances import GRADIENTS, STATES, bound, kernel_tolerance, tolerance, worst_ratio
+
+NAMES = STATES + GRADIENTS
+
+
+def test_a_quiet_head_is_not_hidden():
+    x = np.ones((2, 10, 2, 4))
+    x[:, :, 1] *= 1e-3
+    wrong = x.copy()
+    wrong[:, :, 1] *= 1.1
+    assert worst_ratio(x, wrong) < 1e-3
+    assert worst_ratio(x, wrong, 2) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_bad_number_is_infinitely_wrong(value):
+    x = np.ones((2, 10, 2, 4))
+    wrong = x.copy()
+    wrong[0, 0, 0, 0] = value
+    assert worst_ratio(x, wrong, 2) == np.inf
+
+
+def test_zeros_are_compared_as_they_are():
+    assert worst_ratio(np.zeros(8), np.full(8, 1e-3)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases.TABLE if c.ill_conditioned])
+def test_wider_bounds_are_earned(case):
+    """The rounded recurrence misses the plain bounds on these cases, so rounding operands cannot hold them."""
+    plain = {name: tolerance(name, "bfloat16", case) for name in NAMES}
+    wider = {name: kernel_tolerance(name, "bfloat16", case) for name in NAMES}
+    assert any(wider[name] > plain[name] for name in NAMES)
+    assert all(plain[name] <= wider[name] < 0.2 for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "name", ["slow-decay", "no-decay", "correlated-keys", "beta-up-to-2", "segments-reset"]
+)
+def test_plain_bounds_are_fair(name):
+    """Elsewhere the rounded recurrence holds them, in every output and gradient."""
+    case = cases.CASES[name]
+    errors = tolerances.rounded_recurrence(case, "bfloat16")
+    assert all(errors[name] <= tolerance(name, "bfloat16", case) for name in NAMES)
+    assert errors["o"] > 2e-3  # and it does round
+
+
+def test_condition_of_equal_keys():
+    """With decay 1, strength 2 and 64 keys of one direction |A| |I + kkt| is known: A = I + 2 (-1)^(i - j)."""
+    entries = np.tril(np.full((64, 64), 2.0), -1) + np.eye(64)
+    expected = (entries @ entries).sum(1).max()
+    assert tolerances.condition(cases.CASES["repeated-keys-beta-2"]) == pytest.approx(expected)
+    assert tolerance("o", "float32", cases.CASES["slow-decay"]) == bound("o", "float32")
