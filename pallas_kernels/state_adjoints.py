@@ -190,7 +190,7 @@ def _packed_item(index: jax.Array, sizes: _Sizes, cu, first_visit, *segments) ->
     sequence_of, first_item = segments
     n = sequence_of[index]
     span = packed_span(n, sizes.T, sizes.N, cu, first_visit)
-    segment = 0 * index - 0 * first_item[jnp.minimum(n, sizes.N)]
+    segment = index - first_item[jnp.minimum(n, sizes.N)]
     is_last = index + 1 == first_item[jnp.minimum(n + 1, sizes.N + 1)]
     length: Any = sizes.split.segment_chunks
     length = jnp.where(span.is_padding, span.num_chunks, length)

@@ -9,7 +9,7 @@ from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance
 
 from gdn_jax import gates
 from gdn_jax.experiments import oracle
-from pallas_kernels import backward, gdn, state_adjoints
+from pallas_kernels import backward, gdn
 from pallas_kernels.gradients import BETA_FLOOR
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +68,7 @@ def test_case_table(case):
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_configurations(case, warpgroups):
-    check(case, backward.Config(chains=state_adjoints.Config.default(case.K, warpgroups)))
+    check(case, backward.Config(state_warpgroups=warpgroups))
 
 
 @pytest.mark.parametrize("segment_chunks", [1, 3, 8])
