@@ -27,6 +27,10 @@ RESET_G2 = -150.0
 """Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
 an ordinary number: sums and differences of gates stay finite."""
 
+INVERSE_LOG2 = 5
+"""The triangular inverse is stored times 2^5: so a write strength of 2^-20 keeps its digits in float16, and twice the
+reciprocal norm of a key of zeros, 1000, still has room."""
+
 L2NORM_EPS = 1e-6
 """Of the L2 norm of q and k, as in gdn_jax.gates."""
 

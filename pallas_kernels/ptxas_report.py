@@ -28,9 +28,12 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 
 from pallas_kernels import recurrence as rec
+from pallas_kernels import state_adjoints as chains
 from pallas_kernels.chunk_gates import chunk_gates
+from pallas_kernels.gradients import gradients
 from pallas_kernels.recurrence import Split, Tables, recurrence
 from pallas_kernels.segment_states import segment_states
+from pallas_kernels.spans import VisitTables
 from pallas_kernels.tril_inverse import tril_inverse
 
 DRIVER = """
@@ -102,11 +105,48 @@ def recurrence_case(
     return run, arguments
 
 
-def segment_case(K=128, V=128):
+def segment_case(K=128, V=128, backwards=False):
     """A function and its argument shapes: segment_states."""
-    function = functools.partial(segment_states, num_sequences=2)
+    function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
     n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
     return function, (n, m_t, _shape(2, 4, V, K), None)
+
+
+def visit_tables_case(packed):
+    """Visits of 1024 tokens, and the tables of three packed sequences."""
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    return (19, VisitTables(i32(4), i32(5), i32(19))) if packed else (16, None)
+
+
+def chains_case(K=128, V=128, warpgroups=1, packed=False, segments=False, both=True):
+    """A function and its argument shapes: state_adjoints, or segment_adjoints (not both)."""
+    Hk, HO, T = 2, 4, 1024
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    x: Any = functools.partial(_shape, dtype=jnp.bfloat16)
+    _, tables = visit_tables_case(packed)
+    item_tables = Tables(i32(4), i32(12), i32(5)) if packed and segments else None
+    split, N = Split(12 if packed else 4, 4), 3 if packed else 1
+    config = chains.Config.default(K, warpgroups)
+
+    def run(item_tables, *arguments):
+        items = chains.Items(split, item_tables) if segments else None
+        function = chains.state_adjoints if both else chains.segment_adjoints
+        return function(*arguments, scale=0.1, items=items, config=config)
+
+    state = _shape(split.num_items if segments and both else N, HO, V, K)
+    q, v, a = x(1, T, Hk, K), x(1, T, HO, V), x(1, HO, T, 64)
+    if both:
+        return run, (item_tables, q, q, v, v, _shape(1, HO, T), a, state, state, tables)
+    return run, (item_tables, q, q, v, _shape(1, HO, T), a, state, tables)
+
+
+def gradients_case(K=128, V=128, group=2, packed=False):
+    """A function and its argument shapes: gradients."""
+    Hk, HO, T = 2, 2 * group, 1024
+    x: Any = functools.partial(_shape, dtype=jnp.bfloat16)
+    visits, tables = visit_tables_case(packed)
+    q, v, u, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
+    return functools.partial(gradients, scale=0.1), (q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
 def gates_case(packed=False):
@@ -140,6 +180,20 @@ CASES = {
     "K 256, transition": functools.partial(recurrence_case, K=256, warpgroups=1, transition=True),
     "segment states": segment_case,
     "segment states, K 256": functools.partial(segment_case, K=256),
+    "segment states, backwards": functools.partial(segment_case, backwards=True),
+    "chains": chains_case,
+    "chains, packed": functools.partial(chains_case, packed=True),
+    "chains, full head": functools.partial(chains_case, warpgroups=2),
+    "chains, K 64": functools.partial(chains_case, K=64, V=64),
+    "chains, segments": functools.partial(chains_case, segments=True),
+    "chains, packed segments": functools.partial(chains_case, segments=True, packed=True),
+    "segment adjoints": functools.partial(chains_case, segments=True, both=False),
+    "segment adjoints, packed": functools.partial(chains_case, segments=True, packed=True, both=False),
+    "gradients": gradients_case,
+    "gradients, 1 head": functools.partial(gradients_case, group=1),
+    "gradients, packed": functools.partial(gradients_case, packed=True),
+    "gradients, K 64": functools.partial(gradients_case, K=64, V=64),
+    "gradients, V 256": functools.partial(gradients_case, V=256),
 }
 """Name -> a function without arguments that returns (function, argument shapes)."""
 

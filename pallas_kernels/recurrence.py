@@ -5,10 +5,10 @@ With the state transposed, S [V, K], and for one chunk (all of it float32 but th
     W = V^T - (S K^T) D              N = W T^T             T = r a * Gamma
     O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = r (Q K^T) * Gamma
 
-where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / r, gl = 2^G_last,
-r = sqrt(scale), G = g2_cum and a = A diag(beta) from tril_inverse.py. With r split like this one tile, r Gamma,
-makes both T and P. Where q and k are to be normalised, the reciprocal norms of k go into a (its rows) and D, those of
-q into the rows of P and scale D: no tile of q or k is rewritten.
+where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / (32 r),
+gl = 2^G_last, r = sqrt(scale / 32), G = g2_cum and a = 32 A diag(beta) from tril_inverse.py. With r split like this
+one tile, r Gamma, makes both T and P. Where q and k are to be normalised, the reciprocal norms of k go into a (its
+rows) and D, those of q into the rows of P and scale D: no tile of q or k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is
 a sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens. An
@@ -62,6 +62,7 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
+    INVERSE_LOG2,
     ROW,
     SMEM_LIMIT,
     WGMMA,
@@ -218,7 +219,7 @@ class _Sizes(NamedTuple):
 
     @property
     def log2_r(self) -> float:
-        return math.log2(self.scale) / 2
+        return (math.log2(self.scale) - INVERSE_LOG2) / 2
 
 
 def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool):
@@ -309,9 +310,9 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     def prepare_t(stage, g_rows, gamma):
         d_smem.at[stage][...] = jnp.exp2(g_rows) * factors(k_rstd_smem, stage)
         if outputs:
-            d_scaled = jnp.exp2(g_rows + 2 * sizes.log2_r)
+            d_scaled = jnp.exp2(g_rows + math.log2(sizes.scale))
             d_scaled_smem.at[stage][...] = d_scaled * factors(q_rstd_smem, stage)
-        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - sizes.log2_r - g_rows)
+        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - (sizes.log2_r + INVERSE_LOG2) - g_rows)
         a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
         t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
 

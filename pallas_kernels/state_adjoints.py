@@ -5,8 +5,8 @@ With states transposed, S and dS [V, K], and for one chunk (all of it float32 bu
     states:    W = V^T - (S K^T) D           U = W T^T            S <- gl S + (U Dr) K
     adjoints:  Z = (dS K^T) Dr + dO^T P      dV = Z T             dS <- gl dS + scale (dO^T D) Q - (dV D) K
 
-where T = a * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = A diag(beta) of tril_inverse.py. U and dV [V, C] are
+where T = a / 32 * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = 32 A diag(beta) of tril_inverse.py. U and dV [V, C] are
 transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
 the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 
@@ -57,6 +57,7 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
+    INVERSE_LOG2,
     SMEM_LIMIT,
     WGMMA,
     WGMMA_TRANSPOSED,
@@ -272,7 +273,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             plgpu.commit_smem()
 
     def prepare(stage):
-        g_rows, gamma = gamma_of(g_smem.at[stage])
+        g_rows, gamma = gamma_of(g_smem.at[stage], float(-INVERSE_LOG2))
         d_smem.at[stage][...] = jnp.exp2(g_rows)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
         a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
@@ -281,7 +282,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         @pl.when(adjoint)
         def _():
             p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage])) * gamma
-            p_smem.at[stage][...] = (p * sizes.scale).astype(dtype)
+            p_smem.at[stage][...] = (p * (sizes.scale * 2**INVERSE_LOG2)).astype(dtype)
 
     @pl.when(wg == num_state)
     def helper():

@@ -1,16 +1,17 @@
 """Triangular inverse of every chunk, before any gate.
 
     L = strictly lower part of diag(beta) K K^T        [C, C]
-    A = (I + L)^-1,   a = A diag(beta)
+    A = (I + L)^-1,   a = 32 A diag(beta)
 
 The gates factor out: the inverse that the rule needs is A * Gamma, element by element, with Gamma[i, j] =
 exp(g_cum[i] - g_cum[j]). So nothing here overflows, whatever the decay, and all chunks are independent.
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is taken
 between tokens of one sequence.
-Outputs (GMEM): a [B, HO, NT C, C], float16 in an array of k's dtype: bfloat16 would cost accuracy, and a reader
-puts its products of k's dtype in place of it. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
-the diagonal of K K^T: A is that of the normalised keys, a = diag(rstd) A diag(beta), and rstd [B, Hk, NT C] float32.
+Outputs (GMEM): a [B, HO, NT C, C], float16 (see INVERSE_LOG2 of common.py) in an array of k's dtype: bfloat16 would
+cost accuracy, and a reader puts its products of k's dtype in place of it. For keys to be normalised, with rstd =
+(|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, a = 32 diag(rstd) A diag(beta),
+and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -42,6 +43,7 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
+    INVERSE_LOG2,
     L2NORM_EPS,
     NUM_SMS,
     ROW,
@@ -224,7 +226,7 @@ def _body(*refs, config, sizes, ragged, normalize, interpreted):
             vector = beta_smem.at[wg, slot, e]
             beta = plgpu.load(vector, layout=ROW)
             halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
-            columns = along_columns(plgpu.load(vector, layout=COL), CHUNK)
+            columns = along_columns(plgpu.load(vector, layout=COL) * 2.0**INVERSE_LOG2, CHUNK)
             scaled = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
             if ragged:  # where A joins no tokens it is 0 and stays it, whatever beta the padding holds
                 scaled = tuple(jnp.where(x == 0.0, 0.0, y) for x, y in zip(halves, scaled, strict=True))

@@ -15,6 +15,7 @@ from gdn_jax.shapes import Dims
 from pallas_kernels import gdn, ptxas_report
 from pallas_kernels import tril_inverse as inverse
 from pallas_kernels.chunk_gates import chunk_gates
+from pallas_kernels.common import INVERSE_LOG2
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 SMALL = gdn.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
@@ -69,7 +70,7 @@ def test_tril_inverse(packed, cosine):
         config=SMALL.inverse,
         interpret=INTERPRET,
     )
-    a = np.asarray(a).view(np.float16)
+    a = np.asarray(a).view(np.float16).astype(np.float64) / 2**INVERSE_LOG2
     k64 = np.pad(np.asarray(k[0, :, 0]).astype(np.float64), ((0, 56), (0, 0)))
     for chunk in range(3):
         s = slice(64 * chunk, 64 * chunk + 64)

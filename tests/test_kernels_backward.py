@@ -15,6 +15,7 @@ from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn
 from pallas_kernels import gradients as gradients_kernel
+from pallas_kernels.common import INVERSE_LOG2
 from pallas_kernels.recurrence import Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -49,7 +50,7 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
                 same = np.arange(64) >= first[s, None]
                 L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
                 a[b, i, s] = np.linalg.inv(np.eye(64) + L) * beta_t[b, i, s]
-    f32, a_bits = np.float32, a.astype(np.float16).view(ml_dtypes.bfloat16)
+    f32, a_bits = np.float32, (a * 2**INVERSE_LOG2).astype(np.float16).view(ml_dtypes.bfloat16)
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return gdn.Residuals(
         *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a_bits)),

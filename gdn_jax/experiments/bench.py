@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +34,7 @@ from gdn_jax.experiments.accuracy import GRADIENTS, NAMES, STATES, bound, head_a
 from gdn_jax.experiments.bench_table import LEFT, Result, grid, markdown, summary
 from gdn_jax.experiments.device_time import Timing
 from gdn_jax.experiments.errors import RunError, fail
+from gdn_jax.experiments.parsing import parse
 from pallas_kernels import bench_rows
 from pallas_kernels.bench_rows import Inputs, Row
 
@@ -390,7 +390,7 @@ def run(options: BenchOptions, console: Console) -> list[Result]:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `gdn bench`; 0 when everything was right and timed, else 1."""
-    options = tyro.cli(BenchOptions, args=argv, prog="gdn bench", description=__doc__)
+    options = parse(BenchOptions, argv, "gdn bench", BenchOptions(), __doc__)
     console = Console(stderr=options.markdown)
     if not console.is_terminal:
         console.width = 240

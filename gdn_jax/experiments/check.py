@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-import tyro
 
 import gdn_jax
 from gdn_jax.experiments import oracle
 from gdn_jax.experiments.accuracy import NAMES, bound, head_axis, worst_ratio
+from gdn_jax.experiments.parsing import parse
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -202,9 +202,13 @@ def compare(cases: tuple[Case, ...], dtypes: tuple[str, ...], seed: int = 0) -> 
 def versions() -> str:
     """Versions and device, as a Markdown list."""
     devices = jax.devices()
+    try:
+        version = metadata.version("gdn-jax")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
     return "\n".join(
         (
-            f"- gdn-jax {metadata.version('gdn-jax')}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+            f"- gdn-jax {version}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
             f"numpy {np.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
             f"- device: {devices[0].device_kind}, {len(devices)} visible, platform {devices[0].platform}",
         )
@@ -280,7 +284,7 @@ def markdown(report: Report) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `gdn check`; 0 when every error is within its bound, else 1."""
-    options = tyro.cli(CheckOptions, args=argv, prog="gdn check", description=__doc__)
+    options = parse(CheckOptions, argv, "gdn check", CheckOptions(), __doc__)
     report = compare(FULL if options.full else QUICK, options.dtypes, options.seed)
     print(markdown(report))
     return 0 if report.ok else 1

@@ -3,13 +3,13 @@
 It imports what it needs after it knows what is asked: help is fast, and a missing package is one line.
 """
 
-import contextlib
 import importlib.util
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from gdn_jax.experiments.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
 
@@ -37,10 +37,6 @@ _NEEDED = {
 }
 
 
-class Usage(Exception):
-    """A command line that cannot be parsed."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line; returns its exit status.
 
@@ -51,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(argv)
     except Usage as error:
         return _complain(str(error), 2)
+    except Help:
+        return 0
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
 
@@ -98,8 +96,6 @@ def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> 
 
     try:
         return start(task, argv)
-    except _Help:
-        return 0
     except RunError as error:
         return _complain(str(error), 1)
 
@@ -157,31 +153,10 @@ def _stored(task: str, out: Path | None) -> dict[str, Any]:
     return config
 
 
-class _Help(Exception):
-    """--help was printed."""
-
-
 def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
-    """Options cls[task] of a command line; tyro's framed message becomes one line."""
-    import tyro
-
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(
-                cls[type(default.task)],
-                args=argv,
-                prog=prog,
-                default=default,
-                description=type(default.task).__doc__,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise _Help from None
-        lines = [line.strip("│╭╰╮╯ ") for line in box.getvalue().splitlines()[1:]]
-        rule = next((i for i, line in enumerate(lines) if line and set(line) == {"─"}), len(lines))
-        raise Usage(f"{' '.join(lines[:rule])} (see {prog} --help)") from None
+    """Options cls[task] of a command line."""
+    task = type(default.task)
+    return parse(cls[task], argv, prog, default, task.__doc__)
 
 
 if __name__ == "__main__":
