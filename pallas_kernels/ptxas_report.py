@@ -130,7 +130,7 @@ def chains_case(K=128, V=128, warpgroups=1, packed=False, segments=False, both=T
 
     def run(item_tables, *arguments):
         items = chains.Items(split, item_tables) if segments else None
-        function = chains.state_adjoints if both else chains.segment_adjoints
+        function: Any = chains.state_adjoints if both else chains.segment_adjoints
         return function(*arguments, scale=0.1, items=items, config=config)
 
     state = _shape(split.num_items if segments and both else N, HO, V, K)
