@@ -108,9 +108,9 @@ CASES = (
     (
         cases.Case(
             "normalised, packed",
-            T=150,
+            T=140,
             B=1,
-            heads=(2, 2, 2),
+            heads=(1, 1, 1),
             K=64,
             V=64,
             lengths=(40, 97),

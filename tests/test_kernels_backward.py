@@ -209,9 +209,20 @@ def kernels_of(function, *arguments) -> int:
     )
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 4), (4, 2, 2), (2, 3, 6)])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (96, 192), (100, 256)])
-@pytest.mark.parametrize("packed", [False, True])
+GROUPS, QUERIES, MIXED = (2, 2, 4), (4, 2, 2), (2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "K", "V", "packed"),
+    [
+        (GROUPS, 128, 128, False),
+        (GROUPS, 100, 256, True),
+        (QUERIES, 64, 64, True),
+        (QUERIES, 96, 192, False),
+        (MIXED, 128, 128, True),
+        (MIXED, 100, 256, False),
+    ],
+)
 def test_lowers_for_compute_capability_9(heads, K, V, packed):
     cu, inputs, cotangents = shapes(heads, K, V, packed)
     S, t64 = jax.ShapeDtypeStruct, (*inputs[3].shape[::2], 256)
@@ -220,8 +231,7 @@ def test_lowers_for_compute_capability_9(heads, K, V, packed):
     assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= 2
 
 
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (60, 192)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("K", "V", "packed"), [(128, 128, True), (60, 192, False)])
 def test_segments_lower_after_the_forward(K, V, packed):
     cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed)
 
