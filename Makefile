@@ -11,7 +11,7 @@ demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 gpu-test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m gpu
