@@ -3,7 +3,9 @@
 import importlib.util
 import os
 
-os.environ.setdefault("NPROC", "16")  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
+os.environ.setdefault(
+    "NPROC", "16"
+)  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
 
 import jax
 import jaxtyping
