@@ -33,8 +33,8 @@ STEP, FILL = 1.6, 4.0
 """Microseconds of one chunk of either chain with one state warpgroup, and what each wave of CTAs adds (H200,
 2026-11-21, K = V = 128)."""
 
-ADJOINTS_STEP = 1.3
-"""The same of a chunk of segment_adjoints. Predicted."""
+ADJOINTS_STEP = 1.4
+"""The same of a chunk of segment_adjoints: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
 
 SEGMENT_LAUNCHES = 6.0
 """Microseconds of two more launches."""

@@ -71,7 +71,8 @@ def test_configurations(case, warpgroups):
     check(case, backward.Config(state_warpgroups=warpgroups))
 
 
-@pytest.mark.parametrize("segment_chunks", [1, 3, 8])
+# Two chunks: dq was wrong in one of four such cases on an H200 (2026-11-21), right in the interpreter. Not explained.
+@pytest.mark.parametrize("segment_chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_segments(case, segment_chunks):
     check(case, backward.Config(segments=True), segment_chunks)
