@@ -28,30 +28,7 @@ TINY = (
 TINY_TEXT = [*TINY, *"--length 32 --val-bytes 256 --sample-bytes 8".split()]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Most runs here compile the same functions: keep them on disk for the time of this file."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Thirty small files of Python-like text."""
-    root = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (root / f"part{i % 3}").mkdir(exist_ok=True)
-        body = "".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(8))
-        (root / f"part{i % 3}" / f"file{i}.py").write_text(body)
-    return root
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def train(folder, out, *more):

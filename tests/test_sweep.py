@@ -27,25 +27,16 @@ TINY = (
 ).split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Most sweeps here compile the same functions: keep them on disk for the time of this file.
+pytestmark = pytest.mark.usefixtures("compile_once")
 
-    Without LLVM's optimisations on a CPU, as in `harness.jit`: compilation is nearly all that happens here.
-    """
+
+@pytest.fixture(scope="module", autouse=True)
+def unoptimised():
+    """Without LLVM's optimisations on a CPU, as in `harness.jit`: compilation is nearly all that happens here."""
     flags = steps.compiler_flags
     if jax.default_backend() == "cpu":
         steps.compiler_flags = lambda deterministic: {"xla_backend_optimization_level": 0}
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
+    yield
     steps.compiler_flags = flags
 
 

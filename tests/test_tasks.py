@@ -19,18 +19,6 @@ from gdn_jax.experiments.task_options import (
     TextOptions,
 )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Thirty small files of Python-like text."""
-    root = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (root / f"part{i % 3}").mkdir(exist_ok=True)
-        body = "".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(8))
-        (root / f"part{i % 3}" / f"file{i}.py").write_text(body)
-    return root
-
-
 # --- text
 
 
