@@ -31,8 +31,7 @@ the other computes between them (2 % on an H200).
 | turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
 
 With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
-segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0, which is
-what the columns of V past its end read.
+segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, a [B, HO, NT C, C],
 s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
@@ -273,7 +272,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         copy(k_gmem.at[item.row, tokens, head_of(sizes.Hk)], kq_smem.at[stage, 0:CHUNK])
         if outputs:
             copy(q_gmem.at[item.row, tokens, head_of(sizes.Hq)], kq_smem.at[stage, CHUNK : 2 * CHUNK])
-        v_columns = pl.ds(tile * columns, columns)  # past the end of V (transitions): zeros
+        v_columns = pl.ds(jnp.minimum(tile * columns, sizes.V - columns), columns)  # transitions: not used past V
         copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
         copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[item.row, head, tokens], g_smem.at[stage])
@@ -462,6 +461,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
                 sq = dev.issue(sq[0], left, transposed(q_tile))
                 pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
             v_t = plgpu.load(transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)]), layout=WGMMA)
+            if sizes.write_transition:
+                v_t = jnp.where(row_tile < sizes.V // ROWS, v_t, jnp.zeros((), dtype))
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
             d = vector(d_smem)
