@@ -1,12 +1,11 @@
-"""flax.nnx layers: GatedDeltaNet, the blog's small layer, and the norm and MLP of a block.
+"""The Gated DeltaNet token mixer as a flax.nnx module, and its cache.
 
 Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call,
 as in flax's own layers; norms, gates, the convolution's sums and the recurrent state are float32 in any case.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
+from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -24,105 +24,14 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
-from gdn_jax.gates import l2norm, log_decay, write_strength
-from gdn_jax.ops import gated_delta_rule
+from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.shapes import check_array, check_choice, check_floating
-
-Initializer = Callable[..., jax.Array]
 
 # Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
 # forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
 # one draw of U(0, 16) in 160 000.
 MIN_RATE, MAX_RATE = 1e-4, 16.0
 MIN_STEP, MAX_STEP, STEP_FLOOR = 1e-3, 1e-1, 1e-4
-
-
-class NoDecayParam(nnx.Param):
-    """A parameter that weight decay must leave alone: A_log, dt_bias and the weights of norms."""
-
-
-def weight_decay_mask(params: Any) -> Any:
-    """Which parameters to decay, in the form `optax.adamw(..., mask=weight_decay_mask)` takes.
-
-    Args:
-      params: a pytree of parameters, `nnx.state(model, nnx.Param)` or the plain arrays of it (`nnx.as_pure`).
-
-    Returns:
-      The same tree with a bool for every array: False for a `NoDecayParam` and for everything of fewer than
-      two dimensions (A_log, dt_bias, norms, biases), True for projections, embeddings, convolutions.
-    """
-
-    def decays(x):
-        if isinstance(x, nnx.Variable):
-            return jax.tree.map(lambda a: not isinstance(x, NoDecayParam) and jnp.ndim(a) >= 2, x)
-        return jnp.ndim(x) >= 2
-
-    return jax.tree.map(decays, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight along the last axis, in float32.
-
-    flax's own RMSNorm rounds x and the weight to the compute dtype before it takes the mean; this one rounds
-    once, at the end.
-
-    Args:
-      features: width of the last axis.
-      eps: added to the mean square.
-      dtype: dtype of the result; the input's when None.
-      param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
-    """
-
-    def __init__(
-        self,
-        features: int,
-        *,
-        eps: float = 1e-5,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-    ):
-        self.weight = NoDecayParam(jnp.ones(features, param_dtype))
-        self.eps = eps
-        self.dtype = dtype
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-        """The normalised x [..., features]."""
-        dtype = self.dtype or x.dtype
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (x * scale * self.weight[...].astype(x.dtype)).astype(dtype)
-
-
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)), three projections without bias.
-
-    Args:
-      hidden_size: width of the input and the output.
-      intermediate_size: width in between.
-      dtype, param_dtype: compute and parameter dtype.
-      kernel_init, out_kernel_init: initialisers of gate and up, and of down.
-      rngs: source of the initial weights.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer | None = None,
-        out_kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        linear, out = _linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
-        self.gate_proj = linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = out(intermediate_size, hidden_size)
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-        """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -232,7 +141,7 @@ class GatedDeltaNet(nnx.Module):
         key_dim = num_heads * head_dim
         value_dim = num_v_heads * self.head_v_dim
         self.conv_dim = 2 * key_dim + value_dim
-        linear, out = _linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        linear, out = bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
         self.q_proj = linear(hidden_size, key_dim)
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, value_dim)
@@ -438,87 +347,6 @@ class GatedDeltaNet(nnx.Module):
         return B, T
 
 
-class SmallGatedDeltaNet(nnx.Module):
-    """The small layer of the blog post on the method: linear maps, gates and the rule, nothing else.
-
-        q, v = x Wq + bq, x Wv + bv          k = unit length per head of x Wk + bk
-        alpha = sigmoid(x Wa + ba)           beta = sigmoid(x Wb + bb)
-        S <- alpha S;   S <- S + beta k (v - k^T S)^T;   o = q^T S
-
-    No convolution, no output gate, norm or projection; q is neither normalised nor scaled.
-
-    The post's code takes the prediction error v - k^T S from the state BEFORE its decay. This class decays
-    first, as the paper's rule and every implementation in use do; after 8 steps of random input the two
-    states differ by some 6 %. The post's state is [V, K], ours [K, V].
-
-    Args:
-      d_k: width of the input, of all queries and of all keys together.
-      d_v: width of all values together, the width of the output.
-      num_heads: H, a divisor of d_k and d_v.
-      dtype, param_dtype: compute and parameter dtype.
-      implementation: of the rule, see `gated_delta_rule`.
-      rngs: source of the initial weights.
-
-    Raises:
-      ValueError: num_heads does not divide d_k or d_v.
-    """
-
-    def __init__(
-        self,
-        d_k: int,
-        d_v: int,
-        num_heads: int,
-        *,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        rngs: nnx.Rngs,
-    ):
-        for name, width in (("d_k", d_k), ("d_v", d_v)):
-            if num_heads < 1 or width < 1 or width % num_heads:
-                raise ValueError(f"{name}: expected a multiple of num_heads = {num_heads}, got {width}")
-        self.num_heads = num_heads
-        self.implementation = implementation
-
-        def linear(features):
-            return nnx.Linear(d_k, features, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-        self.q_proj = linear(d_k)
-        self.k_proj = linear(d_k)
-        self.v_proj = linear(d_v)
-        self.alpha_proj = linear(num_heads)
-        self.beta_proj = linear(num_heads)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], *, initial_state: Float[Array, "B H K V"] | None = None
-    ) -> tuple[Float[Array, "B T d_v"], Float[Array, "B H K V"]]:
-        """Mixes the tokens of every row.
-
-        Args:
-          x: inputs [B, T, d_k], floating.
-          initial_state: [B, H, d_k / H, d_v / H], zeros by default.
-
-        Returns:
-          o [B, T, d_v] in the compute dtype and the final state [B, H, d_k / H, d_v / H], float32.
-        """
-        B, T, _ = x.shape
-        q, k, v = (f(x).reshape(B, T, self.num_heads, -1) for f in (self.q_proj, self.k_proj, self.v_proj))
-        alpha = self.alpha_proj(x)
-        # log(sigmoid) of the raw gate: taking the logarithm of a rounded alpha would lose the slow heads.
-        g = jax.nn.log_sigmoid(alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)))
-        o, state = gated_delta_rule(
-            q,
-            l2norm(k),
-            v,
-            g,
-            write_strength(self.beta_proj(x)),
-            scale=1.0,
-            initial_state=initial_state,
-            implementation=self.implementation,
-        )
-        return o.reshape(B, T, -1), state
-
-
 def value_width(head_dim: int, expand_v: float) -> int:
     """V = head_dim * expand_v.
 
@@ -544,21 +372,6 @@ def init_dt_bias(key: Array, num_heads: int) -> Float[Array, " HO"]:
     log_dt = jax.random.uniform(key, (num_heads,), jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
     dt = jnp.maximum(jnp.exp(log_dt), STEP_FLOOR)
     return dt + jnp.log(-jnp.expm1(-dt))
-
-
-def _linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):
-    """Makers of the bias-free projections of a layer: the inner ones and the last one."""
-    kernel_init = kernel_init or nnx.initializers.lecun_normal()
-
-    def maker(init):
-        def make(n, m):
-            return nnx.Linear(
-                n, m, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=init, rngs=rngs
-            )
-
-        return make
-
-    return maker(kernel_init), maker(out_kernel_init or kernel_init)
 
 
 def _silu(x):

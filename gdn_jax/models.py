@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, RMSNorm, SwiGLU, value_width
+from gdn_jax.blocks import RMSNorm, SwiGLU
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, value_width
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.rules import RULES
 from gdn_jax.shapes import check_array, check_choice

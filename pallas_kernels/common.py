@@ -27,9 +27,9 @@ RESET_G2 = -150.0
 """Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
 an ordinary number: sums and differences of gates stay finite."""
 
-INVERSE_LOG2 = 5
-"""The triangular inverse is stored times 2^5: so a write strength of 2^-20 keeps its digits in float16, and twice the
-reciprocal norm of a key of zeros, 1000, still has room."""
+INVERSE_LOG2 = 4
+"""The triangular inverse is stored times 2^4: so a write strength of 2^-20 keeps its digits in float16, and twice the
+reciprocal norm of a key of zeros, 1000, still has room. Even: its root, which scales both T and P, rounds nothing."""
 
 L2NORM_EPS = 1e-6
 """Of the L2 norm of q and k, as in gdn_jax.gates."""
@@ -128,13 +128,15 @@ class Device:
             return product
         return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
 
-    def release(self, barrier) -> None:
+    def release(self, barrier, loads_in_flight: bool = False) -> None:
         """Tells the producer of a stage that this warpgroup has read it, so that a bulk copy may overwrite it.
 
-        The arrival on the barrier orders the reads before it, whose values have been used by then. The interpreter
-        does not know that and asks for a commit, which a read does not need.
+        Args:
+          loads_in_flight: whether values loaded from the stage may not have been used yet. The arrival alone does
+            not wait for such a load, which then finds rows of the next tile in place of its own (one sum in 100000,
+            H200, 2026-11-21); the fence of a commit does.
         """
-        if self.interpreted:
+        if self.interpreted or loads_in_flight:  # the interpreter asks for a commit after every read
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
 
@@ -164,9 +166,9 @@ class Device:
         return pl.run_state(body)(accumulators)
 
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
-        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
+        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t of 16 bits."""
         if not self.interpreted:
-            return _blocks_multiply_add(c, a, b_t)
+            return _BLOCKS_MULTIPLY_ADD[jnp.dtype(a.dtype).name](c, a, b_t)
         a, b_t = (x.astype(jnp.float32).reshape(4, 16, 16) for x in (a, b_t))
         return c + jnp.einsum("wij,wkj->wik", a, b_t).reshape(64, 16)
 
@@ -184,35 +186,45 @@ def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragment
     return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
-@plgpu.inline_mgpu(
-    arg_types=(WGMMA, WGMMA, WGMMA),
-    return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
-)
-def _blocks_multiply_add(ctx, c, a, b_t):
+def _make_blocks_multiply_add(operand: str):
     """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
     accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
-    b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
 
-    def element(register, i):
-        position = ir.DenseI64ArrayAttr.get([i])
-        return vector.extract(register, dynamic_position=[], static_position=position)
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
+    )
+    def blocks_multiply_add(ctx, c, a, b_t):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
+        b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
 
-    c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
-    results = []
-    for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
-        struct: Any = llvm.inline_asm(
-            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-            [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
-            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
-            has_side_effects=False,
-        )
-        out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
-        results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
-    return _registers(results, c)
+        def element(register, i):
+            position = ir.DenseI64ArrayAttr.get([i])
+            return vector.extract(register, dynamic_position=[], static_position=position)
+
+        c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
+        results = []
+        for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
+            struct: Any = llvm.inline_asm(
+                ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+                [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{operand}.{operand}.f32 "
+                "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+                "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+                has_side_effects=False,
+            )
+            out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
+            results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
+        return _registers(results, c)
+
+    return blocks_multiply_add
+
+
+_BLOCKS_MULTIPLY_ADD = {
+    "float16": _make_blocks_multiply_add("f16"),
+    "bfloat16": _make_blocks_multiply_add("bf16"),
+}
 
 
 @plgpu.inline_mgpu(

@@ -93,7 +93,7 @@ class Residuals(NamedTuple):
     """In-chunk cumulative log2 decay."""
     beta_t: Float[Array, "B HO T64"]
     a: Float[Array, "B HO T64 C"]
-    """32 A diag(beta) of every chunk, A ungated, float16 in an array of k's dtype; with use_qk_l2norm its rows are
+    """16 A diag(beta) of every chunk, A ungated, float16 in an array of k's dtype; with use_qk_l2norm its rows are
     divided by the keys' norms."""
     segments: Segments | None
     """None where sequences are not cut."""

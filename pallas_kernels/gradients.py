@@ -2,24 +2,28 @@
 
 For one chunk and one head, with S [V, K] before the chunk, dS [V, K] after it (both transposed), u and dv [C, V]:
 
-    dP = scale Gamma * (dO u^T)                 N = -Gamma * (dv u^T), strictly lower
-    dq = scale D (dO S) + dP K
-    read = -D (dv S) + N K                      late = Dr (u dS)
-    dk = read + late + dP^T Q + N^T K           dbeta = rowsum(dv * u) / beta^2
+    P = scale Gamma * (dO u^T)                  N = -Gamma * (dv u^T), strictly lower
+    dq = scale D (dO S) + P K
+    dk = read + late + P^T Q + N K + N^T K      read = -D (dv S)       late = Dr (u dS)
+    dbeta = rowsum(dv * u) / beta^2
 
-dg needs no more products. With x_i = q_i . dq_i + k_i . (read - dP^T Q - N^T K)_i and l_i = k_i . late_i
+The decay of token t lies between i and j where i >= t > j, between the state before the chunk and i >= t, between
+i < t and the adjoint after the chunk, and between the two. With E = P * (Q K^T) + N * (K K^T), U the upper triangle of
+ones, x_i = q_i . (scale D dO S)_i + k_i . read_i and l_i = k_i . late_i
 
-    dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <S, dS>
+    dg_t = sum over j < t of (U E)_tj + sum over i >= t of x_i + sum over i < t of l_i + gl <S, dS>
 
-The diagonal of dP is left out of x: its two parts cancel, and so every term of dg carries the decay that dg is
-proportional to; what cancels between pairs of tokens is the same rounded dP and N. Gamma, D, Dr, gl as in
+so every term carries the decay that dg is proportional to, and nothing has to cancel. Gamma, D, Dr, gl as in
 state_adjoints.py. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
+
+The dots of rows are diagonals of products, of each warp's own 16 rows, by mma.sync: on Hopper's tensor cores they
+take a third of the instructions that unpacking bfloat16 and multiplying takes, and instructions bound this kernel.
 
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
-loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
+Threads (warpgroups): the query warpgroup makes P, N, E, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
+loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since P and N need tokens only.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
@@ -30,7 +34,7 @@ loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), sinc
 | masked_qk | are zeros                                           |                                              |
 | consumed  | query, key: step read                               | helper, before it loads these stages again   |
 | used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
-| scores    | query: dP, N and the diagonal of dP are written     | key                                          |
+| scores    | query: P and N are written                          | key                                          |
 | sums      | query: its part of x and <S, dS> are written        | key                                          |
 | scored    | key: scores and sums read, dk has left              | query, before it writes those of a next head |
 
@@ -118,7 +122,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, packed: bool = False) -> "Config":
         """Most stages that fit."""
-        registers = (72, 216, 216) if packed else (40, 224, 240)
+        registers = (72, 216, 216) if packed else (24, 240, 240)
         for states in (4, 3, 2):
             config = cls(max(4, V // WIDTH), states, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
@@ -158,10 +162,25 @@ def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> 
     return pl.run_state(body)([plgpu.ACC.init(x) for x in starts])
 
 
-def _diagonal(x: jax.Array) -> jax.Array:
-    """Diagonal of [C, C] in layout ROW."""
-    on_diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
+def _diagonal(x: jax.Array, period: int = CHUNK) -> jax.Array:
+    """Entry i mod period of row i, for every row of [C, period], in layout ROW."""
+    on_diagonal = iota(x.shape, 1) == lax.rem(iota(x.shape, 0), period)
     return jnp.sum(jnp.where(on_diagonal, x, 0.0), axis=1)
+
+
+def _add_block_products(dev: Device, acc: jax.Array, x: jax.Array, tile) -> jax.Array:
+    """acc + x_w tile_w^T, [64, 16], of the 16 rows that each warp w has of x and of a tile, both [64, columns]."""
+    for column in range(0, x.shape[1], WIDTH):
+        y = plgpu.load(tile.at[:, column : column + WIDTH], layout=WGMMA)
+        for c in range(0, WIDTH, 16):
+            acc = dev.blocks_multiply_add(acc, x[:, column + c : column + c + 16], y[:, c : c + 16])
+    return acc
+
+
+def _row_dots(dev: Device, x: jax.Array, tile) -> jax.Array:
+    """Dot products of the rows of x, rounded, with those of a tile, in layout ROW."""
+    products = _add_block_products(dev, zeros((CHUNK, 16), jnp.float32), x.astype(tile.dtype), tile)
+    return _diagonal(products, 16)
 
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
@@ -170,8 +189,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
     q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
-    # Rows with two uses: the same threads read the first before they write the second, or wait until it has left.
-    x_dg_smem, dbeta_inner_smem, sum_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
+    # Most have two uses: the second is written when all threads have read the first, or when it has left.
+    x_dg_smem, dbeta_inner_smem, crossing_sum_smem, written_smem = (vectors.at[i] for i in range(4))
     g_smem = vectors.at[4:]
     tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[7:]
 
@@ -317,6 +336,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)  # the flat one for packed rows only
     dq_tiles, dq_flat = dq_smem if sizes.packed else (dq_smem, None)
     p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
+    pairs_tile = dq_tiles.at[0]  # E, where dq of the item before has left and this one's is not ready
 
     def wait_tokens(step):
         plgpu.barrier_wait((masked if sizes.packed else tokens).at[lax.rem(step, token_stages)])
@@ -337,17 +357,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         stage = lax.rem(step, state_stages)
         return (s_smem.at[stage, i] for i in range(2))
 
-    def release(step):
-        dev.release(consumed.at[lax.rem(step, state_stages)])
+    def release(step, loads_in_flight=False):
+        dev.release(consumed.at[lax.rem(step, state_stages)], loads_in_flight)
 
     def finish(running):
         """Waits for all but the youngest products."""
         if not interpreted:
             plgpu.wgmma_wait(running)
-
-    def rowsum(tile, x):
-        """Sums over the columns of a tile times x."""
-        return jnp.sum(plgpu.load(tile, layout=WGMMA).astype(f32) * x, axis=1)
 
     def store(place, head, x, target, tiles, flat):
         """dq or dk to memory, 64 columns at a time."""
@@ -388,7 +404,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Query warpgroup
 
     def make_scores(first_step):
-        """dO u^T and dv u^T; G and Gamma."""
+        """P, N, G and rowsum(dv * u)."""
 
         def body(p, n):
             for t in range(v_tiles):
@@ -397,16 +413,34 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 dev.issue(p, do, transposed(u))
                 dev.issue(n, dv, transposed(u))
             g_rows, gamma = gamma_of(g_smem.at[lax.rem(first_step, token_stages)])
-            return dev.collect(p), dev.collect(n), g_rows, gamma
+            p = dev.collect(p, newer=1) * (gamma * sizes.scale)
+            n = dev.collect(n)
+            strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
+            return p, jnp.where(strictly_lower, n * -gamma, 0.0), g_rows, _diagonal(n)
 
         accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def read_states(first_step):
-        """dO S, and the sums of S dS over K and over tiles of V."""
+    def store_pairs(p, n):
+        """E to shared memory."""
 
-        def body(acc):
-            inner = zeros((WIDTH,), f32, ROW)
+        def body(qk, kk):
+            dev.issue(qk, q_smem, transposed(k_smem))
+            dev.issue(kk, k_smem, transposed(k_smem))
+            return p * dev.collect(qk, newer=1) + n * dev.collect(kk)
+
+        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
+        pairs = pl.run_scoped(body, accumulator, accumulator)
+        pairs_tile[...] = pairs.astype(dtype)
+        plgpu.commit_smem()
+
+    def read_states(first_step):
+        """dO S; the sums of S dS over K and over tiles of V; the sums of E over i >= t > j for every t."""
+
+        def body(acc, crossing):
+            upper = iota((CHUNK, CHUNK), 0) <= iota((CHUNK, CHUNK), 1)
+            crossing = dev.issue(crossing, jnp.where(upper, 1.0, 0.0).astype(dtype), pairs_tile)
+            inner = zeros((WIDTH, 16), f32)
             for t in range(v_tiles):
                 step = first_step + t
                 wait_states(step)
@@ -415,40 +449,38 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 dev.issue(acc, do, h)
                 for column in range(0, K, WIDTH):
                     part = (slice(None), slice(column, column + WIDTH))
-                    inner = inner + rowsum(h.at[part], plgpu.load(dh.at[part], layout=WGMMA).astype(f32))
+                    inner = _add_block_products(dev, inner, plgpu.load(h.at[part], layout=WGMMA), dh.at[part])
                 finish(0)
-                release(step)
-            return dev.collect(acc), inner
+                release(step, loads_in_flight=True)
+            before = iota((CHUNK, CHUNK), 1) < iota((CHUNK, CHUNK), 0)
+            crossing = jnp.sum(jnp.where(before, dev.collect(crossing), 0.0), axis=1)
+            return dev.collect(acc), _diagonal(inner, 16), crossing
 
-        return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
+        accumulators = plgpu.ACC((CHUNK, K), f32), plgpu.ACC((CHUNK, CHUNK), f32)
+        return pl.run_scoped(body, *accumulators)
 
     def query_step(place, head, first_step, dq, is_first, is_last):
         """dq with the part of one output head; its scores and sums for the key warpgroup."""
-        p, n, g_rows, gamma = make_scores(first_step)
-        diagonal = _diagonal(p) * sizes.scale
-        write_strengths = _diagonal(n)
-        strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-        gamma = jnp.where(strictly_lower, gamma, 0.0)
-        p, n = (p * (gamma * sizes.scale)).astype(dtype), (n * -gamma).astype(dtype)
+        p, n, g_rows, write_strengths = make_scores(first_step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
-        p_tile[...] = p
-        n_tile[...] = n
-        diagonal_written_smem[...] = diagonal
+        p_tile[...] = p.astype(dtype)
+        n_tile[...] = n.astype(dtype)
         store_vector(dbeta_inner_smem, write_strengths, dbeta_gmem.at[place.visit, head])
         plgpu.barrier_arrive(scores)
 
-        read, inner = read_states(first_step)
         wait_qk(is_first)
-        start = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
-        (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
-        x_dg_smem[...] = rowsum(q_smem, part)
+        store_pairs(p, n)
+        read, inner, crossing = read_states(first_step)
+        read = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
+        x_dg_smem[...] = _row_dots(dev, read, q_smem)
+        crossing_sum_smem[...] = crossing
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbeta_inner_smem[...] = inner
         plgpu.commit_smem()
         plgpu.barrier_arrive(sums)
-        dq = dq + part + along_rows(diagonal, K) * plgpu.load(k_smem, layout=WGMMA).astype(f32)
-        pl.when(is_last)(lambda: dev.release(used_qk))
+        (dq,) = _accumulate(dev, [dq + read], [(0, p_tile, k_smem)])
+        pl.when(is_last)(lambda: dev.release(used_qk, loads_in_flight=True))
         return dq
 
     def query_item(n, _):
@@ -471,7 +503,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Key warpgroup
 
     def over_v(first_step, dk, is_first):
-        """dk + late, l, and -D (dv S); the last entry of G."""
+        """dk + late + read; k . late and k . read; the last entry of G."""
 
         def body(late, read):
             for t in range(v_tiles):
@@ -490,39 +522,37 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                     release(step - 1)
             gates = g_smem.at[lax.rem(first_step + v_tiles - 1, token_stages)]
             g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
-            decay = -jnp.exp2(g_rows)
             wait_qk(is_first)
             late = dev.collect(late, newer=1) * along_rows(jnp.exp2(g_last - g_rows), K)
-            written, with_late = rowsum(k_smem, late), dk + late
-            read = dev.collect(read) * along_rows(decay, K)
+            written, with_late = _row_dots(dev, late, k_smem), dk + late
+            read = dev.collect(read) * along_rows(-jnp.exp2(g_rows), K)
             release(first_step + v_tiles - 1)
-            return with_late, written, read, g_last
+            return with_late + read, written, _row_dots(dev, read, k_smem), g_last
 
         accumulator = plgpu.ACC((CHUNK, K), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
     def key_step(place, head, first_step, dk, is_first, is_last):
         """dk with the part of one output head; its dg to memory."""
-        dk, written, read, g_last = over_v(first_step, dk, is_first)
+        dk, written, x, g_last = over_v(first_step, dk, is_first)
         plgpu.barrier_wait(scores)
-        (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
-        x, dk = rowsum(k_smem, read), dk + read
-        diagonal = along_rows(plgpu.load(diagonal_written_smem, layout=ROW), K)
-        dk = dk + diagonal * plgpu.load(q_smem, layout=WGMMA).astype(f32)
-        products = [(0, transposed(p_tile), q_smem), (0, transposed(n_tile), k_smem)]
-        (write,) = _accumulate(dev, [zeros((CHUNK, K), f32)], products)
-        x, dk = x - rowsum(k_smem, write), dk + write
-        pl.when(is_last)(lambda: dev.release(used_qk))
+        products = [(n_tile, k_smem), (transposed(p_tile), q_smem), (transposed(n_tile), k_smem)]
+        (dk,) = _accumulate(dev, [dk], [(0, *operands) for operands in products])
+        pl.when(is_last)(lambda: dev.release(used_qk, loads_in_flight=True))
 
         plgpu.barrier_wait(sums)
-        sum_smem[...] = x + plgpu.load(x_dg_smem, layout=ROW)
-        diagonal_written_smem[...] = written
+        x_dg, inner, crossing = (
+            plgpu.load(v, layout=ROW) for v in (x_dg_smem, dbeta_inner_smem, crossing_sum_smem)
+        )
+        inner = inner * jnp.exp2(g_last)
         plgpu.commit_smem()
-        vectors = (sum_smem, diagonal_written_smem, dbeta_inner_smem)
-        x, written, inner = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in vectors)
+        crossing_sum_smem[...] = x + x_dg + inner
+        written_smem[...] = written + inner
+        plgpu.commit_smem()
+        x, written = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in (crossing_sum_smem, written_smem))
         not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-        terms = jnp.where(not_before, x, written) + inner * jnp.exp2(g_last)
-        store_vector(x_dg_smem, jnp.sum(terms, axis=1), dg_gmem.at[place.visit, head])
+        dg = jnp.sum(jnp.where(not_before, x, written), axis=1) + crossing
+        store_vector(x_dg_smem, dg, dg_gmem.at[place.visit, head])
         return dk
 
     def key_item(n, _):

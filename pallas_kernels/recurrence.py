@@ -5,8 +5,8 @@ With the state transposed, S [V, K], and for one chunk (all of it float32 but th
     W = V^T - (S K^T) D              N = W T^T             T = r a * Gamma
     O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = r (Q K^T) * Gamma
 
-where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / (32 r),
-gl = 2^G_last, r = sqrt(scale / 32), G = g2_cum and a = 32 A diag(beta) from tril_inverse.py. With r split like this
+where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / (16 r),
+gl = 2^G_last, r = sqrt(scale / 16), G = g2_cum and a = 16 A diag(beta) from tril_inverse.py. With r split like this
 one tile, r Gamma, makes both T and P. Where q and k are to be normalised, the reciprocal norms of k go into a (its
 rows) and D, those of q into the rows of P and scale D: no tile of q or k is rewritten.
 

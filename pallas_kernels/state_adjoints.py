@@ -5,8 +5,8 @@ With states transposed, S and dS [V, K], and for one chunk (all of it float32 bu
     states:    W = V^T - (S K^T) D           U = W T^T            S <- gl S + (U Dr) K
     adjoints:  Z = (dS K^T) Dr + dO^T P      dV = Z T             dS <- gl dS + scale (dO^T D) Q - (dV D) K
 
-where T = a / 32 * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = 32 A diag(beta) of tril_inverse.py. U and dV [V, C] are
+where T = a / 16 * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = 16 A diag(beta) of tril_inverse.py. U and dV [V, C] are
 transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
 the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 

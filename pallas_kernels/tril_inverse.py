@@ -1,7 +1,7 @@
 """Triangular inverse of every chunk, before any gate.
 
     L = strictly lower part of diag(beta) K K^T        [C, C]
-    A = (I + L)^-1,   a = 32 A diag(beta)
+    A = (I + L)^-1,   a = 16 A diag(beta)
 
 The gates factor out: the inverse that the rule needs is A * Gamma, element by element, with Gamma[i, j] =
 exp(g_cum[i] - g_cum[j]). So nothing here overflows, whatever the decay, and all chunks are independent.
@@ -10,7 +10,7 @@ Inputs (GMEM): k [B, T, Hk, K], beta_t [B, HO, NT C] float32, first [NT C] int32
 between tokens of one sequence.
 Outputs (GMEM): a [B, HO, NT C, C], float16 (see INVERSE_LOG2 of common.py) in an array of k's dtype: bfloat16 would
 cost accuracy, and a reader puts its products of k's dtype in place of it. For keys to be normalised, with rstd =
-(|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, a = 32 diag(rstd) A diag(beta),
+(|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, a = 16 diag(rstd) A diag(beta),
 and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.

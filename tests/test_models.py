@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax.layers import weight_decay_mask
+from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 
 # Two blocks of float32 sums after the rule, whose bound is 1e-5; the residual stream adds their errors.

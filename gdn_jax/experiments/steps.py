@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from gdn_jax import layers, models
+from gdn_jax import blocks, models
 from gdn_jax.experiments.batch import Batch
 from gdn_jax.experiments.errors import RunError
 from gdn_jax.experiments.options import ModelOptions, ScheduleOptions
@@ -95,7 +95,7 @@ def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> op
 
 
 def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm; what `layers.weight_decay_mask` marks False does not decay.
+    """AdamW behind a clip of the global norm; what `blocks.weight_decay_mask` marks False does not decay.
 
     The learning rate may be traced: runs that differ in it alone share their compiled step.
     """
@@ -106,7 +106,7 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
             b1=0.9,
             b2=0.95,
             weight_decay=options.weight_decay,
-            mask=layers.weight_decay_mask,
+            mask=blocks.weight_decay_mask,
         ),
     )
 

@@ -1,0 +1,119 @@
+"""What stands around a token mixer in a model: RMSNorm, SwiGLU, bias-free projections, and what weight decay spares.
+
+Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call, as in
+flax's own layers; the norm is float32 in any case.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Initializer = Callable[..., jax.Array]
+
+
+class NoDecayParam(nnx.Param):
+    """A parameter that weight decay must leave alone: A_log, dt_bias and the weights of norms."""
+
+
+def weight_decay_mask(params: Any) -> Any:
+    """Which parameters to decay, in the form `optax.adamw(..., mask=weight_decay_mask)` takes.
+
+    Args:
+      params: a pytree of parameters, `nnx.state(model, nnx.Param)` or the plain arrays of it (`nnx.as_pure`).
+
+    Returns:
+      The same tree with a bool for every array: False for a `NoDecayParam` and for everything of fewer than
+      two dimensions (A_log, dt_bias, norms, biases), True for projections, embeddings, convolutions.
+    """
+
+    def decays(x):
+        if isinstance(x, nnx.Variable):
+            return jax.tree.map(lambda a: not isinstance(x, NoDecayParam) and jnp.ndim(a) >= 2, x)
+        return jnp.ndim(x) >= 2
+
+    return jax.tree.map(decays, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+class RMSNorm(nnx.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight along the last axis, in float32.
+
+    flax's own RMSNorm rounds x and the weight to the compute dtype before it takes the mean; this one rounds
+    once, at the end.
+
+    Args:
+      features: width of the last axis.
+      eps: added to the mean square.
+      dtype: dtype of the result; the input's when None.
+      param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
+        self.weight = NoDecayParam(jnp.ones(features, param_dtype))
+        self.eps = eps
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """The normalised x [..., features]."""
+        dtype = self.dtype or x.dtype
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return (x * scale * self.weight[...].astype(x.dtype)).astype(dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)), three projections without bias.
+
+    Args:
+      hidden_size: width of the input and the output.
+      intermediate_size: width in between.
+      dtype, param_dtype: compute and parameter dtype.
+      kernel_init, out_kernel_init: initialisers of gate and up, and of down.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        linear, out = bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = out(intermediate_size, hidden_size)
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):
+    """Makers of the bias-free projections of a layer: the inner ones and the last one."""
+    kernel_init = kernel_init or nnx.initializers.lecun_normal()
+
+    def maker(init):
+        def make(n, m):
+            return nnx.Linear(
+                n, m, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=init, rngs=rngs
+            )
+
+        return make
+
+    return maker(kernel_init), maker(out_kernel_init or kernel_init)

@@ -1,0 +1,154 @@
+"""The recurrence over chunks: the state at the start of each, the values it really writes, and their derivative.
+
+    v_new = A (x - read (k h))                                A = (I + kkt)^-1
+    h'    = keep (total h + k^T (to_end v_new)) + forcing     state at the start of the next chunk
+
+With x = beta v, read = beta exp(G), to_end = exp(G_C - G), total = exp(G_C) these are v_new = u - w h and
+h' = exp(G_C) h + k^T (exp(G_C - G) v_new), in a form that needs fewer products than w and u. This is the only
+part of the chunked form that walks over chunks.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", section 3.3; fla's `chunk_gated_delta_rule_fwd_h`.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from gdn_jax.stages import Numerics, solve_tril
+
+INVERSE_NAME = "gdn_inverse"
+STATES_NAME = "gdn_states"
+"""`checkpoint_name`s of A and of h where the derivative is taken."""
+
+
+class Transition(NamedTuple):
+    """What a chunk does to the state, apart from what it writes: see `solve_states`."""
+
+    total: Float[Array, "L P *H"]
+    """exp(G_C): decay over the chunk."""
+    to_end: Float[Array, "L P *H C"]
+    """exp(G_C - G): decay of each token's write until the chunk's end."""
+    read: Float[Array, "L P *H C"]
+    """beta exp(G): factor of what each token's key finds in the state."""
+    k: Float[Array, "L P *Hk C K"]
+    keep: Bool[Array, "L P ..."] | None = None
+    """False where nothing passes on to the next chunk, which starts from its forcing alone."""
+
+    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """total h + k^T (to_end v_new), the state at the chunk's end; 0 where keep is False."""
+        return self.select(self.total[..., None, None] * h + self.write(v_new, numerics))
+
+    def select(self, new: jax.Array) -> jax.Array:
+        """new where keep is True; a selection, so that a NaN stops at the border of its sequence."""
+        return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
+
+    def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """k^T (to_end v_new): what the values v_new leave in the state at the chunk's end."""
+        return numerics.einsum("...ck,...cv->...kv", self.k, self.to_end[..., None] * v_new)
+
+    def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
+        """A (x - read (k h)): the values that are really written."""
+        found = self.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
+        return numerics.einsum("...ij,...jv->...iv", A, -found if x is None else x - found)
+
+
+class States(NamedTuple):
+    """Solution of the recurrence over chunks."""
+
+    h: Float[Array, "L P *H K V"]
+    """State at the start of each chunk."""
+    v_new: Float[Array, "L P *H C V"]
+    """Values that each chunk really writes."""
+    last: Float[Array, "*H K V"]
+    """State after the last chunk."""
+
+
+def _walk(numerics, A, transition, x, forcing, h):
+    """The recurrence of `solve_states` in one pass over axis 0, every lane on its own."""
+    stored, kept, numerics = numerics.operand, numerics.kept, numerics.wide()
+
+    def chunk(h, inputs):
+        A, transition, x, forcing = inputs
+        v_new = transition.v_new(A, x, h, numerics)
+        new = transition.next_state(h, v_new, numerics)
+        new = new if forcing is None else new + forcing
+        return new, (h.astype(stored), v_new.astype(kept))
+
+    last, (states, v_new) = lax.scan(chunk, h, (A, transition, x, forcing))
+    return States(states, v_new, last)
+
+
+def _walk_lanes(numerics, A, transition, x, forcing, h0):
+    """`solve_states` for a given inverse A, linear in (x, forcing, h0)."""
+    lanes = transition.total.shape[1]
+    if lanes == 1:
+        states = _walk(numerics, A, transition, x, forcing, h0[None])
+        return states._replace(last=states.last[0])
+    # Every lane from a zero state and, for what it does to a state, from the identity; then the lanes are
+    # joined in order and walked once more from their true start states.
+    K = transition.k.shape[-1]
+    shape = (lanes, *h0.shape)
+    written = _walk(numerics, A, transition, x, forcing, jnp.zeros(shape, h0.dtype)).last
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*shape[:-2], K, K))
+    carried = _walk(numerics, A, transition, None, None, identity).last
+
+    def join(h, lane):
+        written, carried = lane
+        product = jnp.einsum("...kj,...jv->...kv", carried, h, precision=lax.Precision.HIGHEST)
+        return written + product, h
+
+    _, starts = lax.scan(join, h0, (written, carried))
+    states = _walk(numerics, A, transition, x, forcing, starts)
+    return states._replace(last=states.last[-1])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def solve_states(
+    numerics: Numerics,
+    kkt: Float[Array, "L P *H C C"],
+    transition: Transition,
+    x: Float[Array, "L P *H C V"],
+    forcing: Float[Array, "L P *H K V"] | None,
+    h0: Float[Array, "*H K V"],
+) -> States:
+    """Solves the recurrence over chunks, with A = (I + kkt)^-1:
+
+        v_new = A (x - read (k h));   h' = keep (total h + k^T (to_end v_new)) + forcing
+
+    Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on where lane 0
+    ends), walked side by side. One lane or many give the same states; many cost two more walks, all shorter.
+
+    The equations are linear in (x, forcing, h0), so the derivative in any argument solves the same equations
+    with another x and forcing, which are parallel over chunks. In reverse mode the adjoint state walks
+    backwards and everything else is parallel; dkkt = -lam v_new^T needs no derivative of the inverse.
+    """
+    A = solve_tril(kkt)
+    return _walk_lanes(numerics, A, transition, x, forcing, h0)
+
+
+@solve_states.defjvp
+def _solve_states_jvp(numerics, primals, tangents):
+    kkt, transition, x, forcing, h0 = primals
+    dkkt, d, dx, dforcing, dh0 = tangents
+    wide = numerics.wide()
+    einsum = wide.einsum
+    A = checkpoint_name(solve_tril(kkt), INVERSE_NAME)
+    solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
+    h = checkpoint_name(solution.h, STATES_NAME)
+    # From h and not from the walk, so that the backward pass recomputes it without walking again.
+    v_new = transition.v_new(A, x, h, wide).astype(numerics.kept)
+
+    dx = dx - d.read[..., None] * einsum("...ck,...kv->...cv", transition.k, h)
+    dx = dx - transition.read[..., None] * einsum("...ck,...kv->...cv", d.k, h)
+    dx = dx - einsum("...ij,...jv->...iv", dkkt, v_new)
+    # One product for both tangents: in reverse mode, so are both cotangents.
+    dk_to_end = d.to_end[..., None] * transition.k + transition.to_end[..., None] * d.k
+    drive = d.total[..., None, None] * h + einsum("...ck,...cv->...kv", dk_to_end, v_new)
+    drive = transition.select(drive)
+    drive = drive if dforcing is None else drive + dforcing
+    return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)
