@@ -128,15 +128,14 @@ class Device:
             return product
         return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
 
-    def release(self, barrier, loads_in_flight: bool = False) -> None:
+    def release(self, barrier) -> None:
         """Tells the producer of a stage that this warpgroup has read it, so that a bulk copy may overwrite it.
 
-        Args:
-          loads_in_flight: whether values loaded from the stage may not have been used yet. The arrival alone does
-            not wait for such a load, which then finds rows of the next tile in place of its own (one sum in 100000,
-            H200, 2026-11-21); the fence of a commit does.
+        The arrival on the barrier does not wait for loads into registers whose values have not been used yet: these
+        then find rows of the next tile (one sum in 100000, H200, 2026-11-21). Use the values first, or commit_smem,
+        whose fence waits. The interpreter asks for a commit after every read.
         """
-        if self.interpreted or loads_in_flight:  # the interpreter asks for a commit after every read
+        if self.interpreted:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
 

@@ -22,21 +22,23 @@ take a third of the instructions that unpacking bfloat16 and multiplying takes, 
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): the query warpgroup makes P, N, E, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
-loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since P and N need tokens only.
+Threads (warpgroups): the query warpgroup makes P, N and dq; the key warpgroup makes dk; the gate warpgroup makes dg. Each
+is a chain of products and sums that wait for each other; three chains side by side hide most of that. The gate
+warpgroup also loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since P and N need tokens only.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
-| tokens    | bulk copies of do, dv, u and g2_cum of a step       | query, key; helper first if rows are packed  |
-| states    | bulk copies of S and dS of a step                   | query, key                                   |
-| qk        | bulk copies of q and k                              | query, key; helper first if rows are packed  |
-| masked,   | helper: foreign tokens of a step, or of q and k,    | query, key (packed rows only)                |
+| tokens    | bulk copies of do, dv, u and g2_cum of a step       | all; packed rows: gate only                  |
+| states    | bulk copies of S and dS of a step                   | all                                          |
+| qk        | bulk copies of q and k                              | all; packed rows: gate only                  |
+| masked,   | gate: foreign tokens of a step, or of q and k,      | query, key (packed rows only)                |
 | masked_qk | are zeros                                           |                                              |
-| consumed  | query, key: step read                               | helper, before it loads these stages again   |
-| used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
-| scores    | query: P and N are written                          | key                                          |
-| sums      | query: its part of x and <S, dS> are written        | key                                          |
-| scored    | key: scores and sums read, dk has left              | query, before it writes those of a next head |
+| consumed  | query, key: step read                               | gate, before it loads these stages again     |
+| used_qk   | query, key: q and k read                            | gate, before it loads the next q and k       |
+| scores    | query: P and N are written                          | key, gate                                    |
+| paired    | gate: P and N read, for E                           | key, before dk leaves through their tiles    |
+| scored    | key: P and N read by key and gate, dk has left      | query, before it writes those of a next head |
+| sums      | query, key: their parts of x and l are written      | gate                                         |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
 h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, tables int32 (packed rows).
@@ -48,6 +50,7 @@ Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,8 +93,11 @@ from pallas_kernels.spans import (
 WIDTH = 64
 """Columns of V of one step, and of a tile."""
 
-QUERY, KEY, HELPER = range(3)
+QUERY, KEY, GATE = range(3)
 """Warpgroups."""
+
+VECTORS = 9
+"""Rows of 64 floats of shared memory besides the gates: dg, dbeta, <S, dS>, and two of each part of x and l."""
 
 BETA_FLOOR = 2.0**-20
 """Least beta that dbeta is divided by: u and dv are proportional to beta, and the forward writes no less."""
@@ -101,14 +107,15 @@ BETA_FLOOR = 2.0**-20
 class Config:
     """How the gradients run, not what they compute."""
 
-    token_stages: int = 4
+    token_stages: int = 3
     """Steps of do, dv and u in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of S and dS in flight."""
-    helper_registers: int = 40
-    query_registers: int = 224
-    key_registers: int = 240
-    """40, 224 and 240 take 4 % less time than 40, 232 and 232 (H200, 2026-11-21, K = V = 128)."""
+    dq_tiles: int = 2
+    """Tiles of 64 columns through which dq leaves."""
+    query_registers: int = 176
+    key_registers: int = 232
+    gate_registers: int = 96
     ctas: int = NUM_SMS
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory."""
@@ -116,16 +123,15 @@ class Config:
     def smem_bytes(self, K: int) -> int:
         """Shared memory of a CTA."""
         steps = self.token_stages * 3 * 2 * CHUNK * WIDTH + self.state_stages * 2 * 2 * WIDTH * K
-        vectors = round_up(4 * CHUNK * (4 + self.token_stages), 1024)
-        return steps + 2 * 3 * CHUNK * K + 2 * 2 * CHUNK**2 + vectors + 256
+        vectors = round_up(4 * CHUNK * (VECTORS + self.token_stages), 1024)
+        return steps + 2 * 2 * CHUNK * K + (3 + self.dq_tiles) * 2 * CHUNK**2 + vectors + 256
 
     @classmethod
-    def default(cls, K: int, V: int, packed: bool = False) -> "Config":
+    def default(cls, K: int, V: int) -> "Config":
         """Most stages that fit."""
-        registers = (72, 216, 216) if packed else (24, 240, 240)
-        for states in (4, 3, 2):
-            config = cls(max(4, V // WIDTH), states, *registers)
-            if config.smem_bytes(K) <= SMEM_LIMIT:
+        for tokens, states, dq_tiles in ((4, 4, K // WIDTH), (3, 2, K // WIDTH), (4, 2, 1)):
+            config = cls(tokens, states, dq_tiles)
+            if config.smem_bytes(K) <= SMEM_LIMIT and tokens >= V // WIDTH:
                 return config
         raise AssertionError("K > 128 or V > 256")
 
@@ -147,17 +153,19 @@ class _Sizes(NamedTuple):
     packed: bool
 
 
-def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> Any:
-    """starts, with a @ b added to number n for each (n, a, b)."""
+def _accumulate(dev: Device, starts: list[jax.Array], program: Callable) -> Any:
+    """starts, after program(add) has called add(n, a, b) to add a @ b to number n. It may wait in between."""
     if dev.interpreted:
         sums = list(starts)
-        for n, a, b in products:
+
+        def add_now(n, a, b):
             sums[n] = sums[n] + dev.product(a, b)
+
+        program(add_now)
         return sums
 
     def body(accs):
-        for n, a, b in products:
-            plgpu.wgmma(accs[n], a, b)
+        program(lambda n, a, b: plgpu.wgmma(accs[n], a, b))
 
     return pl.run_state(body)([plgpu.ACC.init(x) for x in starts])
 
@@ -188,11 +196,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem = (refs.pop(0) for _ in range(8))
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
-    q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
-    # Most have two uses: the second is written when all threads have read the first, or when it has left.
-    x_dg_smem, dbeta_inner_smem, crossing_sum_smem, written_smem = (vectors.at[i] for i in range(4))
-    g_smem = vectors.at[4:]
-    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[7:]
+    q_smem, k_smem, x_smem, s_smem, pn_smem, pairs_smem, dq_smem, vectors = refs[:8]
+    dg_smem, dbeta_smem, inner_smem = (vectors.at[i] for i in range(3))
+    x_query_smem, x_key_smem, late_smem = (vectors.at[i : i + 2] for i in (3, 5, 7))  # one of two: of a head, of the next
+    g_smem = vectors.at[VECTORS:]
+    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, paired, scored, sums = refs[8:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
@@ -231,7 +239,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         """Output head of the e-th head of the query-th query head of an item."""
         return place.key_head * (sizes.HO // sizes.Hk) + query * heads_per_query + e
 
-    # Helper
+    # Loads
 
     def load_qk(load):
         """q and k of the load-th pair."""
@@ -279,64 +287,25 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 keep_owned_gates(gates, begin, end)
             plgpu.commit_smem()
 
-    def mask_tokens(step):
-        stage = lax.rem(step, token_stages)
-        plgpu.barrier_wait(tokens.at[stage])
-        mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
-        plgpu.barrier_arrive(masked.at[stage])
+    def mask_tokens(first_step):
+        """Of all steps of a head."""
+        for t in range(v_tiles):
+            step = first_step + t
+            stage = lax.rem(step, token_stages)
+            plgpu.barrier_wait(tokens.at[stage])
+            mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
+            plgpu.barrier_arrive(masked.at[stage])
 
     def mask_qk(load):
         plgpu.barrier_wait(qk)
         mask(place_of(lax.div(load, query_heads)), (q_smem, k_smem))
         plgpu.barrier_arrive(masked_qk)
 
-    @pl.when(wg == HELPER)
-    def helper():
-        plgpu.set_max_registers(config.helper_registers, action="decrease")
-        loads = items * query_heads
-        steps = loads * steps_per_load
-        # The query warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
-        ahead = min(token_stages - 1, v_tiles)
-
-        pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
-        for j in range(max(token_stages, state_stages)):
-            if j < token_stages:
-                pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
-            if j < state_stages:
-                pl.when(j < steps)(functools.partial(load_states, jnp.int32(j)))
-        if sizes.packed:
-            for j in range(ahead):
-                pl.when(j < steps)(functools.partial(mask_tokens, jnp.int32(j)))
-            pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
-
-        def step(i, _):
-            if sizes.packed:
-                pl.when(i + ahead < steps)(lambda: mask_tokens(i + ahead))
-            plgpu.barrier_wait(consumed.at[lax.rem(i, state_stages)])
-            pl.when(i + state_stages < steps)(lambda: load_states(i + state_stages))
-            pl.when(i + token_stages < steps)(lambda: load_tokens(i + token_stages))
-
-            @pl.when(lax.rem(i + 1, steps_per_load) == 0)
-            def _():
-                plgpu.barrier_wait(used_qk)
-                load = lax.div(i, steps_per_load) + 1
-
-                @pl.when(load < loads)
-                def _():
-                    load_qk(load)
-                    if sizes.packed:
-                        mask_qk(load)
-
-            return ()
-
-        lax.fori_loop(0, steps, step, ())
-
-    # Both compute warpgroups
+    # All warpgroups
 
     pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)  # the flat one for packed rows only
     dq_tiles, dq_flat = dq_smem if sizes.packed else (dq_smem, None)
     p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
-    pairs_tile = dq_tiles.at[0]  # E, where dq of the item before has left and this one's is not ready
 
     def wait_tokens(step):
         plgpu.barrier_wait((masked if sizes.packed else tokens).at[lax.rem(step, token_stages)])
@@ -346,6 +315,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
     def wait_qk(is_first):
         pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else qk))
+
+    def slot_of(smem, first_step):
+        """The one of two rows that belongs to the head of a step."""
+        return smem.at[lax.rem(lax.div(first_step, v_tiles), 2)]
 
     def x_tiles(step):
         """do, dv, u of a step."""
@@ -357,8 +330,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         stage = lax.rem(step, state_stages)
         return (s_smem.at[stage, i] for i in range(2))
 
-    def release(step, loads_in_flight=False):
-        dev.release(consumed.at[lax.rem(step, state_stages)], loads_in_flight)
+    def release(step):
+        dev.release(consumed.at[lax.rem(step, state_stages)])
 
     def finish(running):
         """Waits for all but the youngest products."""
@@ -366,18 +339,22 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             plgpu.wgmma_wait(running)
 
     def store(place, head, x, target, tiles, flat):
-        """dq or dk to memory, 64 columns at a time."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """dq or dk to memory, as many times 64 columns at once as there are tiles."""
         x = jnp.where(place.span.is_padding, 0.0, x).astype(dtype) if sizes.packed else x.astype(dtype)
-        parts = [(t, x[:, t * WIDTH : (t + 1) * WIDTH], pl.ds(t * WIDTH, WIDTH)) for t in range(K // WIDTH)]
+        for first in range(0, K, tiles.shape[0] * WIDTH):
+            columns = range(first, min(first + tiles.shape[0] * WIDTH, K), WIDTH)
+            store_columns(place, head, [(t, x[:, c : c + WIDTH], c) for t, c in enumerate(columns)], target, tiles, flat)
+
+    def store_columns(place, head, parts, target, tiles, flat):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         row = place.span.row
 
         def whole():
             for t, part, _ in parts:
                 tiles.at[t][...] = part
             plgpu.commit_smem()
-            for t, _, columns in parts:
-                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, columns])
+            for t, _, c in parts:
+                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, pl.ds(c, WIDTH)])
 
         if not sizes.packed:
             return whole()
@@ -389,8 +366,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 store_any(flat.at[t], part)
             plgpu.commit_smem()
             token = place.chunk * CHUNK
-            for t, _, columns in parts:
-                destination = lambda r, columns=columns: target.at[row, token + r, head, columns]  # noqa: E731
+            for t, _, c in parts:
+                destination = lambda r, c=c: target.at[row, token + r, head, pl.ds(c, WIDTH)]  # noqa: E731
                 store_rows(flat.at[t], destination, begin, end)
 
         pl.when(jnp.logical_not(is_shared))(whole)
@@ -421,67 +398,37 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def store_pairs(p, n):
-        """E to shared memory."""
-
-        def body(qk, kk):
-            dev.issue(qk, q_smem, transposed(k_smem))
-            dev.issue(kk, k_smem, transposed(k_smem))
-            return p * dev.collect(qk, newer=1) + n * dev.collect(kk)
-
-        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
-        pairs = pl.run_scoped(body, accumulator, accumulator)
-        pairs_tile[...] = pairs.astype(dtype)
-        plgpu.commit_smem()
-
-    def read_states(first_step):
-        """dO S; the sums of S dS over K and over tiles of V; the sums of E over i >= t > j for every t."""
-
-        def body(acc, crossing):
-            upper = iota((CHUNK, CHUNK), 0) <= iota((CHUNK, CHUNK), 1)
-            crossing = dev.issue(crossing, jnp.where(upper, 1.0, 0.0).astype(dtype), pairs_tile)
-            inner = zeros((WIDTH, 16), f32)
-            for t in range(v_tiles):
-                step = first_step + t
-                wait_states(step)
-                do, _, _ = x_tiles(step)
-                h, dh = s_tiles(step)
-                dev.issue(acc, do, h)
-                for column in range(0, K, WIDTH):
-                    part = (slice(None), slice(column, column + WIDTH))
-                    inner = _add_block_products(dev, inner, plgpu.load(h.at[part], layout=WGMMA), dh.at[part])
-                finish(0)
-                release(step, loads_in_flight=True)
-            before = iota((CHUNK, CHUNK), 1) < iota((CHUNK, CHUNK), 0)
-            crossing = jnp.sum(jnp.where(before, dev.collect(crossing), 0.0), axis=1)
-            return dev.collect(acc), _diagonal(inner, 16), crossing
-
-        accumulators = plgpu.ACC((CHUNK, K), f32), plgpu.ACC((CHUNK, CHUNK), f32)
-        return pl.run_scoped(body, *accumulators)
-
     def query_step(place, head, first_step, dq, is_first, is_last):
-        """dq with the part of one output head; its scores and sums for the key warpgroup."""
+        """dq with the part of one output head; its scores and its part of x for the others."""
         p, n, g_rows, write_strengths = make_scores(first_step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
         p_tile[...] = p.astype(dtype)
         n_tile[...] = n.astype(dtype)
-        store_vector(dbeta_inner_smem, write_strengths, dbeta_gmem.at[place.visit, head])
+        store_vector(dbeta_smem, write_strengths, dbeta_gmem.at[place.visit, head])
         plgpu.barrier_arrive(scores)
-
         wait_qk(is_first)
-        store_pairs(p, n)
-        read, inner, crossing = read_states(first_step)
+
+        def products(add):
+            add(0, p_tile, k_smem)
+            for t in range(v_tiles):
+                step = first_step + t
+                wait_states(step)
+                do, _, _ = x_tiles(step)
+                h, _ = s_tiles(step)
+                add(1, do, h)
+                if t > 0:
+                    finish(1)
+                    release(step - 1)
+
+        dq, read = _accumulate(dev, [dq, zeros((CHUNK, K), f32)], products)
+        release(first_step + v_tiles - 1)
         read = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
-        x_dg_smem[...] = _row_dots(dev, read, q_smem)
-        crossing_sum_smem[...] = crossing
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dbeta_inner_smem[...] = inner
+        slot_of(x_query_smem, first_step)[...] = _row_dots(dev, read, q_smem)
         plgpu.commit_smem()
         plgpu.barrier_arrive(sums)
-        (dq,) = _accumulate(dev, [dq + read], [(0, p_tile, k_smem)])
-        pl.when(is_last)(lambda: dev.release(used_qk, loads_in_flight=True))
-        return dq
+        pl.when(is_last)(lambda: dev.release(used_qk))
+        return dq + read
 
     def query_item(n, _):
         place = place_of(n)
@@ -503,7 +450,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Key warpgroup
 
     def over_v(first_step, dk, is_first):
-        """dk + late + read; k . late and k . read; the last entry of G."""
+        """dk + late + read; k . late and k . read."""
 
         def body(late, read):
             for t in range(v_tiles):
@@ -527,45 +474,130 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             written, with_late = _row_dots(dev, late, k_smem), dk + late
             read = dev.collect(read) * along_rows(-jnp.exp2(g_rows), K)
             release(first_step + v_tiles - 1)
-            return with_late + read, written, _row_dots(dev, read, k_smem), g_last
+            return with_late + read, written, _row_dots(dev, read, k_smem)
 
         accumulator = plgpu.ACC((CHUNK, K), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def key_step(place, head, first_step, dk, is_first, is_last):
-        """dk with the part of one output head; its dg to memory."""
-        dk, written, x, g_last = over_v(first_step, dk, is_first)
+    def key_step(first_step, dk, is_first, is_last):
+        """dk with the part of one output head; its parts of x and l for the gate warpgroup."""
+        dk, written, x = over_v(first_step, dk, is_first)
         plgpu.barrier_wait(scores)
-        products = [(n_tile, k_smem), (transposed(p_tile), q_smem), (transposed(n_tile), k_smem)]
-        (dk,) = _accumulate(dev, [dk], [(0, *operands) for operands in products])
-        pl.when(is_last)(lambda: dev.release(used_qk, loads_in_flight=True))
+        slot_of(x_key_smem, first_step)[...] = x
+        slot_of(late_smem, first_step)[...] = written
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(sums)
 
-        plgpu.barrier_wait(sums)
-        x_dg, inner, crossing = (
-            plgpu.load(v, layout=ROW) for v in (x_dg_smem, dbeta_inner_smem, crossing_sum_smem)
-        )
-        inner = inner * jnp.exp2(g_last)
-        plgpu.commit_smem()
-        crossing_sum_smem[...] = x + x_dg + inner
-        written_smem[...] = written + inner
-        plgpu.commit_smem()
-        x, written = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in (crossing_sum_smem, written_smem))
-        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-        dg = jnp.sum(jnp.where(not_before, x, written), axis=1) + crossing
-        store_vector(x_dg_smem, dg, dg_gmem.at[place.visit, head])
+        def products(add):
+            add(0, n_tile, k_smem)
+            add(0, transposed(p_tile), q_smem)
+            add(0, transposed(n_tile), k_smem)
+
+        (dk,) = _accumulate(dev, [dk], products)
+        pl.when(is_last)(lambda: dev.release(used_qk))
+        plgpu.barrier_wait(paired)
         return dk
 
     def key_item(n, _):
         place = place_of(n)
 
         def one(e, dk):
-            query, rest = lax.div(e, heads_per_query), lax.rem(e, heads_per_query)
+            rest = lax.rem(e, heads_per_query)
             first_step = (n * query_heads * heads_per_query + e) * v_tiles
             is_first, is_last = rest == 0, rest == heads_per_query - 1
-            return key_step(place, head_of(place, query, rest), first_step, dk, is_first, is_last)
+            return key_step(first_step, dk, is_first, is_last)
 
         dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
         store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
+        return ()
+
+    # Gate warpgroup
+
+    loads = items * query_heads
+    steps = loads * steps_per_load
+
+    def prologue():
+        pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
+        for j in range(max(token_stages, state_stages)):
+            if j < token_stages:
+                pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
+            if j < state_stages:
+                pl.when(j < steps)(functools.partial(load_states, jnp.int32(j)))
+        if sizes.packed:
+            pl.when(steps > 0)(lambda: mask_tokens(jnp.int32(0)))
+            pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
+
+    def refill(step):
+        """Loads later steps where a step has been read."""
+        plgpu.barrier_wait(consumed.at[lax.rem(step, state_stages)])
+        pl.when(step + state_stages < steps)(lambda: load_states(step + state_stages))
+        pl.when(step + token_stages < steps)(lambda: load_tokens(step + token_stages))
+
+    def between_states(first_step):
+        """gl <S, dS>, its sums over K and over tiles of V, to shared memory."""
+        inner = zeros((WIDTH, 16), f32)
+        for t in range(v_tiles):
+            step = first_step + t
+            if t >= state_stages:
+                plgpu.commit_smem()
+                refill(step - state_stages)
+            if not sizes.packed:
+                wait_tokens(step)
+            if t == 0:  # a refill overwrites it
+                decay = jnp.exp2(g_smem[lax.rem(first_step, token_stages), CHUNK - 1])
+            wait_states(step)
+            h, dh = s_tiles(step)
+            for column in range(0, K, WIDTH):
+                part = (slice(None), slice(column, column + WIDTH))
+                inner = _add_block_products(dev, inner, plgpu.load(h.at[part], layout=WGMMA), dh.at[part])
+        inner_smem[...] = _diagonal(inner, 16) * decay
+
+    def between_tokens(is_first):
+        """Sums of E over i >= t > j, for every t."""
+        plgpu.barrier_wait(scores)
+        wait_qk(is_first)
+        pairs = zeros((CHUNK, CHUNK), f32)
+        for weights, left in ((p_tile, q_smem), (n_tile, k_smem)):  # one after the other: registers are few
+            product = dev.product(left, transposed(k_smem))
+            pairs = pairs + product * plgpu.load(weights, layout=WGMMA).astype(f32)
+        pairs_smem[...] = pairs.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(paired)
+        rows, columns = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+        upper = jnp.where(rows <= columns, 1.0, 0.0).astype(dtype)
+        return jnp.sum(jnp.where(columns < rows, dev.product(upper, pairs_smem), 0.0), axis=1)
+
+    def gate_step(m, _):
+        """dg of this CTA's m-th output head to memory."""
+        load, e = lax.div(m, heads_per_query), lax.rem(m, heads_per_query)
+        place, query = place_of(lax.div(load, query_heads)), lax.rem(load, query_heads)
+        first_step = m * v_tiles
+        between_states(first_step)
+        crossing = between_tokens(e == 0)
+        for t in range(max(0, v_tiles - state_stages), v_tiles):
+            refill(first_step + t)
+        if sizes.packed:
+            pl.when(first_step + v_tiles < steps)(lambda: mask_tokens(first_step + v_tiles))
+
+        plgpu.barrier_wait(sums)
+        parts = (slot_of(v, first_step) for v in (x_query_smem, x_key_smem, late_smem))
+        x_query, x_key, late, inner = (plgpu.load(v, layout=COL) for v in (*parts, inner_smem))
+        x, late = (along_columns(y + inner, CHUNK) for y in (x_query + x_key, late))
+        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
+        dg = crossing + jnp.sum(jnp.where(not_before, x, late), axis=1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store_vector(dg_smem, dg, dg_gmem.at[place.visit, head_of(place, query, e)])
+
+        @pl.when(e == heads_per_query - 1)
+        def _():
+            plgpu.barrier_wait(used_qk)
+
+            @pl.when(load + 1 < loads)
+            def _():
+                load_qk(load + 1)
+                if sizes.packed:
+                    mask_qk(load + 1)
+
         return ()
 
     @pl.when(wg == QUERY)
@@ -578,6 +610,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def key():
         plgpu.set_max_registers(config.key_registers, action="increase")
         lax.fori_loop(0, items, key_item, ())
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == GATE)
+    def gate():
+        plgpu.set_max_registers(config.gate_registers, action="decrease")
+        prologue()
+        lax.fori_loop(0, loads * heads_per_query, gate_step, ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -619,7 +658,7 @@ def gradients(
     B, T, Hk, K = k.shape
     Hq, (visits, HO, V) = q.shape[2], h.shape[:3]
     packed = tables is not None
-    config = config or Config.default(K, V, packed)
+    config = config or Config.default(K, V)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
@@ -660,8 +699,9 @@ def gradients(
                 tiles(config.token_stages, 3, CHUNK, WIDTH),
                 tiles(config.state_stages, 2, WIDTH, K),
                 tiles(2, CHUNK, CHUNK, flat=True),
-                tiles(K // WIDTH, CHUNK, WIDTH, flat=True),
-                plgpu.SMEM((4 + config.token_stages, CHUNK), f32),
+                tiles(CHUNK, CHUNK),
+                tiles(config.dq_tiles, CHUNK, WIDTH, flat=True),
+                plgpu.SMEM((VECTORS + config.token_stages, CHUNK), f32),
                 barriers(4, config.token_stages),
                 barriers(2, config.state_stages),
                 barriers(2),
@@ -672,6 +712,7 @@ def gradients(
                 barriers(1),
                 barriers(1),
                 barriers(1),
+                barriers(2),
             ),
             grid=(config.ctas,),
             grid_names=("cta",),

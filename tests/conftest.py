@@ -17,6 +17,12 @@ if CHECKS_SHAPES:
     jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
 
 jax.config.update("jax_num_cpu_devices", 2)  # for meshes; the first one is used unless a test says otherwise
+# On a CPU the same operations of XLA without LLVM's optimisations: compilation is nearly all that the suite does, and
+# this halves it. In the environment too, for the processes that tests start. Tests that mean what users run ask for
+# `compile_as_users_do`.
+if jax.default_backend() == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def pytest_report_header():
@@ -50,6 +56,15 @@ def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def compile_as_users_do():
+    """Compilation with all optimisations."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

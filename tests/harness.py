@@ -17,16 +17,6 @@ PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")
 Results = dict[str, np.ndarray | None]
 
 
-def jit(f):
-    """jax.jit without LLVM's optimisations on CPU: the same operations of XLA, compiled in less than half the time.
-
-    Compilation is nearly all that the suite does. Tests of determinism and of transformations compile as users do.
-    """
-    return jax.jit(
-        f, compiler_options={"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    )
-
-
 def value_and_gradients(implementation: str, options: dict):
     """Function of (primals, cotangents, cu_seqlens, segment_ids)."""
 
@@ -45,7 +35,7 @@ def value_and_gradients(implementation: str, options: dict):
 
 @functools.cache
 def _compiled(implementation: str, options: tuple):
-    return jit(value_and_gradients(implementation, dict(options)))
+    return jax.jit(value_and_gradients(implementation, dict(options)))
 
 
 def named(results: tuple) -> Results:

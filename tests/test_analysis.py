@@ -5,7 +5,6 @@ import functools
 import math
 
 import cases
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +37,7 @@ MAPPED = [
 ]
 
 
-compiled_map = harness.jit(analysis.effective_attention)
+compiled_map = jax.jit(analysis.effective_attention)
 
 
 def array(x):
@@ -183,7 +182,7 @@ def test_rule_inputs_are_what_the_layer_feeds_the_rule(name):
     if layer.conv_bias is not None:
         layer.conv_bias[...] = jnp.linspace(-1, 1, layer.conv_dim)
 
-    @harness.jit
+    @jax.jit
     def rebuilt(layer, x):
         inputs = analysis.rule_inputs(layer, x)
         o = layer.o_norm(gdn_jax.gated_delta_rule(*inputs)[0]).reshape(2, 21, -1)
@@ -219,7 +218,7 @@ def test_gates_of_a_model_are_collected_and_changed():
     def reset(layer, g, beta):
         return g.at[:, 14:21].set(-jnp.inf), beta  # more than the three tokens that a convolution looks back
 
-    @harness.jit
+    @jax.jit
     def outputs(model, tokens):
         seen.clear()
         unchanged = analysis.logits_with_gates(model, tokens, collect)
@@ -271,7 +270,7 @@ def test_the_rule_without_values_is_the_product_of_decayed_householder_transitio
     x = cases.inputs(case)
     state = jnp.eye(6)[None, None]
     arrays = [array(y) for y in (x.q, x.k, np.zeros_like(x.v), x.g, x.beta)]
-    _, got = harness.jit(gdn_jax.gated_delta_rule)(*arrays, initial_state=state)
+    _, got = jax.jit(gdn_jax.gated_delta_rule)(*arrays, initial_state=state)
     H = np.asarray(analysis.householder(arrays[1][0, :, 0], arrays[4][0, :, 0]))
     expected = np.exp(x.g.sum()) * np.linalg.multi_dot(H[::-1].astype(np.float64))
     assert_close(expected, got[0, 0], FLOAT32["final_state"])

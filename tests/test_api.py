@@ -72,7 +72,7 @@ def test_float16_state_beyond_its_range(implementation):
     x = cases.inputs(cases.Case("large state", T=70, heads=(1, 1, 1)), "float16")
     x = x._replace(initial_state=x.initial_state * 1e6, q=x.q / np.float16(64))
     _, final = oracle.forward(**x.arguments)
-    call = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=implementation))
+    call = jax.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=implementation))
     assert_close(final, call(x.arguments)[1], tolerance("final_state", "float16"), axis=1)
 
 
@@ -81,9 +81,9 @@ def test_no_tokens():
     case = cases.Case("empty", T=0)
     x = arguments(case)
     for implementation in harness.IMPLEMENTATIONS:
-        o, state = harness.jit(
-            lambda x, name=implementation: gdn_jax.gated_delta_rule(**x, implementation=name)
-        )(x)
+        o, state = jax.jit(lambda x, name=implementation: gdn_jax.gated_delta_rule(**x, implementation=name))(
+            x
+        )
         assert o.shape == (2, 0, 2, 24)
         np.testing.assert_array_equal(state, x["initial_state"])
 
@@ -110,8 +110,8 @@ def test_default_implementation():
     """None is the first that supports the call."""
     x = arguments()
     first = next(name for name, reason in gdn_jax.supported_implementations(**x).items() if reason is None)
-    default = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x))(x)
-    named = harness.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=first))(x)
+    default = jax.jit(lambda x: gdn_jax.gated_delta_rule(**x))(x)
+    named = jax.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation=first))(x)
     jax.tree.map(np.testing.assert_array_equal, default, named)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["slow-decay", "packed"])
 def test_bit_equal_repeats(implementation, name):
@@ -23,6 +24,7 @@ def test_bit_equal_repeats(implementation, name):
         jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 def test_compiling_again_gives_the_same_bits(implementation):
     case = cases.Case("again", T=70)

@@ -7,7 +7,6 @@ vLLM, 003 Modular's documentation.
 import functools
 
 import cases
-import harness
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def eight_steps(T=8, **change):
 
 @functools.cache
 def _compiled(**options):
-    return harness.jit(lambda arguments: gdn_jax.gated_delta_rule(**arguments, **options))
+    return jax.jit(lambda arguments: gdn_jax.gated_delta_rule(**arguments, **options))
 
 
 def ours(x, state_layout="kv", **change):
@@ -93,7 +92,7 @@ def test_002_place_of_gamma_in_w():
     assert_close(truth[0, 0], through(right, U, gamma, k, h), exact)
     assert_close(right, also_right, exact)
 
-    @harness.jit
+    @jax.jit
     def ours_in_a_chunk(k, v, g, beta):
         decay = gdn_jax.chunk_cumsum(g)
         return gdn_jax.wy(gdn_jax.solve_tril(gdn_jax.kkt(k, decay, beta)), k, v, decay, beta)

@@ -96,7 +96,7 @@ def test_unused_output(implementation):
     reads_o = oracle.gradients(**x.arguments, do=x.do, dh_T=None)
     reads_state = oracle.gradients(**x.arguments, do=None, dh_T=x.dh_T)
 
-    @harness.jit
+    @jax.jit
     def both(k, g, h_0):
         def call(k, g, h_0):
             arguments = dict(initial_state=h_0, implementation=implementation)

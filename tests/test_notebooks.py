@@ -1,7 +1,7 @@
 """Every notebook runs from top to bottom without a warning, and what is committed is what it shows.
 
 `python tests/test_notebooks.py [NAME ...]` runs the named notebooks (all of them by default) at full length and keeps
-their outputs; the tests run them with GDN_NOTEBOOK_FAST=1, which shortens training.
+their outputs; the tests run them with GDN_NOTEBOOK_FAST=1, which shortens training, and compile less.
 """
 
 import base64
@@ -38,7 +38,7 @@ def run(notebook: nbformat.NotebookNode, fast: bool) -> nbformat.NotebookNode:
         environment |= {name: home for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")}
         environment |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         if fast:
-            environment[FAST] = "1"
+            environment |= {FAST: "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # see conftest.py
         client = NotebookClient(
             notebook,
             timeout=CELL_SECONDS,

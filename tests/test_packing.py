@@ -218,7 +218,7 @@ def test_cu_seqlens_is_traced():
     x = cases.inputs(case)
     traces = []
 
-    @harness.jit
+    @jax.jit
     def call(cu):
         traces.append(1)
         arguments = (jnp.asarray(y) for y in x[:5])

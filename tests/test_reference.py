@@ -65,7 +65,7 @@ def test_steps_equal_oracle(name, dtype):
         return state, o
 
     tokens = jax.tree.map(lambda y: jnp.moveaxis(jnp.asarray(y), 1, 0), tuple(x[:5]))
-    state, o = harness.jit(lambda h, xs: jax.lax.scan(step, h, xs))(x.initial_state, tokens)
+    state, o = jax.jit(lambda h, xs: jax.lax.scan(step, h, xs))(x.initial_state, tokens)
     expected, final = oracle.forward(**x.arguments, **options)
     assert o.dtype == x.v.dtype and state.dtype == jnp.float32
     assert_close(expected, np.moveaxis(np.asarray(o), 0, 1), tolerance("o", dtype), "o", 2)

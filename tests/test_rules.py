@@ -1,6 +1,5 @@
 """The rules that are compared: each against a float64 recurrence in NumPy; one layer, equal parameters and states."""
 
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +66,7 @@ def inputs(T, *, B=2, heads=(1, 2), K=8, V=6, seed=0):
 def test_gated_linear_attention(T, chunk_size):
     q, k, v, g, _, state = inputs(T)
     g[:, T // 2, 1] = -np.inf
-    got = harness.jit(
+    got = jax.jit(
         lambda q, k, v, g, S: rules.gated_linear_attention(q, k, v, g, initial_state=S, chunk_size=chunk_size)
     )(q, k, v, g, state)
     want = recurrence(q, k, v, g, np.ones_like(g), state, corrects=False)
@@ -107,7 +106,7 @@ def test_gradients_of_gated_linear_attention():
             return rules.gated_linear_attention(q, k, v, g, initial_state=S, chunk_size=16)
 
         want, got = (
-            harness.jit(lambda *x, f=f: jax.vjp(f, *x)[1]((do, dS)))(q, k, v, g, S) for f in (plain, chunked)
+            jax.jit(lambda *x, f=f: jax.vjp(f, *x)[1]((do, dS)))(q, k, v, g, S) for f in (plain, chunked)
         )
         for name, a, b in zip(("dq", "dk", "dv", "dg", "dh_0"), want, got, strict=True):
             assert_close(np.asarray(a), np.asarray(b), tolerance(name, "float64"), name)
@@ -125,7 +124,7 @@ def test_rule_against_float64(rule):
         first = {"initial_state": state} if cached else {}
         return rules.apply(rule, q, k, v, g, beta, segment_ids=ids, implementation=None, **first)
 
-    o, last = harness.jit(run)(q, k, v, g, beta, state, ids)
+    o, last = jax.jit(run)(q, k, v, g, beta, state, ids)
     if not cached:
         assert last is None
         assert_close(attention(q, k, v, ids), np.asarray(o), F32, "o", 2)
@@ -142,8 +141,12 @@ def test_rule_against_float64(rule):
 
 def test_rules_differ():
     """Each switch matters on these inputs: a rule that ignored its own could not pass by chance."""
-    arrays = [jnp.asarray(x) for x in inputs(11)[:5]]
-    outputs = [np.asarray(rules.apply(rule, *arrays)[0]) for rule in rules.RULES]
+
+    @jax.jit
+    def every_rule(*arrays):
+        return [rules.apply(rule, *arrays, implementation="recurrent")[0] for rule in rules.RULES]
+
+    outputs = [np.asarray(o) for o in every_rule(*inputs(11)[:5])]
     for i, a in enumerate(outputs):
         for b in outputs[:i]:
             assert np.linalg.norm(a - b) > 0.1 * np.linalg.norm(a)
@@ -153,35 +156,39 @@ def layer(rule, **options):
     return GatedDeltaNet(16, num_heads=1, num_v_heads=2, head_dim=6, rule=rule, rngs=nnx.Rngs(3), **options)
 
 
+def normal(*shape, seed=0):
+    """NumPy arrays: slicing those compiles nothing."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@nnx.jit
+def call(mixer, x, **options):
+    return mixer(x, **options)
+
+
 @pytest.mark.parametrize("rule", RECURRENT[:3])  # gated_delta: tests/test_layers.py
 def test_prefill_then_steps(rule):
-    x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+    x = normal(2, 9, 16)
     mixer = layer(rule, implementation="recurrent")
-    graphdef, params = nnx.split(mixer)
-
-    @harness.jit
-    def call(params, x, cache):
-        return nnx.merge(graphdef, params)(x, cache=cache)
-
-    want, last = call(params, x, mixer.init_cache(2))
-    y, cache = call(params, x[:, :7], mixer.init_cache(2))
+    want, last = call(mixer, x, cache=mixer.init_cache(2))
+    y, cache = call(mixer, x[:, :7], cache=mixer.init_cache(2))
     ys = [y]
     for t in (7, 8):
-        y, cache = call(params, x[:, t : t + 1], cache)
+        y, cache = call(mixer, x[:, t : t + 1], cache=cache)
         ys.append(y)
     assert_close(np.asarray(want), np.concatenate(ys, axis=1), F32, "y")
     assert_close(np.asarray(last.state), np.asarray(cache.state), F32, "state")
 
 
 def test_padding_changes_nothing():
-    x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-    padded = jnp.pad(x, ((0, 0), (2, 1), (0, 0)), constant_values=3.0)
-    mask = jnp.pad(jnp.ones((1, 6), bool), ((0, 0), (2, 1)))
+    x = normal(1, 6, 16)
+    padded = np.pad(x, ((0, 0), (2, 1), (0, 0)), constant_values=3.0)
+    mask = np.pad(np.ones((1, 6), bool), ((0, 0), (2, 1)))
     for rule in ("linear_attention", "mamba2"):
         mixer = layer(rule)
-        want, got = mixer(x)[0], mixer(padded, mask=mask)[0]
-        assert_close(np.asarray(want), np.asarray(got[:, 2:8]), F32, rule)
-        assert not np.any(np.asarray(got[:, [0, 1, 8]]))
+        want, got = (np.asarray(y) for y, _ in (call(mixer, x), call(mixer, padded, mask=mask)))
+        assert_close(want, got[:, 2:8], F32, rule)
+        assert not np.any(got[:, [0, 1, 8]])
 
 
 def test_equal_parameters_and_states():
@@ -195,7 +202,7 @@ def test_equal_parameters_and_states():
     assert all(cache == caches[0] for cache in caches)
 
     # What a rule does not read: only gates, and a small part.
-    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+    x = jnp.asarray(normal(2, 5, 16))
     gates = {"a_proj", "A_log", "dt_bias"}
     unread = {"linear_attention": gates, "delta": gates, "softmax_attention": gates | {"b_proj"}}
     for rule, mixer in layers.items():
@@ -204,7 +211,7 @@ def test_equal_parameters_and_states():
         def loss(params, graphdef=graphdef):
             return jnp.square(nnx.merge(graphdef, params)(x)[0]).sum()
 
-        gradients = jax.tree_util.tree_flatten_with_path(harness.jit(jax.grad(loss))(params))[0]
+        gradients = jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(loss))(params))[0]
         dead = {jax.tree_util.keystr(path): g.size for path, g in gradients if not np.any(g)}
         assert {path.split("'")[1] for path in dead} == unread.get(rule, set()), rule
         assert sum(dead.values()) < 0.1 * count  # a share of 1 / width of the layer

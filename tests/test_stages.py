@@ -1,7 +1,6 @@
 """The stages of the chunked form, each against its own formula in NumPy float64, and the chunk states as a result."""
 
 import cases
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +43,7 @@ def in_float64(q, k, v, g, beta, h):
     return gates | dict(kkt=L, A=A, w=w, u=u, v_new=v_new, o=o)
 
 
-@harness.jit
+@jax.jit
 def all_stages(q, k, v, g, beta, h, v_new):
     decay = gdn_jax.chunk_cumsum(g)
     kkt = gdn_jax.kkt(k, decay, beta)
@@ -168,7 +167,7 @@ def test_chunk_states(name):
     expected = np.stack(expected, 1)
     dh = np.random.default_rng(1).standard_normal(expected.shape).astype(np.float32)
 
-    @harness.jit
+    @jax.jit
     def value_and_gradients(primals, dh):
         h, vjp = jax.vjp(states_call(case), *primals)
         return h, vjp(dh)
@@ -199,7 +198,7 @@ def test_chunk_states_of_packed_sequences():
     x = cases.inputs(case)
     k, v, g, beta, h_0 = (jnp.asarray(y) for y in x[1:6])
     cu = jnp.asarray(x.cu_seqlens)
-    h = harness.jit(gdn_jax.chunk_states)(k, v, g, beta, initial_state=h_0, cu_seqlens=cu)
+    h = jax.jit(gdn_jax.chunk_states)(k, v, g, beta, initial_state=h_0, cu_seqlens=cu)
     chunk = 0
     for n, length in enumerate(case.lengths):
         for start in range(0, length, case.chunk_size):

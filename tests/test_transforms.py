@@ -69,7 +69,7 @@ def test_forward_mode(implementation, name):
         x = cases.inputs(case, "float64")
         tangents = directions(x)
         f = functools.partial(rule, implementation, case, x)
-        jvp = harness.jit(lambda tangents: jax.jvp(f, x_primals, tangents)[1])
+        jvp = jax.jit(lambda tangents: jax.jvp(f, x_primals, tangents)[1])
         x_primals = tuple(jnp.asarray(y) for y in x[:6])
         gradients = oracle_gradients(case, x, x[:6])
         for i in range(6):
@@ -98,13 +98,13 @@ def test_second_order(implementation, name, order):
         primals = tuple(jnp.asarray(y) for y in x[:6])
         gradient = jax.grad(functools.partial(loss, implementation, case, x), argnums=tuple(range(6)))
         if order == "forward-over-reverse":
-            hvp = harness.jit(lambda *p: jax.jvp(gradient, p, direction)[1])(*primals)
+            hvp = jax.jit(lambda *p: jax.jvp(gradient, p, direction)[1])(*primals)
         else:
 
             def inner(*p):
                 return sum(jnp.vdot(a, b) for a, b in zip(gradient(*p), direction, strict=True))
 
-            hvp = harness.jit(jax.grad(inner, argnums=tuple(range(6))))(*primals)
+            hvp = jax.jit(jax.grad(inner, argnums=tuple(range(6))))(*primals)
         hvp = [np.asarray(y) for y in hvp]
     step = 1e-5
     moved = (tuple(p + s * step * d for p, d in zip(x[:6], direction, strict=True)) for s in (1, -1))
@@ -120,14 +120,14 @@ def test_vmap(implementation):
     many = [cases.inputs(case, seed=seed) for seed in range(3)]
     stacked = tuple(np.stack(y) for y in zip(*(x[:6] for x in many), strict=True))
     f = functools.partial(rule, implementation, case, many[0])
-    o, h_T = harness.jit(jax.vmap(f))(*stacked)
+    o, h_T = jax.jit(jax.vmap(f))(*stacked)
     for i, x in enumerate(many):
         expected, final = oracle.forward(**x.arguments)
         assert_close(expected, o[i], tolerance("o", "float32"), "o", 2)
         assert_close(final, h_T[i], tolerance("final_state", "float32"), "state", 1)
 
     q, k, _, g, beta, h_0 = (jnp.asarray(y) for y in many[0][:6])
-    only_v = harness.jit(jax.vmap(lambda v: f(q, k, v, g, beta, h_0)[0]))(stacked[2])
+    only_v = jax.jit(jax.vmap(lambda v: f(q, k, v, g, beta, h_0)[0]))(stacked[2])
     for i, x in enumerate(many):
         expected, _ = oracle.forward(**{**many[0].arguments, "v": x.v})
         assert_close(expected, only_v[i], tolerance("o", "float32"), "o, v mapped", 2)
@@ -135,7 +135,7 @@ def test_vmap(implementation):
     per_sample = jax.vmap(
         jax.grad(functools.partial(loss, implementation, case, many[0]), argnums=tuple(range(6)))
     )
-    gradients = harness.jit(per_sample)(*stacked)
+    gradients = jax.jit(per_sample)(*stacked)
     for i, x in enumerate(many):
         expected = oracle.gradients(**x.arguments, do=many[0].do, dh_T=many[0].dh_T)
         for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
@@ -153,7 +153,7 @@ def test_scale_may_be_traced(implementation):
         o, _ = gdn_jax.gated_delta_rule(q, k, v, g, beta, scale=scale, implementation=implementation)
         return jnp.vdot(o, x.do)
 
-    value, derivative = harness.jit(jax.value_and_grad(f))(jnp.float32(0.5))
+    value, derivative = jax.jit(jax.value_and_grad(f))(jnp.float32(0.5))
     assert_close(value / 0.5, derivative, tolerance("dq", "float32"))
 
 
@@ -188,7 +188,7 @@ def test_gradients_under_checkpoint(implementation):
         if implementation == "chunked"
         else policies.nothing_saveable
     )
-    gradients = harness.jit(jax.grad(jax.checkpoint(f, policy=policy), argnums=tuple(range(6))))(*x[:6])
+    gradients = jax.jit(jax.grad(jax.checkpoint(f, policy=policy), argnums=tuple(range(6))))(*x[:6])
     expected = oracle_gradients(case, x, x[:6])
     for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
         assert_close(reference, got, tolerance(name, "float32"), name, head_axis(name))
@@ -212,7 +212,7 @@ def test_shard_map(implementation, axis):
         functools.partial(rule, implementation, case, x), mesh=mesh, in_specs=specs, out_specs=(token, state)
     )
 
-    @harness.jit
+    @jax.jit
     def value_and_gradients(primals, cotangents):
         outputs, vjp = jax.vjp(f, *primals)
         return *outputs, *vjp(cotangents)
