@@ -165,9 +165,9 @@ class Device:
         return pl.run_state(body)(accumulators)
 
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
-        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t of 16 bits."""
+        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
         if not self.interpreted:
-            return _BLOCKS_MULTIPLY_ADD[jnp.dtype(a.dtype).name](c, a, b_t)
+            return _blocks_multiply_add(c, a, b_t)
         a, b_t = (x.astype(jnp.float32).reshape(4, 16, 16) for x in (a, b_t))
         return c + jnp.einsum("wij,wkj->wik", a, b_t).reshape(64, 16)
 
@@ -185,45 +185,35 @@ def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragment
     return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
-def _make_blocks_multiply_add(operand: str):
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA, WGMMA, WGMMA),
+    return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
+)
+def _blocks_multiply_add(ctx, c, a, b_t):
     """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
     accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
+    b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA, WGMMA),
-        return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
-    )
-    def blocks_multiply_add(ctx, c, a, b_t):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
-        b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
+    def element(register, i):
+        position = ir.DenseI64ArrayAttr.get([i])
+        return vector.extract(register, dynamic_position=[], static_position=position)
 
-        def element(register, i):
-            position = ir.DenseI64ArrayAttr.get([i])
-            return vector.extract(register, dynamic_position=[], static_position=position)
-
-        c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
-        results = []
-        for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
-            struct: Any = llvm.inline_asm(
-                ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-                [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{operand}.{operand}.f32 "
-                "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
-                "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
-                has_side_effects=False,
-            )
-            out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
-            results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
-        return _registers(results, c)
-
-    return blocks_multiply_add
-
-
-_BLOCKS_MULTIPLY_ADD = {
-    "float16": _make_blocks_multiply_add("f16"),
-    "bfloat16": _make_blocks_multiply_add("bf16"),
-}
+    c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
+    results = []
+    for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
+        struct: Any = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+            [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+            has_side_effects=False,
+        )
+        out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
+        results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
+    return _registers(results, c)
 
 
 @plgpu.inline_mgpu(

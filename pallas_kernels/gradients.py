@@ -2,43 +2,37 @@
 
 For one chunk and one head, with S [V, K] before the chunk, dS [V, K] after it (both transposed), u and dv [C, V]:
 
-    P = scale Gamma * (dO u^T)                  N = -Gamma * (dv u^T), strictly lower
-    dq = scale D (dO S) + P K
-    dk = read + late + P^T Q + N K + N^T K      read = -D (dv S)       late = Dr (u dS)
-    dbeta = rowsum(dv * u) / beta^2
+    dP = scale Gamma * (dO u^T)                 N = -Gamma * (dv u^T), strictly lower
+    dq = scale D (dO S) + dP K
+    read = -D (dv S) + N K                      late = Dr (u dS)
+    dk = read + late + dP^T Q + N^T K           dbeta = rowsum(dv * u) / beta^2
 
-The decay of token t lies between i and j where i >= t > j, between the state before the chunk and i >= t, between
-i < t and the adjoint after the chunk, and between the two. With E = P * (Q K^T) + N * (K K^T), U the upper triangle of
-ones, x_i = q_i . (scale D dO S)_i + k_i . read_i and l_i = k_i . late_i
+dg needs no more products. With x_i = q_i . dq_i + k_i . (read - dP^T Q - N^T K)_i and l_i = k_i . late_i
 
-    dg_t = sum over j < t of (U E)_tj + sum over i >= t of x_i + sum over i < t of l_i + gl <S, dS>
+    dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <S, dS>
 
-so every term carries the decay that dg is proportional to, and nothing has to cancel. Gamma, D, Dr, gl as in
+The diagonal of dP is left out of x: its two parts cancel, and so every term of dg carries the decay that dg is
+proportional to; what cancels between pairs of tokens is the same rounded dP and N. Gamma, D, Dr, gl as in
 state_adjoints.py. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
-
-The dots of rows are diagonals of products, of each warp's own 16 rows, by mma.sync: on Hopper's tensor cores they
-take a third of the instructions that unpacking bfloat16 and multiplying takes, and instructions bound this kernel.
 
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): the query warpgroup makes P, N and dq; the key warpgroup makes dk; the gate warpgroup makes dg. Each
-is a chain of products and sums that wait for each other; three chains side by side hide most of that. The gate
-warpgroup also loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since P and N need tokens only.
+Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
+loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
-| tokens    | bulk copies of do, dv, u and g2_cum of a step       | all; packed rows: gate only                  |
-| states    | bulk copies of S and dS of a step                   | all                                          |
-| qk        | bulk copies of q and k                              | all; packed rows: gate only                  |
-| masked,   | gate: foreign tokens of a step, or of q and k,      | query, key (packed rows only)                |
+| tokens    | bulk copies of do, dv, u and g2_cum of a step       | query, key; helper first if rows are packed  |
+| states    | bulk copies of S and dS of a step                   | query, key                                   |
+| qk        | bulk copies of q and k                              | query, key; helper first if rows are packed  |
+| masked,   | helper: foreign tokens of a step, or of q and k,    | query, key (packed rows only)                |
 | masked_qk | are zeros                                           |                                              |
-| consumed  | query, key: step read                               | gate, before it loads these stages again     |
-| used_qk   | query, key: q and k read                            | gate, before it loads the next q and k       |
-| scores    | query: P and N are written                          | key, gate                                    |
-| paired    | gate: P and N read, for E                           | key, before dk leaves through their tiles    |
-| scored    | key: P and N read by key and gate, dk has left      | query, before it writes those of a next head |
-| sums      | query, key: their parts of x and l are written      | gate                                         |
+| consumed  | query, key: step read                               | helper, before it loads these stages again   |
+| used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
+| scores    | query: dP, N and the diagonal of dP are written     | key                                          |
+| sums      | query: its part of x and <S, dS> are written        | key                                          |
+| scored    | key: scores and sums read, dk has left              | query, before it writes those of a next head |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
 h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, tables int32 (packed rows).
@@ -50,7 +44,6 @@ Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -93,11 +86,8 @@ from pallas_kernels.spans import (
 WIDTH = 64
 """Columns of V of one step, and of a tile."""
 
-QUERY, KEY, GATE = range(3)
+QUERY, KEY, HELPER = range(3)
 """Warpgroups."""
-
-VECTORS = 9
-"""Rows of 64 floats of shared memory besides the gates: dg, dbeta, <S, dS>, and two of each part of x and l."""
 
 BETA_FLOOR = 2.0**-20
 """Least beta that dbeta is divided by: u and dv are proportional to beta, and the forward writes no less."""
@@ -107,15 +97,14 @@ BETA_FLOOR = 2.0**-20
 class Config:
     """How the gradients run, not what they compute."""
 
-    token_stages: int = 3
+    token_stages: int = 4
     """Steps of do, dv and u in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of S and dS in flight."""
-    dq_tiles: int = 2
-    """Tiles of 64 columns through which dq leaves."""
-    query_registers: int = 176
-    key_registers: int = 232
-    gate_registers: int = 96
+    helper_registers: int = 40
+    query_registers: int = 224
+    key_registers: int = 240
+    """40, 224 and 240 take 4 % less time than 40, 232 and 232 (H200, 2026-11-21, K = V = 128)."""
     ctas: int = NUM_SMS
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory."""
@@ -123,15 +112,16 @@ class Config:
     def smem_bytes(self, K: int) -> int:
         """Shared memory of a CTA."""
         steps = self.token_stages * 3 * 2 * CHUNK * WIDTH + self.state_stages * 2 * 2 * WIDTH * K
-        vectors = round_up(4 * CHUNK * (VECTORS + self.token_stages), 1024)
-        return steps + 2 * 2 * CHUNK * K + (3 + self.dq_tiles) * 2 * CHUNK**2 + vectors + 256
+        vectors = round_up(4 * CHUNK * (4 + self.token_stages), 1024)
+        return steps + 2 * 3 * CHUNK * K + 2 * 2 * CHUNK**2 + vectors + 256
 
     @classmethod
-    def default(cls, K: int, V: int) -> "Config":
+    def default(cls, K: int, V: int, packed: bool = False) -> "Config":
         """Most stages that fit."""
-        for tokens, states, dq_tiles in ((4, 4, K // WIDTH), (3, 2, K // WIDTH), (4, 2, 1)):
-            config = cls(tokens, states, dq_tiles)
-            if config.smem_bytes(K) <= SMEM_LIMIT and tokens >= V // WIDTH:
+        registers = (72, 216, 216) if packed else (40, 224, 240)
+        for states in (4, 3, 2):
+            config = cls(max(4, V // WIDTH), states, *registers)
+            if config.smem_bytes(K) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 128 or V > 256")
 
@@ -153,42 +143,25 @@ class _Sizes(NamedTuple):
     packed: bool
 
 
-def _accumulate(dev: Device, starts: list[jax.Array], program: Callable) -> Any:
-    """starts, after program(add) has called add(n, a, b) to add a @ b to number n. It may wait in between."""
+def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> Any:
+    """starts, with a @ b added to number n for each (n, a, b)."""
     if dev.interpreted:
         sums = list(starts)
-
-        def add_now(n, a, b):
+        for n, a, b in products:
             sums[n] = sums[n] + dev.product(a, b)
-
-        program(add_now)
         return sums
 
     def body(accs):
-        program(lambda n, a, b: plgpu.wgmma(accs[n], a, b))
+        for n, a, b in products:
+            plgpu.wgmma(accs[n], a, b)
 
     return pl.run_state(body)([plgpu.ACC.init(x) for x in starts])
 
 
-def _diagonal(x: jax.Array, period: int = CHUNK) -> jax.Array:
-    """Entry i mod period of row i, for every row of [C, period], in layout ROW."""
-    on_diagonal = iota(x.shape, 1) == lax.rem(iota(x.shape, 0), period)
+def _diagonal(x: jax.Array) -> jax.Array:
+    """Diagonal of [C, C] in layout ROW."""
+    on_diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
     return jnp.sum(jnp.where(on_diagonal, x, 0.0), axis=1)
-
-
-def _add_block_products(dev: Device, acc: jax.Array, x: jax.Array, tile) -> jax.Array:
-    """acc + x_w tile_w^T, [64, 16], of the 16 rows that each warp w has of x and of a tile, both [64, columns]."""
-    for column in range(0, x.shape[1], WIDTH):
-        y = plgpu.load(tile.at[:, column : column + WIDTH], layout=WGMMA)
-        for c in range(0, WIDTH, 16):
-            acc = dev.blocks_multiply_add(acc, x[:, column + c : column + c + 16], y[:, c : c + 16])
-    return acc
-
-
-def _row_dots(dev: Device, x: jax.Array, tile) -> jax.Array:
-    """Dot products of the rows of x, rounded, with those of a tile, in layout ROW."""
-    products = _add_block_products(dev, zeros((CHUNK, 16), jnp.float32), x.astype(tile.dtype), tile)
-    return _diagonal(products, 16)
 
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
@@ -196,11 +169,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem = (refs.pop(0) for _ in range(8))
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
-    q_smem, k_smem, x_smem, s_smem, pn_smem, pairs_smem, dq_smem, vectors = refs[:8]
-    dg_smem, dbeta_smem, inner_smem = (vectors.at[i] for i in range(3))
-    x_query_smem, x_key_smem, late_smem = (vectors.at[i : i + 2] for i in (3, 5, 7))  # one of two: of a head, of the next
-    g_smem = vectors.at[VECTORS:]
-    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, paired, scored, sums = refs[8:]
+    q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
+    # Rows with two uses: the same threads read the first before they write the second, or wait until it has left.
+    x_dg_smem, dbeta_inner_smem, sum_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
+    g_smem = vectors.at[4:]
+    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[7:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
@@ -239,7 +212,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         """Output head of the e-th head of the query-th query head of an item."""
         return place.key_head * (sizes.HO // sizes.Hk) + query * heads_per_query + e
 
-    # Loads
+    # Helper
 
     def load_qk(load):
         """q and k of the load-th pair."""
@@ -287,21 +260,59 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 keep_owned_gates(gates, begin, end)
             plgpu.commit_smem()
 
-    def mask_tokens(first_step):
-        """Of all steps of a head."""
-        for t in range(v_tiles):
-            step = first_step + t
-            stage = lax.rem(step, token_stages)
-            plgpu.barrier_wait(tokens.at[stage])
-            mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
-            plgpu.barrier_arrive(masked.at[stage])
+    def mask_tokens(step):
+        stage = lax.rem(step, token_stages)
+        plgpu.barrier_wait(tokens.at[stage])
+        mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
+        plgpu.barrier_arrive(masked.at[stage])
 
     def mask_qk(load):
         plgpu.barrier_wait(qk)
         mask(place_of(lax.div(load, query_heads)), (q_smem, k_smem))
         plgpu.barrier_arrive(masked_qk)
 
-    # All warpgroups
+    @pl.when(wg == HELPER)
+    def helper():
+        plgpu.set_max_registers(config.helper_registers, action="decrease")
+        loads = items * query_heads
+        steps = loads * steps_per_load
+        # The query warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
+        ahead = min(token_stages - 1, v_tiles)
+
+        pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
+        for j in range(max(token_stages, state_stages)):
+            if j < token_stages:
+                pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
+            if j < state_stages:
+                pl.when(j < steps)(functools.partial(load_states, jnp.int32(j)))
+        if sizes.packed:
+            for j in range(ahead):
+                pl.when(j < steps)(functools.partial(mask_tokens, jnp.int32(j)))
+            pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
+
+        def step(i, _):
+            if sizes.packed:
+                pl.when(i + ahead < steps)(lambda: mask_tokens(i + ahead))
+            plgpu.barrier_wait(consumed.at[lax.rem(i, state_stages)])
+            pl.when(i + state_stages < steps)(lambda: load_states(i + state_stages))
+            pl.when(i + token_stages < steps)(lambda: load_tokens(i + token_stages))
+
+            @pl.when(lax.rem(i + 1, steps_per_load) == 0)
+            def _():
+                plgpu.barrier_wait(used_qk)
+                load = lax.div(i, steps_per_load) + 1
+
+                @pl.when(load < loads)
+                def _():
+                    load_qk(load)
+                    if sizes.packed:
+                        mask_qk(load)
+
+            return ()
+
+        lax.fori_loop(0, steps, step, ())
+
+    # Both compute warpgroups
 
     pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)  # the flat one for packed rows only
     dq_tiles, dq_flat = dq_smem if sizes.packed else (dq_smem, None)
@@ -316,10 +327,6 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def wait_qk(is_first):
         pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else qk))
 
-    def slot_of(smem, first_step):
-        """The one of two rows that belongs to the head of a step."""
-        return smem.at[lax.rem(lax.div(first_step, v_tiles), 2)]
-
     def x_tiles(step):
         """do, dv, u of a step."""
         stage = lax.rem(step, token_stages)
@@ -333,28 +340,32 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def release(step):
         dev.release(consumed.at[lax.rem(step, state_stages)])
 
+    def release_qk():
+        plgpu.commit_smem()  # q and k may still be on their way into registers
+        dev.release(used_qk)
+
     def finish(running):
         """Waits for all but the youngest products."""
         if not interpreted:
             plgpu.wgmma_wait(running)
 
-    def store(place, head, x, target, tiles, flat):
-        """dq or dk to memory, as many times 64 columns at once as there are tiles."""
-        x = jnp.where(place.span.is_padding, 0.0, x).astype(dtype) if sizes.packed else x.astype(dtype)
-        for first in range(0, K, tiles.shape[0] * WIDTH):
-            columns = range(first, min(first + tiles.shape[0] * WIDTH, K), WIDTH)
-            store_columns(place, head, [(t, x[:, c : c + WIDTH], c) for t, c in enumerate(columns)], target, tiles, flat)
+    def rowsum(tile, x):
+        """Sums over the columns of a tile times x."""
+        return jnp.sum(plgpu.load(tile, layout=WGMMA).astype(f32) * x, axis=1)
 
-    def store_columns(place, head, parts, target, tiles, flat):
+    def store(place, head, x, target, tiles, flat):
+        """dq or dk to memory, 64 columns at a time."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        x = jnp.where(place.span.is_padding, 0.0, x).astype(dtype) if sizes.packed else x.astype(dtype)
+        parts = [(t, x[:, t * WIDTH : (t + 1) * WIDTH], pl.ds(t * WIDTH, WIDTH)) for t in range(K // WIDTH)]
         row = place.span.row
 
         def whole():
             for t, part, _ in parts:
                 tiles.at[t][...] = part
             plgpu.commit_smem()
-            for t, _, c in parts:
-                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, pl.ds(c, WIDTH)])
+            for t, _, columns in parts:
+                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, columns])
 
         if not sizes.packed:
             return whole()
@@ -366,8 +377,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 store_any(flat.at[t], part)
             plgpu.commit_smem()
             token = place.chunk * CHUNK
-            for t, _, c in parts:
-                destination = lambda r, c=c: target.at[row, token + r, head, pl.ds(c, WIDTH)]  # noqa: E731
+            for t, _, columns in parts:
+                destination = lambda r, columns=columns: target.at[row, token + r, head, columns]  # noqa: E731
                 store_rows(flat.at[t], destination, begin, end)
 
         pl.when(jnp.logical_not(is_shared))(whole)
@@ -381,7 +392,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Query warpgroup
 
     def make_scores(first_step):
-        """P, N, G and rowsum(dv * u)."""
+        """dO u^T and dv u^T; G and Gamma."""
 
         def body(p, n):
             for t in range(v_tiles):
@@ -390,45 +401,60 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 dev.issue(p, do, transposed(u))
                 dev.issue(n, dv, transposed(u))
             g_rows, gamma = gamma_of(g_smem.at[lax.rem(first_step, token_stages)])
-            p = dev.collect(p, newer=1) * (gamma * sizes.scale)
-            n = dev.collect(n)
-            strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-            return p, jnp.where(strictly_lower, n * -gamma, 0.0), g_rows, _diagonal(n)
+            return dev.collect(p), dev.collect(n), g_rows, gamma
 
         accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def query_step(place, head, first_step, dq, is_first, is_last):
-        """dq with the part of one output head; its scores and its part of x for the others."""
-        p, n, g_rows, write_strengths = make_scores(first_step)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
-        p_tile[...] = p.astype(dtype)
-        n_tile[...] = n.astype(dtype)
-        store_vector(dbeta_smem, write_strengths, dbeta_gmem.at[place.visit, head])
-        plgpu.barrier_arrive(scores)
-        wait_qk(is_first)
+    def read_states(first_step):
+        """dO S, and the sums of S dS over K and over tiles of V."""
 
-        def products(add):
-            add(0, p_tile, k_smem)
+        def body(acc):
+            inner = zeros((WIDTH,), f32, ROW)
             for t in range(v_tiles):
                 step = first_step + t
                 wait_states(step)
                 do, _, _ = x_tiles(step)
-                h, _ = s_tiles(step)
-                add(1, do, h)
-                if t > 0:
-                    finish(1)
-                    release(step - 1)
+                h, dh = s_tiles(step)
+                dev.issue(acc, do, h)
+                for column in range(0, K, WIDTH):
+                    part = (slice(None), slice(column, column + WIDTH))
+                    inner = inner + rowsum(h.at[part], plgpu.load(dh.at[part], layout=WGMMA).astype(f32))
+                finish(0)
+                plgpu.commit_smem()  # h and dh may still be on their way into registers
+                release(step)
+            return dev.collect(acc), inner
 
-        dq, read = _accumulate(dev, [dq, zeros((CHUNK, K), f32)], products)
-        release(first_step + v_tiles - 1)
-        read = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
-        slot_of(x_query_smem, first_step)[...] = _row_dots(dev, read, q_smem)
+        return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
+
+    def query_step(place, head, first_step, dq, is_first, is_last):
+        """dq with the part of one output head; its scores and sums for the key warpgroup."""
+        p, n, g_rows, gamma = make_scores(first_step)
+        diagonal = _diagonal(p) * sizes.scale
+        write_strengths = _diagonal(n)
+        strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
+        gamma = jnp.where(strictly_lower, gamma, 0.0)
+        p, n = (p * (gamma * sizes.scale)).astype(dtype), (n * -gamma).astype(dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
+        p_tile[...] = p
+        n_tile[...] = n
+        diagonal_written_smem[...] = diagonal
+        store_vector(dbeta_inner_smem, write_strengths, dbeta_gmem.at[place.visit, head])
+        plgpu.barrier_arrive(scores)
+
+        read, inner = read_states(first_step)
+        wait_qk(is_first)
+        start = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
+        (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
+        x_dg_smem[...] = rowsum(q_smem, part)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dbeta_inner_smem[...] = inner
         plgpu.commit_smem()
         plgpu.barrier_arrive(sums)
-        pl.when(is_last)(lambda: dev.release(used_qk))
-        return dq + read
+        dq = dq + part + along_rows(diagonal, K) * plgpu.load(k_smem, layout=WGMMA).astype(f32)
+        pl.when(is_last)(release_qk)
+        return dq
 
     def query_item(n, _):
         place = place_of(n)
@@ -450,7 +476,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Key warpgroup
 
     def over_v(first_step, dk, is_first):
-        """dk + late + read; k . late and k . read."""
+        """dk + late, l, and -D (dv S); the last entry of G."""
 
         def body(late, read):
             for t in range(v_tiles):
@@ -469,135 +495,52 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                     release(step - 1)
             gates = g_smem.at[lax.rem(first_step + v_tiles - 1, token_stages)]
             g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
+            decay = -jnp.exp2(g_rows)
             wait_qk(is_first)
             late = dev.collect(late, newer=1) * along_rows(jnp.exp2(g_last - g_rows), K)
-            written, with_late = _row_dots(dev, late, k_smem), dk + late
-            read = dev.collect(read) * along_rows(-jnp.exp2(g_rows), K)
+            written, with_late = rowsum(k_smem, late), dk + late
+            read = dev.collect(read) * along_rows(decay, K)
             release(first_step + v_tiles - 1)
-            return with_late + read, written, _row_dots(dev, read, k_smem)
+            return with_late, written, read, g_last
 
         accumulator = plgpu.ACC((CHUNK, K), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def key_step(first_step, dk, is_first, is_last):
-        """dk with the part of one output head; its parts of x and l for the gate warpgroup."""
-        dk, written, x = over_v(first_step, dk, is_first)
+    def key_step(place, head, first_step, dk, is_first, is_last):
+        """dk with the part of one output head; its dg to memory."""
+        dk, written, read, g_last = over_v(first_step, dk, is_first)
         plgpu.barrier_wait(scores)
-        slot_of(x_key_smem, first_step)[...] = x
-        slot_of(late_smem, first_step)[...] = written
+        (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
+        x, dk = rowsum(k_smem, read), dk + read
+        diagonal = along_rows(plgpu.load(diagonal_written_smem, layout=ROW), K)
+        dk = dk + diagonal * plgpu.load(q_smem, layout=WGMMA).astype(f32)
+        products = [(0, transposed(p_tile), q_smem), (0, transposed(n_tile), k_smem)]
+        (write,) = _accumulate(dev, [zeros((CHUNK, K), f32)], products)
+        x, dk = x - rowsum(k_smem, write), dk + write
+        pl.when(is_last)(release_qk)
+
+        plgpu.barrier_wait(sums)
+        sum_smem[...] = x + plgpu.load(x_dg_smem, layout=ROW)
+        diagonal_written_smem[...] = written
         plgpu.commit_smem()
-        plgpu.barrier_arrive(sums)
-
-        def products(add):
-            add(0, n_tile, k_smem)
-            add(0, transposed(p_tile), q_smem)
-            add(0, transposed(n_tile), k_smem)
-
-        (dk,) = _accumulate(dev, [dk], products)
-        pl.when(is_last)(lambda: dev.release(used_qk))
-        plgpu.barrier_wait(paired)
+        vectors = (sum_smem, diagonal_written_smem, dbeta_inner_smem)
+        x, written, inner = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in vectors)
+        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
+        terms = jnp.where(not_before, x, written) + inner * jnp.exp2(g_last)
+        store_vector(x_dg_smem, jnp.sum(terms, axis=1), dg_gmem.at[place.visit, head])
         return dk
 
     def key_item(n, _):
         place = place_of(n)
 
         def one(e, dk):
-            rest = lax.rem(e, heads_per_query)
+            query, rest = lax.div(e, heads_per_query), lax.rem(e, heads_per_query)
             first_step = (n * query_heads * heads_per_query + e) * v_tiles
             is_first, is_last = rest == 0, rest == heads_per_query - 1
-            return key_step(first_step, dk, is_first, is_last)
+            return key_step(place, head_of(place, query, rest), first_step, dk, is_first, is_last)
 
         dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
         store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
-        return ()
-
-    # Gate warpgroup
-
-    loads = items * query_heads
-    steps = loads * steps_per_load
-
-    def prologue():
-        pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
-        for j in range(max(token_stages, state_stages)):
-            if j < token_stages:
-                pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
-            if j < state_stages:
-                pl.when(j < steps)(functools.partial(load_states, jnp.int32(j)))
-        if sizes.packed:
-            pl.when(steps > 0)(lambda: mask_tokens(jnp.int32(0)))
-            pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
-
-    def refill(step):
-        """Loads later steps where a step has been read."""
-        plgpu.barrier_wait(consumed.at[lax.rem(step, state_stages)])
-        pl.when(step + state_stages < steps)(lambda: load_states(step + state_stages))
-        pl.when(step + token_stages < steps)(lambda: load_tokens(step + token_stages))
-
-    def between_states(first_step):
-        """gl <S, dS>, its sums over K and over tiles of V, to shared memory."""
-        inner = zeros((WIDTH, 16), f32)
-        for t in range(v_tiles):
-            step = first_step + t
-            if t >= state_stages:
-                plgpu.commit_smem()
-                refill(step - state_stages)
-            if not sizes.packed:
-                wait_tokens(step)
-            if t == 0:  # a refill overwrites it
-                decay = jnp.exp2(g_smem[lax.rem(first_step, token_stages), CHUNK - 1])
-            wait_states(step)
-            h, dh = s_tiles(step)
-            for column in range(0, K, WIDTH):
-                part = (slice(None), slice(column, column + WIDTH))
-                inner = _add_block_products(dev, inner, plgpu.load(h.at[part], layout=WGMMA), dh.at[part])
-        inner_smem[...] = _diagonal(inner, 16) * decay
-
-    def between_tokens(is_first):
-        """Sums of E over i >= t > j, for every t."""
-        plgpu.barrier_wait(scores)
-        wait_qk(is_first)
-        pairs = zeros((CHUNK, CHUNK), f32)
-        for weights, left in ((p_tile, q_smem), (n_tile, k_smem)):  # one after the other: registers are few
-            product = dev.product(left, transposed(k_smem))
-            pairs = pairs + product * plgpu.load(weights, layout=WGMMA).astype(f32)
-        pairs_smem[...] = pairs.astype(dtype)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(paired)
-        rows, columns = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-        upper = jnp.where(rows <= columns, 1.0, 0.0).astype(dtype)
-        return jnp.sum(jnp.where(columns < rows, dev.product(upper, pairs_smem), 0.0), axis=1)
-
-    def gate_step(m, _):
-        """dg of this CTA's m-th output head to memory."""
-        load, e = lax.div(m, heads_per_query), lax.rem(m, heads_per_query)
-        place, query = place_of(lax.div(load, query_heads)), lax.rem(load, query_heads)
-        first_step = m * v_tiles
-        between_states(first_step)
-        crossing = between_tokens(e == 0)
-        for t in range(max(0, v_tiles - state_stages), v_tiles):
-            refill(first_step + t)
-        if sizes.packed:
-            pl.when(first_step + v_tiles < steps)(lambda: mask_tokens(first_step + v_tiles))
-
-        plgpu.barrier_wait(sums)
-        parts = (slot_of(v, first_step) for v in (x_query_smem, x_key_smem, late_smem))
-        x_query, x_key, late, inner = (plgpu.load(v, layout=COL) for v in (*parts, inner_smem))
-        x, late = (along_columns(y + inner, CHUNK) for y in (x_query + x_key, late))
-        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-        dg = crossing + jnp.sum(jnp.where(not_before, x, late), axis=1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store_vector(dg_smem, dg, dg_gmem.at[place.visit, head_of(place, query, e)])
-
-        @pl.when(e == heads_per_query - 1)
-        def _():
-            plgpu.barrier_wait(used_qk)
-
-            @pl.when(load + 1 < loads)
-            def _():
-                load_qk(load + 1)
-                if sizes.packed:
-                    mask_qk(load + 1)
-
         return ()
 
     @pl.when(wg == QUERY)
@@ -610,13 +553,6 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def key():
         plgpu.set_max_registers(config.key_registers, action="increase")
         lax.fori_loop(0, items, key_item, ())
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(wg == GATE)
-    def gate():
-        plgpu.set_max_registers(config.gate_registers, action="decrease")
-        prologue()
-        lax.fori_loop(0, loads * heads_per_query, gate_step, ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -658,7 +594,7 @@ def gradients(
     B, T, Hk, K = k.shape
     Hq, (visits, HO, V) = q.shape[2], h.shape[:3]
     packed = tables is not None
-    config = config or Config.default(K, V)
+    config = config or Config.default(K, V, packed)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
@@ -699,9 +635,8 @@ def gradients(
                 tiles(config.token_stages, 3, CHUNK, WIDTH),
                 tiles(config.state_stages, 2, WIDTH, K),
                 tiles(2, CHUNK, CHUNK, flat=True),
-                tiles(CHUNK, CHUNK),
-                tiles(config.dq_tiles, CHUNK, WIDTH, flat=True),
-                plgpu.SMEM((VECTORS + config.token_stages, CHUNK), f32),
+                tiles(K // WIDTH, CHUNK, WIDTH, flat=True),
+                plgpu.SMEM((4 + config.token_stages, CHUNK), f32),
                 barriers(4, config.token_stages),
                 barriers(2, config.state_stages),
                 barriers(2),
@@ -712,7 +647,6 @@ def gradients(
                 barriers(1),
                 barriers(1),
                 barriers(1),
-                barriers(2),
             ),
             grid=(config.ctas,),
             grid_names=("cta",),

@@ -98,8 +98,10 @@ def test_public_call(case, dtype, request):
 
 
 @pytest.mark.parametrize("case", parameters(TABLE[::3], WIDE[1:]))
-def test_gradients_of_the_public_call(case):
+def test_gradients_of_the_public_call(case, request):
     """Those of the backward kernels, or of the chunked form where they refuse the call."""
+    if (case.name, "bfloat16") in MISSED:
+        request.applymarker(pytest.mark.xfail(reason=MISSED[case.name, "bfloat16"], strict=True))
     x = cases.inputs(case, "bfloat16")
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
@@ -116,6 +118,15 @@ def test_gradients_of_the_public_call(case):
 def test_configurations(case, config):
     x = cases.inputs(case, "bfloat16")
     check_outputs(case, x, "bfloat16", forward(case, config)(x[:6], x.cu_seqlens, x.segment_ids))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 64), (64, 128), (192, 64)])
+def test_many_segments(widths, chunks):
+    """Without decay, so that every segment's transition counts."""
+    case = cases.Case("many-segments", T=700, B=1, heads=(1, 1, 2), K=widths[0], V=widths[1], g="zero")
+    x = cases.inputs(case, "bfloat16")
+    check_outputs(case, x, "bfloat16", forward(case, gdn.Config(segment_chunks=chunks))(x[:6], None, None))
 
 
 @pytest.mark.parametrize(
