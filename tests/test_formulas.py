@@ -7,6 +7,7 @@ vLLM, 003 Modular's documentation.
 import functools
 
 import cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -2,6 +2,7 @@
 
 import cases
 import harness
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
