@@ -18,8 +18,8 @@ state_adjoints.py. A head's q and k are shared by the heads of its group: dq and
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk and dg; the helper
-loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
+Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk; the helper puts dg
+together, and loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
@@ -31,8 +31,9 @@ loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), sinc
 | consumed  | query, key: step read                               | helper, before it loads these stages again   |
 | used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
 | scores    | query: dP, N and the diagonal of dP are written     | key                                          |
-| sums      | query: its part of x and <S, dS> are written        | key                                          |
-| scored    | key: scores and sums read, dk has left              | query, before it writes those of a next head |
+| sums      | query, key: x, l and <S, dS> are written            | helper                                       |
+| attended  | query: dq of a query head done, and P read with it  | key, before dk leaves through the tile of P  |
+| scored    | key: scores read, dk has left; helper: sums read    | query, before it writes those of a next head |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
 h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, tables int32 (packed rows).
@@ -118,7 +119,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, packed: bool = False) -> "Config":
         """Most stages that fit."""
-        registers = (72, 216, 216) if packed else (40, 224, 240)
+        registers = (72, 216, 216) if packed else (56, 216, 232)
         for states in (4, 3, 2):
             config = cls(max(4, V // WIDTH), states, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
@@ -170,10 +171,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
     q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
-    # Rows with two uses: the same threads read the first before they write the second, or wait until it has left.
-    x_dg_smem, dbeta_inner_smem, sum_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
+    # Rows with two uses: the first has been read, or has left, when the second is written.
+    x_dg_smem, dbeta_inner_smem, x_key_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
     g_smem = vectors.at[4:]
-    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[7:]
+    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, attended, scored = refs[7:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
@@ -271,6 +272,26 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         mask(place_of(lax.div(load, query_heads)), (q_smem, k_smem))
         plgpu.barrier_arrive(masked_qk)
 
+    def store_vector(smem, x, target):
+        """[C] in layout ROW to memory."""
+        smem[...] = x
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, target)
+
+    def gate_gradient(place, head, is_last):
+        """dg of a head to memory."""
+        plgpu.barrier_wait(sums)
+        x_query, x_key, written, inner = (
+            plgpu.load(v, layout=COL) for v in (x_dg_smem, x_key_smem, diagonal_written_smem, dbeta_inner_smem)
+        )
+        x, written = (along_columns(y + inner, CHUNK) for y in (x_query + x_key, written))
+        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
+        dg = jnp.sum(jnp.where(not_before, x, written), axis=1)
+        plgpu.commit_smem()  # all threads have read x before one writes dg in its place
+        store_vector(x_dg_smem, dg, dg_gmem.at[place.visit, head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(jnp.logical_not(is_last))(lambda: plgpu.barrier_arrive(scored))
+
     @pl.when(wg == HELPER)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
@@ -308,9 +329,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                     if sizes.packed:
                         mask_qk(load)
 
+            pl.when(lax.rem(i + 1, v_tiles) == 0)(lambda: gate_gradient(*parts_of(i)[:2], i + 1 == steps))
             return ()
 
         lax.fori_loop(0, steps, step, ())
+        plgpu.wait_smem_to_gmem(0)
 
     # Both compute warpgroups
 
@@ -383,16 +406,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         pl.when(jnp.logical_not(is_shared))(whole)
 
-    def store_vector(smem, x, target):
-        """[C] in layout ROW to memory."""
-        smem[...] = x
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, target)
-
     # Query warpgroup
 
     def make_scores(first_step):
-        """dO u^T and dv u^T; G and Gamma."""
+        """dO u^T and dv u^T; G, Gamma and gl."""
 
         def body(p, n):
             for t in range(v_tiles):
@@ -400,8 +417,9 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 do, dv, u = x_tiles(first_step + t)
                 dev.issue(p, do, transposed(u))
                 dev.issue(n, dv, transposed(u))
-            g_rows, gamma = gamma_of(g_smem.at[lax.rem(first_step, token_stages)])
-            return dev.collect(p), dev.collect(n), g_rows, gamma
+            gates = g_smem.at[lax.rem(first_step, token_stages)]
+            g_rows, gamma = gamma_of(gates)
+            return dev.collect(p), dev.collect(n), g_rows, gamma, jnp.exp2(gates[CHUNK - 1])
 
         accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
         return pl.run_scoped(body, accumulator, accumulator)
@@ -428,8 +446,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
 
     def query_step(place, head, first_step, dq, is_first, is_last):
-        """dq with the part of one output head; its scores and sums for the key warpgroup."""
-        p, n, g_rows, gamma = make_scores(first_step)
+        """dq with the part of one output head; its scores and sums for the others."""
+        p, n, g_rows, gamma, decay = make_scores(first_step)
         diagonal = _diagonal(p) * sizes.scale
         write_strengths = _diagonal(n)
         strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
@@ -449,11 +467,16 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
         x_dg_smem[...] = rowsum(q_smem, part)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dbeta_inner_smem[...] = inner
+        dbeta_inner_smem[...] = inner * decay
         plgpu.commit_smem()
         plgpu.barrier_arrive(sums)
         dq = dq + part + along_rows(diagonal, K) * plgpu.load(k_smem, layout=WGMMA).astype(f32)
-        pl.when(is_last)(release_qk)
+
+        @pl.when(is_last)
+        def _():
+            release_qk()
+            plgpu.barrier_arrive(attended)
+
         return dq
 
     def query_item(n, _):
@@ -476,7 +499,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     # Key warpgroup
 
     def over_v(first_step, dk, is_first):
-        """dk + late, l, and -D (dv S); the last entry of G."""
+        """dk + late, l, and -D (dv S)."""
 
         def body(late, read):
             for t in range(v_tiles):
@@ -501,14 +524,14 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             written, with_late = rowsum(k_smem, late), dk + late
             read = dev.collect(read) * along_rows(decay, K)
             release(first_step + v_tiles - 1)
-            return with_late, written, read, g_last
+            return with_late, written, read
 
         accumulator = plgpu.ACC((CHUNK, K), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def key_step(place, head, first_step, dk, is_first, is_last):
-        """dk with the part of one output head; its dg to memory."""
-        dk, written, read, g_last = over_v(first_step, dk, is_first)
+    def key_step(first_step, dk, is_first, is_last):
+        """dk with the part of one output head; its parts of x and l for the helper."""
+        dk, written, read = over_v(first_step, dk, is_first)
         plgpu.barrier_wait(scores)
         (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
         x, dk = rowsum(k_smem, read), dk + read
@@ -519,25 +542,21 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         x, dk = x - rowsum(k_smem, write), dk + write
         pl.when(is_last)(release_qk)
 
-        plgpu.barrier_wait(sums)
-        sum_smem[...] = x + plgpu.load(x_dg_smem, layout=ROW)
+        x_key_smem[...] = x
         diagonal_written_smem[...] = written
         plgpu.commit_smem()
-        vectors = (sum_smem, diagonal_written_smem, dbeta_inner_smem)
-        x, written, inner = (along_columns(plgpu.load(v, layout=COL), CHUNK) for v in vectors)
-        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-        terms = jnp.where(not_before, x, written) + inner * jnp.exp2(g_last)
-        store_vector(x_dg_smem, jnp.sum(terms, axis=1), dg_gmem.at[place.visit, head])
+        plgpu.barrier_arrive(sums)
+        pl.when(is_last)(lambda: plgpu.barrier_wait(attended))
         return dk
 
     def key_item(n, _):
         place = place_of(n)
 
         def one(e, dk):
-            query, rest = lax.div(e, heads_per_query), lax.rem(e, heads_per_query)
+            rest = lax.rem(e, heads_per_query)
             first_step = (n * query_heads * heads_per_query + e) * v_tiles
             is_first, is_last = rest == 0, rest == heads_per_query - 1
-            return key_step(place, head_of(place, query, rest), first_step, dk, is_first, is_last)
+            return key_step(first_step, dk, is_first, is_last)
 
         dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
         store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
@@ -645,8 +664,9 @@ def gradients(
                 barriers(2, config.state_stages),
                 barriers(2),
                 barriers(1),
+                barriers(2),
                 barriers(1),
-                barriers(1),
+                barriers(2),
             ),
             grid=(config.ctas,),
             grid_names=("cta",),

@@ -30,16 +30,6 @@ TINY = (
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unoptimised():
-    """Without LLVM's optimisations on a CPU, as in `harness.jit`: compilation is nearly all that happens here."""
-    flags = steps.compiler_flags
-    if jax.default_backend() == "cpu":
-        steps.compiler_flags = lambda deterministic: {"xla_backend_optimization_level": 0}
-    yield
-    steps.compiler_flags = flags
-
-
 def start(out, *more):
     return cli.main(["sweep", "parity", "--out", str(out), *TINY, *more])
 
@@ -137,9 +127,7 @@ def test_side_by_side_is_one_by_one(finished, tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from gdn_jax.experiments import cli, runs, steps
-
-steps.compiler_flags = lambda deterministic: {"xla_backend_optimization_level": 0}
+from gdn_jax.experiments import cli, runs
 
 count = int(sys.argv[1])
 original = runs.JsonLines.append
