@@ -19,7 +19,8 @@ Work: persistent CTAs walk over items, an item being one visit (a chunk, or what
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
 Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk; the helper puts dg
-together, and loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
+together, and loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens
+only. What a warpgroup waits for binds this kernel, not its instructions: keep the longest chain short.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
@@ -102,10 +103,10 @@ class Config:
     """Steps of do, dv and u in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of S and dS in flight."""
-    helper_registers: int = 40
-    query_registers: int = 224
-    key_registers: int = 240
-    """40, 224 and 240 take 4 % less time than 40, 232 and 232 (H200, 2026-11-21, K = V = 128)."""
+    helper_registers: int = 56
+    query_registers: int = 216
+    key_registers: int = 232
+    """40, 224 and 240 take 4 % more time; 64, 208 and 232 1 % less (H200, 2026-11-21, K = V = 128)."""
     ctas: int = NUM_SMS
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory."""
@@ -282,7 +283,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         """dg of a head to memory."""
         plgpu.barrier_wait(sums)
         x_query, x_key, written, inner = (
-            plgpu.load(v, layout=COL) for v in (x_dg_smem, x_key_smem, diagonal_written_smem, dbeta_inner_smem)
+            plgpu.load(v, layout=COL)
+            for v in (x_dg_smem, x_key_smem, diagonal_written_smem, dbeta_inner_smem)
         )
         x, written = (along_columns(y + inner, CHUNK) for y in (x_query + x_key, written))
         not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)

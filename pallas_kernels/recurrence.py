@@ -272,7 +272,9 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         copy(k_gmem.at[item.row, tokens, head_of(sizes.Hk)], kq_smem.at[stage, 0:CHUNK])
         if outputs:
             copy(q_gmem.at[item.row, tokens, head_of(sizes.Hq)], kq_smem.at[stage, CHUNK : 2 * CHUNK])
-        v_columns = pl.ds(jnp.minimum(tile * columns, sizes.V - columns), columns)  # transitions: not used past V
+        v_columns = pl.ds(
+            jnp.minimum(tile * columns, sizes.V - columns), columns
+        )  # transitions: not used past V
         copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
         copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[item.row, head, tokens], g_smem.at[stage])

@@ -223,6 +223,21 @@ def test_equal_parameters_and_initial_weights():
     assert len(made) == len(MIXERS)
 
 
+def test_time_step_scales_the_first_decays():
+    """Initial time steps are multiplied; every other weight stays, whatever the mixer."""
+    o = options()
+    slow = dataclasses.replace(o, model=dataclasses.replace(o.model, time_step=0.1))
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    for mixer in ("mamba2", "gated_delta_net"):
+        one, tenth = (
+            nnx.to_pure_dict(nnx.state(sweep.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
+        )
+        biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
+        steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
+        np.testing.assert_allclose(steps_of[1], 0.1 * steps_of[0], rtol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, one, tenth)
+
+
 def test_divergence_is_recorded(tmp_path):
     out = tmp_path / "run"
     assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0

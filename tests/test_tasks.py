@@ -179,6 +179,26 @@ def test_number_of_pairs():
             assert (asked.sum(1) == pairs).all() and not asked[:, : 2 * max(4, pairs)].any()
 
 
+def test_recall_of_rewritten_keys():
+    """Every key is asked once, for the last value that the kept pairs give it."""
+    kept = np.array([1, 3, 8] * 20)
+    tokens, targets, asked = map(
+        np.asarray, recall.sequences(jax.random.key(4), 60, 40, 8, 8, 0.01, kept, rewrite=True)
+    )
+    again = 0
+    for n, row, target, where in zip(kept, tokens, targets, asked, strict=True):
+        pairs = row[: 2 * n].reshape(n, 2).tolist()
+        memory = {key: value for key, value in pairs}
+        again += n - len(memory)
+        assert (row[: 2 * n : 2] < 4).all() and (row[1 : 2 * n : 2] >= 4).all()
+        places = np.flatnonzero(where)
+        assert (places >= 16).all() and sorted(row[places].tolist()) == sorted(memory)
+        assert all(target[t] == memory[int(row[t])] for t in places)
+        others = np.setdiff1d(np.arange(2 * n, 40), places)
+        assert (row[others] >= 4).all() and (target[~where] == 0).all()
+    assert again > 60, "hardly a key comes again"
+
+
 def test_recall_gaps_follow_the_power_law():
     _, _, asked = recall.sequences(jax.random.key(0), 4000, 32, 16, 1, 0.01)
     counts = np.asarray(asked)[:, 2::2].sum(0)
@@ -264,6 +284,31 @@ def test_needle(haystack, needle_length, size):
         assert set(hay.tolist()) - set(range(8)) and set(range(8)) <= set(tokens.ravel().tolist())
 
 
+@pytest.mark.parametrize("size", [14, 15, 40])
+def test_needle_of_pairs(size):
+    """Pairs fill the haystack; what is asked are the keys behind the marker, each once, for their values there."""
+    o = NeedleOptions(haystack="pairs", noise_tokens=8, needle_length=3, length=20)
+    task, tokens, targets, weights = draw(o, size, batch=256)
+    orders, void, differs = set(), size - 14, 0
+    assert task.vocab_size == 10
+    for row, target, weight in zip(tokens, targets, weights, strict=True):
+        hay, needle, asked = row[:void], row[void + 1 : void + 7], row[void + 8 :]
+        assert row[void] == 8 and row[void + 7] == 9
+        pairs = hay[void % 2 :]
+        assert (pairs[::2] < 4).all() and (pairs[1::2] >= 4).all() and (hay < 8).all()
+        memory = dict(needle.reshape(3, 2).tolist())
+        assert len(memory) == 3 and max(memory) < 4 <= min(memory.values())
+        assert asked.reshape(3, 2).tolist() == [[key, memory[key]] for key in asked[::2].tolist()]
+        assert set(asked[::2].tolist()) == set(memory)
+        np.testing.assert_array_equal(np.flatnonzero(weight), void + 8 + np.array([0, 2, 4]))
+        np.testing.assert_array_equal(target[void + 8 :: 2], asked[1::2])
+        orders.add(tuple(needle[::2].tolist().index(key) for key in asked[::2]))
+        stale = dict(pairs.reshape(-1, 2).tolist())
+        differs += any(stale.get(key, value) != value for key, value in memory.items())
+    assert len(orders) == 6, "not every order is asked"
+    assert (differs > 0) == (void > 1), "the void pairs never contradict the needle"
+
+
 def test_copy():
     task, tokens, targets, weights = draw(CopyOptions(num_tokens=5, length=4), 6)
     assert task.vocab_size == 6 and tokens.shape == (64, 12)
@@ -341,6 +386,15 @@ def test_every_task_has_defaults_that_fit():
         (
             "needle --test-lengths 64 4",
             "--test-lengths: expected at least 2 * --needle-length + 1 = 5, got 4",
+        ),
+        ("recall --rewrite --vocab-size 5", "--vocab-size: expected an even number, at least 2, got 5"),
+        (
+            "needle --haystack pairs --needle-length 4 --length 17",
+            "--length: expected at least 4 * --needle-length + 2 = 18, got 17",
+        ),
+        (
+            "needle --haystack pairs --needle-length 4 --noise-tokens 6",
+            "--noise-tokens: expected an even number, at least 2 * --needle-length = 8, got 6",
         ),
         ("needle --num-values 33", "--num-values: expected at most --noise-tokens = 32, got 33"),
         ("needle --haystack text --num-values 27", "--num-values: expected at most 26 letters, got 27"),

@@ -117,7 +117,7 @@ class RecallTask(GeneratedTask[RecallOptions]):
     def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
         o = self.o
         tokens, targets, asked = recall.sequences(
-            key, kept.shape[0], o.length, o.vocab_size, num_pairs, o.power, kept
+            key, kept.shape[0], o.length, o.vocab_size, num_pairs, o.power, kept, rewrite=o.rewrite
         )
         return Batch(tokens, targets, asked.astype(jnp.float32))
 
@@ -132,16 +132,21 @@ class RecallTask(GeneratedTask[RecallOptions]):
         return self._draw(key, kept, self.o.num_pairs)
 
     def baselines(self) -> dict[str, float]:
-        return {f"one of {self.o.num_pairs} values at random": 1 / self.o.num_pairs}
+        # Without rewrite the values of a sequence differ: there are as many as pairs.
+        values = self.o.vocab_size // 2 if self.o.rewrite else self.o.num_pairs
+        return {f"one of {values} values at random": 1 / values}
 
     def summary(self) -> str:
         o = self.o
         pairs = f"1 to {o.num_pairs}" if o.vary_pairs else o.num_pairs
-        return f"recall of {pairs} pairs in {o.length} tokens, vocabulary {o.vocab_size}, always fresh"
+        rewrite = ", keys rewritten" if o.rewrite else ""
+        return (
+            f"recall of {pairs} pairs in {o.length} tokens, vocabulary {o.vocab_size}{rewrite}, always fresh"
+        )
 
 
 class NeedleTask(GeneratedTask[NeedleOptions]):
-    """A needle in a haystack; see `needle.hide`."""
+    """A needle in a haystack; see `needle.hide` and `needle.void_pairs`."""
 
     label = "accuracy at the question"
 
@@ -156,6 +161,9 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
 
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
         o = self.o
+        if o.haystack == "pairs":
+            tokens, targets, asked = needle.void_pairs(key, batch, size, o.noise_tokens, o.needle_length)
+            return Batch(tokens, targets, asked.astype(jnp.float32))
         key_haystack, key_needle = jax.random.split(key)
         if self.text is None:
             haystack = jax.random.randint(key_haystack, (batch, size), 0, self.tokens)
@@ -174,10 +182,14 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
         return Batch(tokens, targets, asked.astype(jnp.float32))
 
     def baselines(self) -> dict[str, float]:
-        return {f"one of {self.o.num_values} values at random": 1 / self.o.num_values}
+        # A needle of pairs holds as many values; one of them is right.
+        values = self.o.needle_length if self.o.haystack == "pairs" else self.o.num_values
+        return {f"one of {values} values at random": 1 / values}
 
     def summary(self) -> str:
         o = self.o
+        if o.haystack == "pairs":
+            return f"{o.needle_length} pairs that count in {o.length} tokens of pairs, always fresh"
         return (
             f"{o.needle_length} of {o.num_values} values in {o.length} tokens of {o.haystack}, always fresh"
         )

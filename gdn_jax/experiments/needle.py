@@ -5,6 +5,11 @@
 The values are tokens that the haystack has as well: only the marker tells that they will be asked for, and everything
 else must not get in their way, however much of it comes.
 
+    k v k v k v ! k1 v1 k2 v2 ? k2 v2 k1 v1       v2 must be predicted at k2, v1 at k1: the marker makes the
+                                                  pairs before it void, see `void_pairs`
+
+Here the haystack cannot be told from the needle when it comes: a state has taken it in and must get rid of it.
+
 Source: the single needle of Hsieh et al. 2024, "RULER" (S-NIAH), with one token for "remember this" and one for "what
 was it".
 """
@@ -50,3 +55,39 @@ def hide(
     tokens = tokens.at[:, T - needle_length :].set(asked)
     targets = jnp.zeros_like(tokens).at[:, T - needle_length :].set(values)
     return tokens, targets, jnp.broadcast_to(jnp.arange(T) >= T - needle_length, (B, T))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def void_pairs(
+    key: Key[Array, ""], batch: int, length: int, num_tokens: int, num_pairs: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Random pairs, a marker that makes them void, a needle of pairs, and its keys in another order.
+
+    Args:
+      key: source of the randomness; the same key gives the same sequences.
+      batch, length: B and T, at least 4 * num_pairs + 2.
+      num_tokens: even, at least 2 * num_pairs; keys are below num_tokens / 2, values from there on; num_tokens is the
+        marker and num_tokens + 1 the question.
+      num_pairs: pairs of the needle; no key comes twice among them.
+
+    Returns:
+      tokens; targets, the needle's value at the keys behind the question (0 elsewhere); and where those are.
+    """
+    half, hay = num_tokens // 2, length - 4 * num_pairs - 2
+
+    def one(key):
+        key_hay, key_keys, key_values, key_order = jax.random.split(key, 4)
+        # keys and values by turns; the last one before the marker is a value
+        first = half * ((jnp.arange(hay) + hay) % 2)
+        void = first + jax.random.randint(key_hay, (hay,), 0, half)
+        keys = jax.random.permutation(key_keys, half)[:num_pairs]
+        values = jax.random.randint(key_values, (num_pairs,), half, num_tokens)
+        order = jax.random.permutation(key_order, num_pairs)
+        needle = jnp.stack([keys, values], 1)
+        marker, question = jnp.array([num_tokens]), jnp.array([num_tokens + 1])
+        tokens = jnp.concatenate([void, marker, needle.reshape(-1), question, needle[order].reshape(-1)])
+        at = length - 2 * num_pairs + 2 * jnp.arange(num_pairs)
+        targets = jnp.zeros_like(tokens).at[at].set(values[order])
+        return tokens, targets, jnp.zeros((length,), bool).at[at].set(True)
+
+    return jax.vmap(one)(jax.random.split(key, batch))

@@ -68,6 +68,8 @@ class SizeOptions:
     """Taps of the causal convolution, 2 to 4."""
     mlp_ratio: float = 2.0
     """Inner width of the SwiGLU over hidden_size."""
+    time_step: float = 1.0
+    """Factor of the initial time steps of the gates: 0.1 makes the first half-lives ten times as long."""
     tie_embeddings: bool = False
     """Use the embedding as the output projection."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -145,7 +147,7 @@ _MAY_CHANGE = {"keep"}  # on --resume
 
 _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
-    "num_heads head_dim expand_v mlp_ratio lr clip length val_bytes sample_bytes num_pairs power "
+    "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
     "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together"
 ).split()
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()

@@ -5,7 +5,8 @@
 Source: Arora et al. 2023, "Zoology". As there: keys and values are disjoint halves of the vocabulary, every
 key occurs once in the pairs and is queried once, on even places after them, and the gap between the end of
 the pairs and a query follows p(gap) ~ gap^(a - 1), drawn without replacement. Unlike there, the tokens
-between queries are values only, so that a small vocabulary never shows a key twice by accident.
+between queries are values only, so that a small vocabulary never shows a key twice by accident. With `rewrite`, keys
+come again with other values and the last one counts: what a state does not erase is in its way.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5), static_argnames="rewrite")
 def sequences(
     key: Key[Array, ""],
     batch: int,
@@ -24,17 +25,20 @@ def sequences(
     num_pairs: int,
     power: float,
     kept: Int[Array, " B"] | None = None,
+    *,
+    rewrite: bool = False,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
     """Random sequences of recall.
 
     Args:
       key: source of the randomness; the same key gives the same sequences.
       batch, length: B and T; T even, at least 4 * num_pairs.
-      vocab_size: even, at least 2 * num_pairs; keys are below vocab_size / 2, values from there on.
+      vocab_size: even, at least 2 * num_pairs without rewrite; keys are below vocab_size / 2, values from there on.
       num_pairs: pairs, and queries, of a sequence.
       power: exponent a of the gap law, > 0.
       kept: pairs that each sequence keeps, the first of them; the others, and their queries, become fill. All by
         default.
+      rewrite: draw keys and values with replacement, and ask each key once, for its last value.
 
     Returns:
       tokens; targets, the value that belongs to the key at a query (0 elsewhere); and where the queries are.
@@ -45,19 +49,28 @@ def sequences(
 
     def one(key, kept):
         key_keys, key_values, key_gaps, key_fill = jax.random.split(key, 4)
-        keys, values = (
-            jax.lax.top_k(jax.random.uniform(k, (half,)), num_pairs)[1] for k in (key_keys, key_values)
-        )
+        if rewrite:
+            keys, values = (jax.random.randint(k, (num_pairs,), 0, half) for k in (key_keys, key_values))
+        else:
+            keys, values = (
+                jax.lax.top_k(jax.random.uniform(k, (half,)), num_pairs)[1] for k in (key_keys, key_values)
+            )
         values = half + values
         # The largest of log p + Gumbel noise are a draw without replacement.
         gaps = jax.lax.top_k(log_law + jax.random.gumbel(key_gaps, (slots,)), num_pairs)[1]
         at, pair = 2 * num_pairs + 2 * gaps, jnp.arange(num_pairs)
         here = pair < kept
+        # asked for: a pair without a later one of its key
+        last = here & ~jnp.any((keys[:, None] == keys) & (pair[:, None] < pair) & here, axis=1)
         tokens = jax.random.randint(key_fill, (length,), half, vocab_size)
-        for places, written in ((2 * pair, keys), (2 * pair + 1, values), (at, keys)):
-            tokens = tokens.at[places].set(jnp.where(here, written, tokens[places]))
-        targets = jnp.zeros((length,), tokens.dtype).at[at].set(jnp.where(here, values, 0))
-        return tokens, targets, jnp.zeros((length,), bool).at[at].set(here)
+        for places, written, where in (
+            (2 * pair, keys, here),
+            (2 * pair + 1, values, here),
+            (at, keys, last),
+        ):
+            tokens = tokens.at[places].set(jnp.where(where, written, tokens[places]))
+        targets = jnp.zeros((length,), tokens.dtype).at[at].set(jnp.where(last, values, 0))
+        return tokens, targets, jnp.zeros((length,), bool).at[at].set(last)
 
     kept = jnp.full((batch,), num_pairs) if kept is None else kept
     return jax.vmap(one)(jax.random.split(key, batch), kept)

@@ -76,9 +76,14 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
             dtype=compute_dtype(options),
             implementation=None if options.implementation == "auto" else options.implementation,
         )
-        return models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
+        model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error
+    if options.time_step != 1:
+        for block in model.blocks:
+            step = options.time_step * jax.nn.softplus(block.mixer.dt_bias[...])
+            block.mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+    return model
 
 
 def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:

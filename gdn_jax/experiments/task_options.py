@@ -55,6 +55,8 @@ class RecallOptions(GeneratedOptions):
     """Key-value pairs of a training sequence, each queried once."""
     vary_pairs: bool = False
     """Draw the number of pairs of every training sequence from 1 to --num-pairs; fill takes the place of the rest."""
+    rewrite: bool = False
+    """Let keys come again with other values: the last value counts."""
     length: int = 32
     """Tokens of a sequence, even and at least four a pair."""
     power: float = 0.01
@@ -69,9 +71,9 @@ class RecallOptions(GeneratedOptions):
         for name, most in (("num_pairs", self.num_pairs), ("test_pairs", max(self.test_pairs))):
             if self.length < 4 * most:
                 fail("length", f"at least 4 * --{name.replace('_', '-')} = {4 * most}", self.length)
-            if self.vocab_size % 2 or self.vocab_size < 2 * most:
-                expected = f"an even number, at least 2 * --{name.replace('_', '-')} = {2 * most}"
-                fail("vocab_size", expected, self.vocab_size)
+            if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else most):
+                least = "2" if self.rewrite else f"2 * --{name.replace('_', '-')} = {2 * most}"
+                fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +82,15 @@ class NeedleOptions(GeneratedOptions):
 
     task: ClassVar[str] = "needle"
 
-    haystack: Literal["noise", "text"] = "noise"
-    """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes."""
+    haystack: Literal["noise", "text", "pairs"] = "noise"
+    """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes; pairs: key-value
+    pairs that the marker makes void, and a needle of pairs like them."""
     noise_tokens: int = 32
-    """Different tokens of the noise; the values of a needle are among them."""
+    """Different tokens of the noise; the values of a needle are among them. Of pairs, half are keys."""
     num_values: int = 16
-    """Different values of a needle."""
+    """Different values of a needle (of pairs: all)."""
     needle_length: int = 2
-    """Values of a needle, all of them asked at the end."""
+    """Values (or pairs) of a needle, all of them asked at the end."""
     length: int = 64
     """Tokens of a training sequence."""
     test_lengths: tuple[int, ...] = (64, 128, 256, 512)
@@ -95,11 +98,19 @@ class NeedleOptions(GeneratedOptions):
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
-        least = 2 * self.needle_length + 1  # marker and values, question and all values but the last
+        pairs = self.haystack == "pairs"
+        # marker and values, question and all values but the last; or two marks and the needle's pairs twice
+        least = 4 * self.needle_length + 2 if pairs else 2 * self.needle_length + 1
+        expected = f"at least {'4 * --needle-length + 2' if pairs else '2 * --needle-length + 1'} = {least}"
         if self.length < least:
-            fail("length", f"at least 2 * --needle-length + 1 = {least}", self.length)
+            fail("length", expected, self.length)
         if min(self.test_lengths) < least:
-            fail("test_lengths", f"at least 2 * --needle-length + 1 = {least}", min(self.test_lengths))
+            fail("test_lengths", expected, min(self.test_lengths))
+        if pairs:
+            if self.noise_tokens % 2 or self.noise_tokens < 2 * self.needle_length:
+                expected = f"an even number, at least 2 * --needle-length = {2 * self.needle_length}"
+                fail("noise_tokens", expected, self.noise_tokens)
+            return
         most = 26 if self.haystack == "text" else self.noise_tokens
         if self.num_values > most:
             name = "26 letters" if self.haystack == "text" else f"--noise-tokens = {most}"
