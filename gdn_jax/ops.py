@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas  # adds to JAX's tracing context: inside a jit, its first call would compile twice
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name

@@ -1,6 +1,8 @@
 """The public operation from outside: layouts, dtypes, every error text, choice of implementation, run-time checks."""
 
 import inspect
+import subprocess
+import sys
 
 import cases
 import harness
@@ -334,3 +336,18 @@ def test_run_time_checks_keep_the_gradients(run_time_checks):
     checked = jax.jit(jax.grad(loss))(x["v"])
     gdn_jax.debug_checks(False)
     np.testing.assert_array_equal(checked, jax.jit(jax.grad(loss))(x["v"]))
+
+
+FIRST_CALLS = """
+import jax, jax.numpy as jnp, gdn_jax
+x = jnp.ones((1, 5, 1, 2))
+call = jax.jit(lambda x: gdn_jax.gated_delta_rule(x, x, x, use_qk_l2norm=True)[0])
+call(x), call(x)
+print(call._cache_size())
+"""
+
+
+def test_a_first_call_compiles_once():
+    """In a new process: an import inside the first call must not change what JAX keys its compilations by."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
