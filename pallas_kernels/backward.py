@@ -22,22 +22,13 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.shapes import Dims
 from pallas_kernels import gradients as gradients_kernel
 from pallas_kernels import state_adjoints as chains_kernel
-from pallas_kernels.common import CHUNK, LOG2_E, NUM_SMS, RESET_G2, round_up
-from pallas_kernels.gdn import GRANULE, SEGMENT_STEP, Residuals, Work, cut, known_lengths, makespan, work_of
+from pallas_kernels.common import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
+from pallas_kernels.gdn import Residuals, known_lengths
 from pallas_kernels.gradients import gradients
 from pallas_kernels.segment_states import segment_states
 from pallas_kernels.spans import VisitTables
 from pallas_kernels.state_adjoints import Items, segment_adjoints, state_adjoints
-
-STEP, FILL = 1.6, 4.0
-"""Microseconds of one chunk of either chain with one state warpgroup, and what each wave of CTAs adds (H200,
-2026-11-21, K = V = 128)."""
-
-ADJOINTS_STEP = 1.4
-"""The same of a chunk of segment_adjoints: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
-
-SEGMENT_LAUNCHES = 6.0
-"""Microseconds of two more launches."""
+from pallas_kernels.work_split import segments_pay, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,24 +85,6 @@ def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
     visit = xp.arange(-(-T // CHUNK) + N, dtype=np.int32)
     sequence = xp.minimum(xp.searchsorted(first[1:], visit, side="right"), N)
     return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
-
-
-def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS) -> bool:
-    """Whether segments of `length` chunks are predicted to take less time than whole sequences.
-
-    Args:
-      V: padded width.
-      work: of gdn.work_of.
-    """
-    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
-    tiles = dims.HO * V // GRANULE
-    items, item_counts, inner = cut(values, counts, length)
-    ends = makespan(np.array([length]), np.array([inner * tiles]), ADJOINTS_STEP, FILL, sms)
-    walks = -(-int(counts.sum()) * tiles // sms)
-    walk = walks * -(-int(values.max(initial=1)) // length) * SEGMENT_STEP
-    chains = makespan(items, 2 * item_counts * tiles, STEP, FILL, sms)
-    whole = makespan(values, 2 * counts * tiles, STEP, FILL, sms)
-    return ends + walk + SEGMENT_LAUNCHES + chains < whole
 
 
 def backward(

@@ -20,6 +20,9 @@ from jaxlib.mlir.dialects import llvm, vector
 CHUNK = 64
 """Tokens of a chunk: the M of a wgmma, and what the inverse is written for."""
 
+GRANULE = 64
+"""K and V are padded with zeros to a multiple of this: the columns of a swizzled tile, and the rows of a wgmma."""
+
 LOG2_E = 1.4426950408889634
 """Gates inside the kernels are base-2 exponents: g2 = g LOG2_E."""
 

@@ -19,39 +19,17 @@ from gdn_jax.shapes import Dims
 from pallas_kernels import recurrence as recurrence_kernel
 from pallas_kernels import tril_inverse as tril_inverse_kernel
 from pallas_kernels.chunk_gates import chunk_gates
-from pallas_kernels.common import CHUNK, L2NORM_EPS, NUM_SMS, round_up
+from pallas_kernels.common import CHUNK, GRANULE, L2NORM_EPS, NUM_SMS, round_up
 from pallas_kernels.recurrence import Split, Tables, recurrence
 from pallas_kernels.segment_states import segment_states
 from pallas_kernels.tril_inverse import tril_inverse
-
-GRANULE = 64
-"""K and V are padded with zeros to a multiple of this: the columns of a swizzled tile, and the rows of a wgmma."""
-
-STEP = {1: 1.43, 2: 2.12}
-"""Microseconds of one chunk with one or two state warpgroups (H200, 2026-11-21, K = V = 128, all SMs busy)."""
-
-FILL = {1: 4.0, 2: 6.0}
-"""Microseconds that each wave of CTAs adds to that."""
-
-TRANSITION_STEP = {1: 0.94, 2: 1.29}
-TRANSITION_FILL = 4.0
-"""The same without outputs."""
-
-SEGMENT_STEP = 1.7
-"""Microseconds of one step of segment_states."""
-
-SEGMENT_LAUNCHES = 8.0
-"""Microseconds of two more launches and of their tables."""
+from pallas_kernels.work_split import choose_split, work_of
 
 MANY_WAVES = 16
 """Waves of CTAs after which the order of the sequences no longer matters."""
 
 MAX_ORDERED = 128
 """Sequences up to which they are ordered: the ranks are N^2 comparisons."""
-
-SEGMENT_OCCUPANCY = 0.6
-"""Part of the SMs that sequences of unknown lengths must leave idle before they are cut."""
-
 
 FOLDED_SCALES = (2.0**-16, 16.0)
 """Scales that the recurrence applies: its T and N hold a factor sqrt(scale), which float16 must have room for. Others
@@ -136,93 +114,6 @@ def known_lengths(cu_seqlens) -> np.ndarray | None:
     return np.asarray(cu_seqlens).astype(np.int64)
 
 
-class Work(NamedTuple):
-    """Chunks of the sequences of a call, as far as they are known while tracing."""
-
-    chunks: np.ndarray
-    """[N] chunks of each sequence; the mean where the lengths are not known."""
-    known: bool
-
-
-def work_of(dims: Dims, packed: bool, cu_seqlens: np.ndarray | None) -> Work:
-    """The sequences' chunks.
-
-    Args:
-      packed: whether all sequences lie in one row.
-      cu_seqlens: of `known_lengths`.
-    """
-    num_chunks = -(-dims.T // CHUNK)
-    if cu_seqlens is not None:
-        begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-        return Work(np.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0), True)
-    if packed and dims.N > 1:
-        return Work(np.full(dims.N, -(-num_chunks // dims.N)), False)
-    return Work(np.full(dims.N, num_chunks), True)
-
-
-def makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, sms: int) -> float:
-    """Time of counts[i] CTAs of values[i] chunks, the longest first, on sms of them at a time."""
-    order = np.argsort(-values)
-    values, ends = values[order], np.cumsum(counts[order])
-    if not len(ends) or not ends[-1]:
-        return 0.0
-    first_of_wave = np.arange(0, ends[-1], sms)
-    longest = values[np.searchsorted(ends, first_of_wave, side="right")]
-    mean = float((values * counts[order]).sum()) / sms
-    return float(min((longest * step + fill).sum(), (mean + longest[0]) * step + fill * len(longest)))
-
-
-def cut(values: np.ndarray, counts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of counts[i] sequences of values[i] chunks: lengths of their segments, how many of each there are, and how many
-    segments have another one behind them."""
-    whole, rest = (values // length * counts).sum(), values % length
-    inner = int(((-(-values // length) - 1) * counts).sum())
-    return np.append(rest, length), np.append(np.where(rest, counts, 0), whole), inner
-
-
-_SEGMENTS = {m << n for m in (4, 5, 6, 7) for n in range(10)}
-"""Chunks of a segment for uneven lengths: few choices, for each one is a compilation."""
-
-
-def choose_split(
-    dims: Dims, K: int, V: int, work: Work, config: Config, sms: int = NUM_SMS
-) -> tuple[int, int | None]:
-    """(state warpgroups per CTA, chunks of a segment or None) of least predicted time.
-
-    Args:
-      K, V: padded widths.
-      work: of `work_of`. Sequences of unknown lengths count as equally long, and are cut only where they would
-        leave most SMs idle.
-    """
-    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
-    longest, sequences = int(values.max(initial=1)), int(counts.sum())
-    pairs = V % (2 * GRANULE) == 0 and K % (2 * GRANULE) == 0 and K <= 128
-    warpgroups = [config.state_warpgroups] if config.state_warpgroups else [2, 1] if pairs else [1]
-    paired = 2 if pairs else 1
-
-    def time(n: int, length: int) -> float:
-        ctas = dims.HO * V // (GRANULE * n)
-        if not length:
-            return makespan(values, counts * ctas, STEP[n], FILL[n], sms)
-        items, item_counts, inner = cut(values, counts, length)
-        main = makespan(items, item_counts * ctas, STEP[n], FILL[n], sms)
-        transitions = np.array([length]), np.array([inner * dims.HO * (V + K) // (GRANULE * paired)])
-        prepare = makespan(*transitions, TRANSITION_STEP[paired], TRANSITION_FILL, sms)
-        walks = -(-sequences * dims.HO * V // GRANULE // sms)
-        walk = walks * -(-longest // length) * SEGMENT_STEP
-        return main + prepare + walk + SEGMENT_LAUNCHES
-
-    if config.segment_chunks is not None:
-        lengths = [config.segment_chunks]
-    else:
-        lengths = [0]
-        if work.known or dims.N * dims.HO * V // GRANULE < SEGMENT_OCCUPANCY * sms:
-            even = {-(-longest // n) for n in range(2, 65)}
-            lengths += [n for n in sorted(even if len(values) == 1 else _SEGMENTS) if 4 <= n < longest]
-    n, length = min(((n, length) for n in warpgroups for length in lengths), key=lambda c: time(*c))
-    return n, length or None
-
-
 def forward(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
@@ -280,7 +171,9 @@ def forward(
 
     work = work_of(dims, packed, known)
     K64, V64 = round_up(K, GRANULE), round_up(V, GRANULE)
-    warpgroups, segment_chunks = choose_split(dims, K64, V64, work, config)
+    warpgroups, segment_chunks = choose_split(
+        dims, K64, V64, work, state_warpgroups=config.state_warpgroups, segment_chunks=config.segment_chunks
+    )
     split, tables, first = Split(B, None), None, None
     if cu_seqlens is not None:
         starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)

@@ -12,7 +12,7 @@ from tolerances import assert_close, tolerance
 
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
-from pallas_kernels import gdn, ptxas_report
+from pallas_kernels import gdn, ptxas_report, work_split
 from pallas_kernels import tril_inverse as inverse
 from pallas_kernels.chunk_gates import chunk_gates
 from pallas_kernels.common import INVERSE_LOG2
@@ -210,7 +210,9 @@ def split(B, T, HO, lengths=None, *, known=True, **options):
     N = B if lengths is None else len(lengths)
     dims = Dims(B=B, T=T, N=N, Hq=HO, Hk=HO, HV=HO, HO=HO, K=128, V=128)
     cu = None if lengths is None or not known else np.cumsum((0, *lengths))
-    return gdn.choose_split(dims, 128, 128, gdn.work_of(dims, lengths is not None, cu), gdn.Config(**options))
+    return work_split.choose_split(
+        dims, 128, 128, work_split.work_of(dims, lengths is not None, cu), **options
+    )
 
 
 def test_split_uses_the_whole_gpu():

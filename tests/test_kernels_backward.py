@@ -13,7 +13,7 @@ from tolerances import GRADIENTS, assert_close, head_axis, tolerance
 
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
-from pallas_kernels import backward, gdn
+from pallas_kernels import backward, gdn, work_split
 from pallas_kernels import gradients as gradients_kernel
 from pallas_kernels.common import INVERSE_LOG2
 from pallas_kernels.recurrence import Split
@@ -178,7 +178,7 @@ def pays(HO, T, length, lengths=None):
     N = 1 if lengths is None else len(lengths)
     dims = Dims(B=1, T=T, N=N, Hq=HO, Hk=HO, HV=HO, HO=HO, K=128, V=128)
     cu = None if lengths is None else np.cumsum((0, *lengths))
-    return backward.segments_pay(dims, 128, gdn.work_of(dims, lengths is not None, cu), length)
+    return work_split.segments_pay(dims, 128, work_split.work_of(dims, lengths is not None, cu), length)
 
 
 def test_segments_are_used_where_heads_are_few():
