@@ -8,6 +8,7 @@ import pytest
 import gdn_jax
 from gdn_jax.experiments import check
 from gdn_jax.experiments.accuracy import NAMES, bound
+from gdn_jax.experiments.errors import one_line
 
 SMALL = (
     check.Case("small", T=20, heads=(1, 1, 2), K=8, V=8),
@@ -132,3 +133,8 @@ def test_cases(case):
     assert (cosine > 0.5) == case.correlated_keys
     assert (x.primals["g"] == 0).all() == (case.g == "none")
     assert (x.primals["beta"].max() > 1) == (case.largest_beta > 1)
+
+
+def test_an_error_of_no_words_and_of_many_is_one_line():
+    assert one_line(AssertionError()) == "AssertionError: "
+    assert one_line(ValueError("a\n  b " + 300 * "c")) == f"ValueError: a b {196 * 'c'}"

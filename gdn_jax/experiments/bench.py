@@ -33,7 +33,7 @@ from gdn_jax.experiments import device_time, peers
 from gdn_jax.experiments.accuracy import GRADIENTS, NAMES, STATES, bound, head_axis, worst_ratio
 from gdn_jax.experiments.bench_table import LEFT, Result, grid, markdown, summary
 from gdn_jax.experiments.device_time import Timing
-from gdn_jax.experiments.errors import RunError, fail
+from gdn_jax.experiments.errors import RunError, fail, one_line
 from gdn_jax.experiments.parsing import parse
 from pallas_kernels import bench_rows
 from pallas_kernels.bench_rows import Inputs, Row
@@ -263,7 +263,7 @@ def time_row(
             try:
                 yield time_one(result, x, expected, planned.dtype, options)
             except Exception as error:  # whatever it is, it belongs into the table
-                yield result._replace(failure=f"raised {_one_line(error)}")
+                yield result._replace(failure=f"raised {one_line(error)}")
 
 
 def time_one(result: Result, x: Inputs, expected: dict, dtype: str, options: BenchOptions) -> Result:
@@ -302,17 +302,13 @@ def time_peers(
         try:
             found = peers.measure(peer, x, row.cu_seqlens, what, Part.of(row, what), options.repeats)
         except Exception as error:  # another library's, which must not end the table
-            say(f"{row.name}: {peer.name} raised {_one_line(error)}")
+            say(f"{row.name}: {peer.name} raised {one_line(error)}")
             continue
         if wrong := _miss(errors(expected, found.results), row, dtype, PEER_SLACK):
             say(f"{row.name}: {peer.name} is not counted, {wrong}")
         else:
             measured[peer.name] = found.timing
     return measured
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def versions() -> str:

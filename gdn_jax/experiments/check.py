@@ -23,6 +23,7 @@ import numpy as np
 import gdn_jax
 from gdn_jax.experiments import oracle
 from gdn_jax.experiments.accuracy import NAMES, bound, head_axis, worst_ratio
+from gdn_jax.experiments.errors import one_line
 from gdn_jax.experiments.parsing import parse
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -191,8 +192,8 @@ def compare(cases: tuple[Case, ...], dtypes: tuple[str, ...], seed: int = 0) -> 
                 errors = {name: worst_ratio(expected[name], y, head_axis(name)) for name, y in got}
                 rows.append(Row(case, dtype, implementation, errors))
             except Exception as error:  # whatever it is, it belongs into the report
-                failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                rows.append(Row(case, dtype, implementation, dict.fromkeys(NAMES, np.inf), failure))
+                infinite = dict.fromkeys(NAMES, np.inf)
+                rows.append(Row(case, dtype, implementation, infinite, one_line(error)))
     named = {
         why: "" if len(where) == len(cases) else f" ({', '.join(where)})" for why, where in not_run.items()
     }

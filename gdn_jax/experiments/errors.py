@@ -1,4 +1,4 @@
-"""The one error of the experiments that a user can act upon."""
+"""The one error of the experiments that a user can act upon, and one line for any other."""
 
 from typing import NoReturn
 
@@ -15,3 +15,8 @@ def flag(name: str) -> str:
 def fail(name: str, expected: str, got: object) -> NoReturn:
     """Raises RunError for the value of an option."""
     raise RunError(f"{flag(name)}: expected {expected}, got {got}")
+
+
+def one_line(error: Exception) -> str:
+    """Kind and beginning of an error, for a table: it may have no text, or pages of it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
