@@ -18,11 +18,11 @@ if CHECKS_SHAPES:
 
 jax.config.update("jax_num_cpu_devices", 2)  # for meshes; the first one is used unless a test says otherwise
 # On a CPU the same operations of XLA without LLVM's optimisations: compilation is nearly all that the suite does, and
-# this halves it. In the environment too, for the processes that tests start. Tests that mean what users run ask for
-# `compile_as_users_do`.
+# this halves it. In the environment too, for the processes that tests start. JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
+# environment compiles as users do; tests that mean just that ask for `compile_as_users_do`.
 if jax.default_backend() == "cpu":
-    jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    unoptimised = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    jax.config.update("jax_disable_most_optimizations", unoptimised == "1")
 
 
 def pytest_report_header():
