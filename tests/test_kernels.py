@@ -189,7 +189,7 @@ def test_longest_sequences_come_first():
 
 def test_sequences_in_another_order(monkeypatch):
     monkeypatch.setattr(gdn, "NUM_SMS", 1)
-    monkeypatch.setattr(gdn, "choose_split", lambda *_: (1, None))
+    monkeypatch.setattr(gdn, "choose_split", lambda *_, **__: (1, None))
     case = cases.Case("order", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1))
     check(case, SMALL)
 
