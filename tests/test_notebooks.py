@@ -106,6 +106,8 @@ def visible_text(notebook) -> str:
 def test_every_notebook_is_listed():
     listed = re.findall(r"\]\((\w+\.ipynb)\)", (FOLDER / "README.md").read_text())
     assert listed == [path.name for path in NOTEBOOKS] != []
+    in_one_click = re.findall(r"\]\(notebooks/(\w+\.ipynb)\)", (FOLDER.parent / "README.md").read_text())
+    assert in_one_click == listed
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,40 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
     assert summary.rows(runs[:1], ["mamba2"])[0].spread(4) == 0.0
 
 
+def test_figure(tmp_path, monkeypatch):
+    """Means and bars are those of the seeds, the legend has mixers first, the training size is marked."""
+    figures = []
+    monkeypatch.setattr(plotting, "_save", lambda figure, path: figures.append(figure))
+    rows = [
+        summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}),
+        summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}),
+    ]
+    plotting.draw_sweep(
+        tmp_path / "figure.png",
+        rows,
+        axis="tokens",
+        label="accuracy",
+        trained=8,
+        chance={"a guess": 0.25},
+        title="a task",
+    )
+    [figure] = figures
+    [axes], [legend] = figure.axes, figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["DeltaNet", "Mamba2's rule", "a guess"]
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == ["4", "8\nlargest in training", "16"]
+    for row, container in zip(rows, axes.containers, strict=True):
+        line, _, [bars] = container.lines
+        values = 100 * np.array(list(row.accuracy.values()))
+        np.testing.assert_allclose(line.get_ydata(), values.mean(1))
+        np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
+        ends = [segment[:, 1] for segment in bars.get_segments()]
+        np.testing.assert_allclose(ends, np.stack([values.min(1), values.max(1)], 1))
+    # without colour: marker, filling and line differ
+    assert len({style[1:] for style in plotting._STYLES.values()}) == len(plotting._STYLES)
+
+
 def test_equal_parameters_and_initial_weights():
     o = options()
     task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))

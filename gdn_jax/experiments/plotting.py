@@ -82,14 +82,14 @@ def draw_curves(
     _save(figure, path)
 
 
-# Colour, marker and line of each mixer: told apart in grey as well (Okabe and Ito's colours).
+# Colour, marker, filling of the marker and line of each mixer: told apart in grey as well (Okabe and Ito's colours).
 _STYLES = {
-    "linear_attention": ("#999999", "v", ":"),
-    "mamba2": ("#e69f00", "s", "--"),
-    "delta_net": ("#009e73", "^", "-."),
-    "gated_delta_net": ("#0072b2", "o", "-"),
-    "gated_delta_net_neg": ("#d55e00", "D", "-"),
-    "softmax_attention": ("#000000", "x", ":"),
+    "linear_attention": ("#777777", "v", "none", ":"),
+    "mamba2": ("#e69f00", "s", "full", "--"),
+    "delta_net": ("#009e73", "^", "full", "-."),
+    "gated_delta_net": ("#0072b2", "o", "full", "-"),
+    "gated_delta_net_neg": ("#d55e00", "D", "none", "-"),
+    "softmax_attention": ("#000000", "x", "full", (0, (4, 1, 1, 1, 1, 1))),
 }
 
 
@@ -109,62 +109,58 @@ def draw_sweep(
       path: PNG to write (under a temporary name, then renamed).
       rows: of `summary.rows`.
       axis, label, title: unit of the sizes, what is measured, heading.
-      trained: size of the training sequences, marked.
-      chance: accuracy of simple methods by name.
+      trained: largest size of the training sequences, marked.
+      chance: accuracy of simple methods by name, as lines.
     """
-    figure = Figure(figsize=(7, 4.3), dpi=160, layout="constrained")
+    figure = Figure(figsize=(7, 4.6), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sizes = list(rows[0].accuracy)
+    octaves = max(1.0, np.log2(max(sizes) / min(sizes)))
     for i, row in enumerate(rows):
         values = 100 * np.array(list(row.accuracy.values()))  # [sizes, seeds]
         mean = values.mean(1)
-        colour, marker, line = _STYLES[row.mixer]
-        nudge = 2 ** (0.03 * (i - (len(rows) - 1) / 2))  # bars at the same size stay apart
+        colour, marker, filling, line = _STYLES[row.mixer]
+        nudge = 2 ** (0.013 * octaves * (i - (len(rows) - 1) / 2))  # bars at the same size stay apart
         axes.errorbar(
-            [size * nudge for size in sizes],
+            nudge * np.array(sizes),
             mean,
             [mean - values.min(1), values.max(1) - mean],
             color=colour,
             marker=marker,
+            fillstyle=filling,
             ls=line,
             lw=1.6,
-            ms=5,
+            elinewidth=1.2,
+            ms=5.5,
             capsize=2.5,
             label=MIXERS[row.mixer].label,
         )
     for name, value in chance.items():
-        axes.axhline(100 * value, color="#777777", lw=1, ls=(0, (1, 3)))
-        axes.annotate(
-            name,
-            (0.01, 100 * value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            fontsize=8,
-            color="#555555",
-        )
-    if len(sizes) > 1:
-        axes.axvline(trained, color="#777777", lw=0.8)
-        axes.annotate(
-            "trained at",
-            (trained, 0),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 4),
-            textcoords="offset points",
-            fontsize=8,
-            color="#555555",
-        )
+        axes.axhline(100 * value, color="#777777", lw=1, ls=(0, (1, 4)), label=name)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    ticks = sorted({*sizes, trained}) if len(sizes) > 1 else sizes
+    axes.set_xticks(ticks, [f"{n}\nlargest in training" if n == trained else str(n) for n in ticks])
     axes.minorticks_off()
     axes.set_ylim(-2, 104)
-    axes.set_xlabel(axis)
+    axes.set_xlabel(f"{axis} of a test sequence")
     axes.set_ylabel(f"{label}, %")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=8.5, loc="outside lower center", ncols=3)
+    handles, labels = axes.get_legend_handles_labels()  # lines come before error bars: the mixers first
+    order = [*range(len(chance), len(labels)), *range(len(chance))]
+    figure.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        title="mean over the seeds, bars from the worst to the best",
+        title_fontsize=8.5,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=4,
+        loc="outside lower center",
+        ncols=3,
+    )
     _save(figure, path)
 
 

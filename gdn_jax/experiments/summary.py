@@ -76,6 +76,6 @@ def markdown(rows: list[Row], records: list[dict[str, Any]], config: dict[str, A
         f"{o['batch_size']} sequences.",
         "",
         f"`{config['command']}` on {config['versions']['device']}, jax {config['versions']['jax']}: "
-        f"{len(records)} runs in {seconds:.0f} s.",
+        f"{len(records)} runs, whose seconds add up to {seconds:.0f}.",
     ]
     return "\n".join(lines) + "\n"
