@@ -339,7 +339,7 @@ def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
     dims = rule_dims(*x, options.state_layout)
     if not gdn.FOLDED_SCALES[0] <= scale <= gdn.FOLDED_SCALES[1]:
         return f"scale is {scale}"
-    return backward.backward_supported(dims, x.q.dtype, packed=x.cu_seqlens is not None)
+    return backward.backward_supported(dims, packed=x.cu_seqlens is not None)
 
 
 def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
@@ -347,7 +347,7 @@ def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
         return _run_kernels(x, scale, options), (x, None)
     from pallas_kernels.gradients import BETA_FLOOR
 
-    # The kernels divide by beta; 2^-20 instead of 0 changes o by less than its rounding to bfloat16.
+    # The kernels divide by beta; 2^-20 instead of 0 changes o by less than its rounding.
     floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
     plain = floored
     if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside

@@ -24,7 +24,7 @@ from pallas_kernels import gradients as gradients_kernel
 from pallas_kernels import state_adjoints as chains_kernel
 from pallas_kernels.common import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.gdn import Residuals, known_lengths
-from pallas_kernels.gradients import gradients
+from pallas_kernels.gradients import BETA_FLOOR, MAX_LIFT, gradients
 from pallas_kernels.segment_states import segment_states
 from pallas_kernels.spans import VisitTables
 from pallas_kernels.state_adjoints import Items, segment_adjoints, state_adjoints
@@ -55,19 +55,13 @@ class Cotangents(NamedTuple):
     dh_0: Float[Array, "N HO _ _"] | None
 
 
-def backward_supported(dims: Dims, dtype, *, packed: bool = False) -> str | None:
+def backward_supported(dims: Dims, *, packed: bool = False) -> str | None:
     """Why these kernels cannot run the backward of a call that the forward's accept; None if they can.
 
     Args:
       dims: of gdn_jax.shapes.
-      dtype: of q, k and v.
       packed: whether cu_seqlens is given.
     """
-    if dtype != jnp.bfloat16:
-        name = jnp.dtype(dtype).name  # float16 has no room for u and dv, which are proportional to beta
-        return f"q, k and v are {name}; the backward takes bfloat16"
-    if dims.K > 128:
-        return f"K = {dims.K}; the backward goes up to 128"
     chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
     if chunks * dims.HO * round_up(dims.K, GRANULE) * round_up(dims.V, GRANULE) >= 2**40:
         return "the states of all chunks are larger than the offsets of a bulk copy"
@@ -116,8 +110,12 @@ def backward(
     Returns:
       Cotangents in the dtypes of the arguments.
 
-    Numerics: operands of products rounded to bfloat16, sums, gates and states in float32; states and adjoints at
-      the borders of chunks, u and dv are kept in bfloat16. dg is 0 at resets: below -104, where exp(g) is 0.
+    Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at
+      the borders of chunks, u and dv are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
+      float16 ends at 65504 and 2^-24. Above, a number is infinite and so are gradients: of the inputs and outputs of
+      both passes, the state and its adjoint at any chunk, v - k^T S and the gradient of what a token writes. Below,
+      digits go; gates and write strengths are kept out of what is rounded, so that dg and dh_0 hold their relative
+      accuracy down to decays of 2^-64 at every token of a chunk, and dbeta down to BETA_FLOOR.
     """
     config = config or Config()
     B, T = q.shape[:2]
@@ -153,7 +151,8 @@ def backward(
         length: Any = residuals.segments.split.segment_chunks
         config = dataclasses.replace(config, segments=segments_pay(dims, round_up(V, GRANULE), work, length))
     static = _Static(float(scale), state_layout == "kv", config, interpret)
-    return _run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
+    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
+    return run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
 
 
 class _Static(NamedTuple):
@@ -165,7 +164,6 @@ class _Static(NamedTuple):
     interpret: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _run(
     static: _Static, q, k, v, g, beta, initial_state, residuals: Residuals, do, dfinal, segment_ids, tables
 ) -> Cotangents:
@@ -181,6 +179,11 @@ def _run(
         None if x is None else _pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
     options = dict(scale=static.scale, interpret=static.interpret)
+    beta_t = lift = None
+    if k.dtype == jnp.float16:  # past the last token beta_t may hold anything
+        beta_t = residuals.beta_t
+        beta_t = jnp.where((beta_t > BETA_FLOOR) & (beta_t < jnp.inf), beta_t, BETA_FLOOR)
+        lift = _lift(residuals.g2_cum, tables, T)
     config = static.config.chains or chains_kernel.Config.default(K64, static.config.state_warpgroups)
     chain_options = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
@@ -217,6 +220,7 @@ def _run(
         s0,
         ds1,
         tables,
+        beta=beta_t,
         with_ds0=initial_state is not None,
         **chain_options,
     )
@@ -230,10 +234,15 @@ def _run(
         chains.dh,
         residuals.g2_cum,
         tables,
+        beta=beta_t,
+        lift=lift,
         config=static.config.gradients,
         **options,
     )
-    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.beta2_dbeta))
+    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dbeta))
+    dv = chains.dv
+    if beta_t is not None:
+        dv = dv * beta_t.swapaxes(1, 2)[:, :T8, :, None]
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -243,11 +252,15 @@ def _run(
     return Cotangents(
         _sum_heads(sums.dq, Hq)[:, :T, :, :K],
         sums.dk[:, :T, :, :K],
-        _sum_heads(chains.dv, HV)[:, :T, :, :V],
+        _sum_heads(dv, HV)[:, :T, :, :V].astype(v.dtype),
         None if g is None else dg,
-        None if beta is None else _over_square(dbeta, beta),
+        None if beta is None else (_over_square(dbeta, beta) if beta_t is None else dbeta).astype(beta.dtype),
         dh_0,
     )
+
+
+_compiled = jax.jit(_run, static_argnums=0)
+"""So that a call outside jit compiles once, not every time."""
 
 
 def _split_batch(x: Any, batch: int) -> Any:
@@ -270,8 +283,8 @@ def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
 
 def _over_square(x: jax.Array, beta: jax.Array) -> jax.Array:
     """x / beta^2, for beta no less than its floor."""
-    beta32 = jnp.maximum(beta.astype(jnp.float32), gradients_kernel.BETA_FLOOR)
-    return (x / (beta32 * beta32)).astype(beta.dtype)
+    beta32 = jnp.maximum(beta.astype(jnp.float32), BETA_FLOOR)
+    return x / (beta32 * beta32)
 
 
 def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:
@@ -279,12 +292,32 @@ def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.A
     HO = x.shape[1]
     if tables is None:
         return x.reshape(B, -1, HO, CHUNK).swapaxes(2, 3).reshape(B, -1, HO)[:, :T]
-    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
     token = jnp.arange(T, dtype=jnp.int32)
-    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
-    visit = first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK
+    visit, _ = _visits(token, tables)
     rows = x.swapaxes(1, 2).reshape(-1, HO)[visit * CHUNK + token % CHUNK]
-    return jnp.where((token < cu[-1])[:, None], rows, 0.0)[None]
+    return jnp.where((token < tables.cu_seqlens[-1])[:, None], rows, 0.0)[None]
+
+
+def _visits(token: jax.Array, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
+    """Visit of each token of packed rows, and where the token's sequence begins."""
+    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
+    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
+    return first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK, cu[sequence]
+
+
+def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
+    """[visits, HO] least decay between two tokens of a visit, -log2: no entry of Gamma below its diagonal is more."""
+    B, HO, T64 = g2_cum.shape
+    token = jnp.arange(T64, dtype=jnp.int32)
+    decay = jnp.pad(g2_cum[..., :-1] - g2_cum[..., 1:], ((0, 0), (0, 0), (1, 0)))
+    has_past = (token % CHUNK > 0) & (token < T)
+    if tables is None:
+        decay = jnp.where(has_past, decay, MAX_LIFT).reshape(B, HO, -1, CHUNK)
+        return jnp.min(decay, axis=3, initial=MAX_LIFT).swapaxes(1, 2).reshape(-1, HO)
+    visit, begin = _visits(token, tables)
+    has_past = has_past & (token > begin) & (token < tables.cu_seqlens[-1])
+    least = jnp.full((tables.sequence.shape[0], HO), MAX_LIFT)
+    return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
 
 
 def _has_no_past(g, segment_ids, initial_state, tables: VisitTables | None) -> jax.Array:

@@ -15,6 +15,13 @@ The diagonal of dP is left out of x: its two parts cancel, and so every term of 
 proportional to; what cancels between pairs of tokens is the same rounded dP and N. Gamma, D, Dr, gl as in
 state_adjoints.py. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
 
+In float16 u and dv come divided by beta: Gamma, D and Dr take beta in, and dbeta = rowsum(dv * u). dP and N are kept
+times 2^lift, which leaves their largest entry as it would be without decay; what the products with them give is
+multiplied by 2^-lift in float32.
+
+K > 128: a launch for each 128 columns of K, each of which makes dP and N again. The columns of dq and dk do not meet,
+and dg is a sum over columns.
+
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
@@ -32,15 +39,18 @@ only. What a warpgroup waits for binds this kernel, not its instructions: keep t
 | consumed  | query, key: step read                               | helper, before it loads these stages again   |
 | used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
 | scores    | query: dP, N and the diagonal of dP are written     | key                                          |
+| strengths | bulk copy of beta of a head (float16), to where x   | query, key                                   |
+|           | of the key warpgroup is written later               |                                              |
 | sums      | query, key: x, l and <S, dS> are written            | helper                                       |
 | attended  | query: dq of a query head done, and P read with it  | key, before dk leaves through the tile of P  |
 | scored    | key: scores read, dk has left; helper: sums read    | query, before it writes those of a next head |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
-h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, tables int32 (packed rows).
+h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, beta [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
+int32 (packed rows).
 Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg and rowsum(dv * u) [visits, HO, C] f32.
-Shared memory: Config.smem_bytes, 227 KB at K = 128.
-Hardware: compute capability 9.0. Limits: K 64 or 128; V a multiple of 64 up to 64 token_stages; T a multiple of 8.
+Shared memory: Config.smem_bytes, 227 KB at K = 128 and above.
+Hardware: compute capability 9.0. Limits: K and V multiples of 64, V up to 64 token_stages; T a multiple of 8.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 """
 
@@ -69,6 +79,7 @@ from pallas_kernels.common import (
     iota,
     round_up,
     store_any,
+    take,
     tiling,
     transposed,
     zeros,
@@ -91,8 +102,14 @@ WIDTH = 64
 QUERY, KEY, HELPER = range(3)
 """Warpgroups."""
 
+MAX_COLUMNS = 128
+"""Columns of K of one launch, as many as fit into shared memory and registers."""
+
+MAX_LIFT = 64.0
+"""log2 of the largest factor that the scores are stored times in float16. float32 has room for a state times it."""
+
 BETA_FLOOR = 2.0**-20
-"""Least beta that dbeta is divided by: u and dv are proportional to beta, and the forward writes no less."""
+"""Least beta that u and dv, which are proportional to it, or dbeta are divided by; the forward writes no less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +129,7 @@ class Config:
     """Lets Pallas put a barrier around every access to shared memory."""
 
     def smem_bytes(self, K: int) -> int:
-        """Shared memory of a CTA."""
+        """Shared memory of a CTA, for K columns in a launch."""
         steps = self.token_stages * 3 * 2 * CHUNK * WIDTH + self.state_stages * 2 * 2 * WIDTH * K
         vectors = round_up(4 * CHUNK * (4 + self.token_stages), 1024)
         return steps + 2 * 3 * CHUNK * K + 2 * 2 * CHUNK**2 + vectors + 256
@@ -125,7 +142,7 @@ class Config:
             config = cls(max(4, V // WIDTH), states, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
                 return config
-        raise AssertionError("K > 128 or V > 256")
+        raise AssertionError("more than MAX_COLUMNS columns of K, or V > 256")
 
 
 class _Sizes(NamedTuple):
@@ -139,10 +156,13 @@ class _Sizes(NamedTuple):
     dq_heads: int
     """Heads of dq: Hq where a key head's queries are its own, else HO."""
     K: int
+    """Columns of q, k, S and dS that one launch works on."""
+    first_column: int
     V: int
     visits: int
     scale: float
     packed: bool
+    float16: bool
 
 
 def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> Any:
@@ -169,13 +189,16 @@ def _diagonal(x: jax.Array) -> jax.Array:
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
     q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem = (refs.pop(0) for _ in range(8))
+    beta_gmem, lift_gmem = (take(refs, sizes.float16) for _ in range(2))
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
     q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
     # Rows with two uses: the first has been read, or has left, when the second is written.
     x_dg_smem, dbeta_inner_smem, x_key_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
     g_smem = vectors.at[4:]
-    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, attended, scored = refs[7:]
+    beta_smem: Any = x_key_smem if sizes.float16 else None
+    strengths: Any = refs[7] if sizes.float16 else None
+    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, attended, scored = refs[-11:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
@@ -210,6 +233,12 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         span = dense_span(lax.div(visit, num_chunks), sizes.T)
         return Place(span, visit, lax.rem(visit, num_chunks), key_head)
 
+    def columns_of(ref):
+        """The columns of K of this launch, of a reference whose last dimension is K."""
+        if ref.shape[-1] == K:
+            return ref
+        return ref.at[(slice(None),) * (len(ref.shape) - 1) + (pl.ds(sizes.first_column, K),)]
+
     def head_of(place, query, e):
         """Output head of the e-th head of the query-th query head of an item."""
         return place.key_head * (sizes.HO // sizes.Hk) + query * heads_per_query + e
@@ -221,8 +250,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         place, query = place_of(lax.div(load, query_heads)), lax.rem(load, query_heads)
         q_head = lax.div(head_of(place, query, 0), sizes.HO // sizes.Hq)
         row = place.span.row
-        plgpu.copy_gmem_to_smem(q_gmem.at[row, place.tokens, q_head], q_smem, qk)
-        plgpu.copy_gmem_to_smem(k_gmem.at[row, place.tokens, place.key_head], k_smem, qk)
+        plgpu.copy_gmem_to_smem(columns_of(q_gmem.at[row, place.tokens, q_head]), q_smem, qk)
+        plgpu.copy_gmem_to_smem(columns_of(k_gmem.at[row, place.tokens, place.key_head]), k_smem, qk)
 
     def parts_of(step):
         """Item, head and columns of V of a step of this CTA."""
@@ -247,9 +276,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         stage = lax.rem(step, state_stages)
         place, head, columns = parts_of(step)
         for i, source in enumerate((h_gmem, dh_gmem)):
-            plgpu.copy_gmem_to_smem(
-                source.at[place.visit, head, columns], s_smem.at[stage, i], states.at[stage]
-            )
+            source = columns_of(source.at[place.visit, head, columns])
+            plgpu.copy_gmem_to_smem(source, s_smem.at[stage, i], states.at[stage])
 
     def mask(place, tiles, gates=None):
         begin, end, is_shared = owned_rows(place.span, place.chunk)
@@ -272,6 +300,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         plgpu.barrier_wait(qk)
         mask(place_of(lax.div(load, query_heads)), (q_smem, k_smem))
         plgpu.barrier_arrive(masked_qk)
+
+    def load_beta(n):
+        """beta of the n-th head of this CTA."""
+        place, head, _ = parts_of(n * v_tiles)
+        plgpu.copy_gmem_to_smem(beta_gmem.at[place.span.row, head, place.tokens], beta_smem, strengths)
 
     def store_vector(smem, x, target):
         """[C] in layout ROW to memory."""
@@ -303,6 +336,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         ahead = min(token_stages - 1, v_tiles)
 
         pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
+        if sizes.float16:
+            pl.when(loads > 0)(lambda: load_beta(jnp.int32(0)))
         for j in range(max(token_stages, state_stages)):
             if j < token_stages:
                 pl.when(j < steps)(functools.partial(load_tokens, jnp.int32(j)))
@@ -332,6 +367,9 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                         mask_qk(load)
 
             pl.when(lax.rem(i + 1, v_tiles) == 0)(lambda: gate_gradient(*parts_of(i)[:2], i + 1 == steps))
+            if sizes.float16:  # the row is free: x has been read
+                is_next = (lax.rem(i + 1, v_tiles) == 0) & (i + 1 < steps)
+                pl.when(is_next)(lambda: load_beta(lax.div(i + 1, v_tiles)))
             return ()
 
         lax.fori_loop(0, steps, step, ())
@@ -361,6 +399,29 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         """S, dS of a step."""
         stage = lax.rem(step, state_stages)
         return (s_smem.at[stage, i] for i in range(2))
+
+    def lift_of(place, query, e):
+        """None, or the exponent by which the scores of a head are lifted."""
+        return lift_gmem[place.visit, head_of(place, query, e)] if sizes.float16 else None
+
+    def lifted(x, lift):
+        return x if lift is None else x * jnp.exp2(lift)
+
+    def lowered(x, lift):
+        return x if lift is None else x * jnp.exp2(-lift)
+
+    def times_beta(x, layout=ROW):
+        """A vector along the rows, or a matrix by its rows (ROW) or columns (COL), times beta."""
+        if beta_smem is None:
+            return x
+        beta = plgpu.load(beta_smem, layout=layout)
+        if x.ndim == 2:
+            beta = along_rows(beta, x.shape[1]) if layout == ROW else along_columns(beta, x.shape[0])
+        return x * beta
+
+    def wait_beta():
+        if strengths is not None:
+            plgpu.barrier_wait(strengths)
 
     def release(step):
         dev.release(consumed.at[lax.rem(step, state_stages)])
@@ -447,13 +508,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
 
-    def query_step(place, head, first_step, dq, is_first, is_last):
+    def query_step(place, head, first_step, dq, lift, is_first, is_last):
         """dq with the part of one output head; its scores and sums for the others."""
         p, n, g_rows, gamma, decay = make_scores(first_step)
-        diagonal = _diagonal(p) * sizes.scale
+        wait_beta()
+        diagonal = times_beta(_diagonal(p) * sizes.scale)
         write_strengths = _diagonal(n)
         strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-        gamma = jnp.where(strictly_lower, gamma, 0.0)
+        gamma = times_beta(lifted(jnp.where(strictly_lower, gamma, 0.0), lift), COL)
+        n = times_beta(n)
         p, n = (p * (gamma * sizes.scale)).astype(dtype), (n * -gamma).astype(dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
@@ -465,8 +528,9 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         read, inner = read_states(first_step)
         wait_qk(is_first)
-        start = read * along_rows(jnp.exp2(g_rows) * sizes.scale, K)
+        start = read * along_rows(lifted(jnp.exp2(g_rows) * sizes.scale, lift), K)
         (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
+        part = lowered(part, lift)
         x_dg_smem[...] = rowsum(q_smem, part)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbeta_inner_smem[...] = inner * decay
@@ -490,7 +554,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             def one(e, dq):
                 first_step = load * steps_per_load + e * v_tiles
                 is_first, is_last = e == 0, e == heads_per_query - 1
-                return query_step(place, head_of(place, query, e), first_step, dq, is_first, is_last)
+                head, lift = head_of(place, query, e), lift_of(place, query, e)
+                return query_step(place, head, first_step, dq, lift, is_first, is_last)
 
             dq = lax.fori_loop(0, heads_per_query, one, zeros((CHUNK, K), f32))
             store(place, place.key_head * query_heads + query, dq, dq_gmem, dq_tiles, dq_flat)
@@ -500,8 +565,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
     # Key warpgroup
 
-    def over_v(first_step, dk, is_first):
-        """dk + late, l, and -D (dv S)."""
+    def over_v(first_step, dk, lift, is_first):
+        """dk + late, l, and lifted -D (dv S)."""
 
         def body(late, read):
             for t in range(v_tiles):
@@ -520,9 +585,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                     release(step - 1)
             gates = g_smem.at[lax.rem(first_step + v_tiles - 1, token_stages)]
             g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
-            decay = -jnp.exp2(g_rows)
+            wait_beta()
+            decay = times_beta(lifted(-jnp.exp2(g_rows), lift))
             wait_qk(is_first)
-            late = dev.collect(late, newer=1) * along_rows(jnp.exp2(g_last - g_rows), K)
+            late = dev.collect(late, newer=1)
+            late = late * along_rows(times_beta(jnp.exp2(g_last - g_rows)), K)
             written, with_late = rowsum(k_smem, late), dk + late
             read = dev.collect(read) * along_rows(decay, K)
             release(first_step + v_tiles - 1)
@@ -531,16 +598,18 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         accumulator = plgpu.ACC((CHUNK, K), f32)
         return pl.run_scoped(body, accumulator, accumulator)
 
-    def key_step(first_step, dk, is_first, is_last):
+    def key_step(first_step, dk, lift, is_first, is_last):
         """dk with the part of one output head; its parts of x and l for the helper."""
-        dk, written, read = over_v(first_step, dk, is_first)
+        dk, written, read = over_v(first_step, dk, lift, is_first)
         plgpu.barrier_wait(scores)
         (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
+        read = lowered(read, lift)
         x, dk = rowsum(k_smem, read), dk + read
         diagonal = along_rows(plgpu.load(diagonal_written_smem, layout=ROW), K)
         dk = dk + diagonal * plgpu.load(q_smem, layout=WGMMA).astype(f32)
         products = [(0, transposed(p_tile), q_smem), (0, transposed(n_tile), k_smem)]
         (write,) = _accumulate(dev, [zeros((CHUNK, K), f32)], products)
+        write = lowered(write, lift)
         x, dk = x - rowsum(k_smem, write), dk + write
         pl.when(is_last)(release_qk)
 
@@ -558,7 +627,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             rest = lax.rem(e, heads_per_query)
             first_step = (n * query_heads * heads_per_query + e) * v_tiles
             is_first, is_last = rest == 0, rest == heads_per_query - 1
-            return key_step(first_step, dk, is_first, is_last)
+            return key_step(first_step, dk, lift_of(place, 0, e), is_first, is_last)
 
         dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
         store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
@@ -584,8 +653,8 @@ class Gradients(NamedTuple):
     """Of each query head, or of each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
-    beta2_dbeta: Float[Array, "visits HO C"]
-    """beta^2 dbeta."""
+    dbeta: Float[Array, "visits HO C"]
+    """beta^2 dbeta; in float16 dbeta itself."""
 
 
 def gradients(
@@ -599,37 +668,61 @@ def gradients(
     g2_cum: Float[Array, "B HO T64"],
     tables: VisitTables | None,
     *,
+    beta: Float[Array, "B HO T64"] | None = None,
+    lift: Float[Array, "visits HO"] | None = None,
     scale: float,
     config: Config | None = None,
     interpret=None,
 ) -> Gradients:
-    """dq, dk, dg and beta^2 dbeta; see the module docstring.
+    """dq, dk, dg and dbeta; see the module docstring.
 
     Args:
-      q, k, do: bfloat16; K 64 or 128, V a multiple of 64, T a multiple of 8.
+      q, k, do: bfloat16 or float16; K and V multiples of 64, T a multiple of 8.
       u, dv, h, dh: of state_adjoints.
       g2_cum: of chunk_gates.
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
+      beta, lift: given for float16 and for nothing else: beta of state_adjoints, and -log2 of the largest entry of
+        Gamma below its diagonal, from 0 to MAX_LIFT.
       scale: factor of the output.
     """
-    B, T, Hk, K = k.shape
-    Hq, (visits, HO, V) = q.shape[2], h.shape[:3]
-    packed = tables is not None
+    if (beta is None or lift is None) == (k.dtype == jnp.float16):
+        got = [type(x).__name__ for x in (beta, lift)]
+        raise ValueError(f"beta and lift: expected for float16 only, got {got} for {k.dtype}")
+    inputs = [q, k, do, u, dv, h, dh, g2_cum, beta, lift, *(tables or ())]
+    call = functools.partial(_call, inputs, tables is not None, scale, config, interpret)
+    K = k.shape[3]
+    parts = [call(first, min(MAX_COLUMNS, K - first)) for first in range(0, K, MAX_COLUMNS)]
+    if len(parts) == 1:
+        return parts[0]
+    dq, dk = (jnp.concatenate(x, axis=3) for x in list(zip(*parts, strict=True))[:2])
+    dg: Any = sum(x.dg for x in parts)
+    return Gradients(dq, dk, dg, parts[0].dbeta)
+
+
+def _call(
+    inputs, packed: bool, scale, config: Config | None, interpret, first_column: int, K: int
+) -> Gradients:
+    """The kernel, for K columns of q and k."""
+    q, k, _, _, _, h, _, _, beta, *_ = inputs
+    (B, T, Hk), Hq, (visits, HO, V) = k.shape[:3], q.shape[2], h.shape[:3]
+    float16 = beta is not None
     config = config or Config.default(K, V, packed)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
         T=T,
-        N=B if tables is None else tables.cu_seqlens.shape[0] - 1,
+        N=inputs[-3].shape[0] - 1 if packed else B,
         Hq=Hq,
         Hk=Hk,
         HO=HO,
         dq_heads=Hq if Hq % Hk == 0 else HO,
         K=K,
+        first_column=first_column,
         V=V,
         visits=visits,
         scale=scale,
         packed=packed,
+        float16=float16,
     )
     dtype, f32 = k.dtype, jnp.float32
 
@@ -658,6 +751,7 @@ def gradients(
                 tiles(2, CHUNK, CHUNK, flat=True),
                 tiles(K // WIDTH, CHUNK, WIDTH, flat=True),
                 plgpu.SMEM((4 + config.token_stages, CHUNK), f32),
+                *([barriers(1)] * float16),
                 barriers(4, config.token_stages),
                 barriers(2, config.state_stages),
                 barriers(2),
@@ -680,5 +774,5 @@ def gradients(
                 unsafe_no_auto_barriers=not config.auto_barriers,
                 reduction_scratch_bytes=0,  # every sum stays inside a warp
             ),
-        )(q, k, do, u, dv, h, dh, g2_cum, *(tables or ()))
+        )(*(x for x in inputs if x is not None))
     )

@@ -16,6 +16,10 @@ one grid of chunks of 64 tokens. The item of a sequence of packed rows walks the
 sequence that touches it are a visit. In a chunk shared with another sequence the tokens of the others are replaced:
 zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
 
+In float16, which ends at 2^-24, nothing that is rounded holds a factor that may be small: T stays 16 times as large,
+D of the adjoints is taken from the first token on (dS <- 2^G_0 (..) with D_i = 2^(G_i - G_0)), and u and dv leave
+divided by beta.
+
 For the dS at the ends of segments, segment_adjoints runs the chain of adjoints alone and writes where it ends: from
 ds1 for the last segment of a sequence, from zeros for the others.
 
@@ -24,14 +28,14 @@ copies and makes T, P, D and Dr for the next chunk.
 
 | barrier   | arrives                                  | waits                                            |
 |-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | bulk copies of k, a, gates and v or do    | helper; state warpgroups unless rows are packed  |
+| loaded    | bulk copies of k, a, gates, v or do, beta | helper; state warpgroups unless rows are packed  |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                           |
 | prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
 | consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32,
-a [B, HO, NT C, C], s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32 (packed
-rows).
+a [B, HO, NT C, C], beta [B, HO, NT C] f32 (float16), s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32
+(optional), tables int32 (packed rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: S before and dS after each chunk; u [visits, HO, C, V]; dv [B, T, HO, V];
 ds0 [N, HO, V, K] or [.., K, V] f32 (optional). Of segment_adjoints: n [items, HO, V, K] f32.
 Shared memory: Config.smem_bytes, 179 KB at K = V = 128 with two state warpgroups and two stages.
@@ -99,7 +103,7 @@ class Config:
     stages: int = 2
     """Chunks in flight."""
     state_in_smem: bool = False
-    """Whether S rounded to bf16 is an operand in shared memory, not registers: needed for K > 128."""
+    """Whether S rounded is an operand in shared memory, not registers: needed for K > 128."""
     helper_registers: int = 88
     state_registers: int = 208
     auto_barriers: bool = False
@@ -108,7 +112,7 @@ class Config:
     def smem_bytes(self, K: int) -> int:
         """Shared memory of a CTA."""
         rows = ROWS * self.state_warpgroups
-        stage = 2 * CHUNK * (2 * K + rows + 2 * CHUNK) + 3 * 4 * CHUNK
+        stage = 2 * CHUNK * (2 * K + rows + 2 * CHUNK) + 4 * 4 * CHUNK
         return self.stages * stage + 2 * rows * (K + CHUNK) + 1024
 
     @classmethod
@@ -155,12 +159,18 @@ class _Sizes(NamedTuple):
     has_ds1: bool
     has_ds0: bool
     kv_layout: bool
+    float16: bool
     both: bool
     """Both chains with all their outputs; else the end of the chain of adjoints of every segment."""
 
     @property
     def segmented(self) -> bool:
         return self.split.segment_chunks is not None
+
+    @property
+    def t_log2(self) -> int:
+        """T is kept times two to the power of this."""
+        return INVERSE_LOG2 if self.float16 else 0
 
 
 class _Item(NamedTuple):
@@ -202,14 +212,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
     both = sizes.both
     q_gmem, k_gmem, v_gmem, do_gmem = take(refs), take(refs), take(refs, both), take(refs)
-    g_gmem, a_gmem = take(refs), take(refs)
+    g_gmem, a_gmem, beta_gmem = take(refs), take(refs), take(refs, both and sizes.float16)
     s0_gmem, ds1_gmem = take(refs, sizes.has_s0), take(refs, sizes.has_ds1)
     tables = [take(refs) for _ in range(sizes.packed * (4 if sizes.segmented else 2))]
     h_gmem, u_gmem, dh_gmem, dv_gmem = (take(refs, both) for _ in range(4))
     ds0_gmem = take(refs, sizes.has_ds0)
     q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem = refs[:7]  # T replaces A in its place
     g_smem, d_smem, dr_smem = refs[7:10]
-    loaded, loaded_q, prepared, consumed = refs[10:]
+    beta_smem: Any = None if beta_gmem is None else refs[10]
+    loaded, loaded_q, prepared, consumed = refs[-4:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     stages, num_state, K = config.stages, config.state_warpgroups, sizes.K
@@ -238,6 +249,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def visit_of(i):
         return span.first_visit + jnp.where(adjoint, chunks - 1 - i, i)
 
+    def first_gate(i, stage):
+        """Gate of the item's first token in a chunk."""
+        return g_smem[stage, owned_rows(span, chunk_of(i))[0] if sizes.packed else 0]
+
     # Helper
 
     def load(i, stage):
@@ -250,6 +265,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         copy(k_gmem.at[span.row, tokens, head_of(sizes.Hk)], k_smem.at[stage])
         copy(a_gmem.at[span.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[span.row, head, tokens], g_smem.at[stage])
+        if beta_gmem is not None:
+            copy(beta_gmem.at[span.row, head, tokens], beta_smem.at[stage])
 
         @pl.when(adjoint)
         def _():
@@ -272,9 +289,12 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             keep_owned_gates(g_smem.at[stage], begin, end)
             plgpu.commit_smem()
 
-    def prepare(stage):
-        g_rows, gamma = gamma_of(g_smem.at[stage], float(-INVERSE_LOG2))
-        d_smem.at[stage][...] = jnp.exp2(g_rows)
+    def prepare(i, stage):
+        g_rows, gamma = gamma_of(g_smem.at[stage], float(sizes.t_log2 - INVERSE_LOG2))
+        exponents = g_rows
+        if sizes.float16:  # 0 before the first token, which may not be the item's
+            exponents = jnp.minimum(g_rows - jnp.where(adjoint, first_gate(i, stage), 0.0), 0.0)
+        d_smem.at[stage][...] = jnp.exp2(exponents)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
         a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
         t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
@@ -282,7 +302,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         @pl.when(adjoint)
         def _():
             p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage])) * gamma
-            p_smem.at[stage][...] = (p * (sizes.scale * 2**INVERSE_LOG2)).astype(dtype)
+            p_smem.at[stage][...] = (p * (sizes.scale * 2 ** (INVERSE_LOG2 - sizes.t_log2))).astype(dtype)
 
     @pl.when(wg == num_state)
     def helper():
@@ -296,7 +316,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             pl.when(adjoint)(lambda: plgpu.barrier_wait(loaded_q.at[stage]))
             if sizes.packed:
                 replace_foreign_tokens(i, stage)
-            prepare(stage)
+            prepare(i, stage)
             plgpu.commit_smem()
             plgpu.barrier_arrive(prepared.at[stage])
             if stages > 1:
@@ -392,6 +412,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def vector(smem, stage):
         return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
 
+    def over_t_factor(x):
+        """A product with T as it is kept, made one with T."""
+        return x * 2.0**-sizes.t_log2 if sizes.t_log2 else x
+
+    def over_beta(x, stage):
+        return x if beta_smem is None else x / vector(beta_smem, stage)
+
     def x_tile(stage):
         return transposed(x_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)])
 
@@ -418,13 +445,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             u = dev.issue(u, w, transposed(t_smem.at[stage]))
             dr = vector(dr_smem, stage)
             decayed = lax.optimization_barrier(s * jnp.exp2(g_smem[stage, CHUNK - 1]))
-            return dev.collect(u), dr, decayed
+            return over_t_factor(dev.collect(u)), dr, decayed
 
         u, dr, decayed = pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
 
         def write(add):
             add((u * dr).astype(dtype), k_tile)
-            store_output(u.astype(dtype), u_gmem.at[visit_of(i), head])
+            store_output(over_beta(u, stage).astype(dtype), u_gmem.at[visit_of(i), head])
 
         return accumulate_while(dev, decayed, write)
 
@@ -445,17 +472,20 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             attended = dev.issue(attended, x_tile(stage), p_smem.at[stage])
             do_t = plgpu.load(x_tile(stage), layout=WGMMA).astype(f32)
             do_scaled = (do_t * (vector(d_smem, stage) * sizes.scale)).astype(dtype)
-            decayed = s * jnp.exp2(g_smem[stage, CHUNK - 1])
+            first = first_gate(i, stage) if sizes.float16 else None
+            g_last = g_smem[stage, CHUNK - 1]
+            decayed = s * jnp.exp2(g_last if first is None else g_last - first)
 
             def write(add):
                 add(do_scaled, q_tile)
                 z = dev.collect(late, 2) * vector(dr_smem, stage) + dev.collect(attended, 1)
-                dv = dev.product(z.astype(dtype), t_smem.at[stage])
+                dv = over_t_factor(dev.product(z.astype(dtype), t_smem.at[stage]))
                 add((dv * -vector(d_smem, stage)).astype(dtype), k_tile)
                 if both:
-                    store_dv(chunk_of(i), dv.astype(dtype))
+                    store_dv(chunk_of(i), over_beta(dv, stage).astype(dtype))
 
-            return accumulate_while(dev, decayed, write)
+            before = accumulate_while(dev, decayed, write)
+            return before if first is None else before * jnp.exp2(first)
 
         accumulator = plgpu.ACC((ROWS, CHUNK), f32)
         return pl.run_scoped(solve, accumulator, accumulator)
@@ -485,7 +515,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
 
 class Chains(NamedTuple):
-    """What the gradients are made of."""
+    """What the gradients are made of. In float16 u and dv are divided by beta."""
 
     h: Float[Array, "visits HO V K"]
     u: Float[Array, "visits HO C V"]
@@ -513,6 +543,7 @@ def state_adjoints(
     ds1: Float[Array, "ends HO _ _"] | None,
     tables: VisitTables | None,
     *,
+    beta: Float[Array, "B HO T64"] | None = None,
     scale: float,
     kv_layout: bool = False,
     with_ds0: bool = True,
@@ -523,17 +554,18 @@ def state_adjoints(
     """Both chains over all chunks; see the module docstring.
 
     Args:
-      q, k, v, do: bfloat16, K and V multiples of 64, T a multiple of 8.
+      q, k, v, do: bfloat16 or float16, K and V multiples of 64, T a multiple of 8.
       g2_cum, a: of chunk_gates and tril_inverse.
       s0: initial states, float32, None for zeros; with items the states before each, [V, K].
       ds1: cotangents of the final states, float32, None for zeros; with items the adjoints after each, [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
+      beta: what a was made of, positive also past the last token; given for float16 and for nothing else.
       scale: factor of the output.
       kv_layout: whether s0, ds1 and ds0 of sequences are [K, V]; else [V, K].
       with_ds0: whether the cotangents of the initial states are written.
       items: segments, None for whole sequences.
     """
-    inputs = (q, k, v, do, g2_cum, a, s0, ds1)
+    inputs = (q, k, v, do, g2_cum, a, beta, s0, ds1)
     switches = dict(kv_layout=kv_layout, has_ds0=with_ds0, both=True)
     outputs = _call(inputs, tables, items, scale, config, interpret, **switches)
     return Chains._make(outputs if with_ds0 else (*outputs, None))
@@ -561,20 +593,22 @@ def segment_adjoints(
     Returns:
       n of segment_states(backwards=True), float32; items that are a sequence's first are not written.
     """
-    inputs = (q, k, None, do, g2_cum, a, None, ds1)
+    inputs = (q, k, None, do, g2_cum, a, None, None, ds1)
     switches = dict(kv_layout=kv_layout, has_ds0=True, both=False)
     return _call(inputs, tables, items, scale, config, interpret, **switches)[0]
 
 
 def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config, interpret, **switches):
     """The kernel, with both chains or one."""
-    q, k, v, do, _, _, s0, ds1 = inputs
+    q, k, v, do, _, _, beta, s0, ds1 = inputs
     (B, T, Hk, K), (HO, V), both = k.shape, do.shape[2:], switches["both"]
     packed = tables is not None
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     visits = B * -(-T // CHUNK) if tables is None else tables.sequence.shape[0]
     config = config or Config.default(K, 1)
     n, stages = config.state_warpgroups, config.stages
+    if both and (beta is None) == (k.dtype == jnp.float16):
+        raise ValueError(f"beta: expected for float16 only, got {type(beta).__name__} for {k.dtype}")
     if V % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = _Sizes(
@@ -592,9 +626,10 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
         packed=packed,
         has_s0=s0 is not None,
         has_ds1=ds1 is not None,
+        float16=k.dtype == jnp.float16,
         **switches,
     )
-    dtype, f32 = k.dtype, jnp.float32
+    dtype, f32, has_beta = k.dtype, jnp.float32, beta is not None
     state = jax.ShapeDtypeStruct((visits, HO, V, K), dtype)
     out_type: list[Any] = []
     if both:
@@ -625,8 +660,8 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
             tiles(stages, CHUNK, CHUNK),
             tiles(ROWS * n, K),
             out_tile,
-            *[vectors] * 3,
-            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            *[vectors] * (3 + has_beta),
+            plgpu.Barrier(num_arrivals=4 + has_beta, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),

@@ -5,11 +5,10 @@ import dataclasses
 import cases
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from tolerances import GRADIENTS, assert_close, head_axis, tolerance
+from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
@@ -50,7 +49,9 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
                 same = np.arange(64) >= first[s, None]
                 L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
                 a[b, i, s] = np.linalg.inv(np.eye(64) + L) * beta_t[b, i, s]
-    f32, a_bits = np.float32, (a * 2**INVERSE_LOG2).astype(np.float16).view(ml_dtypes.bfloat16)
+    f32, a_bits = np.float32, (a * 2**INVERSE_LOG2).astype(np.float16).view(x.k.dtype)
+    end = T if x.cu_seqlens is None else cu[-1]
+    beta_t[..., end:] = np.where(np.arange(end, T64) % 2, np.nan, np.inf)  # anything may be there
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return gdn.Residuals(
         *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a_bits)),
@@ -69,7 +70,7 @@ def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> gdn.
         rows = [(0, list(ends)) for ends in zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)]
     K, V = -(-case.K // 64) * 64, -(-case.V // 64) * 64
     starts = np.full((split.num_items, case.HO, V, K), np.nan, np.float32)
-    m_t = np.full((split.num_items, case.HO, K, K), np.nan, ml_dtypes.bfloat16)
+    m_t = np.full((split.num_items, case.HO, K, K), np.nan, x.k.dtype)
     item = 0
     for n, (row, (begin, end)) in enumerate(rows):
         cuts = range(begin // 64 * 64 + length * 64, end, length * 64)
@@ -95,9 +96,15 @@ def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> gdn.
     return gdn.Segments(starts, m_t, tables, split)
 
 
-def run(case: cases.Case, config=None, segment_chunks=None, interpret=INTERPRET):
+def run(
+    case: cases.Case,
+    dtype="bfloat16",
+    config=None,
+    segment_chunks=None,
+    interpret=INTERPRET,
+):
     """(gradients of the oracle, cotangents of the kernels)."""
-    x = cases.inputs(case, "bfloat16")
+    x = cases.inputs(case, dtype)
     options = {
         name: value for name, value in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")
     }
@@ -143,21 +150,46 @@ CASES = (
     C("packed, two tiles, grouped", T=100, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(1, 0, 69, 20)),
     C("packed, three tiles", T=70, B=1, heads=(2, 1, 1), K=64, V=192, lengths=(30, 34)),
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
+    C("packed, wide keys", T=70, B=1, heads=(1, 1, 1), K=160, V=64, lengths=(30, 34)),
 )
 
 
-def check(case: cases.Case, config, segment_chunks=None):
+FLOAT16 = (
+    C("strong decay, two tiles", T=66, B=1, heads=(1, 1, 2), K=64, V=128, g="-20"),
+    C("repeated", T=66, B=1, heads=(1, 1, 1), keys="repeated", g="-1e-3", beta=".835", ill_conditioned=True),
+    C("beta 2", T=66, B=1, heads=(1, 1, 1), K=64, V=64, beta="2", ill_conditioned=True),
+    C("beta 0, no decay", T=66, B=1, heads=(1, 1, 1), g="zero", beta="0"),
+    C("packed, mixed decay", T=100, B=1, heads=(2, 1, 1), lengths=(1, 0, 69, 20), g="mixed"),
+    C("segments, wide keys", T=66, B=1, heads=(1, 1, 1), K=256, V=64, segments=((1, 63, 2),)),
+)
+
+
+def check(case: cases.Case, config, segment_chunks=None, dtype="bfloat16"):
     """Every gradient against the oracle."""
-    expected, got = run(case, config, segment_chunks)
+    expected, got = run(case, dtype, config, segment_chunks)
     for name, e, x in zip(GRADIENTS, expected, got, strict=True):
         assert (e is None) == (x is None)
         if e is not None:
-            assert_close(e, np.asarray(x), tolerance(name, "bfloat16"), name, head_axis(name))
+            bound = kernel_tolerance(name, dtype, case) if case.ill_conditioned else tolerance(name, dtype)
+            assert_close(e, np.asarray(x), bound, name, head_axis(name))
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_gradients_in_the_interpreter(case):
     check(case, SMALL)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FLOAT16])
+def test_float16_in_the_interpreter(case):
+    check(case, SMALL, dtype="float16")
+
+
+def test_float16_keeps_digits_of_small_write_strengths():
+    """dbeta where beta is 0 at some tokens: their rows of the inverse hold digits for bfloat16's bound."""
+    expected, got = run(C("beta", T=66, B=1, heads=(1, 1, 1), beta="some 0"), "float16", SMALL)
+    assert_close(
+        expected[4], np.asarray(got.dbeta), tolerance("dbeta", "bfloat16"), "dbeta", head_axis("dbeta")
+    )
 
 
 SEGMENTED = (
@@ -171,6 +203,11 @@ SEGMENTED = (
 @pytest.mark.parametrize(("case", "chunks"), [pytest.param(*c, id=c[0].name) for c in SEGMENTED])
 def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
+
+
+def test_float16_segments_in_the_interpreter():
+    case = C("strong decay", T=140, B=1, heads=(1, 1, 1), K=64, V=64, g="-20")
+    check(case, dataclasses.replace(SMALL, segments=True), 1, dtype="float16")
 
 
 def pays(HO, T, length, lengths=None):
@@ -190,13 +227,13 @@ def test_segments_are_used_where_heads_are_few():
     assert not pays(32, 32768, 32, (4096,) * 8)
 
 
-def shapes(heads, K, V, packed):
+def shapes(heads, K, V, packed, dtype=jnp.bfloat16):
     """cu_seqlens and the arrays of a call, without the residuals."""
     Hq, Hk, HV = heads
     HO, B, T, f32 = max(Hq, HV), 1 if packed else 2, 200, jnp.float32
     N = 3 if packed else B
     S = jax.ShapeDtypeStruct
-    x = lambda h, d: S((B, T, h, d), jnp.bfloat16)  # noqa: E731
+    x = lambda h, d: S((B, T, h, d), dtype)  # noqa: E731
     gate, state = S((B, T, HO), f32), S((N, HO, K, V), f32)
     inputs, cotangents = (x(Hq, K), x(Hk, K), x(HV, V), gate, gate, state), (x(HO, V), state)
     return S((N + 1,), jnp.int32) if packed else None, inputs, cotangents
@@ -213,27 +250,38 @@ GROUPS, QUERIES, MIXED = (2, 2, 4), (4, 2, 2), (2, 3, 6)
 
 
 @pytest.mark.parametrize(
-    ("heads", "K", "V", "packed"),
+    ("heads", "K", "V", "packed", "dtype"),
     [
-        (GROUPS, 128, 128, False),
-        (GROUPS, 100, 256, True),
-        (QUERIES, 64, 64, True),
-        (QUERIES, 96, 192, False),
-        (MIXED, 128, 128, True),
-        (MIXED, 100, 256, False),
+        (GROUPS, 128, 128, False, jnp.bfloat16),
+        (GROUPS, 100, 256, True, jnp.bfloat16),
+        (QUERIES, 64, 64, True, jnp.bfloat16),
+        (QUERIES, 96, 192, False, jnp.bfloat16),
+        (MIXED, 128, 128, True, jnp.bfloat16),
+        (MIXED, 100, 256, False, jnp.bfloat16),
+        (MIXED, 192, 128, True, jnp.bfloat16),
+        (GROUPS, 128, 256, True, jnp.float16),
+        (QUERIES, 256, 64, False, jnp.float16),
     ],
 )
-def test_lowers_for_compute_capability_9(heads, K, V, packed):
-    cu, inputs, cotangents = shapes(heads, K, V, packed)
+def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
+    cu, inputs, cotangents = shapes(heads, K, V, packed, dtype)
     S, t64 = jax.ShapeDtypeStruct, (*inputs[3].shape[::2], 256)
-    residuals = gdn.Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), jnp.bfloat16), None)
+    residuals = gdn.Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), dtype), None)
     function = lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu)  # noqa: E731
-    assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= 2
+    launches = 2 + (K > 128)
+    assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= launches
 
 
-@pytest.mark.parametrize(("K", "V", "packed"), [(128, 128, True), (60, 192, False)])
-def test_segments_lower_after_the_forward(K, V, packed):
-    cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed)
+@pytest.mark.parametrize(
+    ("K", "V", "packed", "dtype"),
+    [
+        (128, 128, True, jnp.bfloat16),
+        (60, 192, False, jnp.bfloat16),
+        (256, 128, True, jnp.float16),
+    ],
+)
+def test_segments_lower_after_the_forward(K, V, packed, dtype):
+    cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed, dtype)
 
     def both(cu, inputs, cotangents):
         options = dict(scale=0.1, cu_seqlens=cu)
@@ -244,18 +292,10 @@ def test_segments_lower_after_the_forward(K, V, packed):
     assert kernels_of(both, cu, inputs, cotangents) >= 7
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype", "reason"),
-    [
-        ({}, jnp.float16, "float16"),
-        (dict(K=192), jnp.bfloat16, "192"),
-        (dict(T=2**34), jnp.bfloat16, "larger"),
-    ],
-)
-def test_refusals_say_why(change, dtype, reason):
-    sizes = dict(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=64, V=64)
-    assert reason in backward.backward_supported(Dims(**sizes | change), dtype)
-    assert backward.backward_supported(Dims(**sizes), jnp.bfloat16) is None
+def test_refusals_say_why():
+    dims = Dims(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=256, V=256)
+    assert backward.backward_supported(dims) is None
+    assert "larger" in str(backward.backward_supported(dims._replace(T=2**34)))
 
 
 @pytest.mark.parametrize("N", [1, 5, 40])

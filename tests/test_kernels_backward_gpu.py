@@ -20,7 +20,10 @@ CASES = (
     cases.Case("wide-packed", T=1500, lengths=(0, 1, 64, 300, 0, 640, 63, 129), **WIDE),
     cases.Case("narrow", T=700, B=1, heads=(1, 1, 1), K=64, V=64, g="zero", initial_state=False),
     cases.Case("four-tiles", T=300, B=1, heads=(2, 2, 4), K=128, V=256),
+    cases.Case("wide-keys", T=300, B=1, heads=(1, 1, 2), K=256, V=128),
+    cases.Case("wide-keys-packed", T=400, B=1, heads=(2, 1, 1), K=192, V=64, lengths=(0, 1, 64, 150, 0, 63)),
 )
+DTYPES = ("bfloat16", "float16")
 
 
 def call(case: cases.Case, config: backward.Config | None = None, segment_chunks: int | None = None):
@@ -46,51 +49,62 @@ def call(case: cases.Case, config: backward.Config | None = None, segment_chunks
     return run
 
 
-def check(case: cases.Case, config: backward.Config | None = None, segment_chunks: int | None = None):
+def check(case: cases.Case, dtype: str, config: backward.Config | None = None, segment_chunks=None):
     """Every gradient against the oracle."""
-    x = cases.inputs(case, "bfloat16")
+    x = cases.inputs(case, dtype)
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
     got = call(case, config, segment_chunks)(x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T)
     for name, e, y in zip(GRADIENTS, expected, got, strict=True):
         assert (e is None) == (y is None)
         if e is not None:
-            assert_close(e, np.asarray(y), kernel_tolerance(name, "bfloat16", case), name, head_axis(name))
+            assert_close(e, np.asarray(y), kernel_tolerance(name, dtype, case), name, head_axis(name))
 
 
 MISSED = {
-    "K1-V1": "dv 8.2e-3 instead of 8e-3",
-    "groupings-that-do-not-nest": "dv 5.05e-3 instead of 5e-3",
-    "scale-0": "dh_0 1.5e-2 instead of 8e-3",
+    ("K1-V1", "bfloat16"): "dv 8.2e-3 instead of 8e-3",
+    ("groupings-that-do-not-nest", "bfloat16"): "dv 5.05e-3 instead of 5e-3",
+    ("scale-0", "bfloat16"): "dh_0 1.5e-2 instead of 8e-3",
+    (
+        "beta-0-at-some-tokens",
+        "float16",
+    ): "dbeta 2.1e-2 instead of 2.5e-3: rows of beta = 2^-20 in the inverse",
+    ("scale-0", "float16"): "dh_0 2.1e-3 instead of 1e-3",
+    ("long-keys", "float16"): "dv 7.0e-4 instead of 6.3e-4",
+    ("groupings-that-do-not-nest", "float16"): "dv 6.6e-4 instead of 6.3e-4",
 }
 """Bounds that the kernels do not hold, as measured on an H200: these tests must fail until they do."""
 
-TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned and c.K <= 128]
+TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in TABLE])
-def test_case_table(case, request):
-    if case.name in MISSED:
-        request.applymarker(pytest.mark.xfail(reason=MISSED[case.name], strict=True))
-    check(case)
+def test_case_table(case, dtype, request):
+    if (case.name, dtype) in MISSED:
+        request.applymarker(pytest.mark.xfail(reason=MISSED[case.name, dtype], strict=True))
+    check(case, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_configurations(case, warpgroups):
-    check(case, backward.Config(state_warpgroups=min(warpgroups, case.V // 64)))
+def test_configurations(case, warpgroups, dtype):
+    check(case, dtype, backward.Config(state_warpgroups=min(warpgroups, case.V // 64)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("segment_chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_segments(case, segment_chunks):
-    check(case, backward.Config(segments=True), segment_chunks)
+def test_segments(case, segment_chunks, dtype):
+    check(case, dtype, backward.Config(segments=True), segment_chunks)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
-def test_repeats_are_equal(case, segments):
-    x = cases.inputs(case, "bfloat16")
+def test_repeats_are_equal(case, segments, dtype):
+    x = cases.inputs(case, dtype)
     arguments = jax.device_put((x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T))
     run = call(case, backward.Config(segments=segments), 3 * segments)
     first, different = run(*arguments), jnp.int32(0)
