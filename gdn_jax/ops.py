@@ -354,7 +354,7 @@ def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
         q, k = _normalized(x.q, x.k)
         plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
     o, final, residuals = _kernel_forward(plain, scale, options)
-    residuals = residuals._replace(a=checkpoint_name(residuals.a, chunked.INVERSE_NAME))
+    residuals = residuals._replace(t=checkpoint_name(residuals.t, chunked.INVERSE_NAME))
     return (o, final), (floored, residuals)
 
 

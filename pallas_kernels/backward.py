@@ -102,7 +102,7 @@ def backward(
     """Gradients of <do, o> + <dfinal, final state> for a call that backward_supported accepts.
 
     Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
-      residuals: of gdn.forward on the same arguments. Its beta_t and a are those of max(beta, BETA_FLOOR).
+      residuals: of gdn.forward on the same arguments. Its beta_t and t are those of max(beta, BETA_FLOOR).
       do, dfinal: cotangents of both outputs; dfinal None for zeros.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -193,7 +193,7 @@ def _run(
             k8,
             do8,
             residuals.g2_cum,
-            residuals.a,
+            residuals.t,
             ds1,
             tables,
             items=Items(segments.split, segments.tables),
@@ -216,7 +216,7 @@ def _run(
         v8,
         do8,
         residuals.g2_cum,
-        residuals.a,
+        residuals.t,
         s0,
         ds1,
         tables,

@@ -30,9 +30,8 @@ RESET_G2 = -150.0
 """Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
 an ordinary number: sums and differences of gates stay finite."""
 
-INVERSE_LOG2 = 4
-"""The triangular inverse is stored times 2^4: so a write strength of 2^-20 keeps its digits in float16, and twice the
-reciprocal norm of a key of zeros, 1000, still has room. Even: its root, which scales both T and P, rounds nothing."""
+FLOAT16_LOG2 = 4
+"""In float16 the gated inverse T is stored times 2^4, so that a write strength of 2^-20 keeps its digits."""
 
 L2NORM_EPS = 1e-6
 """Of the L2 norm of q and k, as in gdn_jax.gates."""
@@ -88,9 +87,9 @@ def store_any(ref, x: jax.Array) -> None:
         ref[...] = x
 
 
-def same_bits(x: jax.Array, dtype) -> jax.Array:
-    """x reinterpreted as another dtype of the same width."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+def inverse_log2(dtype) -> int:
+    """The gated inverse T of tril_inverse is stored times two to the power of this."""
+    return FLOAT16_LOG2 if dtype == jnp.float16 else 0
 
 
 def take(refs: list, used: bool = True) -> Any:

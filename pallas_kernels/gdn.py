@@ -32,8 +32,8 @@ MAX_ORDERED = 128
 """Sequences up to which they are ordered: the ranks are N^2 comparisons."""
 
 FOLDED_SCALES = (2.0**-16, 16.0)
-"""Scales that the recurrence applies: its T and N hold a factor sqrt(scale), which float16 must have room for. Others
-are applied to o afterwards."""
+"""Scales that the recurrence applies: its P holds them, which float16 must have room for. Others are applied to o
+afterwards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Residuals(NamedTuple):
     g2_cum: Float[Array, "B HO T64"]
     """In-chunk cumulative log2 decay."""
     beta_t: Float[Array, "B HO T64"]
-    a: Float[Array, "B HO T64 C"]
-    """16 A diag(beta) of every chunk, A ungated, float16 in an array of k's dtype; with use_qk_l2norm its rows are
-    divided by the keys' norms."""
+    t: Float[Array, "B HO T64 C"]
+    """T of every chunk, as tril_inverse leaves it: the gated inverse times diag(beta); with use_qk_l2norm its rows
+    are divided by the keys' norms."""
     segments: Segments | None
     """None where sequences are not cut."""
 
@@ -239,14 +239,15 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         initial_state = _pad(initial_state.astype(f32), padded)
 
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
-    a: Any = tril_inverse(k, beta_t, first, normalize=normalize, config=config.inverse, interpret=interpret)
+    inverse = dict(normalize=normalize, config=config.inverse, interpret=interpret)
+    t: Any = tril_inverse(k, beta_t, g2_cum, first, **inverse)
     rstd = None
     if normalize:
-        a, k_rstd = a
+        t, k_rstd = t
         rstd = _reciprocal_norms(q), k_rstd
     segments, options = None, dict(split=static.split, rstd=rstd, interpret=interpret)
     if static.split.segment_chunks is not None:
-        n, m_t = recurrence(None, k, v, g2_cum, a, None, tables, write_transition=True, **options)
+        n, m_t = recurrence(None, k, v, g2_cum, t, None, tables, write_transition=True, **options)
         starts = segment_states(
             n,
             m_t,
@@ -262,7 +263,7 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         k,
         v,
         g2_cum,
-        a,
+        t,
         initial_state if segments is None else segments.starts,
         tables,
         scale=static.scale,
@@ -275,7 +276,7 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, tables: 
         o = o[:, :T, :, :V]
     if (K64, V64) != (K, V):
         final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
-    return o, final, Residuals(g2_cum, beta_t, a, segments)
+    return o, final, Residuals(g2_cum, beta_t, t, segments)
 
 
 _compiled = jax.jit(_run, static_argnums=0)

@@ -55,7 +55,7 @@ def inverse_case(K=128, group=2, packed=False, normalize=False, dtype=jnp.bfloat
     """A function and its argument shapes: tril_inverse."""
     first = _shape(256, dtype=jnp.int32) if packed else None
     function = functools.partial(tril_inverse, normalize=normalize)
-    return function, (_shape(1, 256, 2, K, dtype=dtype), _shape(1, 2 * group, 256), first)
+    return function, (_shape(1, 256, 2, K, dtype=dtype), *[_shape(1, 2 * group, 256)] * 2, first)
 
 
 def recurrence_case(

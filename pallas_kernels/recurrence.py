@@ -2,38 +2,39 @@
 
 With the state transposed, S [V, K], and for one chunk (all of it float32 but the operands of products)
 
-    W = V^T - (S K^T) D              N = W T^T             T = r a * Gamma
-    O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K  P = r (Q K^T) * Gamma
+    W = V^T - (S K^T) D              N = W T^T
+    O^T = scale (S Q^T) D + N P^T    S <- gl S + (N Dr) K
 
-where Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i = 2^(G_last - G_i) / (16 r),
-gl = 2^G_last, r = sqrt(scale / 16), G = g2_cum and a = 16 A diag(beta) from tril_inverse.py. With r split like this
-one tile, r Gamma, makes both T and P. Where q and k are to be normalised, the reciprocal norms of k go into a (its
-rows) and D, those of q into the rows of P and scale D: no tile of q or k is rewritten.
+where P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i, Dr_i =
+2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T of tril_inverse.py. (In float16 T and N are 16 times as large, and
+P and Dr that much smaller.) Where q and k are to be normalised, the reciprocal norms of k are in the rows of T and go
+into D, those of q into the rows of P and scale D: no tile of q or k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of S (64 columns of V) of one head of one item. An item is
 a sequence, or a segment of `segment_chunks` chunks of one. All sequences lie on one grid of chunks of 64 tokens. An
 item of packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it
-does not own are replaced: zeros in q, k, v and a, the nearest owned gate in g2_cum. That leaves the state and its
+does not own are replaced: zeros in q, k, v and T, the nearest owned gate in g2_cum. That leaves the state and its
 own outputs exact.
 
 Threads (warpgroups). The state warpgroups hold S in registers, each its 64 rows, and run the chain of products,
 whose left operands stay in registers (an accumulator rounded to bf16 is an operand already). S K^T and S Q^T run
-together, then N, then S and O; O of one chunk is stored while the next chunk's first products run. The helper loads
-everything by bulk copies, and one chunk ahead makes D, scale D, Dr, T in place of a, and P. Two state
-warpgroups take turns: one starts a chunk's products when the other has its W, so that the products of one run while
-the other computes between them (2 % on an H200).
+together, then N, then S and O. A warpgroup can run ahead of its products by about two instructions only, so what it
+does beside them is not free: O of a chunk is stored while the next chunk's last products drain, or, where two state
+warpgroups would lack the registers, its first ones. The helper loads everything by bulk copies, and one chunk ahead
+makes D, scale D, Dr and P. Two state warpgroups take turns: one starts a chunk's products when the other has its W,
+so that the products of one run while the other computes between them (2 % on an H200).
 
 | barrier  | arrives                                  | waits                                               |
 |----------|------------------------------------------|-----------------------------------------------------|
 | loaded   | each bulk copy of a stage                | helper, state warpgroups; packed rows: helper only  |
-| prepared | helper: T, P and the vectors are written | state warpgroups                                    |
+| prepared | helper: P and the vectors are written    | state warpgroups                                    |
 | consumed | each state warpgroup: stage read         | helper, before it loads the stage again             |
 | turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
 
 With write_transition the same walk, without outputs, turns a segment into N and M, such that the state after the
 segment is S M + N: rows of N start from zero; the rows after them start from the identity with V = 0.
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, a [B, HO, NT C, C],
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C],
 s0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32; or N [items, HO, V, K] f32 and M^T
 [items, HO, K, K].
@@ -61,7 +62,6 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
-    INVERSE_LOG2,
     ROW,
     SMEM_LIMIT,
     WGMMA,
@@ -70,8 +70,8 @@ from pallas_kernels.common import (
     along_columns,
     along_rows,
     grid_index,
+    inverse_log2,
     iota,
-    same_bits,
     store_any,
     take,
     tiling,
@@ -113,7 +113,7 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, outputs: bool, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K and V need."""
-        registers = {1: (208, 232 if K <= 128 else 248), 2: (88, 208)}
+        registers = {1: (208, 248), 2: (88, 208)}
         for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
             config = cls(state_warpgroups, stages, K > 128, *registers[state_warpgroups])
             if config.smem_bytes(K, outputs) <= SMEM_LIMIT:
@@ -216,26 +216,22 @@ class _Sizes(NamedTuple):
     def outputs(self) -> bool:
         return not self.write_transition
 
-    @property
-    def log2_r(self) -> float:
-        return (math.log2(self.scale) - INVERSE_LOG2) / 2
-
 
 def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
     q_gmem = take(refs, sizes.outputs)
-    k_gmem, v_gmem, g_gmem, a_gmem = (take(refs) for _ in range(4))
+    k_gmem, v_gmem, g_gmem, t_gmem = (take(refs) for _ in range(4))
     q_rstd_gmem, k_rstd_gmem = take(refs, sizes.normalize and sizes.outputs), take(refs, sizes.normalize)
     s0_gmem = take(refs, sizes.has_s0)
     tables = [take(refs) for _ in range(sizes.num_tables)]
     out_gmem, final_gmem = take(refs), take(refs)
-    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem = refs[:6]  # T replaces A in its place
+    kq_smem, v_smem, t_smem, p_smem, out_smem, s_smem = refs[:6]
     g_smem, d_smem, d_scaled_smem, dr_smem, q_rstd_smem, k_rstd_smem = refs[6:12]
     loaded, prepared, consumed, turn = refs[12:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     outputs, stages, num_state = sizes.outputs, config.stages, config.state_warpgroups
-    K, columns = sizes.K, num_state * ROWS
+    K, columns, t_log2 = sizes.K, num_state * ROWS, inverse_log2(dtype)
 
     wg = lax.axis_index("wg").astype(jnp.int32)
     tile = lax.rem(grid_index(), sizes.tiles)
@@ -276,7 +272,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             jnp.minimum(tile * columns, sizes.V - columns), columns
         )  # transitions: not used past V
         copy(v_gmem.at[item.row, tokens, head_of(sizes.HV), v_columns], v_smem.at[stage])
-        copy(a_gmem.at[item.row, head, tokens], t_smem.at[stage])
+        copy(t_gmem.at[item.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[item.row, head, tokens], g_smem.at[stage])
         if sizes.normalize:
             copy(k_rstd_gmem.at[item.row, head_of(sizes.Hk), tokens], k_rstd_smem.at[stage])
@@ -302,40 +298,30 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
     def factors(smem, stage) -> Any:
         return plgpu.load(smem.at[stage], layout=ROW) if sizes.normalize else 1.0
 
-    def prepare_p(stage, qk, gamma):
-        p = qk * gamma
-        if sizes.normalize:
-            p = p * along_rows(factors(q_rstd_smem, stage), CHUNK)
-        p_smem.at[stage][...] = p.astype(dtype)
+    def prepare(stage):
+        """P and the vectors of a stage; Q K^T runs meanwhile."""
+        g = g_smem.at[stage]
+        if not outputs:
+            return prepare_vectors(stage, plgpu.load(g, layout=ROW))
 
-    def prepare_t(stage, g_rows, gamma):
+        def prepare_p(qk):
+            q_tile, k_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK], kq_smem.at[stage, 0:CHUNK]
+            qk = dev.issue(qk, q_tile, transposed(k_tile))
+            g_rows, gamma = gamma_of(g, math.log2(sizes.scale) - t_log2)
+            prepare_vectors(stage, g_rows)
+            p = dev.collect(qk) * gamma
+            if sizes.normalize:
+                p = p * along_rows(factors(q_rstd_smem, stage), CHUNK)
+            p_smem.at[stage][...] = p.astype(dtype)
+
+        pl.run_scoped(prepare_p, plgpu.ACC((CHUNK, CHUNK), f32))
+
+    def prepare_vectors(stage, g_rows):
         d_smem.at[stage][...] = jnp.exp2(g_rows) * factors(k_rstd_smem, stage)
         if outputs:
             d_scaled = jnp.exp2(g_rows + math.log2(sizes.scale))
             d_scaled_smem.at[stage][...] = d_scaled * factors(q_rstd_smem, stage)
-        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - (sizes.log2_r + INVERSE_LOG2) - g_rows)
-        a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
-        t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
-
-    def q_and_k(stage):
-        """Operands of Q K^T."""
-        return kq_smem.at[stage, CHUNK : 2 * CHUNK], transposed(kq_smem.at[stage, 0:CHUNK])
-
-    def prepare(stage):
-        """T, P and the vectors of a stage. Q K^T runs beside T where the helper has the registers for both."""
-
-        def prepare_both(acc):
-            product = dev.issue(acc, *q_and_k(stage))
-            g_rows, gamma = gamma_of(g_smem.at[stage], sizes.log2_r)
-            prepare_t(stage, g_rows, gamma)
-            prepare_p(stage, dev.collect(product), gamma)
-
-        if outputs and num_state == 1:
-            return pl.run_scoped(prepare_both, plgpu.ACC((CHUNK, CHUNK), f32))
-        g_rows, gamma = gamma_of(g_smem.at[stage], sizes.log2_r)
-        prepare_t(stage, g_rows, gamma)
-        if outputs:
-            prepare_p(stage, dev.product(*q_and_k(stage)), gamma)
+        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - t_log2 - g_rows)
 
     @pl.when(wg == num_state)
     def helper():
@@ -457,11 +443,15 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         def vector(smem):
             return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
 
+        def store_previous():
+            pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
+
         def solve(sk, *sq):
             sk = dev.issue(sk, left, transposed(k_tile))
             if outputs:
                 sq = dev.issue(sq[0], left, transposed(q_tile))
-                pl.when(i > 0)(lambda: store_o(i - 1, o_previous))
+                if num_state == 2:
+                    store_previous()
             v_t = plgpu.load(transposed(v_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)]), layout=WGMMA)
             if sizes.write_transition:
                 v_t = jnp.where(row_tile < sizes.V // ROWS, v_t, jnp.zeros((), dtype))
@@ -489,7 +479,8 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         write = (decayed, (n * dr).astype(dtype), k_tile)
         o = ()
         if outputs:
-            s, o = dev.accumulate(write, (read, n.astype(dtype), transposed(p_smem.at[stage])))
+            output = (read, n.astype(dtype), transposed(p_smem.at[stage]))
+            s, o = dev.accumulate(write, output, meanwhile=store_previous if num_state == 1 else None)
             o = o.astype(dtype)
         else:
             (s,) = dev.accumulate(write)
@@ -524,7 +515,7 @@ def recurrence(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
     g2_cum: Float[Array, "B HO T64"],
-    a: Float[Array, "B HO T64 C"],
+    t: Float[Array, "B HO T64 C"],
     s0: Float[Array, "items HO _ _"] | None,
     tables: Tables | None,
     *,
@@ -541,12 +532,12 @@ def recurrence(
 
     Args:
       q, k, v: bfloat16 or float16, K and V multiples of 64, T a multiple of 8; q is not read for transitions.
-      g2_cum, a: of chunk_gates and tril_inverse.
+      g2_cum, t: of chunk_gates and tril_inverse.
       s0: state before each item, float32, None for zeros.
       kv_layout, s0_kv_layout: whether the final states and s0 are [K, V]; else [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
       split: items; segments need s0 for every item unless transitions are written.
-      rstd: reciprocal norms of q (not read for transitions) and k, which the rule then takes normalised; a is that of
+      rstd: reciprocal norms of q (not read for transitions) and k, which the rule then takes normalised; t is that of
         tril_inverse(normalize=True). None to take q and k as they are.
       scale: factor of the output, positive; 1 for transitions.
     """
@@ -554,7 +545,7 @@ def recurrence(
         raise ValueError(f"scale: expected a positive number, got {scale}")
     B, T, Hk, K = k.shape
     HV, V = v.shape[2:]
-    HO = a.shape[1]
+    HO = t.shape[1]
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     all_rows = V + K if write_transition else V
     if config is None:
@@ -602,7 +593,7 @@ def recurrence(
     else:
         final = (N, HO, K, V) if kv_layout else (N, HO, V, K)
         out_type = (jax.ShapeDtypeStruct((B, T, HO, V), dtype), jax.ShapeDtypeStruct(final, f32))
-    inputs = [q if outputs else None, k, v, g2_cum, a]
+    inputs = [q if outputs else None, k, v, g2_cum, t]
     q_rstd, k_rstd = rstd or (None, None)
     inputs += [q_rstd if outputs else None, k_rstd, s0 if sizes.has_s0 else None, *(tables or ())]
     return plgpu.kernel(

@@ -5,8 +5,8 @@ With states transposed, S and dS [V, K], and for one chunk (all of it float32 bu
     states:    W = V^T - (S K^T) D           U = W T^T            S <- gl S + (U Dr) K
     adjoints:  Z = (dS K^T) Dr + dO^T P      dV = Z T             dS <- gl dS + scale (dO^T D) Q - (dV D) K
 
-where T = a / 16 * Gamma, P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and a = 16 A diag(beta) of tril_inverse.py. U and dV [V, C] are
+where P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T of tril_inverse.py. U and dV [V, C] are
 transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
 the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 
@@ -14,7 +14,7 @@ Work: one CTA takes `state_warpgroups` tiles of 64 rows of S or of dS (64 column
 item is a sequence, or one of its segments, with S at its start and dS at its end given for each. All sequences lie on
 one grid of chunks of 64 tokens. The item of a sequence of packed rows walks the chunks it touches; a chunk and a
 sequence that touches it are a visit. In a chunk shared with another sequence the tokens of the others are replaced:
-zeros in q, k, v, do and a, the nearest owned gate in g2_cum.
+zeros in q, k, v, do and T, the nearest owned gate in g2_cum.
 
 In float16, which ends at 2^-24, nothing that is rounded holds a factor that may be small: T stays 16 times as large,
 D of the adjoints is taken from the first token on (dS <- 2^G_0 (..) with D_i = 2^(G_i - G_0)), and u and dv leave
@@ -24,17 +24,17 @@ For the dS at the ends of segments, segment_adjoints runs the chain of adjoints 
 ds1 for the last segment of a sequence, from zeros for the others.
 
 Threads (warpgroups): the first ones hold S or dS in registers; the last one, the helper, loads everything by bulk
-copies and makes T, P, D and Dr for the next chunk.
+copies and makes P, D and Dr for the next chunk.
 
 | barrier   | arrives                                  | waits                                            |
 |-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | bulk copies of k, a, gates, v or do, beta | helper; state warpgroups unless rows are packed  |
+| loaded    | bulk copies of k, T, gates, v or do, beta | helper; state warpgroups unless rows are packed  |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                           |
-| prepared  | helper: T, P, D and Dr are written       | state warpgroups                                 |
+| prepared  | helper: P, D and Dr are written          | state warpgroups                                 |
 | consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32,
-a [B, HO, NT C, C], beta [B, HO, NT C] f32 (float16), s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32
+t [B, HO, NT C, C], beta [B, HO, NT C] f32 (float16), s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32
 (optional), tables int32 (packed rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: S before and dS after each chunk; u [visits, HO, C, V]; dv [B, T, HO, V];
 ds0 [N, HO, V, K] or [.., K, V] f32 (optional). Of segment_adjoints: n [items, HO, V, K] f32.
@@ -47,6 +47,7 @@ Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of i
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,14 +62,14 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
-    INVERSE_LOG2,
+    ROW,
     SMEM_LIMIT,
     WGMMA,
     WGMMA_TRANSPOSED,
     Device,
     along_columns,
     grid_index,
-    same_bits,
+    inverse_log2,
     store_any,
     take,
     tiling,
@@ -170,7 +171,7 @@ class _Sizes(NamedTuple):
     @property
     def t_log2(self) -> int:
         """T is kept times two to the power of this."""
-        return INVERSE_LOG2 if self.float16 else 0
+        return inverse_log2(jnp.float16 if self.float16 else jnp.bfloat16)
 
 
 class _Item(NamedTuple):
@@ -212,12 +213,12 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
     both = sizes.both
     q_gmem, k_gmem, v_gmem, do_gmem = take(refs), take(refs), take(refs, both), take(refs)
-    g_gmem, a_gmem, beta_gmem = take(refs), take(refs), take(refs, both and sizes.float16)
+    g_gmem, t_gmem, beta_gmem = take(refs), take(refs), take(refs, both and sizes.float16)
     s0_gmem, ds1_gmem = take(refs, sizes.has_s0), take(refs, sizes.has_ds1)
     tables = [take(refs) for _ in range(sizes.packed * (4 if sizes.segmented else 2))]
     h_gmem, u_gmem, dh_gmem, dv_gmem = (take(refs, both) for _ in range(4))
     ds0_gmem = take(refs, sizes.has_ds0)
-    q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem = refs[:7]  # T replaces A in its place
+    q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem = refs[:7]
     g_smem, d_smem, dr_smem = refs[7:10]
     beta_smem: Any = None if beta_gmem is None else refs[10]
     loaded, loaded_q, prepared, consumed = refs[-4:]
@@ -263,7 +264,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             plgpu.copy_gmem_to_smem(source, destination, barrier.at[stage])
 
         copy(k_gmem.at[span.row, tokens, head_of(sizes.Hk)], k_smem.at[stage])
-        copy(a_gmem.at[span.row, head, tokens], t_smem.at[stage])
+        copy(t_gmem.at[span.row, head, tokens], t_smem.at[stage])
         copy(g_gmem.at[span.row, head, tokens], g_smem.at[stage])
         if beta_gmem is not None:
             copy(beta_gmem.at[span.row, head, tokens], beta_smem.at[stage])
@@ -290,19 +291,18 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             plgpu.commit_smem()
 
     def prepare(i, stage):
-        g_rows, gamma = gamma_of(g_smem.at[stage], float(sizes.t_log2 - INVERSE_LOG2))
+        g_rows = plgpu.load(g_smem.at[stage], layout=ROW)
         exponents = g_rows
         if sizes.float16:  # 0 before the first token, which may not be the item's
             exponents = jnp.minimum(g_rows - jnp.where(adjoint, first_gate(i, stage), 0.0), 0.0)
         d_smem.at[stage][...] = jnp.exp2(exponents)
         dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
-        a = same_bits(plgpu.load(t_smem.at[stage], layout=WGMMA), jnp.float16)
-        t_smem.at[stage][...] = (a.astype(f32) * gamma).astype(dtype)
 
         @pl.when(adjoint)
         def _():
-            p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage])) * gamma
-            p_smem.at[stage][...] = (p * (sizes.scale * 2 ** (INVERSE_LOG2 - sizes.t_log2))).astype(dtype)
+            p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage]))
+            _, gamma = gamma_of(g_smem.at[stage], math.log2(sizes.scale))
+            p_smem.at[stage][...] = (p * gamma).astype(dtype)
 
     @pl.when(wg == num_state)
     def helper():
@@ -538,7 +538,7 @@ def state_adjoints(
     v: Float[Array, "B T HV V"],
     do: Float[Array, "B T HO V"],
     g2_cum: Float[Array, "B HO T64"],
-    a: Float[Array, "B HO T64 C"],
+    t: Float[Array, "B HO T64 C"],
     s0: Float[Array, "starts HO _ _"] | None,
     ds1: Float[Array, "ends HO _ _"] | None,
     tables: VisitTables | None,
@@ -555,17 +555,17 @@ def state_adjoints(
 
     Args:
       q, k, v, do: bfloat16 or float16, K and V multiples of 64, T a multiple of 8.
-      g2_cum, a: of chunk_gates and tril_inverse.
+      g2_cum, t: of chunk_gates and tril_inverse.
       s0: initial states, float32, None for zeros; with items the states before each, [V, K].
       ds1: cotangents of the final states, float32, None for zeros; with items the adjoints after each, [V, K].
       tables: of packed rows (B = 1), None when every row of the batch is one sequence.
-      beta: what a was made of, positive also past the last token; given for float16 and for nothing else.
+      beta: what t was made of, positive also past the last token; given for float16 and for nothing else.
       scale: factor of the output.
       kv_layout: whether s0, ds1 and ds0 of sequences are [K, V]; else [V, K].
       with_ds0: whether the cotangents of the initial states are written.
       items: segments, None for whole sequences.
     """
-    inputs = (q, k, v, do, g2_cum, a, beta, s0, ds1)
+    inputs = (q, k, v, do, g2_cum, t, beta, s0, ds1)
     switches = dict(kv_layout=kv_layout, has_ds0=with_ds0, both=True)
     outputs = _call(inputs, tables, items, scale, config, interpret, **switches)
     return Chains._make(outputs if with_ds0 else (*outputs, None))
@@ -576,7 +576,7 @@ def segment_adjoints(
     k: Float[Array, "B T Hk K"],
     do: Float[Array, "B T HO V"],
     g2_cum: Float[Array, "B HO T64"],
-    a: Float[Array, "B HO T64 C"],
+    t: Float[Array, "B HO T64 C"],
     ds1: Float[Array, "N HO _ _"] | None,
     tables: VisitTables | None,
     *,
@@ -593,7 +593,7 @@ def segment_adjoints(
     Returns:
       n of segment_states(backwards=True), float32; items that are a sequence's first are not written.
     """
-    inputs = (q, k, None, do, g2_cum, a, None, None, ds1)
+    inputs = (q, k, None, do, g2_cum, t, None, None, ds1)
     switches = dict(kv_layout=kv_layout, has_ds0=True, both=False)
     return _call(inputs, tables, items, scale, config, interpret, **switches)[0]
 

@@ -1,17 +1,16 @@
-"""Triangular inverse of every chunk, before any gate.
+"""Triangular inverse of every chunk, with write strengths and gates.
 
     L = strictly lower part of diag(beta) K K^T        [C, C]
-    A = (I + L)^-1,   a = 16 A diag(beta)
+    A = (I + L)^-1,   T = (A * Gamma) diag(beta),   Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
 
-The gates factor out: the inverse that the rule needs is A * Gamma, element by element, with Gamma[i, j] =
-exp(g_cum[i] - g_cum[j]). So nothing here overflows, whatever the decay, and all chunks are independent.
+The gates factor out of the inverse: Gamma comes last, element by element, with G = g2_cum. So nothing here
+overflows, whatever the decay, and all chunks are independent.
 
-Inputs (GMEM): k [B, T, Hk, K], beta_t [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is taken
-between tokens of one sequence.
-Outputs (GMEM): a [B, HO, NT C, C], float16 (see INVERSE_LOG2 of common.py) in an array of k's dtype: bfloat16 would
-cost accuracy, and a reader puts its products of k's dtype in place of it. For keys to be normalised, with rstd =
-(|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, a = 16 diag(rstd) A diag(beta),
-and rstd [B, Hk, NT C] float32.
+Inputs (GMEM): k [B, T, Hk, K], beta_t and g2_cum [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is
+taken between tokens of one sequence.
+Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype; in float16 times 16 (inverse_log2 of common.py). For keys to be
+normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, t =
+diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -22,10 +21,10 @@ warp-level mma without leaving the registers; 16 -> 32 exchanges one tile throug
 wgmmas.
 
 Shared memory of one warpgroup: K tile 128 K bytes, L and X 4 KB each, transposed blocks 2.5 KB,
-`output_slots` output tiles of 8 KB, beta 512 HO/Hk bytes.
+`output_slots` output tiles of 8 KB, beta and gates 1024 HO/Hk bytes.
 Hardware: compute capability 9.0. Limits: K a multiple of 64; |k|^2 beta at most about 2, or entries of L and
 of A leave the range and accuracy of float16.
-Numerics: rms error 4e-4 for random unit keys, 1.4e-3 at cosine 0.9 with beta = 1.
+Numerics: before it is rounded to k's dtype, rms error 4e-4 for random unit keys, 1.4e-3 at cosine 0.9 with beta = 1.
 Source: Yang et al. 2024 (DeltaNet), eq. 10 and 11, with the gate factored out; FlashInfer's `collective_inverse`.
 """
 
@@ -43,7 +42,6 @@ from pallas_kernels.common import (
     CHUNK,
     COL,
     COMPILER_PARAMS,
-    INVERSE_LOG2,
     L2NORM_EPS,
     NUM_SMS,
     ROW,
@@ -52,8 +50,8 @@ from pallas_kernels.common import (
     Device,
     along_columns,
     along_rows,
+    inverse_log2,
     iota,
-    same_bits,
     take,
     tiling,
     transposed,
@@ -78,7 +76,9 @@ class Config:
     def smem_bytes(self, K: int, group: int) -> int:
         """Shared memory of a CTA for key width K and `group` output heads per key head."""
         tiles = 2 * CHUNK * K + 2 * 2 * CHUNK * HALF + 2 * (CHUNK + BLOCK) * BLOCK
-        return self.warpgroups * (tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (group + 2) + 64)
+        return self.warpgroups * (
+            tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (2 * group + 2) + 64
+        )
 
     @classmethod
     def default(cls, K: int, group: int) -> "Config":
@@ -167,9 +167,13 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
 
 def _body(*refs, config, sizes, ragged, normalize, interpreted):
     refs = list(refs)
-    k_gmem, beta_gmem, first_gmem, a_gmem = take(refs), take(refs), take(refs, ragged), take(refs)
+    k_gmem, beta_gmem, g_gmem, first_gmem, t_gmem = (
+        *(take(refs) for _ in range(3)),
+        take(refs, ragged),
+        take(refs),
+    )
     rstd_gmem = take(refs, normalize)
-    k_tiles, beta_smem, first_smem, rstd_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
+    k_tiles, beta_smem, g_smem, first_smem, rstd_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
     B, num_chunks, Hk, group = sizes
     dev = Device(interpreted)
 
@@ -192,19 +196,35 @@ def _body(*refs, config, sizes, ragged, normalize, interpreted):
         plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens, h], k_smem, loaded.at[wg])
         heads = pl.ds(h * group, group)
         plgpu.copy_gmem_to_smem(beta_gmem.at[b, heads, tokens], beta_smem.at[wg, slot], loaded.at[wg])
+        plgpu.copy_gmem_to_smem(g_gmem.at[b, heads, tokens], g_smem.at[wg, slot], loaded.at[wg])
         if ragged:
             plgpu.copy_gmem_to_smem(first_gmem.at[tokens], first_smem.at[wg, slot], loaded.at[wg])
 
     def store(slot, halves, destination):
         tile = out.at[slot]
         plgpu.wait_smem_to_gmem(config.output_slots - 1, wait_read_only=True)
-        tile[:, 0:HALF], tile[:, HALF:CHUNK] = (same_bits(x.astype(jnp.float16), tile.dtype) for x in halves)
+        tile[:, 0:HALF], tile[:, HALF:CHUNK] = (x.astype(tile.dtype) for x in halves)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, destination)
 
     @pl.when(num_items > 0)
     def _():
         load(jnp.int32(0))
+
+    def gated(halves, beta_vector, gates):
+        """T of A, in halves. Exponents above the diagonal are kept from overflow: A is 0 there."""
+        g_rows = along_rows(plgpu.load(gates, layout=ROW), HALF)
+        g_columns = along_columns(plgpu.load(gates, layout=COL) - inverse_log2(k_gmem.dtype), CHUNK)
+        beta_columns = along_columns(plgpu.load(beta_vector, layout=COL), CHUNK)
+
+        def half(x, n):
+            part = slice(n * HALF, (n + 1) * HALF)
+            exponents = jnp.minimum(g_rows - g_columns[:, part], inverse_log2(k_gmem.dtype))
+            y = x * beta_columns[:, part] * jnp.exp2(exponents)
+            # Where A joins no tokens it is 0 and stays it, whatever the padding holds.
+            return jnp.where(x == 0.0, 0.0, y) if ragged else y
+
+        return half(halves[0], 0), half(halves[1], 1)
 
     def item(n, _):
         b, tokens, h = place(n)
@@ -226,16 +246,12 @@ def _body(*refs, config, sizes, ragged, normalize, interpreted):
             vector = beta_smem.at[wg, slot, e]
             beta = plgpu.load(vector, layout=ROW)
             halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
-            columns = along_columns(plgpu.load(vector, layout=COL) * 2.0**INVERSE_LOG2, CHUNK)
-            scaled = (halves[0] * columns[:, 0:HALF], halves[1] * columns[:, HALF:CHUNK])
-            if ragged:  # where A joins no tokens it is 0 and stays it, whatever beta the padding holds
-                scaled = tuple(jnp.where(x == 0.0, 0.0, y) for x, y in zip(halves, scaled, strict=True))
-            halves = scaled
+            halves = gated(halves, vector, g_smem.at[wg, slot, e])
             if normalize:
                 rows = along_rows(plgpu.load(rstd_smem.at[wg, slot], layout=ROW), HALF)
                 halves = tuple(x * rows for x in halves)
             out_slot = lax.rem(n * group + e, config.output_slots)
-            store(out_slot, halves, a_gmem.at[b, h * group + e, tokens])
+            store(out_slot, halves, t_gmem.at[b, h * group + e, tokens])
             return ()
 
         lax.fori_loop(0, group, head, ())
@@ -248,17 +264,19 @@ def _body(*refs, config, sizes, ragged, normalize, interpreted):
 def tril_inverse(
     k: Float[Array, "B T Hk K"],
     beta_t: Float[Array, "B HO T64"],
+    g2_cum: Float[Array, "B HO T64"],
     first: Int[Array, " T64"] | None = None,
     *,
     normalize: bool = False,
     config: Config | None = None,
     interpret=None,
 ):
-    """a; with normalize that of normalised keys, and rstd. See the module docstring.
+    """t; with normalize that of normalised keys, and rstd. See the module docstring.
 
     Args:
       k: bfloat16 or float16; K a multiple of 64, T a multiple of 8.
       beta_t: write strengths, head-major, float32, T rounded up to chunks.
+      g2_cum: cumulative log2 decays, likewise.
       first: row of the chunk at which each token's sequence starts (packed rows), or None.
       normalize: whether A is that of keys divided by their norms.
     """
@@ -276,13 +294,14 @@ def tril_inverse(
     )
     n = config.warpgroups
     smem, f16 = plgpu.SMEM, jnp.float16
-    a = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)
+    t = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)
     rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32)
     return plgpu.kernel(
         body,
-        out_type=(a, rstd) if normalize else a,
+        out_type=(t, rstd) if normalize else t,
         scratch_types=(
             smem((n, CHUNK, K), k.dtype, transforms=tiling(128)),
+            smem((n, 2, group, CHUNK), jnp.float32),
             smem((n, 2, group, CHUNK), jnp.float32),
             smem((n, 2, CHUNK), jnp.int32),
             smem((n, 2, CHUNK), jnp.float32),
@@ -290,7 +309,7 @@ def tril_inverse(
             smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
             smem((n, CHUNK + BLOCK, BLOCK), f16, transforms=tiling(32)),
             smem((n, config.output_slots, CHUNK, CHUNK), k.dtype, transforms=tiling(64)),
-            plgpu.Barrier(num_arrivals=2 + ragged, num_barriers=n),
+            plgpu.Barrier(num_arrivals=3 + ragged, num_barriers=n),
         ),
         grid=(config.ctas,),
         grid_names=("cta",),
@@ -298,4 +317,4 @@ def tril_inverse(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
-    )(*(x for x in (k, beta_t, first) if x is not None))
+    )(*(x for x in (k, beta_t, g2_cum, first) if x is not None))

@@ -14,7 +14,7 @@ from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn, work_split
 from pallas_kernels import gradients as gradients_kernel
-from pallas_kernels.common import INVERSE_LOG2
+from pallas_kernels.common import inverse_log2
 from pallas_kernels.recurrence import Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -35,7 +35,7 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
     g2 = np.maximum(g / np.log(2), -150)
     g2_cum, beta_t = np.zeros((2, B, HO, T64))
     beta_t[..., :T] = beta.swapaxes(1, 2)
-    a = np.zeros((B, HO, T64, 64))
+    t_tiles = np.zeros((B, HO, T64, 64))
     k = np.zeros((B, T64, Hk, case.K))
     k[:, :T] = x.k
     for t in range(T64):
@@ -48,13 +48,14 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
                 kc = k[b, s, i // (HO // Hk)]
                 same = np.arange(64) >= first[s, None]
                 L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
-                a[b, i, s] = np.linalg.inv(np.eye(64) + L) * beta_t[b, i, s]
-    f32, a_bits = np.float32, (a * 2**INVERSE_LOG2).astype(np.float16).view(x.k.dtype)
+                gamma = np.exp2(np.minimum(g2_cum[b, i, s, None] - g2_cum[b, i, s], 0.0))
+                t_tiles[b, i, s] = np.linalg.inv(np.eye(64) + L) * gamma * beta_t[b, i, s]
+    f32, t_tiles = np.float32, (t_tiles * 2 ** inverse_log2(x.k.dtype)).astype(x.k.dtype)
     end = T if x.cu_seqlens is None else cu[-1]
     beta_t[..., end:] = np.where(np.arange(end, T64) % 2, np.nan, np.inf)  # anything may be there
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return gdn.Residuals(
-        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), a_bits)),
+        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),
         jax.tree.map(jnp.asarray, segments),
     )
 
