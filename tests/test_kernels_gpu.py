@@ -45,6 +45,7 @@ TABLE = [case for case in cases.TABLE if case.chunk_size == 64]
 
 MISSED = {
     ("K1-V1", "bfloat16"): "o 9.2e-3 instead of 8e-3",
+    ("groupings-that-do-not-nest", "bfloat16"): "final_state 6.5e-3 instead of 5e-3, a head of 8 x 8",
     ("beta-2-no-decay", "bfloat16"): "o 1.3e-2 instead of 1.2e-2",
     ("repeated-keys-beta-2", "bfloat16"): "o 2.5: the inverse's float16 operands lose everything",
     ("K1-V1", "float16"): "o 1.2e-3 instead of 1.0e-3",
@@ -52,8 +53,6 @@ MISSED = {
     ("beta-2-no-decay", "float16"): "o 2.7e-3 instead of 1.5e-3",
     ("beta-up-to-2", "float16"): "o 6.9e-4 instead of 6.3e-4",
     ("groupings-that-do-not-nest", "float16"): "o 6.7e-4 instead of 6.3e-4",
-    ("long-keys", "float16"): "o 6.5e-4 instead of 6.3e-4",
-    ("one-chunk-one-key-head", "float16"): "final_state 6.4e-4 instead of 6.3e-4",
     ("repeated-keys", "float16"): "o 2.1e-3 instead of 1.0e-3",
     ("repeated-keys-beta-2", "float16"): "o 2.1e-2 instead of 4.9e-3",
 }
