@@ -358,48 +358,37 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         else:
             target.at[rows][...] = s
 
-    def send_state(i, destination):
-        plgpu.copy_smem_to_gmem(s_tile, destination.at[visit_of(i), head, rows])
-
-    def store_operand(i, s, destination):
-        """With state_in_smem: S rounded, into the tile that is an operand and from there to memory. The last output
-        of the step before may still be on its way: only the state of that step must have left."""
+    def store_state(i, rounded, destination):
+        """S rounded to memory, through the tile that is also an operand with state_in_smem. The last output of the
+        step before may still be on its way: only the state of that step must have left."""
         plgpu.wait_smem_to_gmem(0 if sizes.packed else 1, wait_read_only=True)
-        s_tile[...] = s.astype(dtype)
+        s_tile[...] = rounded
         plgpu.commit_smem()
         if both:
-            send_state(i, destination)
+            plgpu.copy_smem_to_gmem(s_tile, destination.at[visit_of(i), head, rows])
 
-    def fill(tile_store, x_t, state):
-        """x_t, and a state if there is one, into their tiles once what was there has left."""
-        plgpu.wait_smem_to_gmem(0 if sizes.packed or state is not None else 1, wait_read_only=True)
-        if state is not None:
-            s_tile[...] = state
-        tile_store(x_t)
+    def store_output(x_t, destination):
+        """x_t transposed, [C, 64 columns of V], to memory."""
+        plgpu.wait_smem_to_gmem(0 if sizes.packed else 1, wait_read_only=True)
+        transposed(out_tile.at[wg])[...] = x_t
         plgpu.commit_smem()
-
-    def store_output(x_t, destination, state=None):
-        """x_t transposed, [C, 64 columns of V], to memory; a state only into its tile, ready for send_state."""
-
-        def tile_store(x_t):
-            transposed(out_tile.at[wg])[...] = x_t
-
-        fill(tile_store, x_t, state)
         plgpu.copy_smem_to_gmem(out_tile.at[wg], destination.at[:, rows])
 
-    def store_dv(chunk, dv_t, state=None):
+    def store_dv(chunk, dv_t):
         target = dv_gmem.at[span.row, pl.ds(chunk * CHUNK, CHUNK), head]
         if not sizes.packed:
-            return store_output(dv_t, target, state)
+            return store_output(dv_t, target)
         begin, end, is_shared = owned_rows(span, chunk)
 
         @pl.when(is_shared)
         def _():
-            fill(lambda x_t: store_any(transposed(out_flat.at[wg]), x_t), dv_t, state)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_any(transposed(out_flat.at[wg]), dv_t)
+            plgpu.commit_smem()
             token = chunk * CHUNK
             store_rows(out_flat.at[wg], lambda t: dv_gmem.at[span.row, token + t, head, rows], begin, end)
 
-        pl.when(jnp.logical_not(is_shared))(lambda: store_output(dv_t, target, state))
+        pl.when(jnp.logical_not(is_shared))(lambda: store_output(dv_t, target))
 
     def clear_padding():
         def clear(i, _):
@@ -439,8 +428,11 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         def solve(read):
             if config.state_in_smem:
-                store_operand(i, s, h_gmem)
-            read = dev.issue(read, rounded, transposed(k_tile))
+                store_state(i, s.astype(dtype), h_gmem)
+                read = dev.issue(read, s_tile, transposed(k_tile))
+            else:
+                read = dev.issue(read, rounded, transposed(k_tile))
+                store_state(i, rounded, h_gmem)
             v_t = plgpu.load(x_tile(stage), layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
@@ -459,11 +451,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         def write(add):
             add((u * dr).astype(dtype), k_tile)
-            u_rounded, target = over_beta(u, stage).astype(dtype), u_gmem.at[visit_of(i), head]
-            if config.state_in_smem:
-                return store_output(u_rounded, target)
-            store_output(u_rounded, target, rounded)
-            send_state(i, h_gmem)
+            store_output(over_beta(u, stage).astype(dtype), u_gmem.at[visit_of(i), head])
 
         return accumulate_while(dev, decayed, write)
 
@@ -473,8 +461,12 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         def solve(late, attended):
             if config.state_in_smem:
-                store_operand(i, s, dh_gmem)
-            late = dev.issue(late, rounded, transposed(k_tile))
+                store_state(i, s.astype(dtype), dh_gmem)
+                late = dev.issue(late, s_tile, transposed(k_tile))
+            else:
+                late = dev.issue(late, rounded, transposed(k_tile))
+                if both:
+                    store_state(i, rounded, dh_gmem)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
             attended = dev.issue(attended, x_tile(stage), p_smem.at[stage])
@@ -489,13 +481,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 z = dev.collect(late, 2) * vector(dr_smem, stage) + dev.collect(attended, 1)
                 dv = over_t_factor(dev.product(z.astype(dtype), t_smem.at[stage]))
                 add((dv * -vector(d_smem, stage)).astype(dtype), k_tile)
-                if not both:
-                    return
-                dv_rounded = over_beta(dv, stage).astype(dtype)
-                if config.state_in_smem:
-                    return store_dv(chunk_of(i), dv_rounded)
-                store_dv(chunk_of(i), dv_rounded, rounded)
-                send_state(i, dh_gmem)
+                if both:
+                    store_dv(chunk_of(i), over_beta(dv, stage).astype(dtype))
 
             before = accumulate_while(dev, decayed, write)
             return before if first is None else before * jnp.exp2(first)
