@@ -111,11 +111,12 @@ def backward(
       Cotangents in the dtypes of the arguments.
 
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at
-      the borders of chunks, u and dv are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
+      the borders of chunks, u, dv, dP and N are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
       float16 ends at 65504 and 2^-24. Above, a number is infinite and so are gradients: of the inputs and outputs of
       both passes, the state and its adjoint at any chunk, v - k^T S and the gradient of what a token writes. Below,
       digits go; gates and write strengths are kept out of what is rounded, so that dg and dh_0 hold their relative
-      accuracy down to decays of 2^-64 at every token of a chunk, and dbeta down to BETA_FLOOR.
+      accuracy down to decays of 2^-64 at every token of a chunk. dbeta holds it but for the rows of the inverse:
+      2.1e-2 where they lie near BETA_FLOOR.
     """
     config = config or Config()
     B, T = q.shape[:2]
@@ -243,6 +244,8 @@ def _run(
     dv = chains.dv
     if beta_t is not None:
         dv = dv * beta_t.swapaxes(1, 2)[:, :T8, :, None]
+    elif beta is not None:  # u and dv hold a factor beta each
+        dbeta = dbeta / jnp.square(jnp.maximum(beta.astype(jnp.float32), BETA_FLOOR))
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -254,7 +257,7 @@ def _run(
         sums.dk[:, :T, :, :K],
         _sum_heads(dv, HV)[:, :T, :, :V].astype(v.dtype),
         None if g is None else dg,
-        None if beta is None else (_over_square(dbeta, beta) if beta_t is None else dbeta).astype(beta.dtype),
+        None if beta is None else dbeta.astype(beta.dtype),
         dh_0,
     )
 
@@ -279,12 +282,6 @@ def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
     if heads == H:
         return x
     return jnp.sum(x.reshape(B, T, heads, H // heads, D).astype(jnp.float32), axis=3).astype(x.dtype)
-
-
-def _over_square(x: jax.Array, beta: jax.Array) -> jax.Array:
-    """x / beta^2, for beta no less than its floor."""
-    beta32 = jnp.maximum(beta.astype(jnp.float32), BETA_FLOOR)
-    return x / (beta32 * beta32)
 
 
 def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:

@@ -118,35 +118,43 @@ def visit_tables_case(packed):
     return (19, VisitTables(i32(4), i32(5), i32(19))) if packed else (16, None)
 
 
-def chains_case(K=128, V=128, warpgroups=1, packed=False, segments=False, both=True):
+def chains_case(
+    K=128, V=128, warpgroups=1, packed=False, segments=False, both=True, dtype: Any = jnp.bfloat16
+):
     """A function and its argument shapes: state_adjoints, or segment_adjoints (not both)."""
     Hk, HO, T = 2, 4, 1024
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
-    x: Any = functools.partial(_shape, dtype=jnp.bfloat16)
+    x: Any = functools.partial(_shape, dtype=dtype)
+    beta = {"beta": _shape(1, HO, T)} if both and dtype == jnp.float16 else {}
     _, tables = visit_tables_case(packed)
     item_tables = Tables(i32(4), i32(12), i32(5)) if packed and segments else None
     split, N = Split(12 if packed else 4, 4), 3 if packed else 1
     config = chains.Config.default(K, warpgroups)
 
-    def run(item_tables, *arguments):
+    def run(item_tables, beta, *arguments):
         items = chains.Items(split, item_tables) if segments else None
         function: Any = chains.state_adjoints if both else chains.segment_adjoints
-        return function(*arguments, scale=0.1, items=items, config=config)
+        return function(*arguments, **beta, scale=0.1, items=items, config=config)
 
     state = _shape(split.num_items if segments and both else N, HO, V, K)
     q, v, a = x(1, T, Hk, K), x(1, T, HO, V), x(1, HO, T, 64)
     if both:
-        return run, (item_tables, q, q, v, v, _shape(1, HO, T), a, state, state, tables)
-    return run, (item_tables, q, q, v, _shape(1, HO, T), a, state, tables)
+        return run, (item_tables, beta, q, q, v, v, _shape(1, HO, T), a, state, state, tables)
+    return run, (item_tables, beta, q, q, v, _shape(1, HO, T), a, state, tables)
 
 
-def gradients_case(K=128, V=128, group=2, packed=False):
+def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat16):
     """A function and its argument shapes: gradients."""
     Hk, HO, T = 2, 2 * group, 1024
-    x: Any = functools.partial(_shape, dtype=jnp.bfloat16)
+    x: Any = functools.partial(_shape, dtype=dtype)
     visits, tables = visit_tables_case(packed)
+    float16 = {"beta": _shape(1, HO, T), "lift": _shape(visits, HO)} if dtype == jnp.float16 else {}
     q, v, u, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
-    return functools.partial(gradients, scale=0.1), (q, q, v, u, v, state, state, _shape(1, HO, T), tables)
+
+    def run(float16, *arguments):
+        return gradients(*arguments, **float16, scale=0.1)
+
+    return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
 def gates_case(packed=False):
@@ -189,11 +197,18 @@ CASES = {
     "chains, packed segments": functools.partial(chains_case, segments=True, packed=True),
     "segment adjoints": functools.partial(chains_case, segments=True, both=False),
     "segment adjoints, packed": functools.partial(chains_case, segments=True, packed=True, both=False),
+    "chains, K 256": functools.partial(chains_case, K=256),
+    "chains, float16": functools.partial(chains_case, dtype=jnp.float16),
+    "chains, float16 packed": functools.partial(chains_case, packed=True, dtype=jnp.float16),
+    "segment adjoints, float16": functools.partial(chains_case, segments=True, both=False, dtype=jnp.float16),
     "gradients": gradients_case,
     "gradients, 1 head": functools.partial(gradients_case, group=1),
     "gradients, packed": functools.partial(gradients_case, packed=True),
     "gradients, K 64": functools.partial(gradients_case, K=64, V=64),
+    "gradients, K 256": functools.partial(gradients_case, K=256),
     "gradients, V 256": functools.partial(gradients_case, V=256),
+    "gradients, float16": functools.partial(gradients_case, dtype=jnp.float16),
+    "gradients, float16 packed": functools.partial(gradients_case, packed=True, dtype=jnp.float16),
 }
 """Name -> a function without arguments that returns (function, argument shapes)."""
 
