@@ -347,7 +347,7 @@ def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
         return _run_kernels(x, scale, options), (x, None)
     from pallas_kernels.gradients import BETA_FLOOR
 
-    # The kernels divide by beta; 2^-20 instead of 0 changes o by less than its rounding.
+    # The kernels divide by beta. Where it is 0 a token writes 2^-20 of its value: less than the state's rounding.
     floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
     plain = floored
     if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside

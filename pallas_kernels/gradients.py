@@ -689,30 +689,33 @@ def gradients(
     if (beta is None or lift is None) == (k.dtype == jnp.float16):
         got = [type(x).__name__ for x in (beta, lift)]
         raise ValueError(f"beta and lift: expected for float16 only, got {got} for {k.dtype}")
-    inputs = [q, k, do, u, dv, h, dh, g2_cum, beta, lift, *(tables or ())]
-    call = functools.partial(_call, inputs, tables is not None, scale, config, interpret)
+    inputs = (q, k, do, u, dv, h, dh, g2_cum, beta, lift)
+    call = functools.partial(_call, inputs, tables, scale=scale, config=config, interpret=interpret)
     K = k.shape[3]
     parts = [call(first, min(MAX_COLUMNS, K - first)) for first in range(0, K, MAX_COLUMNS)]
     if len(parts) == 1:
         return parts[0]
-    dq, dk = (jnp.concatenate(x, axis=3) for x in list(zip(*parts, strict=True))[:2])
-    dg: Any = sum(x.dg for x in parts)
-    return Gradients(dq, dk, dg, parts[0].dbeta)
+    return Gradients(
+        jnp.concatenate([x.dq for x in parts], axis=3),
+        jnp.concatenate([x.dk for x in parts], axis=3),
+        functools.reduce(jnp.add, [x.dg for x in parts]),
+        parts[0].dbeta,  # every launch has all of it
+    )
 
 
 def _call(
-    inputs, packed: bool, scale, config: Config | None, interpret, first_column: int, K: int
+    inputs, tables: VisitTables | None, first_column: int, K: int, *, scale, config: Config | None, interpret
 ) -> Gradients:
-    """The kernel, for K columns of q and k."""
-    q, k, _, _, _, h, _, _, beta, *_ = inputs
+    """The kernel, for the K columns of q and k from first_column on."""
+    q, k, _, _, _, h, _, _, beta, _ = inputs
     (B, T, Hk), Hq, (visits, HO, V) = k.shape[:3], q.shape[2], h.shape[:3]
-    float16 = beta is not None
+    packed, float16 = tables is not None, beta is not None
     config = config or Config.default(K, V, packed)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
         T=T,
-        N=inputs[-3].shape[0] - 1 if packed else B,
+        N=B if tables is None else tables.cu_seqlens.shape[0] - 1,
         Hq=Hq,
         Hk=Hk,
         HO=HO,
@@ -775,5 +778,5 @@ def _call(
                 unsafe_no_auto_barriers=not config.auto_barriers,
                 reduction_scratch_bytes=0,  # every sum stays inside a warp
             ),
-        )(*(x for x in inputs if x is not None))
+        )(*(x for x in (*inputs, *(tables or ())) if x is not None))
     )

@@ -168,11 +168,6 @@ class _Sizes(NamedTuple):
     def segmented(self) -> bool:
         return self.split.segment_chunks is not None
 
-    @property
-    def t_log2(self) -> int:
-        """T is kept times two to the power of this."""
-        return inverse_log2(jnp.float16 if self.float16 else jnp.bfloat16)
-
 
 class _Item(NamedTuple):
     """What a CTA walks over."""
@@ -414,7 +409,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
     def over_t_factor(x):
         """A product with T as it is kept, made one with T."""
-        return x * 2.0**-sizes.t_log2 if sizes.t_log2 else x
+        return x * 2.0 ** -inverse_log2(dtype) if sizes.float16 else x
 
     def over_beta(x, stage):
         return x if beta_smem is None else x / vector(beta_smem, stage)
