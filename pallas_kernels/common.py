@@ -5,6 +5,8 @@ is one Pallas thread. In the WGMMA layout of an [M, N] array warp w of the warpg
 16 w + 15 of every 64; ROW and COL are its one-dimensional reductions, a vector along the rows or the columns.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 CHUNK = 64
 """Tokens of a chunk: the M of a wgmma, and what the inverse is written for."""
@@ -130,6 +132,11 @@ class Device:
             return product
         return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
 
+    def finish(self, newer: int) -> None:
+        """Waits for all but the `newer` youngest products of this warpgroup."""
+        if not self.interpreted:
+            plgpu.wgmma_wait(newer)
+
     def release(self, barrier) -> None:
         """Tells the producer of a stage that this warpgroup has read it, so that a bulk copy may overwrite it.
 
@@ -166,6 +173,25 @@ class Device:
         accumulators: Any = [plgpu.ACC.init(c) for c, _, _ in terms]
         return pl.run_state(body)(accumulators)
 
+    def row_minus_column(self) -> jax.Array:
+        """Row minus column numbers of a [64, 64] array in the WGMMA layout, for masks: one register and constants,
+        where the difference of two `iota` takes two registers an entry."""
+        if self.interpreted:
+            return iota((CHUNK, CHUNK), 0) - iota((CHUNK, CHUNK), 1)
+        return _row_minus_column()
+
+    def diagonal(self, x) -> jax.Array:
+        """Diagonal of [64, 64] in layout ROW. A warp has its part of it in 16 columns, which it selects first."""
+        if self.interpreted:
+            return jnp.diagonal(x)
+        return jnp.sum(jnp.where(_warp_row_minus_column() == 0, _own_columns(x), 0.0), axis=1)
+
+    def widen(self, x) -> jax.Array:
+        """bfloat16 in the WGMMA layout as float32, in two instructions a pair instead of three."""
+        if self.interpreted or x.dtype != jnp.bfloat16:
+            return x.astype(jnp.float32)
+        return _widen(x.shape)(x)
+
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
         """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
         if not self.interpreted:
@@ -185,6 +211,88 @@ def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragment
     registers[:] = values
     registers = registers.reshape(like.registers.shape)
     return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Numbers of a thread's warp in the warpgroup and of the thread in the warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = utils.thread_idx()
+    lane, warp = arith.andi(thread, utils.c(31, i32)), arith.shrui(thread, utils.c(5, i32))
+    return arith.andi(warp, utils.c(3, i32)), lane
+
+
+def _differences(columns: int, of_warp: bool) -> fragmented_array.FragmentedArray:
+    """Row minus column of [64, columns] in the WGMMA layout, rows counted from the warp's first one or from 0."""
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), i32)
+    warp, lane = _warp_and_lane()
+    row = arith.shrui(lane, utils.c(2, i32))
+    if not of_warp:
+        row = arith.addi(row, arith.shli(warp, utils.c(4, i32)))
+    first = arith.subi(row, arith.shli(arith.andi(lane, utils.c(3, i32)), utils.c(1, i32)))
+    shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, columns))
+    registers = np.empty(math.prod(shape), dtype=object)
+    for n in range(
+        len(registers)
+    ):  # eight columns after another; of each the first and the last eight rows of a warp
+        offsets = [n % 2 * 8 - n // 2 * 8 - i for i in (0, 1)]
+        registers[n] = vector.from_elements(pair, [arith.addi(first, utils.c(d, i32)) for d in offsets])
+    return fragmented_array.FragmentedArray(
+        _registers=registers.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=True
+    )
+
+
+@plgpu.inline_mgpu(
+    arg_types=(), return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.dtype(jnp.int32), WGMMA)
+)
+def _row_minus_column(ctx):
+    return _differences(CHUNK, of_warp=False)
+
+
+@plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.dtype(jnp.int32), WGMMA))
+def _warp_row_minus_column(ctx):
+    return _differences(16, of_warp=True)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.dtype(jnp.float32), WGMMA)
+)
+def _own_columns(ctx, x):
+    """Columns 16 w to 16 w + 15 of the rows of warp w: four registers of its sixteen."""
+    i32 = ir.IntegerType.get_signless(32)
+    warp, _ = _warp_and_lane()
+    is_warp = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(w, i32)) for w in (1, 2, 3)]
+    registers = list(x.registers.flat)
+    chosen = np.empty(4, dtype=object)
+    chosen[:] = registers[:4]
+    for w in (1, 2, 3):
+        for n in range(4):
+            chosen[n] = arith.select(is_warp[w - 1], registers[4 * w + n], chosen[n])
+    shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, 16))
+    return fragmented_array.FragmentedArray(
+        _registers=chosen.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=None
+    )
+
+
+@functools.cache
+def _widen(shape: tuple[int, int]):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), WGMMA)
+    )
+    def widen(ctx, x):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair = ir.VectorType.get((2,), f32)
+        values = []
+        for register in x.registers.flat:
+            both = utils.bitcast(register, i32)
+            low = arith.shli(both, utils.c(16, i32))
+            high = arith.andi(both, utils.c(-65536, i32))
+            values.append(vector.from_elements(pair, [arith.bitcast(f32, y) for y in (low, high)]))
+        return _registers(values, x)
+
+    return widen
 
 
 @plgpu.inline_mgpu(

@@ -25,25 +25,30 @@ and dg is a sum over columns.
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): the query warpgroup makes dP, N, dq and <S, dS>; the key warpgroup makes dk; the helper puts dg
-together, and loads by bulk copies, tokens (do, dv, u) further ahead than states (S, dS), since dP and N need tokens
-only. What a warpgroup waits for binds this kernel, not its instructions: keep the longest chain short.
+Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes N, for both; then
+each makes the gradients of its own 64 columns of K. The helper makes <S, dS> and dg, and loads by bulk copies, tokens
+(do, dv, u) further ahead than states (S, dS), since dP and N need tokens only.
+
+Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
+warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
+warpgroups share their code and hold 64 columns each, why <S, dS> is the trace of a product, and why masks and
+diagonals come from `Device`. Spills cost as much: beside 227 KB of shared memory no room is left to cache them.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
-| tokens    | bulk copies of do, dv, u and g2_cum of a step       | query, key; helper first if rows are packed  |
-| states    | bulk copies of S and dS of a step                   | query, key                                   |
-| qk        | bulk copies of q and k                              | query, key; helper first if rows are packed  |
-| masked,   | helper: foreign tokens of a step, or of q and k,    | query, key (packed rows only)                |
+| tokens    | bulk copies of do, dv and u of a step               | compute; helper first if rows are packed     |
+| gates     | bulk copy of g2_cum of a head                       | compute and helper; helper if rows are packed|
+| states    | bulk copies of S and dS of a step                   | compute and helper                           |
+| qk        | bulk copies of q and k                              | compute; helper first if rows are packed     |
+| masked,   | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                   |
 | masked_qk | are zeros                                           |                                              |
-| consumed  | query, key: step read                               | helper, before it loads these stages again   |
-| used_qk   | query, key: q and k read                            | helper, before it loads the next q and k     |
-| scores    | query: dP, N and the diagonal of dP are written     | key                                          |
-| strengths | bulk copy of beta of a head (float16), to where x   | query, key                                   |
-|           | of the key warpgroup is written later               |                                              |
-| sums      | query, key: x, l and <S, dS> are written            | helper                                       |
-| attended  | query: dq of a query head done, and P read with it  | key, before dk leaves through the tile of P  |
-| scored    | key: scores read, dk has left; helper: sums read    | query, before it writes those of a next head |
+| consumed  | compute: step read                                  | helper, before it loads these stages again   |
+| used_qk   | compute: q and k read                               | helper, before it loads the next q and k     |
+| strengths | bulk copy of beta of a head (float16)               | compute                                      |
+| scores    | compute: dP, N and the diagonal of dP are written   | compute                                      |
+| sums      | compute: x and l are written                        | helper                                       |
+| scored    | compute: dP and N read; helper: sums read           | compute, before it writes those of a next    |
+|           |                                                     | head                                         |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
 h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, beta [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
@@ -56,6 +61,7 @@ Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +82,6 @@ from pallas_kernels.common import (
     Device,
     along_columns,
     along_rows,
-    iota,
     round_up,
     store_any,
     take,
@@ -88,7 +93,6 @@ from pallas_kernels.spans import (
     Span,
     VisitTables,
     dense_span,
-    gamma_of,
     keep_owned_gates,
     keep_owned_rows,
     owned_rows,
@@ -99,8 +103,8 @@ from pallas_kernels.spans import (
 WIDTH = 64
 """Columns of V of one step, and of a tile."""
 
-QUERY, KEY, HELPER = range(3)
-"""Warpgroups."""
+COMPUTE = 2
+"""Compute warpgroups; the helper comes after them."""
 
 MAX_COLUMNS = 128
 """Columns of K of one launch, as many as fit into shared memory and registers."""
@@ -121,27 +125,29 @@ class Config:
     """Steps of do, dv and u in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of S and dS in flight."""
-    helper_registers: int = 56
-    query_registers: int = 216
-    key_registers: int = 232
-    """40, 224 and 240 take 4 % more time; 64, 208 and 232 1 % less (H200, 2026-11-21, K = V = 128)."""
+    helper_registers: int = 72
+    compute_registers: int = 216
     ctas: int = NUM_SMS
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory."""
 
-    def smem_bytes(self, K: int) -> int:
+    def heads(self, V: int) -> int:
+        """Heads whose tokens are in flight."""
+        return -(-self.token_stages // (V // WIDTH))
+
+    def smem_bytes(self, K: int, V: int) -> int:
         """Shared memory of a CTA, for K columns in a launch."""
         steps = self.token_stages * 3 * 2 * CHUNK * WIDTH + self.state_stages * 2 * 2 * WIDTH * K
-        vectors = round_up(4 * CHUNK * (4 + self.token_stages), 1024)
-        return steps + 2 * 3 * CHUNK * K + 2 * 2 * CHUNK**2 + vectors + 256
+        vectors = round_up(4 * CHUNK * (6 + self.heads(V)), 1024)
+        return steps + 2 * 2 * CHUNK * (K + COMPUTE * CHUNK) + vectors + 256
 
     @classmethod
-    def default(cls, K: int, V: int, packed: bool = False) -> "Config":
+    def default(cls, K: int, V: int) -> "Config":
         """Most stages that fit."""
-        registers = (72, 216, 216) if packed else (56, 216, 232)
+        tokens = V // WIDTH * (2 if V <= 128 else 1)
         for states in (4, 3, 2):
-            config = cls(max(4, V // WIDTH), states, *registers)
-            if config.smem_bytes(K) <= SMEM_LIMIT:
+            config = cls(tokens, states)
+            if config.smem_bytes(K, V) <= SMEM_LIMIT:
                 return config
         raise AssertionError("more than MAX_COLUMNS columns of K, or V > 256")
 
@@ -181,25 +187,18 @@ def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> 
     return pl.run_state(body)([plgpu.ACC.init(x) for x in starts])
 
 
-def _diagonal(x: jax.Array) -> jax.Array:
-    """Diagonal of [C, C] in layout ROW."""
-    on_diagonal = iota((CHUNK, CHUNK), 0) == iota((CHUNK, CHUNK), 1)
-    return jnp.sum(jnp.where(on_diagonal, x, 0.0), axis=1)
-
-
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     refs = list(refs)
     q_gmem, k_gmem, do_gmem, u_gmem, dv_gmem, h_gmem, dh_gmem, g_gmem = (refs.pop(0) for _ in range(8))
     beta_gmem, lift_gmem = (take(refs, sizes.float16) for _ in range(2))
     tables = [refs.pop(0) for _ in range(3 * sizes.packed)]
     dq_gmem, dk_gmem, dg_gmem, dbeta_gmem = (refs.pop(0) for _ in range(4))
-    q_smem, k_smem, x_smem, s_smem, pn_smem, dq_smem, vectors = refs[:7]
-    # Rows with two uses: the first has been read, or has left, when the second is written.
-    x_dg_smem, dbeta_inner_smem, x_key_smem, diagonal_written_smem = (vectors.at[i] for i in range(4))
-    g_smem = vectors.at[4:]
-    beta_smem: Any = x_key_smem if sizes.float16 else None
+    q_smem, k_smem, x_smem, s_smem, score_smem, out_smem, vectors = refs[:7]
+    x_sums, l_sums, diagonal_smem, beta_smem, g_smem = (
+        vectors.at[part] for part in (slice(2), slice(2, 4), 4, 5, slice(6, None))
+    )
     strengths: Any = refs[7] if sizes.float16 else None
-    tokens, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, attended, scored = refs[-11:]
+    tokens, gates, states, qk, masked, masked_qk, consumed, used_qk, scores, sums, scored = refs[-11:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
     token_stages, state_stages, K = config.token_stages, config.state_stages, sizes.K
@@ -207,6 +206,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     query_heads = sizes.dq_heads // sizes.Hk  # of one key head
     heads_per_query = sizes.HO // sizes.dq_heads
     steps_per_load = heads_per_query * v_tiles
+    heads_in_flight = config.heads(sizes.V)
 
     wg = lax.axis_index("wg").astype(jnp.int32)
     worker = lax.axis_index("cta").astype(jnp.int32)
@@ -261,6 +261,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         head = head_of(place, query, lax.div(rest, v_tiles))
         return place, head, pl.ds(lax.rem(rest, v_tiles) * WIDTH, WIDTH)
 
+    def slot_of(step):
+        """Where the gates of a step's head are."""
+        return lax.rem(lax.div(step, v_tiles), heads_in_flight)
+
     def load_tokens(step):
         stage = lax.rem(step, token_stages)
         place, head, columns = parts_of(step)
@@ -269,9 +273,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             (do_gmem.at[row, place.tokens, head, columns], x_smem.at[stage, 0]),
             (dv_gmem.at[row, place.tokens, head, columns], x_smem.at[stage, 1]),
             (u_gmem.at[place.visit, head, :, columns], x_smem.at[stage, 2]),
-            (g_gmem.at[row, head, place.tokens], g_smem.at[stage]),
         ):
             plgpu.copy_gmem_to_smem(source, destination, tokens.at[stage])
+
+        @pl.when(lax.rem(step, v_tiles) == 0)
+        def _():
+            slot = slot_of(step)
+            plgpu.copy_gmem_to_smem(g_gmem.at[row, head, place.tokens], g_smem.at[slot], gates.at[slot])
 
     def load_states(step):
         stage = lax.rem(step, state_stages)
@@ -280,21 +288,27 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             source = columns_of(source.at[place.visit, head, columns])
             plgpu.copy_gmem_to_smem(source, s_smem.at[stage, i], states.at[stage])
 
-    def mask(place, tiles, gates=None):
+    def mask(place, tiles, g=None):
         begin, end, is_shared = owned_rows(place.span, place.chunk)
 
         @pl.when(is_shared)
         def _():
             for tile in tiles:
                 keep_owned_rows(tile, begin, end)
-            if gates is not None:
-                keep_owned_gates(gates, begin, end)
+            if g is not None:
+                keep_owned_gates(g, begin, end)
             plgpu.commit_smem()
 
     def mask_tokens(step):
-        stage = lax.rem(step, token_stages)
+        stage, slot, place = lax.rem(step, token_stages), slot_of(step), parts_of(step)[0]
         plgpu.barrier_wait(tokens.at[stage])
-        mask(parts_of(step)[0], (x_smem.at[stage, 0], x_smem.at[stage, 1]), g_smem.at[stage])
+
+        @pl.when(lax.rem(step, v_tiles) == 0)
+        def _():
+            plgpu.barrier_wait(gates.at[slot])
+            mask(place, (), g_smem.at[slot])
+
+        mask(place, (x_smem.at[stage, 0], x_smem.at[stage, 1]))
         plgpu.barrier_arrive(masked.at[stage])
 
     def mask_qk(load):
@@ -307,33 +321,40 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         place, head, _ = parts_of(n * v_tiles)
         plgpu.copy_gmem_to_smem(beta_gmem.at[place.span.row, head, place.tokens], beta_smem, strengths)
 
-    def store_vector(smem, x, target):
-        """[C] in layout ROW to memory."""
-        smem[...] = x
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, target)
+    def last_gate(step):
+        """That of a step's head."""
+        slot = slot_of(step)
+        if not sizes.packed:  # else waited for by the mask
+            plgpu.barrier_wait(gates.at[slot])
+        return g_smem[slot, CHUNK - 1]
 
-    def gate_gradient(place, head, is_last):
+    def inner_product(step):
+        """Sums of S dS over the columns of K, for the rows of a step."""
+        stage = lax.rem(step, state_stages)
+        plgpu.barrier_wait(states.at[stage])
+        product = dev.product(s_smem.at[stage, 0], transposed(s_smem.at[stage, 1]))
+        plgpu.commit_smem()  # every warp's product has ended before one of them loads the stage again
+        return dev.diagonal(product)
+
+    def gate_gradient(place, head, inner, is_last):
         """dg of a head to memory."""
         plgpu.barrier_wait(sums)
-        x_query, x_key, written, inner = (
-            plgpu.load(v, layout=COL)
-            for v in (x_dg_smem, x_key_smem, diagonal_written_smem, dbeta_inner_smem)
-        )
-        x, written = (along_columns(y + inner, CHUNK) for y in (x_query + x_key, written))
-        not_before = iota((CHUNK, CHUNK), 1) >= iota((CHUNK, CHUNK), 0)
-        dg = jnp.sum(jnp.where(not_before, x, written), axis=1)
-        plgpu.commit_smem()  # all threads have read x before one writes dg in its place
-        store_vector(x_dg_smem, dg, dg_gmem.at[place.visit, head])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        diagonal_smem[...] = inner  # in place of what has been read
+        plgpu.commit_smem()
+        inner = plgpu.load(diagonal_smem, layout=COL)
+        parts = ([plgpu.load(y.at[i], layout=COL) for i in range(K // WIDTH)] for y in (x_sums, l_sums))
+        not_before, before = (along_columns(sum(part, inner), CHUNK) for part in parts)
+        dg = jnp.sum(jnp.where(dev.row_minus_column() <= 0, not_before, before), axis=1)
+        plgpu.commit_smem()  # all loads have arrived
         pl.when(jnp.logical_not(is_last))(lambda: plgpu.barrier_arrive(scored))
+        dg_gmem.at[place.visit, head][...] = dg
 
-    @pl.when(wg == HELPER)
+    @pl.when(wg == COMPUTE)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
         loads = items * query_heads
         steps = loads * steps_per_load
-        # The query warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
+        # A compute warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
         ahead = min(token_stages - 1, v_tiles)
 
         pl.when(loads > 0)(lambda: load_qk(jnp.int32(0)))
@@ -349,9 +370,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                 pl.when(j < steps)(functools.partial(mask_tokens, jnp.int32(j)))
             pl.when(loads > 0)(lambda: mask_qk(jnp.int32(0)))
 
-        def step(i, _):
+        def step(i, carry):
+            inner, decay = carry
             if sizes.packed:
                 pl.when(i + ahead < steps)(lambda: mask_tokens(i + ahead))
+            is_first = lax.rem(i, v_tiles) == 0
+            decay = lax.cond(is_first, lambda: jnp.exp2(last_gate(i)), lambda: decay)
+            inner = jnp.where(is_first, 0.0, inner) + inner_product(i)
             plgpu.barrier_wait(consumed.at[lax.rem(i, state_stages)])
             pl.when(i + state_stages < steps)(lambda: load_states(i + state_stages))
             pl.when(i + token_stages < steps)(lambda: load_tokens(i + token_stages))
@@ -367,43 +392,29 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
                     if sizes.packed:
                         mask_qk(load)
 
-            pl.when(lax.rem(i + 1, v_tiles) == 0)(lambda: gate_gradient(*parts_of(i)[:2], i + 1 == steps))
-            if sizes.float16:  # the row is free: x has been read
-                is_next = (lax.rem(i + 1, v_tiles) == 0) & (i + 1 < steps)
-                pl.when(is_next)(lambda: load_beta(lax.div(i + 1, v_tiles)))
-            return ()
+            @pl.when(lax.rem(i + 1, v_tiles) == 0)
+            def _():
+                gate_gradient(*parts_of(i)[:2], inner * decay, i + 1 == steps)
+                if sizes.float16:
+                    pl.when(i + 1 < steps)(lambda: load_beta(lax.div(i + 1, v_tiles)))
 
-        lax.fori_loop(0, steps, step, ())
-        plgpu.wait_smem_to_gmem(0)
+            return inner, decay
 
-    # Both compute warpgroups
+        lax.fori_loop(0, steps, step, (zeros((WIDTH,), f32, ROW), jnp.float32(0.0)))
 
-    pn_tiles, pn_flat = pn_smem if sizes.packed else (pn_smem, None)  # the flat one for packed rows only
-    dq_tiles, dq_flat = dq_smem if sizes.packed else (dq_smem, None)
-    p_tile, n_tile = pn_tiles.at[0], pn_tiles.at[1]
+    # Compute warpgroups
 
-    def wait_tokens(step):
-        plgpu.barrier_wait((masked if sizes.packed else tokens).at[lax.rem(step, token_stages)])
+    out_tiles, out_flat = (
+        out_smem if sizes.packed else (out_smem, out_smem)
+    )  # the second one for packed rows only
 
-    def wait_states(step):
-        plgpu.barrier_wait(states.at[lax.rem(step, state_stages)])
+    def own_number():
+        """Number of this warpgroup, asked for inside the loop: addresses made of it then do not wait in registers."""
+        return lax.axis_index("wg").astype(jnp.int32)
 
-    def wait_qk(is_first):
-        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else qk))
-
-    def x_tiles(step):
-        """do, dv, u of a step."""
-        stage = lax.rem(step, token_stages)
-        return (x_smem.at[stage, i] for i in range(3))
-
-    def s_tiles(step):
-        """S, dS of a step."""
-        stage = lax.rem(step, state_stages)
-        return (s_smem.at[stage, i] for i in range(2))
-
-    def lift_of(place, query, e):
-        """None, or the exponent by which the scores of a head are lifted."""
-        return lift_gmem[place.visit, head_of(place, query, e)] if sizes.float16 else None
+    def own_columns():
+        """Its columns of K. With 64 of them both warpgroups make them, and one stores."""
+        return pl.ds(jnp.minimum(own_number(), K // WIDTH - 1) * WIDTH, WIDTH)
 
     def lifted(x, lift):
         return x if lift is None else x * jnp.exp2(lift)
@@ -411,48 +422,27 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def lowered(x, lift):
         return x if lift is None else x * jnp.exp2(-lift)
 
-    def times_beta(x, layout=ROW):
-        """A vector along the rows, or a matrix by its rows (ROW) or columns (COL), times beta."""
-        if beta_smem is None:
-            return x
-        beta = plgpu.load(beta_smem, layout=layout)
-        if x.ndim == 2:
-            beta = along_rows(beta, x.shape[1]) if layout == ROW else along_columns(beta, x.shape[0])
-        return x * beta
+    def times_beta(x):
+        """A vector along the rows times beta."""
+        return x * plgpu.load(beta_smem, layout=ROW) if sizes.float16 else x
 
-    def wait_beta():
-        if strengths is not None:
-            plgpu.barrier_wait(strengths)
+    def load(tile):
+        return dev.widen(plgpu.load(tile, layout=WGMMA))
 
     def release(step):
         dev.release(consumed.at[lax.rem(step, state_stages)])
 
-    def release_qk():
-        plgpu.commit_smem()  # q and k may still be on their way into registers
-        dev.release(used_qk)
-
-    def finish(running):
-        """Waits for all but the youngest products."""
-        if not interpreted:
-            plgpu.wgmma_wait(running)
-
-    def rowsum(tile, x):
-        """Sums over the columns of a tile times x."""
-        return jnp.sum(plgpu.load(tile, layout=WGMMA).astype(f32) * x, axis=1)
-
-    def store(place, head, x, target, tiles, flat):
-        """dq or dk to memory, 64 columns at a time."""
+    def store(place, head, x, target):
+        """The own columns of dq or dk to memory."""
+        wg, own = own_number(), own_columns()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         x = jnp.where(place.span.is_padding, 0.0, x).astype(dtype) if sizes.packed else x.astype(dtype)
-        parts = [(t, x[:, t * WIDTH : (t + 1) * WIDTH], pl.ds(t * WIDTH, WIDTH)) for t in range(K // WIDTH)]
-        row = place.span.row
+        row, tile = place.span.row, out_tiles.at[wg]
 
         def whole():
-            for t, part, _ in parts:
-                tiles.at[t][...] = part
+            tile[...] = x
             plgpu.commit_smem()
-            for t, _, columns in parts:
-                plgpu.copy_smem_to_gmem(tiles.at[t], target.at[row, place.tokens, head, columns])
+            plgpu.copy_smem_to_gmem(tile, target.at[row, place.tokens, head, own])
 
         if not sizes.packed:
             return whole()
@@ -460,190 +450,142 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         @pl.when(is_shared)
         def _():
-            for t, part, _ in parts:
-                store_any(flat.at[t], part)
+            flat, token = out_flat.at[wg], place.chunk * CHUNK
+            store_any(flat, x)
             plgpu.commit_smem()
-            token = place.chunk * CHUNK
-            for t, _, columns in parts:
-                destination = lambda r, columns=columns: target.at[row, token + r, head, columns]  # noqa: E731
-                store_rows(flat.at[t], destination, begin, end)
+            store_rows(flat, lambda r: target.at[row, token + r, head, own], begin, end)
 
         pl.when(jnp.logical_not(is_shared))(whole)
 
-    # Query warpgroup
-
-    def make_scores(first_step):
-        """dO u^T and dv u^T; G, Gamma and gl."""
-
-        def body(p, n):
-            for t in range(v_tiles):
-                wait_tokens(first_step + t)
-                do, dv, u = x_tiles(first_step + t)
-                dev.issue(p, do, transposed(u))
-                dev.issue(n, dv, transposed(u))
-            gates = g_smem.at[lax.rem(first_step, token_stages)]
-            g_rows, gamma = gamma_of(gates)
-            return dev.collect(p), dev.collect(n), g_rows, gamma, jnp.exp2(gates[CHUNK - 1])
-
-        accumulator = plgpu.ACC((CHUNK, CHUNK), f32)
-        return pl.run_scoped(body, accumulator, accumulator)
-
-    def read_states(first_step):
-        """dO S, and the sums of S dS over K and over tiles of V."""
+    def write_score(place, head, first_step, lift):
+        """dP or N of a head, for both warpgroups; G and the last gate."""
+        wg = own_number()
+        makes_dp = wg == 0
+        log2_scale = math.log2(abs(sizes.scale)) if sizes.scale else -math.inf
+        sign = math.copysign(1.0, sizes.scale)
 
         def body(acc):
-            inner = zeros((WIDTH,), f32, ROW)
             for t in range(v_tiles):
-                step = first_step + t
-                wait_states(step)
-                do, _, _ = x_tiles(step)
-                h, dh = s_tiles(step)
-                dev.issue(acc, do, h)
-                for column in range(0, K, WIDTH):
-                    part = (slice(None), slice(column, column + WIDTH))
-                    inner = inner + rowsum(h.at[part], plgpu.load(dh.at[part], layout=WGMMA).astype(f32))
-                finish(0)
-                plgpu.commit_smem()  # h and dh may still be on their way into registers
-                release(step)
-            return dev.collect(acc), inner
+                stage = lax.rem(first_step + t, token_stages)
+                plgpu.barrier_wait((masked if sizes.packed else tokens).at[stage])
+                dev.issue(acc, x_smem.at[stage, wg], transposed(x_smem.at[stage, 2]))
+            return dev.collect(acc)
 
-        return pl.run_scoped(body, plgpu.ACC((CHUNK, K), f32))
-
-    def query_step(place, head, first_step, dq, lift, is_first, is_last):
-        """dq with the part of one output head; its scores and sums for the others."""
-        p, n, g_rows, gamma, decay = make_scores(first_step)
-        wait_beta()
-        diagonal = times_beta(_diagonal(p) * sizes.scale)
-        write_strengths = _diagonal(n)
-        strictly_lower = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-        gamma = times_beta(lifted(jnp.where(strictly_lower, gamma, 0.0), lift), COL)
-        n = times_beta(n)
-        p, n = (p * (gamma * sizes.scale)).astype(dtype), (n * -gamma).astype(dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        score = pl.run_scoped(body, plgpu.ACC((CHUNK, CHUNK), f32))
+        slot = slot_of(first_step)
+        if not sizes.packed:
+            plgpu.barrier_wait(gates.at[slot])
+        g_rows, g_columns = (plgpu.load(g_smem.at[slot], layout=layout) for layout in (ROW, COL))
+        g_last = g_smem[slot, CHUNK - 1]
+        if sizes.float16:
+            plgpu.barrier_wait(strengths)
+        diagonal = dev.diagonal(score)
+        exponents = g_rows + jnp.where(makes_dp, log2_scale, 0.0)
+        if lift is not None:
+            exponents = exponents + lift
+        gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
+        score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
+        if sizes.float16:
+            factors = jnp.where(makes_dp, sign, -plgpu.load(beta_smem, layout=ROW))
+            score = (
+                score * along_rows(factors, CHUNK) * along_columns(plgpu.load(beta_smem, layout=COL), CHUNK)
+            )
+        else:
+            score = score * jnp.where(makes_dp, sign, -1.0)
+        score = score.astype(dtype)
         pl.when(first_step > 0)(lambda: plgpu.barrier_wait(scored))
-        p_tile[...] = p
-        n_tile[...] = n
-        diagonal_written_smem[...] = diagonal
-        store_vector(dbeta_inner_smem, write_strengths, dbeta_gmem.at[place.visit, head])
-        plgpu.barrier_arrive(scores)
+        score_smem.at[wg][...] = score
 
-        read, inner = read_states(first_step)
-        wait_qk(is_first)
-        start = read * along_rows(lifted(jnp.exp2(g_rows) * sizes.scale, lift), K)
-        (part,) = _accumulate(dev, [start], [(0, p_tile, k_smem)])
-        part = lowered(part, lift)
-        x_dg_smem[...] = rowsum(q_smem, part)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dbeta_inner_smem[...] = inner * decay
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(sums)
-        dq = dq + part + along_rows(diagonal, K) * plgpu.load(k_smem, layout=WGMMA).astype(f32)
-
-        @pl.when(is_last)
+        @pl.when(makes_dp)
         def _():
-            release_qk()
-            plgpu.barrier_arrive(attended)
+            diagonal_smem[...] = times_beta(diagonal * sizes.scale)
 
-        return dq
+        @pl.when(jnp.logical_not(makes_dp))
+        def _():
+            dbeta_gmem.at[place.visit, head][...] = diagonal
 
-    def query_item(n, _):
-        place = place_of(n)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scores)
+        return g_rows, g_last
 
-        def one_query(query, _):
-            load = n * query_heads + query
+    def over_states(first_step):
+        """u dS, dO S and dv S."""
+        own = own_columns()
 
-            def one(e, dq):
-                first_step = load * steps_per_load + e * v_tiles
-                is_first, is_last = e == 0, e == heads_per_query - 1
-                head, lift = head_of(place, query, e), lift_of(place, query, e)
-                return query_step(place, head, first_step, dq, lift, is_first, is_last)
-
-            dq = lax.fori_loop(0, heads_per_query, one, zeros((CHUNK, K), f32))
-            store(place, place.key_head * query_heads + query, dq, dq_gmem, dq_tiles, dq_flat)
-            return ()
-
-        return lax.fori_loop(0, query_heads, one_query, ())
-
-    # Key warpgroup
-
-    def over_v(first_step, dk, lift, is_first):
-        """dk + late, l, and lifted -D (dv S)."""
-
-        def body(late, read):
+        def body(late, read_q, read_k):
             for t in range(v_tiles):
                 step = first_step + t
-                wait_tokens(step)
-                wait_states(step)
-                _, dv, u = x_tiles(step)
-                h, dh = s_tiles(step)
+                token_stage, state_stage = lax.rem(step, token_stages), lax.rem(step, state_stages)
+                plgpu.barrier_wait(states.at[state_stage])
+                do, dv, u = (x_smem.at[token_stage, i] for i in range(3))
+                h, dh = (s_smem.at[state_stage, i, :, own] for i in range(2))
                 dev.issue(late, u, dh)
-                dev.issue(read, dv, h)
-                if t == min(state_stages, v_tiles) - 1:  # later tiles wait for the query warpgroup
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(first_step > 0)(lambda: plgpu.barrier_arrive(scored))
+                dev.issue(read_q, do, h)
+                dev.issue(read_k, dv, h)
                 if t > 0:
-                    finish(2)
+                    dev.finish(3)
                     release(step - 1)
-            gates = g_smem.at[lax.rem(first_step + v_tiles - 1, token_stages)]
-            g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
-            wait_beta()
-            decay = times_beta(lifted(-jnp.exp2(g_rows), lift))
-            wait_qk(is_first)
-            late = dev.collect(late, newer=1)
-            late = late * along_rows(times_beta(jnp.exp2(g_last - g_rows)), K)
-            written, with_late = rowsum(k_smem, late), dk + late
-            read = dev.collect(read) * along_rows(decay, K)
+            products = [dev.collect(x, newer) for newer, x in ((2, late), (1, read_q), (0, read_k))]
             release(first_step + v_tiles - 1)
-            return with_late, written, read
+            return products
 
-        accumulator = plgpu.ACC((CHUNK, K), f32)
-        return pl.run_scoped(body, accumulator, accumulator)
+        return pl.run_scoped(body, *[plgpu.ACC((CHUNK, WIDTH), f32)] * 3)
 
-    def key_step(first_step, dk, lift, is_first, is_last):
-        """dk with the part of one output head; its parts of x and l for the helper."""
-        dk, written, read = over_v(first_step, dk, lift, is_first)
+    def add_head(place, head, first_step, is_first, is_last, lift, dq, dk):
+        """dq and dk with the parts of one output head; its sums for the helper."""
+        g_rows, g_last = write_score(place, head, first_step, lift)
+        late, read_q, read_k = over_states(first_step)
+        wg, own = own_number(), own_columns()
+        zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
+        p_tile, n_tile = score_smem.at[zero], score_smem.at[zero + 1]
+        q_tile, k_tile = q_smem.at[:, own], k_smem.at[:, own]
+        pl.when(is_first)(lambda: plgpu.barrier_wait(masked_qk if sizes.packed else qk))
+        decay, since = jnp.exp2(g_rows), times_beta(jnp.exp2(g_last - g_rows))
+        written = jnp.sum(load(k_tile) * late, axis=1) * since
+        dk = dk + late * along_rows(since, WIDTH)
+        read_q = read_q * along_rows(lifted(decay * sizes.scale, lift), WIDTH)
+        read_k = read_k * along_rows(times_beta(lifted(-decay, lift)), WIDTH)
         plgpu.barrier_wait(scores)
-        (read,) = _accumulate(dev, [read], [(0, n_tile, k_smem)])
-        read = lowered(read, lift)
-        x, dk = rowsum(k_smem, read), dk + read
-        diagonal = along_rows(plgpu.load(diagonal_written_smem, layout=ROW), K)
-        dk = dk + diagonal * plgpu.load(q_smem, layout=WGMMA).astype(f32)
-        products = [(0, transposed(p_tile), q_smem), (0, transposed(n_tile), k_smem)]
-        (write,) = _accumulate(dev, [zeros((CHUNK, K), f32)], products)
-        write = lowered(write, lift)
-        x, dk = x - rowsum(k_smem, write), dk + write
-        pl.when(is_last)(release_qk)
-
-        x_key_smem[...] = x
-        diagonal_written_smem[...] = written
-        plgpu.commit_smem()
+        starts = [read_q, read_k, zeros((CHUNK, WIDTH), f32)]
+        by_rows = [(0, p_tile, k_tile), (1, n_tile, k_tile)]
+        by_columns = [(2, transposed(p_tile), q_tile), (2, transposed(n_tile), k_tile)]
+        read_q, read_k, write = (lowered(x, lift) for x in _accumulate(dev, starts, by_rows + by_columns))
+        diagonal = along_rows(plgpu.load(diagonal_smem, layout=ROW), WIDTH)
+        x = jnp.sum(load(k_tile) * (read_k - write), axis=1)
+        dq, dk = dq + read_q + diagonal * load(k_tile), dk + read_k + write
+        x, dk = x + jnp.sum(load(q_tile) * read_q, axis=1), dk + diagonal * load(q_tile)
+        x_sums.at[wg][...] = x
+        l_sums.at[wg][...] = written
+        plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
         plgpu.barrier_arrive(sums)
-        pl.when(is_last)(lambda: plgpu.barrier_wait(attended))
-        return dk
+        is_last_head = first_step + v_tiles == items * query_heads * steps_per_load
+        pl.when(jnp.logical_not(is_last_head))(lambda: plgpu.barrier_arrive(scored))
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(used_qk))
+        return dq, dk
 
-    def key_item(n, _):
+    def add_item(n, _):
         place = place_of(n)
+        stores = pl.when(own_number() == 0) if K == WIDTH else lambda f: f()
 
-        def one(e, dk):
-            rest = lax.rem(e, heads_per_query)
-            first_step = (n * query_heads * heads_per_query + e) * v_tiles
-            is_first, is_last = rest == 0, rest == heads_per_query - 1
-            return key_step(first_step, dk, lift_of(place, 0, e), is_first, is_last)
+        def add_query(query, dk):
+            def one(e, carry):
+                first_step = (n * query_heads + query) * steps_per_load + e * v_tiles
+                head = head_of(place, query, e)
+                lift = lift_gmem[place.visit, head] if sizes.float16 else None
+                return add_head(place, head, first_step, e == 0, e == heads_per_query - 1, lift, *carry)
 
-        dk = lax.fori_loop(0, query_heads * heads_per_query, one, zeros((CHUNK, K), f32))
-        store(place, place.key_head, dk, dk_gmem, pn_tiles, pn_flat)
+            dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), f32), dk))
+            stores(lambda: store(place, place.key_head * query_heads + query, dq, dq_gmem))
+            return dk
+
+        dk = lax.fori_loop(0, query_heads, add_query, zeros((CHUNK, WIDTH), f32))
+        stores(lambda: store(place, place.key_head, dk, dk_gmem))
         return ()
 
-    @pl.when(wg == QUERY)
-    def query():
-        plgpu.set_max_registers(config.query_registers, action="increase")
-        lax.fori_loop(0, items, query_item, ())
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(wg == KEY)
-    def key():
-        plgpu.set_max_registers(config.key_registers, action="increase")
-        lax.fori_loop(0, items, key_item, ())
+    @pl.when(wg < COMPUTE)
+    def compute():
+        plgpu.set_max_registers(config.compute_registers, action="increase")
+        lax.fori_loop(0, items, add_item, ())
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -710,7 +652,7 @@ def _call(
     q, k, _, _, _, h, _, _, beta, _ = inputs
     (B, T, Hk), Hq, (visits, HO, V) = k.shape[:3], q.shape[2], h.shape[:3]
     packed, float16 = tables is not None, beta is not None
-    config = config or Config.default(K, V, packed)
+    config = config or Config.default(K, V)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
     sizes = _Sizes(
@@ -752,25 +694,25 @@ def _call(
                 tiles(CHUNK, K),
                 tiles(config.token_stages, 3, CHUNK, WIDTH),
                 tiles(config.state_stages, 2, WIDTH, K),
-                tiles(2, CHUNK, CHUNK, flat=True),
-                tiles(K // WIDTH, CHUNK, WIDTH, flat=True),
-                plgpu.SMEM((4 + config.token_stages, CHUNK), f32),
+                tiles(COMPUTE, CHUNK, CHUNK),
+                tiles(COMPUTE, CHUNK, WIDTH, flat=True),
+                plgpu.SMEM((6 + config.heads(V), CHUNK), f32),
                 *([barriers(1)] * float16),
-                barriers(4, config.token_stages),
+                barriers(3, config.token_stages),
+                barriers(1, config.heads(V)),
                 barriers(2, config.state_stages),
                 barriers(2),
                 barriers(1, config.token_stages),
                 barriers(1),
-                barriers(2, config.state_stages),
-                barriers(2),
-                barriers(1),
-                barriers(2),
-                barriers(1),
-                barriers(2),
+                barriers(COMPUTE, config.state_stages),
+                barriers(COMPUTE),
+                barriers(COMPUTE),
+                barriers(COMPUTE),
+                barriers(COMPUTE + 1),
             ),
             grid=(config.ctas,),
             grid_names=("cta",),
-            num_threads=3,
+            num_threads=COMPUTE + 1,
             thread_name="wg",
             interpret=interpret,
             compiler_params=plgpu.CompilerParams(
