@@ -54,6 +54,7 @@ def gated_delta_rule(
     state_layout: str = "kv",
     chunk_size: int = 64,
     implementation: str | None = None,
+    backward_head_slices: int = 1,
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """The gated delta rule over whole sequences.
 
@@ -80,6 +81,9 @@ def gated_delta_rule(
         long rows in chunks of at most 32).
       implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
         supports the call on this device.
+      backward_head_slices: slices of the heads that the backward of "mosaic_gpu" works on one after the other, a
+        divisor of Hq, Hk and HV. More take less memory and more time, see `pallas_kernels.backward.Config`; what is
+        computed stays the same. The others ignore it.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is),
@@ -95,6 +99,7 @@ def gated_delta_rule(
     dims = _check(
         q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
     )
+    _check_head_slices(backward_head_slices, dims)
     supported = _supported(dims, q, g, beta, initial_state, chunk_size)
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
@@ -110,7 +115,7 @@ def gated_delta_rule(
     if implementation != "mosaic_gpu":
         options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
         return _run_xla(arrays, scale, options)
-    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known)
+    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known, backward_head_slices)
     if isinstance(scale, (int, float)):
         return _run_kernels(arrays, float(scale), options)
     o, final = _run_kernels(arrays, 1.0, options)
@@ -222,6 +227,7 @@ def supported_implementations(
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
     chunk_size: int = 64,
+    backward_head_slices: int = 1,
 ) -> dict[str, str | None]:
     """Which implementations can run a call of `gated_delta_rule` with these arguments on this device.
 
@@ -234,6 +240,7 @@ def supported_implementations(
       ValueError: an argument is wrong.
     """
     dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
+    _check_head_slices(backward_head_slices, dims)
     return _supported(dims, q, g, beta, initial_state, chunk_size)
 
 
@@ -244,6 +251,12 @@ def _check(
     check_choice("chunk_size", chunk_size, CHUNK_SIZES)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
+
+
+def _check_head_slices(slices: int, dims: Dims) -> None:
+    from pallas_kernels import backward
+
+    backward.check_head_slices("backward_head_slices", slices, dims)
 
 
 def _supported(dims: Dims, q, g, beta, initial_state, chunk_size: int) -> dict[str, str | None]:
@@ -277,6 +290,7 @@ class _Options(NamedTuple):
     chunk_size: int
     known_lengths: bytes | None = None
     """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
+    backward_head_slices: int = 1
 
 
 def _known_lengths(cu_seqlens: jax.Array | np.ndarray | None) -> bytes | None:
@@ -369,7 +383,10 @@ def _run_kernels_bwd(scale: float, options: _Options, saved, cotangents):
     if options.use_qk_l2norm:
         (q, k), through_norm = jax.vjp(_normalized, q, k)
     primals = (q, k, x.v, x.g, x.beta, x.initial_state)
-    out = backward.backward(*primals, residuals, do, dfinal, scale=scale, **_kernel_options(x, options))
+    config = backward.Config(head_slices=options.backward_head_slices)
+    out = backward.backward(
+        *primals, residuals, do, dfinal, scale=scale, config=config, **_kernel_options(x, options)
+    )
     if through_norm is not None:
         dq, dk = through_norm((out.dq, out.dk))
         out = out._replace(dq=dq, dk=dk)

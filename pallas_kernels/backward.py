@@ -6,11 +6,13 @@
 The part in brackets runs where the forward cut the sequences into segments and that pays here too: it finds the
 adjoint at the end of every segment, with what the forward found a segment to do to a state.
 
-Memory: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u, V for each token and head.
+Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u and dv, V each
+for each token and head. With Config.head_slices that is needed for one slice of the heads at a time.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,7 @@ from pallas_kernels.gradients import BETA_FLOOR, MAX_LIFT, gradients
 from pallas_kernels.segment_states import segment_states
 from pallas_kernels.spans import VisitTables
 from pallas_kernels.state_adjoints import Items, segment_adjoints, state_adjoints
-from pallas_kernels.work_split import segments_pay, work_of
+from pallas_kernels.work_split import chain_warpgroups, segments_pay, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +39,15 @@ class Config:
 
     segments: bool | None = None
     """Whether the chains are cut into segments, where the forward's were."""
-    state_warpgroups: int = 1
-    """64-row tiles of the state in one CTA of the chains, 1 or 2. Two take no less time, not even where the tiles of
-    all heads fill the GPU several times: 0.838 and 0.828 ms (H200, 2026-11-21, 32 heads, 4096x8)."""
+    state_warpgroups: int | None = None
+    """64-row tiles of the state in one CTA of the chains, 1 or 2."""
+    head_slices: int = 1
+    """Slices of the heads that are worked on one after the other: less memory for more time. Heads are independent,
+    so results keep their bits (where segments are chosen alike: whether they pay depends on the heads of a slice).
+    A slice's inputs and results are copied: together 10 K bytes for each token and query or key head are read and
+    written, 14 V + 300 for each token and output head (16 bits, HV = HO), however many slices there are. The copies
+    lie beside the states while a slice runs, so that two slices hardly take less than one, four about half of it.
+    Slices of too few heads to fill the GPU cost more time than the copies."""
     chains: chains_kernel.Config | None = None
     gradients: gradients_kernel.Config | None = None
 
@@ -66,6 +74,15 @@ def backward_supported(dims: Dims, *, packed: bool = False) -> str | None:
     if chunks * dims.HO * round_up(dims.K, GRANULE) * round_up(dims.V, GRANULE) >= 2**40:
         return "the states of all chunks are larger than the offsets of a bulk copy"
     return None
+
+
+def check_head_slices(name: str, slices: int, dims: Dims) -> None:
+    """Raises ValueError unless every head count is a multiple of slices, so that no two slices share a head."""
+    heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
+    if not isinstance(slices, int) or slices < 1 or heads % slices:
+        raise ValueError(
+            f"{name}: expected an integer that divides gcd(Hq, Hk, HV) = {heads}, got {slices!r}"
+        )
 
 
 def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
@@ -144,15 +161,21 @@ def backward(
     if cu_seqlens is not None:
         starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
         tables = visit_tables(starts, round_up(T, 8))
-    if residuals.segments is not None and config.segments is None:
-        (Hk, K), Hq, (HV, V), HO = k.shape[2:], q.shape[2], v.shape[2:], do.shape[2]
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
-        work = work_of(dims, cu_seqlens is not None, known)
-        length: Any = residuals.segments.split.segment_chunks
-        config = dataclasses.replace(config, segments=segments_pay(dims, round_up(V, GRANULE), work, length))
+    (Hk, K), Hq, (HV, V), HO = k.shape[2:], q.shape[2], v.shape[2:], do.shape[2]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
+    check_head_slices("config.head_slices", config.head_slices, dims)
+    Hq, Hk, HV, HO = (heads // config.head_slices for heads in (Hq, Hk, HV, HO))
+    dims = dims._replace(Hq=Hq, Hk=Hk, HV=HV, HO=HO)
+    work, K64, V64 = work_of(dims, cu_seqlens is not None, known), round_up(K, GRANULE), round_up(V, GRANULE)
+    length: Any = None if residuals.segments is None else residuals.segments.split.segment_chunks
+    if length is not None and config.segments is None:
+        config = dataclasses.replace(config, segments=segments_pay(dims, V64, work, length))
+    if config.state_warpgroups is None:
+        warpgroups = chain_warpgroups(dims, K64, V64, work, length if config.segments else None)
+        config = dataclasses.replace(config, state_warpgroups=warpgroups)
     static = _Static(float(scale), state_layout == "kv", config, interpret)
-    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
+    run = _compiled if interpret is None else _run_slices  # the interpreter hangs inside a compiled function
     return run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
 
 
@@ -185,7 +208,8 @@ def _run(
         beta_t = residuals.beta_t
         beta_t = jnp.where((beta_t > BETA_FLOOR) & (beta_t < jnp.inf), beta_t, BETA_FLOOR)
         lift = _lift(residuals.g2_cum, tables, T)
-    config = static.config.chains or chains_kernel.Config.default(K64, static.config.state_warpgroups)
+    warpgroups: Any = static.config.state_warpgroups
+    config = static.config.chains or chains_kernel.Config.default(K64, warpgroups)
     chain_options = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
@@ -262,7 +286,47 @@ def _run(
     )
 
 
-_compiled = jax.jit(_run, static_argnums=0)
+def _run_slices(
+    static: _Static, q, k, v, g, beta, initial_state, residuals: Residuals, do, dfinal, segment_ids, tables
+) -> Cotangents:
+    """_run for one slice of the heads after another, in a loop: the next one's states take the last one's place."""
+    slices = static.config.head_slices
+    if slices == 1:
+        return _run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
+
+    def cut(i, axis: int, arrays) -> Any:
+        """Slice i of arrays whose heads lie along an axis."""
+
+        def one(x):
+            size = x.shape[axis] // slices
+            return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+        return jax.tree.map(one, arrays)
+
+    def paste(i, axis: int, arrays, parts) -> Any:
+        def one(x, part):
+            return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
+
+        return jax.tree.map(one, arrays, parts)
+
+    def step(i, out: Cotangents) -> Cotangents:
+        tokens, states = functools.partial(cut, i, 2), functools.partial(cut, i, 1)
+        segments = residuals.segments
+        if segments is not None:
+            segments = segments._replace(starts=states(segments.starts), m_t=states(segments.m_t))
+        saved = Residuals._make((*states(residuals[:3]), segments))
+        q_i, k_i, v_i, g_i, beta_i, do_i = tokens((q, k, v, g, beta, do))
+        start, end = states((initial_state, dfinal))
+        part = _run(static, q_i, k_i, v_i, g_i, beta_i, start, saved, do_i, end, segment_ids, tables)
+        return Cotangents._make((*paste(i, 2, out[:5], part[:5]), paste(i, 1, out.dh_0, part.dh_0)))
+
+    zeros = jax.tree.map(jnp.zeros_like, Cotangents(q, k, v, g, beta, initial_state))
+    if static.interpret is None:
+        return lax.fori_loop(0, slices, step, zeros)
+    return functools.reduce(lambda out, i: step(i, out), range(slices), zeros)
+
+
+_compiled = jax.jit(_run_slices, static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
 
 

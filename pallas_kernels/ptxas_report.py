@@ -196,6 +196,8 @@ CASES = {
     "chains, segments": functools.partial(chains_case, segments=True),
     "chains, packed segments": functools.partial(chains_case, segments=True, packed=True),
     "segment adjoints": functools.partial(chains_case, segments=True, both=False),
+    "segment adjoints, full head": functools.partial(chains_case, segments=True, both=False, warpgroups=2),
+    "chains, full head, packed": functools.partial(chains_case, warpgroups=2, packed=True),
     "segment adjoints, packed": functools.partial(chains_case, segments=True, packed=True, both=False),
     "chains, K 256": functools.partial(chains_case, K=256),
     "chains, float16": functools.partial(chains_case, dtype=jnp.float16),

@@ -307,7 +307,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
         def prepare_p(qk):
             q_tile, k_tile = kq_smem.at[stage, CHUNK : 2 * CHUNK], kq_smem.at[stage, 0:CHUNK]
             qk = dev.issue(qk, q_tile, transposed(k_tile))
-            g_rows, gamma = gamma_of(g, math.log2(sizes.scale) - t_log2)
+            g_rows, gamma = gamma_of(dev, g, math.log2(sizes.scale) - t_log2)
             prepare_vectors(stage, g_rows)
             p = dev.collect(qk) * gamma
             if sizes.normalize:

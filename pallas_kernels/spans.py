@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.common import CHUNK, COL, ROW, WGMMA, along_columns, along_rows, iota
+from pallas_kernels.common import CHUNK, COL, ROW, WGMMA, Device, along_columns, along_rows, iota
 
 
 class VisitTables(NamedTuple):
@@ -114,12 +114,11 @@ def keep_owned_factors(smem, begin, end) -> None:
     smem[...] = jnp.where((row >= begin) & (row < end), x, 0.0)
 
 
-def gamma_of(g_smem, log2_factor: float = 0.0) -> tuple[jax.Array, jax.Array]:
+def gamma_of(dev: Device, g_smem, log2_factor: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """G in layout ROW, and factor Gamma [C, C]: 2^(G_i - G_j) for i >= j, 0 above."""
-    shape = (CHUNK, CHUNK)
     g_rows, g_columns = plgpu.load(g_smem, layout=ROW), plgpu.load(g_smem, layout=COL)
     difference = along_rows(g_rows + log2_factor, CHUNK) - along_columns(g_columns, CHUNK)
-    return g_rows, jnp.where(iota(shape, 0) >= iota(shape, 1), jnp.exp2(difference), 0.0)
+    return g_rows, jnp.where(dev.row_minus_column() >= 0, jnp.exp2(difference), 0.0)
 
 
 def store_rows(source_smem, destination, begin, end) -> None:

@@ -26,19 +26,20 @@ ds1 for the last segment of a sequence, from zeros for the others.
 Threads (warpgroups): the first ones hold S or dS in registers; the last one, the helper, loads everything by bulk
 copies and makes P, D and Dr for the next chunk.
 
-| barrier   | arrives                                  | waits                                            |
-|-----------|------------------------------------------|--------------------------------------------------|
-| loaded    | bulk copies of k, T, gates, v or do, beta | helper; state warpgroups unless rows are packed  |
-| loaded_q  | bulk copy of q (adjoints only)           | helper                                           |
-| prepared  | helper: P, D and Dr are written          | state warpgroups                                 |
-| consumed  | each state warpgroup: stage read         | helper, before it loads the stage again          |
+| barrier   | arrives                                  | waits                                             |
+|-----------|------------------------------------------|---------------------------------------------------|
+| loaded_k  | bulk copies of k and gates               | helper; state warpgroups unless rows are packed   |
+| loaded_q  | bulk copy of q (adjoints only)           | helper                                            |
+| loaded    | bulk copies of T, v or do, beta          | state warpgroups; the helper if rows are packed   |
+| prepared  | helper: P, D and Dr are written          | state warpgroups                                  |
+| consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32,
 t [B, HO, NT C, C], beta [B, HO, NT C] f32 (float16), s0 and ds1 [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32
 (optional), tables int32 (packed rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: S before and dS after each chunk; u [visits, HO, C, V]; dv [B, T, HO, V];
 ds0 [N, HO, V, K] or [.., K, V] f32 (optional). Of segment_adjoints: n [items, HO, V, K] f32.
-Shared memory: Config.smem_bytes, 179 KB at K = V = 128 with two state warpgroups and two stages.
+Shared memory: Config.smem_bytes, 212 KB at K = V = 128 with two state warpgroups.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64; T a multiple of 8.
 Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
 512 for two), or the kernel waits for ever.
@@ -100,28 +101,30 @@ class Config:
     """How the chains run, not what they compute."""
 
     state_warpgroups: int = 2
-    """1 or 2. Two share a head's q, k, a and gates; one gives twice the CTAs."""
+    """1 or 2. Two share a head's q, k, T and gates; one gives twice the CTAs."""
     stages: int = 2
-    """Chunks in flight."""
+    """Chunks of v or do, T and what the helper makes of a chunk in flight."""
+    key_stages: int = 3
+    """Chunks of q, k and gates in flight. One more than the others, and P is made a chunk ahead of its use."""
     state_in_smem: bool = False
     """Whether S rounded is an operand in shared memory, not registers: needed for K > 128."""
-    helper_registers: int = 88
-    state_registers: int = 208
+    helper_registers: int = 72
+    state_registers: int = 216
     auto_barriers: bool = False
     """Lets Pallas put a barrier around every access to shared memory: slower, never needed here."""
 
     def smem_bytes(self, K: int) -> int:
         """Shared memory of a CTA."""
         rows = ROWS * self.state_warpgroups
-        stage = 2 * CHUNK * (2 * K + rows + 2 * CHUNK) + 4 * 4 * CHUNK
-        return self.stages * stage + 2 * rows * (K + CHUNK) + 1024
+        keys, others = 2 * CHUNK * 2 * K + 4 * CHUNK, 2 * CHUNK * (rows + 2 * CHUNK) + 4 * 3 * CHUNK
+        return self.key_stages * keys + self.stages * others + 2 * rows * (K + CHUNK) + 4096
 
     @classmethod
     def default(cls, K: int, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K needs."""
-        registers = {1: (208, 232 if K <= 128 else 240), 2: (88, 208)}[state_warpgroups]
-        for stages in (4, 3, 2, 1):
-            config = cls(state_warpgroups, stages, K > 128, *registers)
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (72, 216)}[state_warpgroups]
+        for stages, key_stages in ((4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
+            config = cls(state_warpgroups, stages, key_stages, K > 128, *registers)
             if config.smem_bytes(K) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -216,10 +219,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     q_smem, k_smem, x_smem, t_smem, p_smem, s_smem, out_smem = refs[:7]
     g_smem, d_smem, dr_smem = refs[7:10]
     beta_smem: Any = None if beta_gmem is None else refs[10]
-    loaded, loaded_q, prepared, consumed = refs[-4:]
+    loaded, loaded_k, loaded_q, prepared, consumed = refs[-5:]
 
     dev, dtype, f32 = Device(interpreted), k_gmem.dtype, jnp.float32
-    stages, num_state, K = config.stages, config.state_warpgroups, sizes.K
+    stages, key_stages, num_state, K = config.stages, config.key_stages, config.state_warpgroups, sizes.K
     columns = num_state * ROWS
 
     # The adjoints come first: their chunks take longer.
@@ -245,85 +248,106 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def visit_of(i):
         return span.first_visit + jnp.where(adjoint, chunks - 1 - i, i)
 
-    def first_gate(i, stage):
+    def first_gate(i, key_stage):
         """Gate of the item's first token in a chunk."""
-        return g_smem[stage, owned_rows(span, chunk_of(i))[0] if sizes.packed else 0]
+        return g_smem[key_stage, owned_rows(span, chunk_of(i))[0] if sizes.packed else 0]
 
     # Helper
 
-    def load(i, stage):
-        tokens = pl.ds(chunk_of(i) * CHUNK, CHUNK)
+    def load_keys(i):
+        """q, k and gates of a chunk."""
+        tokens, stage = pl.ds(chunk_of(i) * CHUNK, CHUNK), lax.rem(i, key_stages)
+        k_source = k_gmem.at[span.row, tokens, head_of(sizes.Hk)]
+        plgpu.copy_gmem_to_smem(k_source, k_smem.at[stage], loaded_k.at[stage])
+        plgpu.copy_gmem_to_smem(g_gmem.at[span.row, head, tokens], g_smem.at[stage], loaded_k.at[stage])
+
+        @pl.when(adjoint)
+        def _():
+            q_source = q_gmem.at[span.row, tokens, head_of(sizes.Hq)]
+            plgpu.copy_gmem_to_smem(q_source, q_smem.at[stage], loaded_q.at[stage])
+
+    def load_others(i):
+        """v or do, T and beta of a chunk."""
+        tokens, stage = pl.ds(chunk_of(i) * CHUNK, CHUNK), lax.rem(i, stages)
         own_columns = pl.ds(tile * columns, columns)
 
-        def copy(source, destination, barrier=loaded):
-            plgpu.copy_gmem_to_smem(source, destination, barrier.at[stage])
+        def copy(source, destination):
+            plgpu.copy_gmem_to_smem(source, destination, loaded.at[stage])
 
-        copy(k_gmem.at[span.row, tokens, head_of(sizes.Hk)], k_smem.at[stage])
         copy(t_gmem.at[span.row, head, tokens], t_smem.at[stage])
-        copy(g_gmem.at[span.row, head, tokens], g_smem.at[stage])
         if beta_gmem is not None:
             copy(beta_gmem.at[span.row, head, tokens], beta_smem.at[stage])
 
         @pl.when(adjoint)
         def _():
             copy(do_gmem.at[span.row, tokens, head, own_columns], x_smem.at[stage])
-            copy(q_gmem.at[span.row, tokens, head_of(sizes.Hq)], q_smem.at[stage], loaded_q)
 
         @pl.when(jnp.logical_not(adjoint) if both else False)
         def _():
             copy(v_gmem.at[span.row, tokens, head_of(sizes.HV), own_columns], x_smem.at[stage])
 
-    def replace_foreign_tokens(i, stage):
+    def replace_foreign_tokens(i, stage, key_stage):
         begin, end, is_shared = owned_rows(span, chunk_of(i))
 
         @pl.when(is_shared)
         def _():
-            for ref in (k_smem, x_smem, t_smem):
-                keep_owned_rows(ref.at[stage], begin, end)
-            pl.when(adjoint)(lambda: keep_owned_rows(q_smem.at[stage], begin, end))
+            for tile in (k_smem.at[key_stage], x_smem.at[stage], t_smem.at[stage]):
+                keep_owned_rows(tile, begin, end)
+            pl.when(adjoint)(lambda: keep_owned_rows(q_smem.at[key_stage], begin, end))
             keep_owned_columns(t_smem.at[stage], begin, end)
-            keep_owned_gates(g_smem.at[stage], begin, end)
+            keep_owned_gates(g_smem.at[key_stage], begin, end)
             plgpu.commit_smem()
 
-    def prepare(i, stage):
-        g_rows = plgpu.load(g_smem.at[stage], layout=ROW)
+    def prepare(i, stage, key_stage):
+        gates = g_smem.at[key_stage]
+        g_rows = plgpu.load(gates, layout=ROW)
         exponents = g_rows
         if sizes.float16:  # 0 before the first token, which may not be the item's
-            exponents = jnp.minimum(g_rows - jnp.where(adjoint, first_gate(i, stage), 0.0), 0.0)
+            exponents = jnp.minimum(g_rows - jnp.where(adjoint, first_gate(i, key_stage), 0.0), 0.0)
         d_smem.at[stage][...] = jnp.exp2(exponents)
-        dr_smem.at[stage][...] = jnp.exp2(g_smem[stage, CHUNK - 1] - g_rows)
+        dr_smem.at[stage][...] = jnp.exp2(gates[CHUNK - 1] - g_rows)
+
+        def scores(acc):
+            acc = dev.issue(acc, q_smem.at[key_stage], transposed(k_smem.at[key_stage]))
+            _, gamma = gamma_of(dev, gates, math.log2(sizes.scale))
+            return (dev.collect(acc) * lax.optimization_barrier(gamma)).astype(dtype)
 
         @pl.when(adjoint)
         def _():
-            p = dev.product(q_smem.at[stage], transposed(k_smem.at[stage]))
-            _, gamma = gamma_of(g_smem.at[stage], math.log2(sizes.scale))
-            p_smem.at[stage][...] = (p * gamma).astype(dtype)
+            p_smem.at[stage][...] = pl.run_scoped(scores, plgpu.ACC((CHUNK, CHUNK), f32))
 
     @pl.when(wg == num_state)
     def helper():
         plgpu.set_max_registers(config.helper_registers, action="decrease")
-        for j in range(max(stages - 1, 1)):
-            pl.when(j < chunks)(functools.partial(load, jnp.int32(j), j))
+        for count, load in ((key_stages, load_keys), (stages, load_others)):
+            for j in range(count):
+                pl.when(j < chunks)(functools.partial(load, jnp.int32(j)))
+        lag = int(
+            stages > 1
+        )  # with one stage it waits for the chunk that it has prepared, else for the one before
 
         def step(i, _):
-            stage, previous = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
-            plgpu.barrier_wait(loaded.at[stage])
-            pl.when(adjoint)(lambda: plgpu.barrier_wait(loaded_q.at[stage]))
+            stage, key_stage = lax.rem(i, stages), lax.rem(i, key_stages)
+            plgpu.barrier_wait(loaded_k.at[key_stage])
+            pl.when(adjoint)(lambda: plgpu.barrier_wait(loaded_q.at[key_stage]))
             if sizes.packed:
-                replace_foreign_tokens(i, stage)
-            prepare(i, stage)
+                plgpu.barrier_wait(loaded.at[stage])
+                replace_foreign_tokens(i, stage, key_stage)
+            prepare(i, stage, key_stage)
             plgpu.commit_smem()
             plgpu.barrier_arrive(prepared.at[stage])
-            if stages > 1:
-                pl.when(i >= 1)(lambda: plgpu.barrier_wait(consumed.at[previous]))
-                pl.when(i + stages - 1 < chunks)(lambda: load(i + stages - 1, previous))
-            else:
-                plgpu.barrier_wait(consumed.at[stage])
-                pl.when(i + 1 < chunks)(lambda: load(i + 1, stage))
+
+            @pl.when(i >= lag)
+            def _():
+                done = i - lag
+                plgpu.barrier_wait(consumed.at[lax.rem(done, stages)])
+                pl.when(done + key_stages < chunks)(lambda: load_keys(done + key_stages))
+                pl.when(done + stages < chunks)(lambda: load_others(done + stages))
+
             return ()
 
         lax.fori_loop(0, chunks, step, ())
-        if stages > 1:
+        if lag:
             pl.when(chunks > 0)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(chunks - 1, stages)]))
 
     # State warpgroups
@@ -393,16 +417,15 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         lax.fori_loop(0, span.num_chunks, clear, ())
 
     def walk(start, step):
-        """Repeats s <- step(i, stage, s, s as operand) over the chunks."""
+        """Repeats s <- step(i, stage, key_stage, s) over the chunks."""
 
-        def one(i, carry):
-            s, operand = carry
+        def one(i, s):
             stage = lax.rem(i, stages)
-            s = step(i, stage, s, s_tile if config.state_in_smem else operand)
+            s = step(i, stage, lax.rem(i, key_stages), s)
             dev.release(consumed.at[stage])
-            return s, s.astype(dtype)
+            return s
 
-        return lax.fori_loop(0, chunks, one, (start, start.astype(dtype)))[0]
+        return lax.fori_loop(0, chunks, one, start)
 
     def vector(smem, stage):
         return along_columns(plgpu.load(smem.at[stage], layout=COL), ROWS)
@@ -417,32 +440,46 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     def x_tile(stage):
         return transposed(x_smem.at[stage, :, pl.ds(wg * ROWS, ROWS)])
 
-    def state_step(i, stage, s, rounded):
-        k_tile = k_smem.at[stage]
-        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+    accumulator = plgpu.ACC((ROWS, CHUNK), f32)
+
+    def wait_loaded(stage, key_stage):
+        if sizes.packed:
+            return plgpu.barrier_wait(prepared.at[stage])
+        plgpu.barrier_wait(loaded_k.at[key_stage])
+        plgpu.barrier_wait(loaded.at[stage])
+
+    def times_keys(product, i, k_tile, s, destination):
+        """S K^T, issued; S leaves for memory."""
+        rounded = s.astype(dtype)
+        if config.state_in_smem:
+            store_state(i, rounded, destination)
+            return dev.issue(product, s_tile, transposed(k_tile))
+        product = dev.issue(product, rounded, transposed(k_tile))
+        if both:
+            store_state(i, rounded, destination)
+        return product
+
+    def state_step(i, stage, key_stage, s):
+        k_tile = k_smem.at[key_stage]
+        wait_loaded(stage, key_stage)
 
         def solve(read):
-            if config.state_in_smem:
-                store_state(i, s.astype(dtype), h_gmem)
-                read = dev.issue(read, s_tile, transposed(k_tile))
-            else:
-                read = dev.issue(read, rounded, transposed(k_tile))
-                store_state(i, rounded, h_gmem)
+            read = times_keys(read, i, k_tile, s, h_gmem)
             v_t = plgpu.load(x_tile(stage), layout=WGMMA)
             if not sizes.packed:
                 plgpu.barrier_wait(prepared.at[stage])
             d = vector(d_smem, stage)
             return (v_t.astype(f32) - d * dev.collect(read)).astype(dtype)
 
-        w = pl.run_scoped(solve, plgpu.ACC((ROWS, CHUNK), f32))
+        w = pl.run_scoped(solve, accumulator)
 
         def correct(u):
             u = dev.issue(u, w, transposed(t_smem.at[stage]))
             dr = vector(dr_smem, stage)
-            decayed = lax.optimization_barrier(s * jnp.exp2(g_smem[stage, CHUNK - 1]))
+            decayed = lax.optimization_barrier(s * jnp.exp2(g_smem[key_stage, CHUNK - 1]))
             return over_t_factor(dev.collect(u)), dr, decayed
 
-        u, dr, decayed = pl.run_scoped(correct, plgpu.ACC((ROWS, CHUNK), f32))
+        u, dr, decayed = pl.run_scoped(correct, accumulator)
 
         def write(add):
             add((u * dr).astype(dtype), k_tile)
@@ -450,40 +487,35 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
         return accumulate_while(dev, decayed, write)
 
-    def adjoint_step(i, stage, s, rounded):
-        k_tile, q_tile = k_smem.at[stage], q_smem.at[stage]
-        plgpu.barrier_wait(prepared.at[stage] if sizes.packed else loaded.at[stage])
+    def adjoint_step(i, stage, key_stage, s):
+        k_tile, q_tile = k_smem.at[key_stage], q_smem.at[key_stage]
+        wait_loaded(stage, key_stage)
+        if not sizes.packed:
+            plgpu.barrier_wait(prepared.at[stage])
 
-        def solve(late, attended):
-            if config.state_in_smem:
-                store_state(i, s.astype(dtype), dh_gmem)
-                late = dev.issue(late, s_tile, transposed(k_tile))
-            else:
-                late = dev.issue(late, rounded, transposed(k_tile))
-                if both:
-                    store_state(i, rounded, dh_gmem)
-            if not sizes.packed:
-                plgpu.barrier_wait(prepared.at[stage])
+        def solve(attended, late, dv):
             attended = dev.issue(attended, x_tile(stage), p_smem.at[stage])
+            late = times_keys(late, i, k_tile, s, dh_gmem)
+            d, dr = lax.optimization_barrier((vector(d_smem, stage), vector(dr_smem, stage)))
             do_t = plgpu.load(x_tile(stage), layout=WGMMA).astype(f32)
-            do_scaled = (do_t * (vector(d_smem, stage) * sizes.scale)).astype(dtype)
-            first = first_gate(i, stage) if sizes.float16 else None
-            g_last = g_smem[stage, CHUNK - 1]
-            decayed = s * jnp.exp2(g_last if first is None else g_last - first)
+            do_scaled = (do_t * (d * sizes.scale)).astype(dtype)
+            first = first_gate(i, key_stage) if sizes.float16 else None
+            g_last = g_smem[key_stage, CHUNK - 1]
+            decay = jnp.exp2(g_last if first is None else g_last - first)
+            z = dev.collect(late) * dr + dev.collect(attended)
+            dv = dev.issue(dv, z.astype(dtype), t_smem.at[stage])
 
             def write(add):
                 add(do_scaled, q_tile)
-                z = dev.collect(late, 2) * vector(dr_smem, stage) + dev.collect(attended, 1)
-                dv = over_t_factor(dev.product(z.astype(dtype), t_smem.at[stage]))
-                add((dv * -vector(d_smem, stage)).astype(dtype), k_tile)
+                dv_t = over_t_factor(dev.collect(dv, 1))
+                add((dv_t * -d).astype(dtype), k_tile)
                 if both:
-                    store_dv(chunk_of(i), over_beta(dv, stage).astype(dtype))
+                    store_dv(chunk_of(i), over_beta(dv_t, stage).astype(dtype))
 
-            before = accumulate_while(dev, decayed, write)
+            before = accumulate_while(dev, lax.optimization_barrier(s * decay), write)
             return before if first is None else before * jnp.exp2(first)
 
-        accumulator = plgpu.ACC((ROWS, CHUNK), f32)
-        return pl.run_scoped(solve, accumulator, accumulator)
+        return pl.run_scoped(solve, *[accumulator] * 3)
 
     @pl.when((wg < num_state) & jnp.logical_not(adjoint) if both else False)
     def states():
@@ -601,7 +633,7 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     visits = B * -(-T // CHUNK) if tables is None else tables.sequence.shape[0]
     config = config or Config.default(K, 1)
-    n, stages = config.state_warpgroups, config.stages
+    n, stages, key_stages = config.state_warpgroups, config.stages, config.key_stages
     if both and (beta is None) == (k.dtype == jnp.float16):
         raise ValueError(f"beta: expected for float16 only, got {type(beta).__name__} for {k.dtype}")
     if V % (ROWS * n):
@@ -648,16 +680,18 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
         out_type=tuple(out_type),
         scratch_types=(
-            tiles(stages, CHUNK, K),
-            tiles(stages, CHUNK, K),
+            tiles(key_stages, CHUNK, K),
+            tiles(key_stages, CHUNK, K),
             tiles(stages, CHUNK, ROWS * n),
             tiles(stages, CHUNK, CHUNK),
             tiles(stages, CHUNK, CHUNK),
             tiles(ROWS * n, K),
             out_tile,
-            *[vectors] * (3 + has_beta),
-            plgpu.Barrier(num_arrivals=4 + has_beta, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            plgpu.SMEM((key_stages, CHUNK), f32),
+            *[vectors] * (2 + has_beta),
+            plgpu.Barrier(num_arrivals=2 + has_beta, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=key_stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=key_stages),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=n, num_barriers=stages),
         ),

@@ -34,6 +34,13 @@ CHAIN_STEP, CHAIN_FILL = 1.6, 4.0
 """Microseconds of one chunk of either chain with one state warpgroup, and what each wave of CTAs adds (H200,
 2026-11-21, K = V = 128)."""
 
+PAIR_STEP = 2.03
+"""Microseconds of one chunk of either chain with two state warpgroups and an idle GPU around (H200, 2026-11-21)."""
+
+CHAIN_RATE = 1.56
+"""Microseconds of an SM for one chunk of 64 rows of either chain, when all SMs are busy: memory binds them then, with
+one state warpgroup as with two (H200, 2026-11-21, 32 heads, 4096x8: 0.774 and 0.744 ms)."""
+
 ADJOINTS_STEP = 1.4
 """The same of a chunk of segment_adjoints: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
 
@@ -152,3 +159,22 @@ def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS
     chains = makespan(items, 2 * item_counts * tiles, CHAIN_STEP, CHAIN_FILL, sms)
     whole = makespan(values, 2 * counts * tiles, CHAIN_STEP, CHAIN_FILL, sms)
     return ends + walk + ADJOINTS_LAUNCHES + chains < whole
+
+
+def chain_warpgroups(dims: Dims, K: int, V: int, work: Work, length: int | None, sms: int = NUM_SMS) -> int:
+    """State warpgroups of a CTA of the chains: two where the CTAs then still fill the GPU more than once, and where
+    the longest item does not take longer for it than all of them do.
+
+    Args:
+      K, V: padded widths.
+      work: of `work_of`.
+      length: chunks of a segment; None for whole sequences.
+    """
+    if V % (2 * GRANULE) or K > 128:
+        return 1
+    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
+    if length is not None:
+        values, counts, _ = cut(values, counts, length)
+    rows = 2 * dims.HO * V // GRANULE  # of both chains
+    pairs, chunks = int(counts.sum()) * rows // 2, float((values * counts).sum()) * rows
+    return 2 if pairs > sms and values.max() * PAIR_STEP < chunks * CHAIN_RATE / sms else 1

@@ -1,6 +1,7 @@
 """The backward kernels without a GPU: they lower, and every gradient is right and free of races, interpreted."""
 
 import dataclasses
+import functools
 
 import cases
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
+import gdn_jax
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn, work_split
@@ -200,6 +202,11 @@ def test_gradients_in_the_interpreter(case):
     check(case, SMALL)
 
 
+def test_two_state_warpgroups_in_the_interpreter():
+    case = next(c for c in CASES if c.name == "packed, two tiles, grouped")
+    check(case, dataclasses.replace(SMALL, state_warpgroups=2))
+
+
 @pytest.mark.parametrize(("case", "chunks"), [pytest.param(*c, id=c[0].name) for c in FLOAT16])
 def test_float16_in_the_interpreter(case, chunks):
     config = backward.Config(segments=chunks is not None, gradients=gradients_kernel.Config(ctas=1))
@@ -219,6 +226,27 @@ def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
 
 
+BARE = dict(g=None, beta=None, initial_state=False)
+SLICED = (
+    (C("segments, only q, k, v", T=130, B=1, heads=(2, 2, 4), K=40, V=64, **BARE), "bfloat16", 1),
+    (C("packed", T=40, B=1, heads=(2, 2, 2), lengths=(3, 30), state_layout="vk"), "float16", None),
+)
+
+
+@pytest.mark.parametrize(("case", "dtype", "chunks"), [pytest.param(*c, id=c[0].name) for c in SLICED])
+def test_slices_of_heads_keep_every_bit(case, dtype, chunks):
+    """Of all gradients, absent ones and their dtypes too."""
+    config = backward.Config(segments=chunks is not None, gradients=gradients_kernel.Config(ctas=1))
+    interpret = plgpu.InterpretGPUParams()
+    _, whole = run(case, dtype, config, chunks, interpret)
+    _, sliced = run(case, dtype, dataclasses.replace(config, head_slices=2), chunks, interpret)
+    for name, a, b in zip(GRADIENTS, whole, sliced, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype and np.any(np.asarray(a)), name
+            np.testing.assert_array_equal(a, b, name)
+
+
 def pays(HO, T, length, lengths=None):
     """segments_pay for K = V = 128 and one row."""
     N = 1 if lengths is None else len(lengths)
@@ -234,6 +262,52 @@ def test_segments_are_used_where_heads_are_few():
     assert not pays(4, 256, 2)
     assert pays(4, 32768, 32, (100, 32668))
     assert not pays(32, 32768, 32, (4096,) * 8)
+
+
+@pytest.mark.parametrize(
+    ("HO", "lengths", "segment", "expected"),
+    [
+        (32, (4096,) * 8, None, 2),
+        (32, (32768,), None, 1),  # 64 CTAs of two
+        (32, (16384,) * 2, None, 1),  # 128
+        (4, (32768,), 32, 1),  # 128, in segments
+        (8, (32768,), 32, 2),
+        (32, (32000,) + (100,) * 7, None, 1),  # one sequence is nearly all of it
+    ],
+)
+def test_state_warpgroups_of_the_chains(HO, lengths, segment, expected):
+    dims = Dims(B=1, T=sum(lengths), N=len(lengths), Hq=HO, Hk=HO, HV=HO, HO=HO, K=128, V=128)
+    work = work_split.work_of(dims, True, np.cumsum((0, *lengths)))
+    assert work_split.chain_warpgroups(dims, 128, 128, work, segment) == expected
+    assert work_split.chain_warpgroups(dims, 192, 128, work, segment) == 1
+    assert work_split.chain_warpgroups(dims, 128, 192, work, segment) == 1
+
+
+def test_segments_are_chosen_for_the_heads_of_a_slice(monkeypatch):
+    """32 heads fill the GPU with whole sequences, 4 do not."""
+    chosen = []
+
+    def run(static, q, k, v, *_):
+        chosen.append(static.config.segments)
+        return backward.Cotangents(q, k, v, None, None, None)
+
+    monkeypatch.setattr(backward, "_compiled", run)
+    S, x = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, 32768, 32, 128), jnp.bfloat16)
+    segments = gdn.Segments(
+        S((16, 32, 128, 128), jnp.float32), S((16, 32, 128, 128), x.dtype), None, Split(16, 32)
+    )
+    gates = S((1, 32, 32768), jnp.float32)
+    saved = gdn.Residuals(gates, gates, S((1, 32, 32768, 64), x.dtype), segments)
+    for slices in (1, 8):
+        config = backward.Config(head_slices=slices)
+        jax.eval_shape(
+            lambda x, saved, c=config: backward.backward(
+                x, x, x, None, None, None, saved, x, None, scale=1.0, config=c
+            ),
+            x,
+            saved,
+        )
+    assert chosen == [False, True]
 
 
 def shapes(heads, K, V, packed, dtype=jnp.bfloat16):
@@ -291,6 +365,35 @@ def test_segments_lower_after_the_forward(K, V, packed, dtype):
         return backward.backward(*inputs, residuals, *cotangents, config=config, **options)
 
     assert kernels_of(both, cu, inputs, cotangents) >= 7
+
+
+def test_slices_of_heads_from_the_public_call(monkeypatch):
+    """The same kernels, once, on states of half of the heads."""
+    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    _, inputs, cotangents = shapes(GROUPS, 64, 128, False)
+
+    def lowered(**options):
+        def both(inputs, cotangents):
+            rule = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_gpu", **options)
+            q, k, v, g, beta, state = inputs
+            call = lambda q, k, v, g, beta, state: rule(q, k, v, g, beta, initial_state=state)  # noqa: E731
+            return jax.vjp(call, q, k, v, g, beta, state)[1](cotangents)
+
+        return jax.jit(both).trace(inputs, cotangents).lower(lowering_platforms=("cuda",)).as_text()
+
+    whole, sliced = lowered(), lowered(backward_head_slices=2)
+    states = [f"tensor<8x{heads}x128x64xbf16>" for heads in (4, 2)]
+    assert [state in whole for state in states] == [True, False]
+    assert [state in sliced for state in states] == [False, True]
+    assert whole.count("mosaic_gpu") == sliced.count("mosaic_gpu")
+
+
+@pytest.mark.parametrize("slices", [0, 3, 4, 2.0])
+def test_slices_must_divide_the_heads(slices, no_type_checks):
+    case = C("slices", T=3, B=1, heads=(2, 2, 4))
+    config = backward.Config(head_slices=slices)
+    with pytest.raises(ValueError, match=rf"^config.head_slices: expected .* = 2, got {slices}$"):
+        run(case, config=config)
 
 
 def test_refusals_say_why():
