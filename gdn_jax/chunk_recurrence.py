@@ -93,8 +93,8 @@ def _walk_lanes(numerics, A, transition, x, forcing, h0):
     # joined in order and walked once more from their true start states.
     K = transition.k.shape[-1]
     shape = (lanes, *h0.shape)
-    written = _walk(numerics, A, transition, x, forcing, jnp.zeros(shape, h0.dtype)).last
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*shape[:-2], K, K))
+    written = _walk(numerics, A, transition, x, forcing, jnp.zeros_like(h0, shape=shape)).last
+    identity = jnp.zeros_like(h0, shape=(*shape[:-2], K, K)) + jnp.eye(K, dtype=h0.dtype)
     carried = _walk(numerics, A, transition, None, None, identity).last
 
     def join(h, lane):

@@ -75,7 +75,9 @@ def chunked_rule(
         o, h = run(*x, h, scale)
         return h, o
 
-    h = jnp.zeros((B, HO, k.shape[3], v.shape[3]), g.dtype) if initial_state is None else initial_state
+    h = initial_state
+    if h is None:
+        h = jnp.zeros_like(g, shape=(B, HO, k.shape[3], v.shape[3]))
     final, o = lax.scan(stretch, h, [packing.row_to_chunks(x, tokens) for x in (q, k, v, g, beta)])
     return packing.chunks_to_row(o, T), final
 
@@ -171,7 +173,7 @@ class _Row:
         x = beta[..., None] * v.astype(dtype)
         shape = (*transition.total.shape[3:], k.shape[-1], v.shape[-1])
         if self.table is None:
-            h0 = jnp.zeros((self.B, *shape), dtype)
+            h0 = jnp.zeros_like(x, shape=(self.B, *shape))
             if initial_state is not None:
                 h0 = split_heads(initial_state, 1, self.head_counts)
             states = solve_states(numerics, L, transition, x, None, h0)
@@ -180,7 +182,7 @@ class _Row:
         # A sequence's last chunk passes nothing on; what the next chunk starts from is its sequence's own state.
         table, N = self.table, self.table.is_empty.shape[0]
         chain = transition._replace(keep=_like(self._to_lanes(~table.is_last), transition.total))
-        forcing, h0 = None, jnp.zeros((1, *shape), dtype)
+        forcing, h0 = None, jnp.zeros_like(x, shape=(1, *shape))
         if initial_state is not None:
             starts = split_heads(initial_state, 1, self.head_counts)
             starts = jnp.where(_like(table.is_first, starts), starts[table.sequence], 0)[:, None]

@@ -7,6 +7,7 @@ import jax
 import jax.experimental.pallas  # adds to JAX's tracing context: inside a jit, its first call would compile twice
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -111,7 +112,7 @@ def gated_delta_rule(
         _check_values(dims.T, g, cu_seqlens)
 
     scale = dims.K**-0.5 if scale is None else scale
-    arrays = _Arrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    arrays = _vary_alike(_Arrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids))
     if implementation != "mosaic_gpu":
         options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
         return _run_xla(arrays, scale, options)
@@ -201,6 +202,8 @@ def chunk_states(
     dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
+    arrays = (k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    k, v, g, beta, initial_state, cu_seqlens, segment_ids = _vary_alike(arrays)
     k = gates.l2norm(k) if use_k_l2norm else k
     g, beta = _full_gates(dims.HO, k, g, beta, initial_state)
     if segment_ids is not None:
@@ -279,6 +282,21 @@ class _Arrays(NamedTuple):
     initial_state: jax.Array | None
     cu_seqlens: jax.Array | None
     segment_ids: jax.Array | None
+
+
+def _vary_alike(arrays: Any) -> Any:
+    """The arrays of a pytree, inside jax.shard_map all varying over the mesh axes that one of them varies over.
+
+    A loop's carry must be of one type, and so must a primal and the cotangent that a custom_vjp gives for it. In
+    reverse mode this sums the cotangents of an array that came replicated. Outside shard_map it
+    does nothing, nor with check_vma=False.
+    """
+
+    def varying(x) -> frozenset:
+        return jax.typeof(x).manual_axis_type.varying
+
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying"), arrays)
 
 
 class _Options(NamedTuple):
@@ -400,8 +418,8 @@ def _full_gates(HV: int, q, g, beta, state) -> tuple[jax.Array, jax.Array]:
     """g and beta as full arrays of the accumulation dtype."""
     dtype = accumulation_dtype(q, g, beta, state)
     shape = (*q.shape[:2], max(q.shape[2], HV))
-    g = jnp.zeros(shape, dtype) if g is None else g.astype(dtype)
-    beta = jnp.ones(shape, dtype) if beta is None else beta.astype(dtype)
+    g = jnp.zeros_like(q, dtype, shape) if g is None else g.astype(dtype)
+    beta = jnp.ones_like(q, dtype, shape) if beta is None else beta.astype(dtype)
     return g, beta
 
 

@@ -69,7 +69,7 @@ def recurrent_rule(
     tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, g, beta)]
     if initial_state is None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        initial_state = jnp.zeros((N, HO, q.shape[3], V), g.dtype)
+        initial_state = jnp.zeros_like(g, shape=(N, HO, q.shape[3], V))
     states = split_heads(initial_state, 1, counts)
 
     if cu_seqlens is None:

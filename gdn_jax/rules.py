@@ -71,7 +71,9 @@ def gated_linear_attention(
     decay = chunk_cumsum(to_chunks(g[..., None])[..., 0])
     v = v.astype(dtype)
     writes = numerics.wide().einsum("...ck,...cv->...kv", k, decay.to_end()[..., None] * v)
-    state = jnp.zeros((B, HO, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
+    state = (
+        jnp.zeros_like(writes, shape=(B, HO, K, V)) if initial_state is None else initial_state.astype(dtype)
+    )
 
     def chunk(S, x):
         total, write = x

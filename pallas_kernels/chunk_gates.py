@@ -33,6 +33,7 @@ from pallas_kernels.common import (
     along_rows,
     grid_index,
     iota,
+    launch,
     round_up,
     take,
     zeros,
@@ -126,8 +127,11 @@ def chunk_gates(
         num_head_tiles=num_head_tiles,
     )
     vectors = plgpu.SMEM((HEADS, CHUNK), jnp.float32)
-    return plgpu.kernel(
+    return launch(
         body,
+        g,
+        beta,
+        first,
         out_type=(out, out),
         scratch_types=(
             plgpu.SMEM((2 * CHUNK, HEADS), jnp.float32),
@@ -140,4 +144,4 @@ def chunk_gates(
         grid_names=("cta",),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
-    )(g, beta, *(() if first is None else (first,)))
+    )

@@ -94,6 +94,38 @@ def inverse_log2(dtype) -> int:
     return FLOAT16_LOG2 if dtype == jnp.float16 else 0
 
 
+def launch(body, *arrays: jax.Array | np.ndarray | None, **options) -> Any:
+    """plgpu.kernel(body, **options) on those of the arrays that are given.
+
+    Traced with 32-bit constants also where jax_enable_x64 is set. Inside jax.shard_map the outputs vary over the mesh
+    axes that any of the arrays varies over; Pallas forgets these.
+    """
+    given = [x for x in arrays if x is not None]
+    outputs = plgpu.kernel(functools.partial(_with_32_bits, body), **options)(*given)
+    varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given))
+    return lax.pcast(outputs, tuple(varying), to="varying")
+
+
+def _with_32_bits(body, *refs) -> None:
+    """A kernel's body with integer constants of int32, also where jax_enable_x64 is set."""
+    with jax.enable_x64(False):
+        body(*refs)
+
+
+def load_state(ref, rows, kv_layout: bool) -> jax.Array:
+    """Rows of a float32 state [V, K] in memory, or of one that lies there as [K, V].
+
+    Times 1, which compiles to nothing: what is loaded from an argument keeps in its type, inside jax.shard_map, the
+    mesh axes that it varies over, and what is computed in a kernel does not. A loop's carry must stay of one type.
+    """
+    if kv_layout:
+        source = transposed(ref.at[:, rows])
+        s = plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
+    else:
+        s = plgpu.load(ref.at[rows], layout=WGMMA, optimized=False)
+    return s * 1.0
+
+
 def take(refs: list, used: bool = True) -> Any:
     """The next reference of a kernel's arguments, None where the kernel was built without it."""
     return refs.pop(0) if used else None

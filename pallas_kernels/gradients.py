@@ -82,6 +82,7 @@ from pallas_kernels.common import (
     Device,
     along_columns,
     along_rows,
+    launch,
     round_up,
     store_any,
     take,
@@ -681,8 +682,10 @@ def _call(
 
     sums = jax.ShapeDtypeStruct((visits, HO, CHUNK), f32)
     return Gradients(
-        *plgpu.kernel(
+        *launch(
             functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
+            *inputs,
+            *(tables or ()),
             out_type=(
                 jax.ShapeDtypeStruct((B, T, sizes.dq_heads, K), dtype),
                 jax.ShapeDtypeStruct((B, T, Hk, K), dtype),
@@ -720,5 +723,5 @@ def _call(
                 unsafe_no_auto_barriers=not config.auto_barriers,
                 reduction_scratch_bytes=0,  # every sum stays inside a warp
             ),
-        )(*(x for x in (*inputs, *(tables or ())) if x is not None))
+        )
     )

@@ -72,6 +72,8 @@ from pallas_kernels.common import (
     grid_index,
     inverse_log2,
     iota,
+    launch,
+    load_state,
     store_any,
     take,
     tiling,
@@ -396,10 +398,7 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
             return zeros((ROWS, K), f32)
         n = item.sequence if split.segment_chunks is None else item.index
         s0 = s0_gmem.at[jnp.minimum(n, s0_gmem.shape[0] - 1), head]  # the padding reads any state
-        if sizes.s0_kv_layout:
-            source = transposed(s0.at[:, rows])
-            return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
-        return plgpu.load(s0.at[rows], layout=WGMMA, optimized=False)
+        return load_state(s0, rows, sizes.s0_kv_layout)
 
     def write_state(s):
         if sizes.write_transition:
@@ -596,8 +595,9 @@ def recurrence(
     inputs = [q if outputs else None, k, v, g2_cum, t]
     q_rstd, k_rstd = rstd or (None, None)
     inputs += [q_rstd if outputs else None, k_rstd, s0 if sizes.has_s0 else None, *(tables or ())]
-    return plgpu.kernel(
+    return launch(
         functools.partial(_body, config=config, split=split, sizes=sizes, interpreted=interpret is not None),
+        *inputs,
         out_type=out_type,
         scratch_types=(
             tiles(stages, CHUNK * (1 + outputs), K),
@@ -618,4 +618,4 @@ def recurrence(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS, unsafe_no_auto_barriers=True),
-    )(*(x for x in inputs if x is not None))
+    )

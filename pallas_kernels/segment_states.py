@@ -29,9 +29,10 @@ from pallas_kernels.common import (
     COMPILER_PARAMS,
     SMEM_LIMIT,
     WGMMA,
-    WGMMA_TRANSPOSED,
     Device,
     grid_index,
+    launch,
+    load_state,
     take,
     tiling,
     transposed,
@@ -73,11 +74,8 @@ def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, backwards, stages, interp
         pl.when(j < count - 1)(functools.partial(load, jnp.int32(j)))
     if not has_s0:
         s = zeros((ROWS, K), jnp.float32)
-    elif kv_layout:
-        source = transposed(s0_gmem.at[sequence, head, :, rows])
-        s = plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
     else:
-        s = plgpu.load(s0_gmem.at[sequence, head, rows], layout=WGMMA, optimized=False)
+        s = load_state(s0_gmem.at[sequence, head], rows, kv_layout)
 
     def store(i, s):
         """Leaves through the tile of N, which has been read, while the product runs."""
@@ -147,8 +145,12 @@ def segment_states(
         stages=stages,
         interpreted=interpret is not None,
     )
-    return plgpu.kernel(
+    return launch(
         body,
+        n,
+        m_t,
+        s0,
+        first_item,
         out_type=jax.ShapeDtypeStruct(n.shape, jnp.float32),
         scratch_types=(
             plgpu.SMEM((stages, ROWS, K), jnp.float32, transforms=tiling(128, 4)),
@@ -159,4 +161,4 @@ def segment_states(
         grid_names=("cta",),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS, unsafe_no_auto_barriers=True),
-    )(*(x for x in (n, m_t, s0, first_item) if x is not None))
+    )

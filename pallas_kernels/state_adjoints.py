@@ -71,6 +71,8 @@ from pallas_kernels.common import (
     along_columns,
     grid_index,
     inverse_log2,
+    launch,
+    load_state,
     store_any,
     take,
     tiling,
@@ -364,10 +366,7 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         of_items = both and sizes.segmented
         n = item.index if of_items else span.sequence
         source = source.at[jnp.minimum(n, source.shape[0] - 1), head]  # the padding reads any
-        if sizes.kv_layout and not of_items:
-            source = transposed(source.at[:, rows])
-            return plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
-        return plgpu.load(source.at[rows], layout=WGMMA, optimized=False)
+        return load_state(source, rows, sizes.kv_layout and not of_items)
 
     def write_ds0(s):
         assert ds0_gmem is not None
@@ -676,8 +675,9 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
     arrays = [*inputs, *(() if tables is None else tables[:2])]
     if items is not None and items.tables is not None:
         arrays += [items.tables.sequence, items.tables.first_item]
-    return plgpu.kernel(
+    return launch(
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
+        *arrays,
         out_type=tuple(out_type),
         scratch_types=(
             tiles(key_stages, CHUNK, K),
@@ -703,4 +703,4 @@ def _call(inputs, tables: VisitTables | None, items: Items | None, scale, config
         compiler_params=plgpu.CompilerParams(
             **COMPILER_PARAMS, unsafe_no_auto_barriers=not config.auto_barriers
         ),
-    )(*(x for x in arrays if x is not None))
+    )

@@ -52,6 +52,7 @@ from pallas_kernels.common import (
     along_rows,
     inverse_log2,
     iota,
+    launch,
     take,
     tiling,
     transposed,
@@ -296,8 +297,12 @@ def tril_inverse(
     smem, f16 = plgpu.SMEM, jnp.float16
     t = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)
     rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32)
-    return plgpu.kernel(
+    return launch(
         body,
+        k,
+        beta_t,
+        g2_cum,
+        first,
         out_type=(t, rstd) if normalize else t,
         scratch_types=(
             smem((n, CHUNK, K), k.dtype, transforms=tiling(128)),
@@ -317,4 +322,4 @@ def tril_inverse(
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
-    )(*(x for x in (k, beta_t, g2_cum, first) if x is not None))
+    )

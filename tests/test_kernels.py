@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 from tolerances import assert_close, tolerance
 
+import gdn_jax
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import gdn, ptxas_report, work_split
@@ -35,6 +37,75 @@ def first_rows(num_tokens: int) -> np.ndarray:
 def test_lowers_for_compute_capability_9(name):
     text = ptxas_report.lower(*ptxas_report.CASES[name]()).as_text()
     assert text.count("mosaic_gpu") >= 1
+
+
+def gradients_lower(
+    heads=(2, 2, 2), T=256, N=None, dtype=jnp.bfloat16, specs=None, transform=lambda f: f
+) -> str:
+    """The public call and its gradients, lowered for an NVIDIA GPU: two rows, or N packed sequences.
+
+    specs: how q, k, v, g, beta and the initial state lie on a mesh of two devices, for shard_map.
+    transform: of the call.
+    """
+    B, (Hq, Hk, HV), K = 2 if N is None else 1, heads, 64
+    S, f32, HO = jax.ShapeDtypeStruct, jnp.float32, max(heads)
+    q, k, v = (S((B, T, H, K), dtype) for H in (Hq, Hk, HV))
+    gate, state = S((B, T, HO), f32), S((N or B, HO, K, K), f32)
+    cu = None if N is None else S((N + 1,), jnp.int32)
+
+    @transform
+    def call(q, k, v, g, beta, state, cu):
+        options = dict(implementation="mosaic_gpu", use_qk_l2norm=True)
+        return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=state, cu_seqlens=cu, **options)
+
+    if specs is not None:
+        mesh = jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+        in_specs, out_specs = (*specs, PartitionSpec()), (specs[0], specs[-1])
+        call = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def both(inputs, cotangents, cu):
+        outputs, vjp = jax.vjp(lambda *inputs: call(*inputs, cu), *inputs)
+        return outputs, vjp(cotangents)
+
+    arguments = ((q, k, v, gate, gate, state), (S((B, T, HO, K), dtype), state), cu)
+    if transform is jax.vmap:
+        arguments = jax.tree.map(lambda x: S((4, *x.shape), x.dtype), arguments)
+    return jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+ROWS, HEADS, REPLICATED = PartitionSpec("shard"), PartitionSpec(None, None, "shard"), PartitionSpec()
+OVER_HEADS = (*(HEADS,) * 5, PartitionSpec(None, "shard"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [
+        (dict(specs=(ROWS,) * 6), 0),
+        (dict(specs=(ROWS,) * 6, transform=jax.vmap), 0),
+        (dict(specs=(HEADS, REPLICATED, *OVER_HEADS[2:]), heads=(2, 1, 2), dtype=jnp.float16), 1),
+        (dict(specs=OVER_HEADS, N=3, T=32768), 0),
+    ],
+    ids=["rows", "rows, vmap inside", "heads, one key head for all", "heads, packed in segments"],
+)
+def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
+    """With gradients, of which those of a replicated input are summed over the devices."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices, JAX sees one")
+    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    text = gradients_lower(**options)
+    assert "mosaic_gpu" in text
+    assert text.count("all_reduce") == sums
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(transform=jax.vmap), dict(N=30, T=2048, dtype=jnp.float16)],
+    ids=["vmap", "packed"],
+)
+def test_public_call_lowers_with_64_bits(options, monkeypatch):
+    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    with jax.enable_x64(True):
+        assert "mosaic_gpu" in gradients_lower(**options)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -115,3 +115,18 @@ def test_repeats_are_equal(case, segments, dtype):
         pairs = zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
         different += sum(jnp.any(a != b) for a, b in pairs)
     assert int(different) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("lengths", [None, (0, 1, 64, 300, 0, 130)])
+def test_slices_of_heads_keep_every_bit(lengths, segments, dtype):
+    case = cases.Case("sliced", T=600, B=1, heads=(2, 2, 4), K=128, V=128, lengths=lengths)
+    x = cases.inputs(case, dtype)
+    whole, sliced = (
+        call(case, backward.Config(segments=segments, head_slices=n), 3 * segments)(
+            x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T
+        )
+        for n in (1, 2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, whole, sliced)

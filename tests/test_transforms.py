@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax import chunked
 from gdn_jax.chunked import RESIDUAL_NAMES
 from gdn_jax.experiments import oracle
 
@@ -194,32 +195,97 @@ def test_gradients_under_checkpoint(implementation):
         assert_close(reference, got, tolerance(name, "float32"), name, head_axis(name))
 
 
-@both
-@pytest.mark.parametrize("axis", ["rows", "heads"])
-def test_shard_map(implementation, axis):
-    """Rows or heads spread over two devices, forward and gradients."""
+TOKEN_ROWS, TOKEN_HEADS = PartitionSpec("shard"), PartitionSpec(None, None, "shard")
+STATE_HEADS, REPLICATED = PartitionSpec(None, "shard"), PartitionSpec()
+PLACEMENTS = {
+    "rows": ((TOKEN_ROWS,) * 5 + (TOKEN_ROWS,), {}),
+    "heads": ((TOKEN_HEADS,) * 5 + (STATE_HEADS,), {}),
+    "rows, neither gates nor state": ((TOKEN_ROWS,) * 3, dict(g=None, beta=None, initial_state=False)),
+    "rows of two stretches, no state": ((TOKEN_ROWS,) * 5, dict(initial_state=False, T=1100)),
+    "packed, heads, one key head for all, no state": (
+        (TOKEN_HEADS, REPLICATED, *(TOKEN_HEADS,) * 3),
+        dict(B=1, heads=(2, 1, 2), lengths=(3, 0, 61), initial_state=False),
+    ),
+}
+"""Name -> how the arguments that there are lie on the mesh, and what the case has of its own."""
+
+
+def two_devices():
+    """A mesh of them."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices, JAX sees one")
-    case = cases.Case("mesh", T=70, B=2, heads=(2, 2, 2), K=8, V=8)
-    x = cases.inputs(case)
-    mesh = jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    if axis == "rows":
-        token, state = PartitionSpec("shard"), PartitionSpec("shard")
-    else:
-        token, state = PartitionSpec(None, None, "shard"), PartitionSpec(None, "shard")
-    specs = (token,) * 5 + (state,)
-    f = jax.shard_map(
-        functools.partial(rule, implementation, case, x), mesh=mesh, in_specs=specs, out_specs=(token, state)
-    )
+    return jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+
+
+def shard_mapped(implementation, case, x, specs, primals):
+    """Outputs and gradients of those primals that are given, sharded by specs."""
+    given = {name: y for name, y in zip(harness.PRIMALS, primals, strict=True) if y is not None}
+
+    def call(*some):
+        some = dict(zip(given, some, strict=True))
+        return rule(implementation, case, x, *(some.get(name) for name in harness.PRIMALS))
+
+    out_specs = (specs[0], STATE_HEADS if specs[0] is TOKEN_HEADS else TOKEN_ROWS)
+    f = jax.shard_map(call, mesh=two_devices(), in_specs=specs, out_specs=out_specs)
 
     @jax.jit
     def value_and_gradients(primals, cotangents):
         outputs, vjp = jax.vjp(f, *primals)
         return *outputs, *vjp(cotangents)
 
-    got = value_and_gradients(x[:6], (x.do, x.dh_T))
-    for (name, reference), y in zip(harness.truth(case.options, x).items(), got, strict=True):
+    return value_and_gradients(tuple(given.values()), (x.do, x.dh_T))
+
+
+@both
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_shard_map(implementation, placement):
+    """Rows or heads spread over two devices, forward and gradients."""
+    specs, own = PLACEMENTS[placement]
+    case = cases.Case("mesh", **{**dict(T=70, B=2, heads=(2, 2, 2), K=8, V=8), **own})
+    x = cases.inputs(case)
+    got = shard_mapped(implementation, case, x, specs, x[:6])
+    expected = {name: y for name, y in harness.truth(case.options, x).items() if y is not None}
+    for (name, reference), y in zip(expected.items(), got, strict=True):
         assert_close(reference, y, tolerance(name, "float32"), name, head_axis(name))
+
+
+@both
+def test_shard_map_from_one_state(implementation):
+    """Rows on two devices start from one replicated state, whose gradient is the sum over them."""
+    case = cases.Case("mesh", T=20, B=2, heads=(1, 1, 2), K=8, V=8)
+    x = cases.inputs(case)
+    one = x.initial_state[:1]
+    got = shard_mapped(implementation, case, x, (TOKEN_ROWS,) * 5 + (REPLICATED,), (*x[:5], one))
+    expected = harness.truth(case.options, x._replace(initial_state=np.repeat(one, 2, axis=0)))
+    expected["dh_0"] = expected["dh_0"].sum(0, keepdims=True)
+    for (name, reference), y in zip(expected.items(), got, strict=True):
+        assert_close(reference, y, tolerance(name, "float32"), name, head_axis(name))
+
+
+def test_shard_map_of_lanes():
+    """A row's chunks walked in lanes, as on a GPU, from no state."""
+    case = cases.Case("lanes", T=64, B=2, heads=(1, 1, 1), K=8, V=8, initial_state=False, chunk_size=16)
+    x = cases.inputs(case)
+
+    def call(q, k, v, g, beta):
+        arguments = dict(scale=case.K**-0.5, cu_seqlens=None, chunk_size=16, lanes=2)
+        return chunked.chunked_rule(q, k, v, g, beta, None, **arguments)
+
+    f = jax.shard_map(call, mesh=two_devices(), in_specs=TOKEN_ROWS, out_specs=TOKEN_ROWS)
+    expected = harness.truth(case.options, x)
+    for name, y in zip(("o", "final_state"), jax.jit(f)(*x[:5]), strict=True):
+        assert_close(expected[name], y, tolerance(name, "float32"), name, head_axis(name))
+
+
+def test_shard_map_of_chunk_states():
+    """The state at the start of the second chunk, no initial state."""
+    case = cases.Case("states", T=32, B=2, heads=(1, 1, 1), K=8, V=8, initial_state=False, chunk_size=16)
+    x = cases.inputs(case)
+    f = functools.partial(gdn_jax.chunk_states, chunk_size=16)
+    f = jax.shard_map(f, mesh=two_devices(), in_specs=TOKEN_ROWS, out_specs=TOKEN_ROWS)
+    half = {name: y[:, :16] for name, y in x.arguments.items()}
+    _, expected = oracle.forward(**half)
+    assert_close(expected, jax.jit(f)(*x[1:5])[:, 1], tolerance("final_state", "float32"), "state", 1)
 
 
 @both
