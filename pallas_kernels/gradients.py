@@ -7,7 +7,8 @@ For one chunk and one head, with S [V, K] before the chunk, dS [V, K] after it (
     read = -D (dv S) + N K                      late = Dr (u dS)
     dk = read + late + dP^T Q + N^T K           dbeta = rowsum(dv * u) / beta^2
 
-dg needs no more products. With x_i = q_i . dq_i + k_i . (read - dP^T Q - N^T K)_i and l_i = k_i . late_i
+dg needs one more product, whose trace is <S, dS>. With x_i = q_i . dq_i + k_i . (read - dP^T Q - N^T K)_i and
+l_i = k_i . late_i
 
     dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <S, dS>
 
@@ -31,8 +32,8 @@ each makes the gradients of its own 64 columns of K. The helper makes <S, dS> an
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
 warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
-warpgroups share their code and hold 64 columns each, why <S, dS> is the trace of a product, and why masks and
-diagonals come from `Device`. Spills cost as much: beside 227 KB of shared memory no room is left to cache them.
+warpgroups share their code and hold 64 columns each, why <S, dS> is a trace, and why masks and diagonals come from
+`Device`. Spills cost as much: beside 227 KB of shared memory no room is left to cache them.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
@@ -79,7 +80,6 @@ from pallas_kernels.common import (
     ROW,
     SMEM_LIMIT,
     WGMMA,
-    Device,
     along_columns,
     along_rows,
     launch,
@@ -90,6 +90,7 @@ from pallas_kernels.common import (
     transposed,
     zeros,
 )
+from pallas_kernels.device import Device
 from pallas_kernels.spans import (
     Span,
     VisitTables,
@@ -171,21 +172,6 @@ class _Sizes(NamedTuple):
     scale: float
     packed: bool
     float16: bool
-
-
-def _accumulate(dev: Device, starts: list[jax.Array], products: list[tuple]) -> Any:
-    """starts, with a @ b added to number n for each (n, a, b)."""
-    if dev.interpreted:
-        sums = list(starts)
-        for n, a, b in products:
-            sums[n] = sums[n] + dev.product(a, b)
-        return sums
-
-    def body(accs):
-        for n, a, b in products:
-            plgpu.wgmma(accs[n], a, b)
-
-    return pl.run_state(body)([plgpu.ACC.init(x) for x in starts])
 
 
 def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
@@ -548,9 +534,14 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         read_k = read_k * along_rows(times_beta(lifted(-decay, lift)), WIDTH)
         plgpu.barrier_wait(scores)
         starts = [read_q, read_k, zeros((CHUNK, WIDTH), f32)]
-        by_rows = [(0, p_tile, k_tile), (1, n_tile, k_tile)]
-        by_columns = [(2, transposed(p_tile), q_tile), (2, transposed(n_tile), k_tile)]
-        read_q, read_k, write = (lowered(x, lift) for x in _accumulate(dev, starts, by_rows + by_columns))
+
+        def products(add):
+            add(0, p_tile, k_tile)
+            add(1, n_tile, k_tile)
+            add(2, transposed(p_tile), q_tile)
+            add(2, transposed(n_tile), k_tile)
+
+        read_q, read_k, write = (lowered(x, lift) for x in dev.accumulate(starts, products))
         diagonal = along_rows(plgpu.load(diagonal_smem, layout=ROW), WIDTH)
         x = jnp.sum(load(k_tile) * (read_k - write), axis=1)
         dq, dk = dq + read_q + diagonal * load(k_tile), dk + read_k + write

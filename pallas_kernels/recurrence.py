@@ -66,7 +66,6 @@ from pallas_kernels.common import (
     SMEM_LIMIT,
     WGMMA,
     WGMMA_TRANSPOSED,
-    Device,
     along_columns,
     along_rows,
     grid_index,
@@ -80,6 +79,7 @@ from pallas_kernels.common import (
     transposed,
     zeros,
 )
+from pallas_kernels.device import Device
 from pallas_kernels.spans import (
     gamma_of,
     keep_owned_columns,
@@ -475,14 +475,20 @@ def _body(*refs, config: Config, split: Split, sizes: _Sizes, interpreted: bool)
 
         accumulators = [plgpu.ACC((ROWS, CHUNK), f32)] * (1 + outputs)
         decayed, read, n, dr = pl.run_scoped(solve, *accumulators)
-        write = (decayed, (n * dr).astype(dtype), k_tile)
-        o = ()
+        o, written = (), (n * dr).astype(dtype)
         if outputs:
-            output = (read, n.astype(dtype), transposed(p_smem.at[stage]))
-            s, o = dev.accumulate(write, output, meanwhile=store_previous if num_state == 1 else None)
+            rounded = n.astype(dtype)
+
+            def write_and_read(add):
+                add(0, written, k_tile)
+                add(1, rounded, transposed(p_smem.at[stage]))
+                if num_state == 1:
+                    store_previous()
+
+            s, o = dev.accumulate([decayed, read], write_and_read)
             o = o.astype(dtype)
         else:
-            (s,) = dev.accumulate(write)
+            (s,) = dev.accumulate([decayed], lambda add: add(0, written, k_tile))
         s_operand = operand(s)
         dev.release(consumed.at[stage])
         return s, s_operand, o

@@ -29,7 +29,6 @@ from pallas_kernels.common import (
     COMPILER_PARAMS,
     SMEM_LIMIT,
     WGMMA,
-    Device,
     grid_index,
     launch,
     load_state,
@@ -38,6 +37,7 @@ from pallas_kernels.common import (
     transposed,
     zeros,
 )
+from pallas_kernels.device import Device
 
 ROWS = 64
 
@@ -90,8 +90,13 @@ def _body(*refs, HO, V, K, per_row, has_s0, kv_layout, backwards, stages, interp
         n = plgpu.load(n_smem.at[stage], layout=WGMMA)
         if multiply:
             m_tile = transposed(m_smem.at[stage]) if backwards else m_smem.at[stage]
-            product = (n, s.astype(m_gmem.dtype), m_tile)
-            (s,) = dev.accumulate(product, meanwhile=functools.partial(store, i, s))
+            rounded, start = s.astype(m_gmem.dtype), s
+
+            def walk(add):
+                add(0, rounded, m_tile)
+                store(i, start)
+
+            (s,) = dev.accumulate([n], walk)
         else:
             store(i, s)
             s = n

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.common import CHUNK, COL, ROW, WGMMA, Device, along_columns, along_rows, iota
+from pallas_kernels.common import CHUNK, COL, ROW, WGMMA, along_columns, along_rows, iota
+from pallas_kernels.device import Device
 
 
 class VisitTables(NamedTuple):

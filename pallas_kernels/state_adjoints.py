@@ -49,7 +49,6 @@ Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of i
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +66,6 @@ from pallas_kernels.common import (
     SMEM_LIMIT,
     WGMMA,
     WGMMA_TRANSPOSED,
-    Device,
     along_columns,
     grid_index,
     inverse_log2,
@@ -79,6 +77,7 @@ from pallas_kernels.common import (
     transposed,
     zeros,
 )
+from pallas_kernels.device import Device
 from pallas_kernels.recurrence import Split, Tables
 from pallas_kernels.spans import (
     Span,
@@ -130,19 +129,6 @@ class Config:
             if config.smem_bytes(K) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
-
-
-def accumulate_while(dev: Device, start: jax.Array, body: Callable) -> Any:
-    """start plus the products that body(add) gives to add(a, b); waited for at the end."""
-    if dev.interpreted:
-        total = [start]
-
-        def add(a, b):
-            total[0] = total[0] + dev.product(a, b)
-
-        body(add)
-        return total[0]
-    return pl.run_state(lambda acc: body(functools.partial(plgpu.wgmma, acc)))(plgpu.ACC.init(start))
 
 
 class _Sizes(NamedTuple):
@@ -481,10 +467,10 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         u, dr, decayed = pl.run_scoped(correct, accumulator)
 
         def write(add):
-            add((u * dr).astype(dtype), k_tile)
+            add(0, (u * dr).astype(dtype), k_tile)
             store_output(over_beta(u, stage).astype(dtype), u_gmem.at[visit_of(i), head])
 
-        return accumulate_while(dev, decayed, write)
+        return dev.accumulate([decayed], write)[0]
 
     def adjoint_step(i, stage, key_stage, s):
         k_tile, q_tile = k_smem.at[key_stage], q_smem.at[key_stage]
@@ -505,13 +491,13 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
             dv = dev.issue(dv, z.astype(dtype), t_smem.at[stage])
 
             def write(add):
-                add(do_scaled, q_tile)
+                add(0, do_scaled, q_tile)
                 dv_t = over_t_factor(dev.collect(dv, 1))
-                add((dv_t * -d).astype(dtype), k_tile)
+                add(0, (dv_t * -d).astype(dtype), k_tile)
                 if both:
                     store_dv(chunk_of(i), over_beta(dv_t, stage).astype(dtype))
 
-            before = accumulate_while(dev, lax.optimization_barrier(s * decay), write)
+            (before,) = dev.accumulate([lax.optimization_barrier(s * decay)], write)
             return before if first is None else before * jnp.exp2(first)
 
         return pl.run_scoped(solve, *[accumulator] * 3)

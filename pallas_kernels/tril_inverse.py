@@ -47,7 +47,6 @@ from pallas_kernels.common import (
     ROW,
     SMEM_LIMIT,
     WGMMA,
-    Device,
     along_columns,
     along_rows,
     inverse_log2,
@@ -58,6 +57,7 @@ from pallas_kernels.common import (
     transposed,
     zeros,
 )
+from pallas_kernels.device import Device
 
 HALF = CHUNK // 2
 BLOCK = 16
