@@ -40,12 +40,13 @@ def test_lowers_for_compute_capability_9(name):
 
 
 def gradients_lower(
-    heads=(2, 2, 2), T=256, N=None, dtype=jnp.bfloat16, specs=None, transform=lambda f: f
+    heads=(2, 2, 2), T=256, N=None, dtype=jnp.bfloat16, specs=None, transform=lambda f: f, **options
 ) -> str:
     """The public call and its gradients, lowered for an NVIDIA GPU: two rows, or N packed sequences.
 
     specs: how q, k, v, g, beta and the initial state lie on a mesh of two devices, for shard_map.
     transform: of the call.
+    options: of the call.
     """
     B, (Hq, Hk, HV), K = 2 if N is None else 1, heads, 64
     S, f32, HO = jax.ShapeDtypeStruct, jnp.float32, max(heads)
@@ -55,8 +56,10 @@ def gradients_lower(
 
     @transform
     def call(q, k, v, g, beta, state, cu):
-        options = dict(implementation="mosaic_gpu", use_qk_l2norm=True)
-        return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=state, cu_seqlens=cu, **options)
+        states = dict(initial_state=state, cu_seqlens=cu)
+        return gdn_jax.gated_delta_rule(
+            q, k, v, g, beta, **states, implementation="mosaic_gpu", use_qk_l2norm=True, **options
+        )
 
     if specs is not None:
         mesh = jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
@@ -95,6 +98,16 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     text = gradients_lower(**options)
     assert "mosaic_gpu" in text
     assert text.count("all_reduce") == sums
+
+
+def test_slices_of_heads_of_the_public_call(monkeypatch):
+    """The same kernels, once, on states of half of the heads."""
+    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    whole, sliced = (gradients_lower((2, 2, 4), backward_head_slices=n) for n in (1, 2))
+    states = [f"tensor<8x{heads}x64x64xbf16>" for heads in (4, 2)]
+    assert [state in whole for state in states] == [True, False]
+    assert [state in sliced for state in states] == [False, True]
+    assert whole.count("mosaic_gpu") == sliced.count("mosaic_gpu")
 
 
 @pytest.mark.parametrize(

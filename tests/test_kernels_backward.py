@@ -1,7 +1,6 @@
 """The backward kernels without a GPU: they lower, and every gradient is right and free of races, interpreted."""
 
 import dataclasses
-import functools
 
 import cases
 import jax
@@ -11,7 +10,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
-import gdn_jax
 from gdn_jax.experiments import oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn, work_split
@@ -364,27 +362,6 @@ def test_segments_lower_after_the_forward(K, V, packed, dtype):
         return backward.backward(*inputs, residuals, *cotangents, config=config, **options)
 
     assert kernels_of(both, cu, inputs, cotangents) >= 7
-
-
-def test_slices_of_heads_from_the_public_call(monkeypatch):
-    """The same kernels, once, on states of half of the heads."""
-    monkeypatch.setattr(gdn, "device_reason", lambda: None)
-    _, inputs, cotangents = shapes(GROUPS, 64, 128, False)
-
-    def lowered(**options):
-        def both(inputs, cotangents):
-            rule = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_gpu", **options)
-            q, k, v, g, beta, state = inputs
-            call = lambda q, k, v, g, beta, state: rule(q, k, v, g, beta, initial_state=state)  # noqa: E731
-            return jax.vjp(call, q, k, v, g, beta, state)[1](cotangents)
-
-        return jax.jit(both).trace(inputs, cotangents).lower(lowering_platforms=("cuda",)).as_text()
-
-    whole, sliced = lowered(), lowered(backward_head_slices=2)
-    states = [f"tensor<8x{heads}x128x64xbf16>" for heads in (4, 2)]
-    assert [state in whole for state in states] == [True, False]
-    assert [state in sliced for state in states] == [False, True]
-    assert whole.count("mosaic_gpu") == sliced.count("mosaic_gpu")
 
 
 @pytest.mark.parametrize("slices", [0, 3, 4, 2.0])
