@@ -38,6 +38,7 @@ BACKWARD_VARIANTS = {
     "auto": backward.Config(),
     "full": backward.Config(state_warpgroups=2),
     "half": backward.Config(state_warpgroups=1),
+    **{f"{n} slices": backward.Config(head_slices=n) for n in (2, 4, 8)},
 }
 """Name -> configuration of the backward."""
 
