@@ -1,4 +1,4 @@
-"""The operations of the kernels that Pallas lacks, or that its interpreter does."""
+"""Device operations that Pallas does not have, or that its interpreter lacks."""
 
 import functools
 import math
@@ -138,9 +138,8 @@ def _differences(columns: int, of_warp: bool) -> fragmented_array.FragmentedArra
     first = arith.subi(row, arith.shli(arith.andi(lane, utils.c(3, i32)), utils.c(1, i32)))
     shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, columns))
     registers = np.empty(math.prod(shape), dtype=object)
-    for n in range(
-        len(registers)
-    ):  # eight columns after another; of each the first and the last eight rows of a warp
+    # Eight columns after another, and of each the first and the last eight rows of a warp.
+    for n in range(len(registers)):
         offsets = [n % 2 * 8 - n // 2 * 8 - i for i in (0, 1)]
         registers[n] = vector.from_elements(pair, [arith.addi(first, utils.c(d, i32)) for d in offsets])
     return fragmented_array.FragmentedArray(

@@ -33,7 +33,8 @@ each makes the gradients of its own 64 columns of K. The helper makes <S, dS> an
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
 warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
 warpgroups share their code and hold 64 columns each, why <S, dS> is a trace, and why masks and diagonals come from
-`Device`. Spills cost as much: beside 227 KB of shared memory no room is left to cache them.
+`Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to 0.97 ms, for a
+reason not found (the log has them): time every change.
 
 | barrier   | arrives                                             | waits                                        |
 |-----------|-----------------------------------------------------|----------------------------------------------|
@@ -391,9 +392,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
 
     # Compute warpgroups
 
-    out_tiles, out_flat = (
-        out_smem if sizes.packed else (out_smem, out_smem)
-    )  # the second one for packed rows only
+    # The flat one is for packed rows only.
+    out_tiles, out_flat = out_smem if sizes.packed else (out_smem, out_smem)
 
     def own_number():
         """Number of this warpgroup, asked for inside the loop: addresses made of it then do not wait in registers."""

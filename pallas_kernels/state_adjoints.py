@@ -310,9 +310,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
         for count, load in ((key_stages, load_keys), (stages, load_others)):
             for j in range(count):
                 pl.when(j < chunks)(functools.partial(load, jnp.int32(j)))
-        lag = int(
-            stages > 1
-        )  # with one stage it waits for the chunk that it has prepared, else for the one before
+        # With one stage it waits for the chunk that it has prepared, else for the one before.
+        lag = int(stages > 1)
 
         def step(i, _):
             stage, key_stage = lax.rem(i, stages), lax.rem(i, key_stages)
@@ -343,9 +342,8 @@ def _body(*refs, config: Config, sizes: _Sizes, interpreted: bool):
     row_tile = tile * num_state + wg
     rows = pl.ds(row_tile * ROWS, ROWS)
     s_tile = s_smem.at[pl.ds(wg * ROWS, ROWS)]
-    out_tile, out_flat = (
-        out_smem if sizes.packed else (out_smem, out_smem)
-    )  # the second one for packed rows only
+    # The flat one is for packed rows only.
+    out_tile, out_flat = out_smem if sizes.packed else (out_smem, out_smem)
 
     def read_state(source):
         """Rows of a state in memory, [V, K] of an item, or [V, K] or [K, V] of a sequence."""
