@@ -46,6 +46,9 @@ int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0;
 """
 """Attribute 75 is the major number of the compute capability."""
 
+PLUGIN = "GDN_PLUGIN"
+"""Environment variable with the path of JAX's compiler plugin, in processes that compile."""
+
 
 def _shape(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -119,7 +122,15 @@ def visit_tables_case(packed):
 
 
 def chains_case(
-    K=128, V=128, warpgroups=1, packed=False, segments=False, both=True, dtype: Any = jnp.bfloat16
+    K=128,
+    V=128,
+    warpgroups=1,
+    packed=False,
+    segments=False,
+    both=True,
+    dtype: Any = jnp.bfloat16,
+    states=True,
+    **options,
 ):
     """A function and its argument shapes: state_adjoints, or segment_adjoints (not both)."""
     Hk, HO, T = 2, 4, 1024
@@ -134,9 +145,9 @@ def chains_case(
     def run(item_tables, beta, *arguments):
         items = chains.Items(split, item_tables) if segments else None
         function: Any = chains.state_adjoints if both else chains.segment_adjoints
-        return function(*arguments, **beta, scale=0.1, items=items, config=config)
+        return function(*arguments, **beta, scale=0.1, items=items, config=config, **options)
 
-    state = _shape(split.num_items if segments and both else N, HO, V, K)
+    state = _shape(split.num_items if segments and both else N, HO, V, K) if states else None
     q, v, a = x(1, T, Hk, K), x(1, T, HO, V), x(1, HO, T, 64)
     if both:
         return run, (item_tables, beta, q, q, v, v, _shape(1, HO, T), a, state, state, tables)
@@ -211,6 +222,18 @@ CASES = {
     "gradients, V 256": functools.partial(gradients_case, V=256),
     "gradients, float16": functools.partial(gradients_case, dtype=jnp.float16),
     "gradients, float16 packed": functools.partial(gradients_case, packed=True, dtype=jnp.float16),
+    "inverse, float16": functools.partial(inverse_case, dtype=jnp.float16),
+    "inverse, normalised, packed": functools.partial(inverse_case, normalize=True, packed=True),
+    "full head, float16": functools.partial(recurrence_case, dtype=jnp.float16),
+    "full head, no state": functools.partial(recurrence_case, s0=False),
+    "full head, normalised, packed": functools.partial(recurrence_case, normalize=True, packed="sequences"),
+    "K 256, packed": functools.partial(recurrence_case, K=256, warpgroups=1, packed="sequences"),
+    "transition, normalised, packed": functools.partial(
+        recurrence_case, transition=True, normalize=True, packed="segments"
+    ),
+    "chains, kv, no states": functools.partial(chains_case, states=False, kv_layout=True),
+    "chains, K 256, packed": functools.partial(chains_case, K=256, packed=True),
+    "gradients, K 256, packed": functools.partial(gradients_case, K=256, packed=True),
 }
 """Name -> a function without arguments that returns (function, argument shapes)."""
 
@@ -239,7 +262,23 @@ def _plugin() -> tuple[Path, Path]:
     return plugin, cache
 
 
-def _modules(lowered: jax.stages.Lowered) -> list[bytes]:
+def compile_environment() -> dict[str, str]:
+    """Environment of a process that may call `compiler`."""
+    plugin, cache = _plugin()
+    libraries = f"{cache}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    return dict(os.environ, LD_LIBRARY_PATH=libraries, JAX_PLATFORMS="cpu") | {PLUGIN: str(plugin)}
+
+
+def compiler() -> ctypes.CDLL:
+    """JAX's compiler plugin, whose MosaicGpuCompile(module, length) prints what the environment asks for."""
+    library = ctypes.CDLL(os.environ[PLUGIN])
+    library.MosaicGpuCompile.restype = ctypes.c_void_p
+    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return library
+
+
+def modules(lowered: jax.stages.Lowered) -> list[bytes]:
+    """The kernels of a lowered function, as the compiler takes them."""
     found = []
 
     def visit(op):
@@ -255,10 +294,8 @@ def _modules(lowered: jax.stages.Lowered) -> list[bytes]:
 
 def _compile(name: str) -> None:
     """Runs in a process of its own: the assembler writes straight to the standard streams."""
-    library = ctypes.CDLL(os.environ["GDN_PLUGIN"])
-    library.MosaicGpuCompile.restype = ctypes.c_void_p
-    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    for module in _modules(lower(*CASES[name]())):
+    library = compiler()
+    for module in modules(lower(*CASES[name]())):
         library.MosaicGpuCompile(module, len(module))
 
 
@@ -281,10 +318,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.compile:
         return _compile(options.compile)
-    plugin, cache = _plugin()
-    libraries = f"{cache}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    environment = dict(os.environ, GDN_PLUGIN=str(plugin), LD_LIBRARY_PATH=libraries)
-    environment |= dict(MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu")
+    environment = compile_environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
     print(f"{'jax ' + jax.__version__:30} {'regs':>5} {'spill':>6} {'reload':>6}")
     for name in CASES:
         if options.only in name:
