@@ -1,10 +1,11 @@
 """A fingerprint of the PTX of every kernel configuration: a refactoring of kernels changes none of them.
 
-    python -m pallas_kernels.fingerprint [--only TEXT] [--out FOLDER]
+    python -m pallas_kernels.tools.fingerprint [--only TEXT] [--out FOLDER]
 
-Prints one line for each configuration of `ptxas_report`: the first twelve digits of a SHA-256 of its PTX, the number of
-instructions, and the name. Comments, source locations, debug sections and the kernels' own names do not count. With
---out the PTX that counts is written to a file for each configuration, so that two versions can be compared line by line.
+Prints one line for each configuration of `ptxas_report`: the first twelve digits of a SHA-256 of its PTX, the number
+of instructions, and the name. Comments, source locations, debug sections, the numbers of registers and the kernels'
+own names do not count. With --out the PTX that counts is written to a file for each configuration, so that two
+versions can be compared line by line.
 
 What it needs is what `ptxas_report` needs; no GPU.
 """
@@ -19,14 +20,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pallas_kernels import ptxas_report
+from pallas_kernels.tools import ptxas_report
+from pallas_kernels.tools.configurations import CASES
 
 
 def normalised(ptx: str) -> str:
     """The lines of PTX that make a program: without comments, source locations, debug sections and kernel names."""
     lines, depth = [], 0
     for name in re.findall(r"\.entry\s+(\w+)", ptx):
-        ptx = re.sub(rf"\b{name}\b", "kernel", ptx)
+        ptx = re.sub(rf"\b{name}", "kernel", ptx)
     for line in ptx.splitlines():
         line = line.split("//")[0].strip()
         if line.startswith(".section"):  # debug information, in braces of its own
@@ -37,7 +39,17 @@ def normalised(ptx: str) -> str:
             continue
         if line and not line.startswith((".loc", ".file", "$L__tmp")):
             lines.append(line)
-    return "\n".join(lines) + "\n"
+    return _renumbered("\n".join(lines) + "\n")
+
+
+def _renumbered(ptx: str) -> str:
+    """Registers numbered in the order in which they appear."""
+    numbers: dict[str, str] = {}
+
+    def new(match: re.Match) -> str:
+        return numbers.setdefault(match.group(0), f"%{match.group(1)}{len(numbers)}")
+
+    return re.sub(r"%(rd|rs|r|p|f|fd|h|hh)\d+\b", new, ptx)
 
 
 def programs(output: str) -> list[str]:
@@ -47,7 +59,7 @@ def programs(output: str) -> list[str]:
 
 def _printed(library: ctypes.CDLL, name: str) -> str:
     """What the compiler prints for a configuration: it writes straight to the standard streams."""
-    modules = ptxas_report.modules(ptxas_report.lower(*ptxas_report.CASES[name]()))
+    modules = ptxas_report.modules(ptxas_report.lower(*CASES[name]()))
     libc, saved = ctypes.CDLL(None), [os.dup(stream) for stream in (1, 2)]
     with tempfile.TemporaryFile() as file:
         try:
@@ -66,7 +78,7 @@ def _printed(library: ctypes.CDLL, name: str) -> str:
 
 def _report(only: str, out: Path | None) -> None:
     library = ptxas_report.compiler()
-    for name in ptxas_report.CASES:
+    for name in CASES:
         if only not in name:
             continue
         sys.stdout.flush()
@@ -87,7 +99,7 @@ def main() -> None:
     if ptxas_report.PLUGIN in os.environ:
         return _report(options.only, options.out)
     environment = ptxas_report.compile_environment() | {"MOSAIC_GPU_DUMP_PTX": "1"}
-    command = [sys.executable, "-m", "pallas_kernels.fingerprint", *sys.argv[1:]]
+    command = [sys.executable, "-m", "pallas_kernels.tools.fingerprint", *sys.argv[1:]]
     sys.exit(subprocess.run(command, env=environment, check=False).returncode)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.common import CHUNK, WGMMA, iota
+from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
 
 
 class Device:

@@ -8,7 +8,7 @@ overflows, whatever the decay, and all chunks are independent.
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t and g2_cum [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is
 taken between tokens of one sequence.
-Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype; in float16 times 16 (inverse_log2 of common.py). For keys to be
+Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype; in float16 times 16 (`inverse_log2`). For keys to be
 normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, t =
 diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
@@ -20,8 +20,7 @@ sums float32. Blocks up to 16 live as a [64, 16] array (warp w holds the w-th di
 warp-level mma without leaving the registers; 16 -> 32 exchanges one tile through shared memory; 32 -> 64 is two
 wgmmas.
 
-Shared memory of one warpgroup: K tile 128 K bytes, L and X 4 KB each, transposed blocks 2.5 KB,
-`output_slots` output tiles of 8 KB, beta and gates 1024 HO/Hk bytes.
+Shared memory: `_memory`, 54 KB a warpgroup at K = 128.
 Hardware: compute capability 9.0. Limits: K a multiple of 64; |k|^2 beta at most about 2, or entries of L and
 of A leave the range and accuracy of float16.
 Numerics: before it is rounded to k's dtype, rms error 4e-4 for random unit keys, 1.4e-3 at cosine 0.9 with beta = 1.
@@ -30,6 +29,7 @@ Source: Yang et al. 2024 (DeltaNet), eq. 10 and 11, with the gate factored out; 
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,26 +38,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import (
+from pallas_kernels.device.launch import NUM_SMS, launch, warpgroup_index
+from pallas_kernels.device.layouts import (
     CHUNK,
     COL,
-    COMPILER_PARAMS,
     L2NORM_EPS,
-    NUM_SMS,
     ROW,
-    SMEM_LIMIT,
     WGMMA,
     along_columns,
     along_rows,
     inverse_log2,
     iota,
-    launch,
-    take,
-    tiling,
-    transposed,
     zeros,
 )
-from pallas_kernels.device import Device
+from pallas_kernels.device.memory import (
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    transposed,
+)
+from pallas_kernels.device.operations import Device
 
 HALF = CHUNK // 2
 BLOCK = 16
@@ -74,20 +77,31 @@ class Config:
     """Output tiles being stored while the next is computed."""
     ctas: int = NUM_SMS
 
-    def smem_bytes(self, K: int, group: int) -> int:
-        """Shared memory of a CTA for key width K and `group` output heads per key head."""
-        tiles = 2 * CHUNK * K + 2 * 2 * CHUNK * HALF + 2 * (CHUNK + BLOCK) * BLOCK
-        return self.warpgroups * (
-            tiles + self.output_slots * 2 * CHUNK**2 + 2 * 4 * CHUNK * (2 * group + 2) + 64
-        )
-
     @classmethod
     def default(cls, K: int, group: int) -> "Config":
-        """The largest of the tried configurations that fits."""
+        """The largest of the tried configurations that fits, for `group` output heads per key head."""
         for config in (cls(4, 2), cls(4, 1), cls(3, 1), cls(2, 1), cls(1, 1)):
-            if config.smem_bytes(K, group) <= SMEM_LIMIT:
+            if smem_bytes(_memory(config, K, group, jnp.bfloat16), REDUCTION_BYTES) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
+
+
+def _memory(config: Config, K: int, group: int, dtype, *, packed: bool = False) -> Memory:
+    """Shared memory of a CTA. Vectors have two slots: they are read until the end of an item, after the loads of the
+    next one have started."""
+    n, f16 = config.warpgroups, jnp.float16
+    return {
+        "k": Buffer((n, CHUNK, K), dtype, swizzle=128),
+        "beta": Buffer((n, 2, group, CHUNK)),
+        "g2": Buffer((n, 2, group, CHUNK)),
+        "first": Buffer((n, 2, CHUNK), jnp.int32),
+        "rstd": Buffer((n, 2, CHUNK)),
+        "l": Buffer((n, CHUNK, HALF), f16, swizzle=64),
+        "x": Buffer((n, CHUNK, HALF), f16, swizzle=64),
+        "x_t": Buffer((n, CHUNK + BLOCK, BLOCK), f16, swizzle=32),
+        "out": Buffer((n, config.output_slots, CHUNK, CHUNK), dtype, swizzle=64),
+        "loaded": Barriers(arrivals=3 + packed, count=n),
+    }
 
 
 def _parts(kk):
@@ -166,103 +180,121 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     return jnp.where(lower, quarter, x32), right
 
 
-def _body(*refs, config, sizes, ragged, normalize, interpreted):
-    refs = list(refs)
-    k_gmem, beta_gmem, g_gmem, first_gmem, t_gmem = (
-        *(take(refs) for _ in range(3)),
-        take(refs, ragged),
-        take(refs),
-    )
-    rstd_gmem = take(refs, normalize)
-    k_tiles, beta_smem, g_smem, first_smem, rstd_smem, l_smem, x_smem, xt_smem, out_smem, loaded = refs
-    B, num_chunks, Hk, group = sizes
-    dev = Device(interpreted)
+class _Sizes(NamedTuple):
+    """Static sizes of one kernel."""
 
-    wg = lax.axis_index("wg").astype(jnp.int32)
-    worker = lax.axis_index("cta").astype(jnp.int32) * config.warpgroups + wg
-    workers = config.ctas * config.warpgroups
-    num_items = lax.div(jnp.int32(B * num_chunks * Hk + workers - 1) - worker, jnp.int32(workers))
-    k_smem, out = k_tiles.at[wg], out_smem.at[wg]
+    B: int
+    num_chunks: int
+    Hk: int
+    group: int
+    """Output heads of a key head."""
 
-    def place(n):
-        item = worker + n * workers
+
+class _Warpgroup:
+    """What one of the independent warpgroups knows."""
+
+    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: _Sizes, interpreted: bool):
+        self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
+        self.dev = Device(interpreted)
+        self.dtype = gmem.k.dtype
+        self.wg = warpgroup_index()
+        self.worker = lax.axis_index("cta").astype(jnp.int32) * config.warpgroups + self.wg
+        self.workers = config.ctas * config.warpgroups
+        items = sizes.B * sizes.num_chunks * sizes.Hk
+        self.num_items = lax.div(jnp.int32(items + self.workers - 1) - self.worker, jnp.int32(self.workers))
+
+    def place(self, n):
+        """Row of the batch, tokens and key head of the n-th item."""
+        item, Hk, num_chunks = self.worker + n * self.workers, self.sizes.Hk, self.sizes.num_chunks
         chunk = lax.rem(lax.div(item, Hk), num_chunks)
         return lax.div(item, Hk * num_chunks), pl.ds(chunk * CHUNK, CHUNK), lax.rem(item, Hk)
 
-    def load(n):
-        b, tokens, h = place(n)
-        slot = lax.rem(
-            n, 2
-        )  # vectors are read until the end of an item, after the next one's loads have started
-        plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens, h], k_smem, loaded.at[wg])
-        heads = pl.ds(h * group, group)
-        plgpu.copy_gmem_to_smem(beta_gmem.at[b, heads, tokens], beta_smem.at[wg, slot], loaded.at[wg])
-        plgpu.copy_gmem_to_smem(g_gmem.at[b, heads, tokens], g_smem.at[wg, slot], loaded.at[wg])
-        if ragged:
-            plgpu.copy_gmem_to_smem(first_gmem.at[tokens], first_smem.at[wg, slot], loaded.at[wg])
 
-    def store(slot, halves, destination):
-        tile = out.at[slot]
-        plgpu.wait_smem_to_gmem(config.output_slots - 1, wait_read_only=True)
-        tile[:, 0:HALF], tile[:, HALF:CHUNK] = (x.astype(tile.dtype) for x in halves)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, destination)
+def _load(own: _Warpgroup, n):
+    """Starts the copies of the n-th item."""
+    gmem, smem, wg, group = own.gmem, own.smem, own.wg, own.sizes.group
+    b, tokens, h = own.place(n)
+    slot, loaded = lax.rem(n, 2), smem.loaded.at[wg]
+    plgpu.copy_gmem_to_smem(gmem.k.at[b, tokens, h], smem.k.at[wg], loaded)
+    heads = pl.ds(h * group, group)
+    plgpu.copy_gmem_to_smem(gmem.beta.at[b, heads, tokens], smem.beta.at[wg, slot], loaded)
+    plgpu.copy_gmem_to_smem(gmem.g2_cum.at[b, heads, tokens], smem.g2.at[wg, slot], loaded)
+    if gmem.first is not None:
+        plgpu.copy_gmem_to_smem(gmem.first.at[tokens], smem.first.at[wg, slot], loaded)
 
-    @pl.when(num_items > 0)
-    def _():
-        load(jnp.int32(0))
 
-    def gated(halves, beta_vector, gates):
-        """T of A, in halves. Exponents above the diagonal are kept from overflow: A is 0 there."""
-        g_rows = along_rows(plgpu.load(gates, layout=ROW), HALF)
-        g_columns = along_columns(plgpu.load(gates, layout=COL) - inverse_log2(k_gmem.dtype), CHUNK)
-        beta_columns = along_columns(plgpu.load(beta_vector, layout=COL), CHUNK)
+def _gated(own: _Warpgroup, halves, beta_vector, gates):
+    """T of A, in halves. Exponents above the diagonal are kept from overflow: A is 0 there."""
+    log2 = inverse_log2(own.dtype)
+    g_rows = along_rows(plgpu.load(gates, layout=ROW), HALF)
+    g_columns = along_columns(plgpu.load(gates, layout=COL) - log2, CHUNK)
+    beta_columns = along_columns(plgpu.load(beta_vector, layout=COL), CHUNK)
 
-        def half(x, n):
-            part = slice(n * HALF, (n + 1) * HALF)
-            exponents = jnp.minimum(g_rows - g_columns[:, part], inverse_log2(k_gmem.dtype))
-            y = x * beta_columns[:, part] * jnp.exp2(exponents)
-            # Where A joins no tokens it is 0 and stays it, whatever the padding holds.
-            return jnp.where(x == 0.0, 0.0, y) if ragged else y
+    def half(x, n):
+        part = slice(n * HALF, (n + 1) * HALF)
+        exponents = jnp.minimum(g_rows - g_columns[:, part], log2)
+        y = x * beta_columns[:, part] * jnp.exp2(exponents)
+        # Where A joins no tokens it is 0 and stays it, whatever the padding holds.
+        return y if own.gmem.first is None else jnp.where(x == 0.0, 0.0, y)
 
-        return half(halves[0], 0), half(halves[1], 1)
+    return half(halves[0], 0), half(halves[1], 1)
 
-    def item(n, _):
-        b, tokens, h = place(n)
-        slot = lax.rem(n, 2)
-        plgpu.barrier_wait(loaded.at[wg])
-        kk = dev.product(k_smem, transposed(k_smem))
 
-        @pl.when(n + 1 < num_items)
-        def _():
-            load(n + 1)
+def _store(own: _Warpgroup, slot, halves, destination):
+    """T to memory, through an output tile that an earlier store has left."""
+    tile = own.smem.out.at[own.wg, slot]
+    plgpu.wait_smem_to_gmem(own.config.output_slots - 1, wait_read_only=True)
+    tile[:, 0:HALF], tile[:, HALF:CHUNK] = (x.astype(tile.dtype) for x in halves)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, destination)
 
-        if normalize:
-            kk = _normalized(kk, rstd_smem.at[wg, slot])
-            plgpu.copy_smem_to_gmem(rstd_smem.at[wg, slot], rstd_gmem.at[b, h, tokens])
-        parts = _parts(kk)
-        first = plgpu.load(first_smem.at[wg, slot], layout=ROW) if ragged else None
 
-        def head(e, _):
-            vector = beta_smem.at[wg, slot, e]
-            beta = plgpu.load(vector, layout=ROW)
-            halves = _invert(dev, parts, first, beta, l_smem.at[wg], x_smem.at[wg], xt_smem.at[wg])
-            halves = gated(halves, vector, g_smem.at[wg, slot, e])
-            if normalize:
-                rows = along_rows(plgpu.load(rstd_smem.at[wg, slot], layout=ROW), HALF)
-                halves = tuple(x * rows for x in halves)
-            out_slot = lax.rem(n * group + e, config.output_slots)
-            store(out_slot, halves, t_gmem.at[b, h * group + e, tokens])
-            return ()
+def _item(own: _Warpgroup, n, _):
+    """T of one chunk, for all output heads of one key head."""
+    gmem, smem, wg, group = own.gmem, own.smem, own.wg, own.sizes.group
+    b, tokens, h = own.place(n)
+    slot = lax.rem(n, 2)
+    plgpu.barrier_wait(smem.loaded.at[wg])
+    kk = own.dev.product(smem.k.at[wg], transposed(smem.k.at[wg]))
+    pl.when(n + 1 < own.num_items)(lambda: _load(own, n + 1))
+    if gmem.rstd is not None:
+        kk = _normalized(kk, smem.rstd.at[wg, slot])
+        plgpu.copy_smem_to_gmem(smem.rstd.at[wg, slot], gmem.rstd.at[b, h, tokens])
+    parts = _parts(kk)
+    first = None if gmem.first is None else plgpu.load(smem.first.at[wg, slot], layout=ROW)
 
-        lax.fori_loop(0, group, head, ())
+    def head(e, _):
+        vector = smem.beta.at[wg, slot, e]
+        beta = plgpu.load(vector, layout=ROW)
+        halves = _invert(own.dev, parts, first, beta, smem.l.at[wg], smem.x.at[wg], smem.x_t.at[wg])
+        halves = _gated(own, halves, vector, smem.g2.at[wg, slot, e])
+        if gmem.rstd is not None:
+            rows = along_rows(plgpu.load(smem.rstd.at[wg, slot], layout=ROW), HALF)
+            halves = tuple(x * rows for x in halves)
+        out_slot = lax.rem(n * group + e, own.config.output_slots)
+        _store(own, out_slot, halves, gmem.t.at[b, h * group + e, tokens])
         return ()
 
-    lax.fori_loop(0, num_items, item, ())
+    lax.fori_loop(0, group, head, ())
+    return ()
+
+
+def _body(gmem: Any, smem: Any, **static):
+    own = _Warpgroup(gmem, smem, **static)
+    pl.when(own.num_items > 0)(lambda: _load(own, jnp.int32(0)))
+    lax.fori_loop(0, own.num_items, functools.partial(_item, own), ())
     plgpu.wait_smem_to_gmem(0)
 
 
-def tril_inverse(
+class Inverse(NamedTuple):
+    """What `gated_inverse` gives; see the module docstring."""
+
+    t: Float[Array, "B HO T64 C"]
+    rstd: Float[Array, "B Hk T64"] | None
+    """Reciprocal norms of the keys, where they are to be normalised."""
+
+
+def gated_inverse(
     k: Float[Array, "B T Hk K"],
     beta_t: Float[Array, "B HO T64"],
     g2_cum: Float[Array, "B HO T64"],
@@ -271,8 +303,8 @@ def tril_inverse(
     normalize: bool = False,
     config: Config | None = None,
     interpret=None,
-):
-    """t; with normalize that of normalised keys, and rstd. See the module docstring.
+) -> Inverse:
+    """T of every chunk; with normalize that of normalised keys, and their reciprocal norms.
 
     Args:
       k: bfloat16 or float16; K a multiple of 64, T a multiple of 8.
@@ -283,43 +315,17 @@ def tril_inverse(
     """
     B, T, Hk, K = k.shape
     HO, group, num_chunks = beta_t.shape[1], beta_t.shape[1] // Hk, -(-T // CHUNK)
-    ragged = first is not None
     config = config or Config.default(K, group)
-    body = functools.partial(
-        _body,
-        config=config,
-        sizes=(B, num_chunks, Hk, group),
-        ragged=ragged,
-        normalize=normalize,
-        interpreted=interpret is not None,
-    )
-    n = config.warpgroups
-    smem, f16 = plgpu.SMEM, jnp.float16
-    t = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype)
-    rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32)
-    return launch(
-        body,
-        k,
-        beta_t,
-        g2_cum,
-        first,
-        out_type=(t, rstd) if normalize else t,
-        scratch_types=(
-            smem((n, CHUNK, K), k.dtype, transforms=tiling(128)),
-            smem((n, 2, group, CHUNK), jnp.float32),
-            smem((n, 2, group, CHUNK), jnp.float32),
-            smem((n, 2, CHUNK), jnp.int32),
-            smem((n, 2, CHUNK), jnp.float32),
-            smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
-            smem((n, CHUNK, HALF), f16, transforms=tiling(64)),
-            smem((n, CHUNK + BLOCK, BLOCK), f16, transforms=tiling(32)),
-            smem((n, config.output_slots, CHUNK, CHUNK), k.dtype, transforms=tiling(64)),
-            plgpu.Barrier(num_arrivals=3 + ragged, num_barriers=n),
-        ),
-        grid=(config.ctas,),
-        grid_names=("cta",),
-        num_threads=n,
-        thread_name="wg",
+    rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32) if normalize else None
+    static = dict(config=config, sizes=_Sizes(B, num_chunks, Hk, group), interpreted=interpret is not None)
+    results = launch(
+        "gated_inverse",
+        functools.partial(_body, **static),
+        inputs={"k": k, "beta": beta_t, "g2_cum": g2_cum, "first": first},
+        outputs={"t": jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype), "rstd": rstd},
+        memory=_memory(config, K, group, k.dtype, packed=first is not None),
+        ctas=config.ctas,
+        warpgroups=config.warpgroups,
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
     )
+    return Inverse(results["t"], results.get("rstd"))

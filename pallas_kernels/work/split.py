@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gdn_jax.shapes import Dims
-from pallas_kernels.common import CHUNK, GRANULE, NUM_SMS
+from pallas_kernels.device.launch import NUM_SMS
+from pallas_kernels.device.layouts import CHUNK, GRANULE
 
 STEP = {1: 1.33, 2: 2.11}
 """Microseconds of one chunk with one or two state warpgroups (H200, 2026-11-21, K = V = 128, all SMs busy)."""

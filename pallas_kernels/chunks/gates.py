@@ -23,64 +23,64 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import (
+from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.layouts import (
     CHUNK,
-    COMPILER_PARAMS,
+    COL,
     LOG2_E,
     RESET_G2,
     ROW,
     WGMMA,
+    along_columns,
     along_rows,
-    grid_index,
     iota,
-    launch,
     round_up,
-    take,
     zeros,
 )
+from pallas_kernels.device.memory import Barriers, Buffer
+from pallas_kernels.device.operations import Device
 
 HEADS = 8
 """Heads of a tile: 32 bytes, one sector of memory."""
 
 
-def _body(
-    g_gmem: Any,
-    beta_gmem: Any,
-    *rest: Any,
-    ragged: bool,
-    num_heads: int,
-    num_chunks: int,
-    num_head_tiles: int,
-):
-    refs = list(rest)
-    first_gmem = take(refs, ragged)
-    g_out, beta_out, g_smem, beta_smem, g_t_smem, beta_t_smem, loaded = refs
+MEMORY = {
+    "g": Buffer((2 * CHUNK, HEADS)),  # zeros in the first half: what lies before the chunk
+    "beta": Buffer((CHUNK, HEADS)),
+    "g_t": Buffer((HEADS, CHUNK)),
+    "beta_t": Buffer((HEADS, CHUNK)),
+    "loaded": Barriers(arrivals=2),
+}
+"""Shared memory of a CTA."""
+
+
+def _body(gmem: Any, smem: Any, *, num_heads: int, num_chunks: int, num_head_tiles: int):
     tile = lax.rem(grid_index(), num_head_tiles)
     chunk = lax.rem(lax.div(grid_index(), num_head_tiles), num_chunks)
     b = lax.div(grid_index(), num_head_tiles * num_chunks)
     tokens, heads = pl.ds(chunk * CHUNK, CHUNK), pl.ds(tile * HEADS, HEADS)
-    values = pl.ds(CHUNK, CHUNK)  # the rows before them are zeros: what lies before the chunk
+    g_values = smem.g.at[pl.ds(CHUNK, CHUNK)]
 
-    plgpu.copy_gmem_to_smem(g_gmem.at[b, tokens, heads], g_smem.at[values], loaded)
-    plgpu.copy_gmem_to_smem(beta_gmem.at[b, tokens, heads], beta_smem, loaded)
-    g_smem[0:CHUNK] = zeros((CHUNK, HEADS), jnp.float32)
-    plgpu.barrier_wait(loaded)
+    plgpu.copy_gmem_to_smem(gmem.g.at[b, tokens, heads], g_values, smem.loaded)
+    plgpu.copy_gmem_to_smem(gmem.beta.at[b, tokens, heads], smem.beta, smem.loaded)
+    smem.g[0:CHUNK] = zeros((CHUNK, HEADS), jnp.float32)
+    plgpu.barrier_wait(smem.loaded)
 
-    x = jnp.maximum(plgpu.load(g_smem.at[values], layout=WGMMA) * LOG2_E, RESET_G2)
+    x = jnp.maximum(plgpu.load(g_values, layout=WGMMA) * LOG2_E, RESET_G2)
     age: Any = None
-    if ragged:
-        first = along_rows(plgpu.load(first_gmem.at[tokens], layout=ROW, optimized=False), HEADS)
+    if gmem.first is not None:
+        first = along_rows(plgpu.load(gmem.first.at[tokens], layout=ROW, optimized=False), HEADS)
         age = iota((CHUNK, HEADS), 0) - first
     for shift in (1, 2, 4, 8, 16, 32):
-        g_smem[CHUNK : 2 * CHUNK] = x
-        earlier = plgpu.load(g_smem.at[pl.ds(CHUNK - shift, CHUNK)], layout=WGMMA)
-        x = x + (jnp.where(age >= shift, earlier, 0.0) if ragged else earlier)
-    g_smem[CHUNK : 2 * CHUNK] = x
+        smem.g[CHUNK : 2 * CHUNK] = x
+        earlier = plgpu.load(smem.g.at[pl.ds(CHUNK - shift, CHUNK)], layout=WGMMA)
+        x = x + (earlier if age is None else jnp.where(age >= shift, earlier, 0.0))
+    smem.g[CHUNK : 2 * CHUNK] = x
     for i in range(HEADS):
-        g_t_smem[i] = plgpu.load(g_smem.at[values, i], layout=ROW, optimized=False)
-        beta_t_smem[i] = plgpu.load(beta_smem.at[:, i], layout=ROW, optimized=False)
+        smem.g_t[i] = plgpu.load(smem.g.at[pl.ds(CHUNK, CHUNK), i], layout=ROW, optimized=False)
+        smem.beta_t[i] = plgpu.load(smem.beta.at[:, i], layout=ROW, optimized=False)
     plgpu.commit_smem()
-    pairs = ((g_t_smem, g_out), (beta_t_smem, beta_out))
+    pairs = ((smem.g_t, gmem.g2_cum), (smem.beta_t, gmem.beta_t))
 
     def store_all():
         for source, destination in pairs:
@@ -119,29 +119,26 @@ def chunk_gates(
         g, beta = (jnp.pad(x, ((0, 0), (0, 0), (0, padded - HO))) for x in (g, beta))
     num_chunks, num_head_tiles = -(-T // CHUNK), -(-padded // HEADS)
     out = jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK), jnp.float32)
-    body = functools.partial(
-        _body,
-        ragged=first is not None,
-        num_heads=HO,
-        num_chunks=num_chunks,
-        num_head_tiles=num_head_tiles,
-    )
-    vectors = plgpu.SMEM((HEADS, CHUNK), jnp.float32)
-    return launch(
-        body,
-        g,
-        beta,
-        first,
-        out_type=(out, out),
-        scratch_types=(
-            plgpu.SMEM((2 * CHUNK, HEADS), jnp.float32),
-            plgpu.SMEM((CHUNK, HEADS), jnp.float32),
-            vectors,
-            vectors,
-            plgpu.Barrier(num_arrivals=2),
-        ),
-        grid=(B * num_chunks * num_head_tiles,),
-        grid_names=("cta",),
+    sizes = dict(num_heads=HO, num_chunks=num_chunks, num_head_tiles=num_head_tiles)
+    results = launch(
+        "chunk_gates",
+        functools.partial(_body, **sizes),
+        inputs={"g": g, "beta": beta, "first": first},
+        outputs={"g2_cum": out, "beta_t": out},
+        memory=MEMORY,
+        ctas=B * num_chunks * num_head_tiles,
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(**COMPILER_PARAMS),
     )
+    return results["g2_cum"], results["beta_t"]
+
+
+def gamma_of(dev: Device, gates: Any, log2_factor: float = 0.0) -> tuple[jax.Array, jax.Array]:
+    """G in layout ROW, and factor Gamma [C, C]: 2^(G_i - G_j) for i >= j, 0 above. For kernels.
+
+    Args:
+      gates: reference to G = g2_cum [C] in shared memory.
+      log2_factor: log2 of the factor.
+    """
+    g_rows, g_columns = plgpu.load(gates, layout=ROW), plgpu.load(gates, layout=COL)
+    difference = along_rows(g_rows + log2_factor, CHUNK) - along_columns(g_columns, CHUNK)
+    return g_rows, jnp.where(dev.row_minus_column() >= 0, jnp.exp2(difference), 0.0)

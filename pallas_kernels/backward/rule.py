@@ -1,10 +1,10 @@
-"""Gradients of the gated delta rule on Hopper: composition of the kernels and padding. No device code.
+"""The backward of the gated delta rule on Hopper: composition of the kernels and padding. No device code.
 
-    [segment_adjoints  ->  segment_states]  ->  state_adjoints (states forward and adjoints backward)
+    [segment_adjoints  ->  segment_states]  ->  chains (states forward and their cotangents backward)
         ->  gradients (everything else, all chunks in parallel)
 
 The part in brackets runs where the forward cut the sequences into segments and that pays here too: it finds the
-adjoint at the end of every segment, with what the forward found a segment to do to a state.
+cotangent at the end of every segment, with what the forward found a segment to do to a state.
 
 Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u and dv, V each
 for each token and head. With Config.head_slices that is needed for one slice of the heads at a time.
@@ -22,15 +22,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.shapes import Dims
-from pallas_kernels import gradients as gradients_kernel
-from pallas_kernels import state_adjoints as chains_kernel
-from pallas_kernels.common import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
-from pallas_kernels.gdn import Residuals, known_lengths
-from pallas_kernels.gradients import BETA_FLOOR, MAX_LIFT, gradients
-from pallas_kernels.segment_states import segment_states
-from pallas_kernels.spans import VisitTables
-from pallas_kernels.state_adjoints import Items, segment_adjoints, state_adjoints
-from pallas_kernels.work_split import chain_warpgroups, segments_pay, work_of
+from pallas_kernels.backward import chain
+from pallas_kernels.backward import gradients as gradients_kernel
+from pallas_kernels.backward.chains import chains
+from pallas_kernels.backward.gradients import BETA_FLOOR, MAX_LIFT, gradients
+from pallas_kernels.backward.segment_adjoints import segment_adjoints
+from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
+from pallas_kernels.device.memory import pad
+from pallas_kernels.work.residuals import Residuals
+from pallas_kernels.work.split import chain_warpgroups, segments_pay, work_of
+from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_of_token, visit_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Config:
     written, 14 V + 300 for each token and output head (16 bits, HV = HO), however many slices there are. The copies
     lie beside the states while a slice runs, so that two slices hardly take less than one, four about half of it.
     Slices of too few heads to fill the GPU cost more time than the copies."""
-    chains: chains_kernel.Config | None = None
+    chains: chain.Config | None = None
     gradients: gradients_kernel.Config | None = None
 
 
@@ -63,19 +65,6 @@ class Cotangents(NamedTuple):
     dh_0: Float[Array, "N HO _ _"] | None
 
 
-def backward_supported(dims: Dims, *, packed: bool = False) -> str | None:
-    """Why these kernels cannot run the backward of a call that the forward's accept; None if they can.
-
-    Args:
-      dims: of gdn_jax.shapes.
-      packed: whether cu_seqlens is given.
-    """
-    chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
-    if chunks * dims.HO * round_up(dims.K, GRANULE) * round_up(dims.V, GRANULE) >= 2**40:
-        return "the states of all chunks are larger than the offsets of a bulk copy"
-    return None
-
-
 def check_head_slices(name: str, slices: int, dims: Dims) -> None:
     """Raises ValueError unless every head count is a multiple of slices, so that no two slices share a head."""
     heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
@@ -83,19 +72,6 @@ def check_head_slices(name: str, slices: int, dims: Dims) -> None:
         raise ValueError(
             f"{name}: expected an integer that divides gcd(Hq, Hk, HV) = {heads}, got {slices!r}"
         )
-
-
-def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
-    """Chunks that each sequence of packed rows touches, the padding being one more. In NumPy where cu_seqlens is."""
-    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
-    N = cu_seqlens.shape[0] - 1
-    borders = xp.concatenate([cu_seqlens, xp.full((1,), T, np.int32)])
-    begin, end = borders[:-1], borders[1:]
-    chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
-    first = xp.concatenate([xp.zeros((1,), np.int32), xp.cumsum(chunks, dtype=np.int32)])
-    visit = xp.arange(-(-T // CHUNK) + N, dtype=np.int32)
-    sequence = xp.minimum(xp.searchsorted(first[1:], visit, side="right"), N)
-    return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
 
 
 def backward(
@@ -116,10 +92,10 @@ def backward(
     config: Config | None = None,
     interpret=None,
 ) -> Cotangents:
-    """Gradients of <do, o> + <dfinal, final state> for a call that backward_supported accepts.
+    """Gradients of <do, o> + <dfinal, final state> for a call that forward.rule.check_supported accepts.
 
     Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
-      residuals: of gdn.forward on the same arguments. Its beta_t and t are those of max(beta, BETA_FLOOR).
+      residuals: of forward.rule.forward on the same arguments. Its beta_t and t are those of max(beta, BETA_FLOOR).
       do, dfinal: cotangents of both outputs; dfinal None for zeros.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -159,8 +135,7 @@ def backward(
         return Cotangents._make((*joined, out.dh_0))
     tables, known = None, known_lengths(cu_seqlens)
     if cu_seqlens is not None:
-        starts: Any = cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
-        tables = visit_tables(starts, round_up(T, 8))
+        tables = visit_tables(borders(cu_seqlens, known), round_up(T, 8))
     (Hk, K), Hq, (HV, V), HO = k.shape[2:], q.shape[2], v.shape[2:], do.shape[2]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
@@ -168,7 +143,7 @@ def backward(
     Hq, Hk, HV, HO = (heads // config.head_slices for heads in (Hq, Hk, HV, HO))
     dims = dims._replace(Hq=Hq, Hk=Hk, HV=HV, HO=HO)
     work, K64, V64 = work_of(dims, cu_seqlens is not None, known), round_up(K, GRANULE), round_up(V, GRANULE)
-    length: Any = None if residuals.segments is None else residuals.segments.split.segment_chunks
+    length: Any = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
     if length is not None and config.segments is None:
         config = dataclasses.replace(config, segments=segments_pay(dims, V64, work, length))
     if config.state_warpgroups is None:
@@ -197,10 +172,10 @@ def _run(
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
     state_shape = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
-    q8, k8 = _pad(q, (B, T8, Hq, K64)), _pad(k, (B, T8, Hk, K64))
-    v8, do8 = _pad(v, (B, T8, HV, V64)), _pad(do.astype(v.dtype), (B, T8, HO, V64))
-    s0, ds1 = (
-        None if x is None else _pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
+    q8, k8 = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64))
+    v8, do8 = pad(v, (B, T8, HV, V64)), pad(do.astype(v.dtype), (B, T8, HO, V64))
+    h_0, dh_T = (
+        None if x is None else pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
     options = dict(scale=static.scale, interpret=static.interpret)
     beta_t = lift = None
@@ -209,54 +184,46 @@ def _run(
         beta_t = jnp.where((beta_t > BETA_FLOOR) & (beta_t < jnp.inf), beta_t, BETA_FLOOR)
         lift = _lift(residuals.g2_cum, tables, T)
     warpgroups: Any = static.config.state_warpgroups
-    config = static.config.chains or chains_kernel.Config.default(K64, warpgroups)
+    config = static.config.chains or chain.Config.default(K64, warpgroups)
     chain_options = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
-        n = segment_adjoints(
-            q8,
-            k8,
-            do8,
-            residuals.g2_cum,
-            residuals.t,
-            ds1,
-            tables,
-            items=Items(segments.split, segments.tables),
-            **chain_options,
-        )
-        ds1 = segment_states(
+        chain_options["items"] = items = segments.items
+        gates, t = residuals.g2_cum, residuals.t
+        n = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, **chain_options)
+        dh_T = segment_states(
             n,
             segments.m_t,
-            ds1,
-            None if segments.tables is None else segments.tables.first_item,
+            dh_T,
+            None if items.tables is None else items.tables.first_item,
             num_sequences=N,
             kv_layout=static.kv_layout,
             backwards=True,
             interpret=static.interpret,
         )
-        s0, chain_options["items"] = segments.starts, Items(segments.split, segments.tables)
-    chains = state_adjoints(
+        h_0 = segments.starts
+    walked = chains(
         q8,
         k8,
         v8,
         do8,
         residuals.g2_cum,
         residuals.t,
-        s0,
-        ds1,
+        h_0,
+        dh_T,
         tables,
         beta=beta_t,
-        with_ds0=initial_state is not None,
+        with_dh_0=initial_state is not None,
         **chain_options,
     )
     sums = gradients(
         q8,
         k8,
         do8,
-        chains.u,
-        chains.dv,
-        chains.h,
-        chains.dh,
+        walked.u,
+        walked.dv,
+        walked.h,
+        walked.dh,
         residuals.g2_cum,
         tables,
         beta=beta_t,
@@ -265,7 +232,7 @@ def _run(
         **options,
     )
     dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dbeta))
-    dv = chains.dv
+    dv = walked.dv
     if beta_t is not None:
         dv = dv * beta_t.swapaxes(1, 2)[:, :T8, :, None]
     elif beta is not None:  # u and dv hold a factor beta each
@@ -273,9 +240,9 @@ def _run(
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
-    if initial_state is not None and chains.ds0 is not None:
+    if initial_state is not None and walked.dh_0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)
-        dh_0 = chains.ds0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+        dh_0 = walked.dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
     return Cotangents(
         _sum_heads(sums.dq, Hq)[:, :T, :, :K],
         sums.dk[:, :T, :, :K],
@@ -334,12 +301,6 @@ def _split_batch(x: Any, batch: int) -> Any:
     return None if x is None else x.reshape(batch, -1, *x.shape[2:])
 
 
-def _pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape, strict=True)])
-
-
 def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
     """Sums over the heads that read one head of an input."""
     B, T, H, D = x.shape
@@ -354,16 +315,9 @@ def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.A
     if tables is None:
         return x.reshape(B, -1, HO, CHUNK).swapaxes(2, 3).reshape(B, -1, HO)[:, :T]
     token = jnp.arange(T, dtype=jnp.int32)
-    visit, _ = _visits(token, tables)
+    visit, _ = visit_of_token(token, tables)
     rows = x.swapaxes(1, 2).reshape(-1, HO)[visit * CHUNK + token % CHUNK]
     return jnp.where((token < tables.cu_seqlens[-1])[:, None], rows, 0.0)[None]
-
-
-def _visits(token: jax.Array, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
-    """Visit of each token of packed rows, and where the token's sequence begins."""
-    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
-    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
-    return first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK, cu[sequence]
 
 
 def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
@@ -375,7 +329,7 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     if tables is None:
         decay = jnp.where(has_past, decay, MAX_LIFT).reshape(B, HO, -1, CHUNK)
         return jnp.min(decay, axis=3, initial=MAX_LIFT).swapaxes(1, 2).reshape(-1, HO)
-    visit, begin = _visits(token, tables)
+    visit, begin = visit_of_token(token, tables)
     has_past = has_past & (token > begin) & (token < tables.cu_seqlens[-1])
     least = jnp.full((tables.sequence.shape[0], HO), MAX_LIFT, g2_cum.dtype)
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")

@@ -1,0 +1,1 @@
+"""The backward: the chains of states and cotangents, the gradients of all chunks, and their composition."""

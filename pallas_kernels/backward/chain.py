@@ -1,0 +1,452 @@
+"""What the two kernels that walk backwards share: `chains` and `segment_adjoints`.
+
+With the state h and its cotangent dh transposed, [V, K], and for one chunk (all of it float32 but the operands of
+products)
+
+    states:    W = V^T - (h K^T) D           U = W T^T            h <- gl h + (U Dr) K
+    adjoints:  Z = (dh K^T) Dr + dO^T P      dV = Z T             dh <- gl dh + scale (dO^T D) Q - (dV D) K
+
+where P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`. U and dV [V, C] are
+transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
+the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
+
+Work: one CTA takes `state_warpgroups` tiles of 64 rows of h or of dh (64 columns of V) of one head of one item. The
+item of a sequence of packed rows walks the chunks it touches; in a chunk shared with another sequence the tokens of
+the others are masked.
+
+In float16, which ends at 2^-24, nothing that is rounded holds a factor that may be small: T stays 16 times as large,
+D of the adjoints is taken from the first token on (dh <- 2^G_0 (..) with D_i = 2^(G_i - G_0)), and u and dv leave
+divided by beta.
+
+Threads (warpgroups): the first ones hold h or dh in registers; the last one, the helper, loads everything by bulk
+copies and makes P, D and Dr for the next chunk.
+
+| barrier   | arrives                                  | waits                                             |
+|-----------|------------------------------------------|---------------------------------------------------|
+| loaded_k  | bulk copies of k and gates               | helper; state warpgroups unless rows are packed   |
+| loaded_q  | bulk copy of q (adjoints only)           | helper                                            |
+| loaded    | bulk copies of T, v or do, beta          | state warpgroups; the helper if rows are packed   |
+| prepared  | helper: P, D and Dr are written          | state warpgroups                                  |
+| consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
+
+Hardware: compute capability 9.0. Limits: K and V multiples of 64; T a multiple of 8.
+Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
+512 for two), or the kernel waits for ever.
+Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of its triangular solve.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.chunks.gates import gamma_of
+from pallas_kernels.device.launch import grid_index, launch, warpgroup_index
+from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns, inverse_log2
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.operations import Device
+from pallas_kernels.work.foreign import mask_foreign, store_owned
+from pallas_kernels.work.spans import item_of, owned_rows
+from pallas_kernels.work.tables import Items, Split, VisitTables, table_inputs
+
+ROWS = 64
+"""Rows of the transposed state that one state warpgroup holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk backwards runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's q, k, T and gates; one gives twice the CTAs."""
+    stages: int = 2
+    """Chunks of v or do, T and what the helper makes of a chunk in flight."""
+    key_stages: int = 3
+    """Chunks of q, k and gates in flight. One more than the others, and P is made a chunk ahead of its use."""
+    state_in_smem: bool = False
+    """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
+    helper_registers: int = 72
+    state_registers: int = 216
+
+    @classmethod
+    def default(cls, K: int, state_warpgroups: int) -> "Config":
+        """Most stages that fit beside the operands that K needs."""
+        registers = {1: (208, 232 if K <= 128 else 240), 2: (72, 216)}[state_warpgroups]
+        for stages, key_stages in ((4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
+            config = cls(state_warpgroups, stages, key_stages, K > 128, *registers)
+            if smem_bytes(_memory(config, K, jnp.bfloat16)) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 256")
+
+
+def _memory(config: Config, K: int, dtype, *, packed: bool = False, beta: bool = True) -> Memory:
+    """Shared memory of a CTA."""
+    n, stages, key_stages = config.state_warpgroups, config.stages, config.key_stages
+    return {
+        "q": Buffer((key_stages, CHUNK, K), dtype, swizzle=128),
+        "k": Buffer((key_stages, CHUNK, K), dtype, swizzle=128),
+        "x": Buffer((stages, CHUNK, ROWS * n), dtype, swizzle=128),
+        "t": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
+        "p": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
+        "h": Buffer((ROWS * n, K), dtype, swizzle=128),
+        "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
+        "g2": Buffer((key_stages, CHUNK)),
+        "d": Buffer((stages, CHUNK)),
+        "dr": Buffer((stages, CHUNK)),
+        "beta": Buffer((stages, CHUNK)) if beta else None,
+        "loaded": Barriers(arrivals=2 + beta, count=stages),
+        "loaded_k": Barriers(arrivals=2, count=key_stages),
+        "loaded_q": Barriers(arrivals=1, count=key_stages),
+        "prepared": Barriers(arrivals=1, count=stages),
+        "consumed": Barriers(arrivals=n, count=stages),
+    }
+
+
+class Sizes(NamedTuple):
+    """Static sizes and switches of one kernel."""
+
+    T: int
+    N: int
+    Hq: int
+    Hk: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    tiles: int
+    """Tiles of state_warpgroups x 64 rows of a head."""
+    split: Split
+    scale: float
+    kv_layout: bool
+    float16: bool
+
+
+class Cta:
+    """What every warpgroup of a CTA knows."""
+
+    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
+        self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
+        self.dev = Device(interpreted)
+        self.dtype = gmem.k.dtype
+        self.packed = gmem.cu_seqlens is not None
+        self.num_state = config.state_warpgroups
+        # The adjoints come first: their chunks take longer.
+        adjoints = sizes.split.num_items * sizes.HO * sizes.tiles
+        self.adjoint = grid_index() < adjoints
+        """Whether this CTA walks backwards, with the cotangent."""
+        cta = jnp.where(self.adjoint, grid_index(), grid_index() - adjoints)
+        self.wg = warpgroup_index()
+        self.tile = lax.rem(cta, sizes.tiles)
+        self.head = lax.rem(lax.div(cta, sizes.tiles), sizes.HO)
+        index = lax.div(cta, sizes.tiles * sizes.HO)
+        self.item = item_of(index, sizes.split, sizes.T, sizes.N, gmem)
+        self.span = self.item.span
+        self.chunks = self.span.work_chunks
+        """Chunks to walk over."""
+        self.rows = pl.ds((self.tile * self.num_state + self.wg) * ROWS, ROWS)
+        """Rows of the state that this warpgroup holds."""
+        self.h_tile = smem.h.at[pl.ds(self.wg * ROWS, ROWS)]
+
+    def head_of(self, count: int) -> jax.Array:
+        """The head of an input with `count` heads that the CTA's output head reads."""
+        return lax.div(self.head, self.sizes.HO // count)
+
+    def chunk_of(self, i) -> jax.Array:
+        """Number in its row of the i-th chunk of the walk."""
+        return self.span.first_chunk + jnp.where(self.adjoint, self.chunks - 1 - i, i)
+
+    def visit_of(self, i) -> jax.Array:
+        """Visit of the i-th chunk of the walk."""
+        return self.span.first_visit + jnp.where(self.adjoint, self.chunks - 1 - i, i)
+
+    def first_gate(self, i, key_stage) -> jax.Array:
+        """Gate of the item's first token in a chunk."""
+        first = owned_rows(self.span, self.chunk_of(i))[0] if self.packed else 0
+        return self.smem.g2[key_stage, first]
+
+    def vector(self, ref: Any, stage) -> jax.Array:
+        """A vector of a stage repeated over the rows of the state."""
+        return along_columns(plgpu.load(ref.at[stage], layout=COL), ROWS)
+
+    def over_t_factor(self, x):
+        """A product with T as it is kept, made one with T."""
+        return x * 2.0 ** -inverse_log2(self.dtype) if self.sizes.float16 else x
+
+    def over_beta(self, x, stage):
+        """x / beta, in float16."""
+        return x if self.smem.beta is None else x / self.vector(self.smem.beta, stage)
+
+    def x_tile(self, stage) -> Any:
+        """This warpgroup's columns of v or do, transposed."""
+        return transposed(self.smem.x.at[stage, :, pl.ds(self.wg * ROWS, ROWS)])
+
+
+def _load_keys(cta: Cta, i) -> None:
+    """Starts the copies of q, k and gates of a chunk."""
+    gmem, smem, row = cta.gmem, cta.smem, cta.span.row
+    tokens, stage = pl.ds(cta.chunk_of(i) * CHUNK, CHUNK), lax.rem(i, cta.config.key_stages)
+    k_source = gmem.k.at[row, tokens, cta.head_of(cta.sizes.Hk)]
+    plgpu.copy_gmem_to_smem(k_source, smem.k.at[stage], smem.loaded_k.at[stage])
+    g_source = gmem.g2_cum.at[row, cta.head, tokens]
+    plgpu.copy_gmem_to_smem(g_source, smem.g2.at[stage], smem.loaded_k.at[stage])
+
+    @pl.when(cta.adjoint)
+    def _():
+        q_source = gmem.q.at[row, tokens, cta.head_of(cta.sizes.Hq)]
+        plgpu.copy_gmem_to_smem(q_source, smem.q.at[stage], smem.loaded_q.at[stage])
+
+
+def _load_others(cta: Cta, i) -> None:
+    """Starts the copies of v or do, T and beta of a chunk."""
+    gmem, smem, row = cta.gmem, cta.smem, cta.span.row
+    tokens, stage = pl.ds(cta.chunk_of(i) * CHUNK, CHUNK), lax.rem(i, cta.config.stages)
+    own_columns = pl.ds(cta.tile * cta.num_state * ROWS, cta.num_state * ROWS)
+
+    def copy(source, destination):
+        plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
+
+    copy(gmem.t.at[row, cta.head, tokens], smem.t.at[stage])
+    if gmem.beta is not None:
+        copy(gmem.beta.at[row, cta.head, tokens], smem.beta.at[stage])
+    pl.when(cta.adjoint)(lambda: copy(gmem.do.at[row, tokens, cta.head, own_columns], smem.x.at[stage]))
+    if gmem.v is not None:
+
+        @pl.when(jnp.logical_not(cta.adjoint))
+        def _():
+            copy(gmem.v.at[row, tokens, cta.head_of(cta.sizes.HV), own_columns], smem.x.at[stage])
+
+
+def _mask(cta: Cta, i, stage, key_stage) -> None:
+    """Masks what the i-th chunk holds of other sequences."""
+    smem = cta.smem
+    mask_foreign(
+        cta.span,
+        cta.chunk_of(i),
+        (smem.k.at[key_stage], smem.x.at[stage], smem.t.at[stage]),
+        tiles_if=(cta.adjoint, smem.q.at[key_stage]),
+        square=smem.t.at[stage],
+        gates=smem.g2.at[key_stage],
+    )
+
+
+def _prepare(cta: Cta, i, stage, key_stage) -> None:
+    """D and Dr of a chunk, and P for the adjoints."""
+    smem, dev = cta.smem, cta.dev
+    gates = smem.g2.at[key_stage]
+    g_rows = plgpu.load(gates, layout=ROW)
+    exponents = g_rows
+    if cta.sizes.float16:  # 0 before the first token, which may not be the item's
+        exponents = jnp.minimum(g_rows - jnp.where(cta.adjoint, cta.first_gate(i, key_stage), 0.0), 0.0)
+    smem.d.at[stage][...] = jnp.exp2(exponents)
+    smem.dr.at[stage][...] = jnp.exp2(gates[CHUNK - 1] - g_rows)
+
+    def scores(acc):
+        acc = dev.issue(acc, smem.q.at[key_stage], transposed(smem.k.at[key_stage]))
+        _, gamma = gamma_of(dev, gates, math.log2(cta.sizes.scale))
+        return (dev.collect(acc) * lax.optimization_barrier(gamma)).astype(cta.dtype)
+
+    @pl.when(cta.adjoint)
+    def _():
+        smem.p.at[stage][...] = pl.run_scoped(scores, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
+
+
+def helper(cta: Cta) -> None:
+    """The role of the last warpgroup: it loads chunks ahead and prepares them."""
+    smem, config, chunks = cta.smem, cta.config, cta.chunks
+    stages, key_stages = config.stages, config.key_stages
+    plgpu.set_max_registers(config.helper_registers, action="decrease")
+    for count, load in ((key_stages, _load_keys), (stages, _load_others)):
+        for j in range(count):
+            pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j)))
+    # With one stage it waits for the chunk that it has prepared, else for the one before.
+    lag = int(stages > 1)
+
+    def step(i, _):
+        stage, key_stage = lax.rem(i, stages), lax.rem(i, key_stages)
+        plgpu.barrier_wait(smem.loaded_k.at[key_stage])
+        pl.when(cta.adjoint)(lambda: plgpu.barrier_wait(smem.loaded_q.at[key_stage]))
+        if cta.packed:
+            plgpu.barrier_wait(smem.loaded.at[stage])
+            _mask(cta, i, stage, key_stage)
+        _prepare(cta, i, stage, key_stage)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.prepared.at[stage])
+
+        @pl.when(i >= lag)
+        def _():
+            done = i - lag
+            plgpu.barrier_wait(smem.consumed.at[lax.rem(done, stages)])
+            pl.when(done + key_stages < chunks)(lambda: _load_keys(cta, done + key_stages))
+            pl.when(done + stages < chunks)(lambda: _load_others(cta, done + stages))
+
+        return ()
+
+    lax.fori_loop(0, chunks, step, ())
+    if lag:
+        pl.when(chunks > 0)(lambda: plgpu.barrier_wait(smem.consumed.at[lax.rem(chunks - 1, stages)]))
+
+
+def _store_state(cta: Cta, i, rounded, destination) -> None:
+    """A rounded state to memory, through the tile that is also an operand with state_in_smem. The last output of the
+    step before may still be on its way: only the state of that step must have left."""
+    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    cta.h_tile[...] = rounded
+    plgpu.commit_smem()
+    if destination is not None:
+        plgpu.copy_smem_to_gmem(cta.h_tile, destination.at[cta.visit_of(i), cta.head, cta.rows])
+
+
+def store_output(cta: Cta, x_t, destination) -> None:
+    """x_t transposed, [C, 64 columns of V], to memory."""
+    tile = (cta.smem.out[0] if cta.packed else cta.smem.out).at[cta.wg]
+    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    transposed(tile)[...] = x_t
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, destination.at[:, cta.rows])
+
+
+def store_dv(cta: Cta, chunk, dv_t) -> None:
+    """dv_t transposed to the tokens of a chunk that are the item's."""
+    swizzled, plain = cta.smem.out if cta.packed else (cta.smem.out, None)
+
+    def views(ref):
+        return ref.at[cta.wg], transposed(ref.at[cta.wg])
+
+    def destination(tokens):
+        return cta.gmem.dv.at[cta.span.row, tokens, cta.head, cta.rows]
+
+    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    store_owned(cta.span, chunk, dv_t, views(swizzled), None if plain is None else views(plain), destination)
+
+
+def wait_loaded(cta: Cta, stage, key_stage) -> None:
+    """Waits until a chunk has come, and in packed rows until it is masked."""
+    if cta.packed:
+        return plgpu.barrier_wait(cta.smem.prepared.at[stage])
+    plgpu.barrier_wait(cta.smem.loaded_k.at[key_stage])
+    plgpu.barrier_wait(cta.smem.loaded.at[stage])
+
+
+def times_keys(cta: Cta, product, i, k_tile, h, destination) -> Any:
+    """h K^T, issued; h leaves for memory, unless destination is None."""
+    rounded = h.astype(cta.dtype)
+    if cta.config.state_in_smem:
+        _store_state(cta, i, rounded, destination)
+        return cta.dev.issue(product, cta.h_tile, transposed(k_tile))
+    product = cta.dev.issue(product, rounded, transposed(k_tile))
+    if destination is not None:
+        _store_state(cta, i, rounded, destination)
+    return product
+
+
+def adjoint_step(cta: Cta, i, stage, key_stage, dh) -> jax.Array:
+    """The cotangent before a chunk from the one after it. dh and dv leave for memory where the kernel has them."""
+    gmem, smem, dev, sizes = cta.gmem, cta.smem, cta.dev, cta.sizes
+    k_tile, q_tile = smem.k.at[key_stage], smem.q.at[key_stage]
+    wait_loaded(cta, stage, key_stage)
+    if not cta.packed:
+        plgpu.barrier_wait(smem.prepared.at[stage])
+
+    def solve(attended, late, dv):
+        attended = dev.issue(attended, cta.x_tile(stage), smem.p.at[stage])
+        late = times_keys(cta, late, i, k_tile, dh, gmem.dh)
+        d, dr = lax.optimization_barrier((cta.vector(smem.d, stage), cta.vector(smem.dr, stage)))
+        do_t = plgpu.load(cta.x_tile(stage), layout=WGMMA).astype(jnp.float32)
+        do_scaled = (do_t * (d * sizes.scale)).astype(cta.dtype)
+        first = cta.first_gate(i, key_stage) if sizes.float16 else None
+        g_last = smem.g2[key_stage, CHUNK - 1]
+        decay = jnp.exp2(g_last if first is None else g_last - first)
+        z = dev.collect(late) * dr + dev.collect(attended)
+        dv = dev.issue(dv, z.astype(cta.dtype), smem.t.at[stage])
+
+        def write(add):
+            add(0, do_scaled, q_tile)
+            dv_t = cta.over_t_factor(dev.collect(dv, 1))
+            add(0, (dv_t * -d).astype(cta.dtype), k_tile)
+            if gmem.dv is not None:
+                store_dv(cta, cta.chunk_of(i), cta.over_beta(dv_t, stage).astype(cta.dtype))
+
+        (before,) = dev.accumulate([lax.optimization_barrier(dh * decay)], write)
+        return before if first is None else before * jnp.exp2(first)
+
+    return pl.run_scoped(solve, *[plgpu.ACC((ROWS, CHUNK), jnp.float32)] * 3)
+
+
+def walk(cta: Cta, start: jax.Array, step: Callable) -> jax.Array:
+    """Repeats h <- step(cta, i, stage, key_stage, h) over the chunks."""
+    stages, key_stages = cta.config.stages, cta.config.key_stages
+
+    def one(i, h):
+        stage = lax.rem(i, stages)
+        h = step(cta, i, stage, lax.rem(i, key_stages), h)
+        cta.dev.release(cta.smem.consumed.at[stage])
+        return h
+
+    return lax.fori_loop(0, cta.chunks, one, start)
+
+
+def start(
+    name: str,
+    body: Callable[..., None],
+    inputs: dict[str, Any],
+    outputs: Callable[[Sizes], dict[str, Any]],
+    items: Items | None,
+    visits: VisitTables | None,
+    *,
+    scale: float,
+    kv_layout: bool,
+    config: Config | None,
+    interpret: Any,
+    chains: int,
+) -> dict[str, jax.Array]:
+    """Launches one of the two kernels.
+
+    Args:
+      inputs: by name; v, beta, h_0 and dh_T may be None.
+      outputs: from sizes to outputs by name.
+      items: what the sequences are cut into, None for whole ones.
+      chains: CTAs for each item, head and tile.
+    """
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+    (B, T, Hk, K), (HO, V) = k.shape, do.shape[2:]
+    packed = visits is not None
+    N = B if visits is None else visits.cu_seqlens.shape[0] - 1
+    config = config or Config.default(K, 1)
+    n = config.state_warpgroups
+    if V % (ROWS * n):
+        raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
+    sizes = Sizes(
+        T=T,
+        N=N,
+        Hq=q.shape[2],
+        Hk=Hk,
+        HV=HO if v is None else v.shape[2],
+        HO=HO,
+        K=K,
+        V=V,
+        tiles=V // (ROWS * n),
+        split=Split(N + packed, None) if items is None else items.split,
+        scale=scale,
+        kv_layout=kv_layout,
+        float16=k.dtype == jnp.float16,
+    )
+    tables = table_inputs(None if items is None else items.tables, visits) | {"visit_sequence": None}
+    return launch(
+        name,
+        functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
+        inputs=inputs | tables,
+        outputs=outputs(sizes),
+        memory=_memory(config, K, k.dtype, packed=packed, beta=inputs["beta"] is not None),
+        ctas=chains * sizes.split.num_items * HO * sizes.tiles,
+        warpgroups=n + 1,
+        auto_barriers=False,
+        interpret=interpret,
+    )

@@ -1,0 +1,83 @@
+"""The cotangent of the state at the start of every segment: the walk of `backward.chain` with adjoints alone.
+
+The walk starts from dh_T for the last segment of a sequence and from zeros for the others. What it ends with is what
+`segment_states(backwards=True)` needs to find the cotangent at the end of every segment.
+
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C],
+dh_T [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+Outputs (GMEM): n [items, HO, V, K] f32; items that are a sequence's first are not written.
+Shared memory, barriers, hardware, limits, source: `backward.chain`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.backward.chain import ROWS, Config, Cta, adjoint_step, helper, start, walk
+from pallas_kernels.device.layouts import zeros
+from pallas_kernels.device.memory import load_state
+from pallas_kernels.work.tables import Items, VisitTables
+
+
+def _adjoints(cta: Cta) -> None:
+    """The role of a state warpgroup."""
+    plgpu.set_max_registers(cta.config.state_registers, action="increase")
+    dh_T = cta.gmem.dh_T
+    if dh_T is None:
+        dh = zeros((ROWS, cta.sizes.K), jnp.float32)
+    else:
+        n = jnp.minimum(cta.span.sequence, dh_T.shape[0] - 1)  # the padding reads any
+        dh = load_state(dh_T.at[n, cta.head], cta.rows, cta.sizes.kv_layout)
+    dh = walk(cta, jnp.where(cta.item.is_last, dh, 0.0), adjoint_step)
+    writes = jnp.logical_not(cta.item.is_first)
+    if cta.packed:
+        writes = writes & jnp.logical_not(cta.span.is_padding)
+
+    @pl.when(writes)
+    def _():
+        cta.gmem.n.at[cta.item.index, cta.head].at[cta.rows][...] = dh
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _body(gmem: Any, smem: Any, **static) -> None:
+    cta = Cta(gmem, smem, **static)
+    cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
+    pl.when(cta.wg == cta.num_state)(lambda: helper(cta))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: _adjoints(cta))
+
+
+def segment_adjoints(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    do: Float[Array, "B T HO V"],
+    g2_cum: Float[Array, "B HO T64"],
+    t: Float[Array, "B HO T64 C"],
+    dh_T: Float[Array, "N HO _ _"] | None,
+    visits: VisitTables | None,
+    *,
+    scale: float,
+    kv_layout: bool = False,
+    items: Items,
+    config: Config | None = None,
+    interpret=None,
+) -> Float[Array, "items HO V K"]:
+    """The cotangent at the start of every segment but a sequence's first, from zeros or dh_T at its end.
+
+    Args: those of `chains`; dh_T always of sequences.
+
+    Returns:
+      n of segment_states(backwards=True), float32.
+    """
+    inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "t": t, "beta": None, "dh_T": dh_T}
+
+    def outputs(sizes):
+        shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
+        return {"dh": None, "dv": None, "n": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+    options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
+    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["n"]

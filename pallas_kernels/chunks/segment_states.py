@@ -1,0 +1,181 @@
+"""The state at the start of every segment, or its cotangent at the end, from what each segment does to them.
+
+    h_0 = given;       h_{i+1} = h_i M_i^T + N_i            with h and dh [V, K], transposed
+    dh_last = given;   dh_{last-1} = N_last,   dh_{i-1} = dh_i M_i + N_i   (backwards)
+
+Backwards N is what a segment adds to the cotangent at its start; that of the last segment holds the given cotangent's
+part already, so that its M, which the forward does not need, is not needed here either.
+
+Inputs (GMEM): n [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
+float32 (optional), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
+Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
+segment. Items of no sequence are not written.
+Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.
+Shared memory: `_memory`, 3 x 64 KB at K = 128.
+Numerics: h and N float32; h is rounded to the operand dtype for the product, as between chunks.
+Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256.
+Source: the look-back of chunked scans; FlashInfer's and FlashQLA's context-parallel fix-up.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.layouts import WGMMA, zeros
+from pallas_kernels.device.memory import (
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    load_state,
+    smem_bytes,
+    transposed,
+)
+from pallas_kernels.device.operations import Device
+
+ROWS = 64
+
+
+def _memory(stages: int, K: int, dtype) -> Memory:
+    """Shared memory of a CTA."""
+    return {
+        "n": Buffer((stages, ROWS, K), swizzle=128),
+        "m_t": Buffer((stages, K, K), dtype, swizzle=128),
+        "loaded": Barriers(arrivals=2, count=stages),
+    }
+
+
+def _stages(K: int, dtype) -> int:
+    """Segments in flight: at most three, as many as fit."""
+    return max(n for n in (1, 2, 3) if n == 1 or smem_bytes(_memory(n, K, dtype)) <= SMEM_LIMIT)
+
+
+class _Sizes(NamedTuple):
+    """Static sizes and switches of one kernel."""
+
+    HO: int
+    V: int
+    K: int
+    per_sequence: int | None
+    """Segments of every sequence; None where the table says."""
+    kv_layout: bool
+    backwards: bool
+    stages: int
+
+
+def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
+    dev, stages, (HO, V, K) = Device(interpreted), sizes.stages, sizes[:3]
+    row_tile = lax.rem(grid_index(), V // ROWS)
+    head = lax.rem(lax.div(grid_index(), V // ROWS), HO)
+    sequence = lax.div(grid_index(), HO * (V // ROWS))
+    rows = pl.ds(row_tile * ROWS, ROWS)
+    if sizes.per_sequence is None:
+        first = gmem.first_item[sequence]
+        count = gmem.first_item[sequence + 1] - gmem.first_item[sequence]
+    else:
+        first, count = sequence * sizes.per_sequence, jnp.int32(sizes.per_sequence)
+
+    def item(i):
+        """The i-th item that is walked over."""
+        return first + (count - 1 - i if sizes.backwards else i)
+
+    def load(i):
+        stage = lax.rem(i, stages)
+        loaded = smem.loaded.at[stage]
+        plgpu.copy_gmem_to_smem(gmem.n.at[item(i), head, rows], smem.n.at[stage], loaded)
+        plgpu.copy_gmem_to_smem(gmem.m_t.at[item(i), head], smem.m_t.at[stage], loaded)
+
+    for j in range(stages):
+        pl.when(j < count - 1)(functools.partial(load, jnp.int32(j)))
+    if gmem.h_0 is None:
+        h = zeros((ROWS, K), jnp.float32)
+    else:
+        h = load_state(gmem.h_0.at[sequence, head], rows, sizes.kv_layout)
+
+    def store(i, h):
+        """Leaves through the tile of N, which has been read, while the product runs."""
+        tile = smem.n.at[lax.rem(i, stages)]
+        tile[...] = h
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, gmem.border.at[item(i), head, rows])
+
+    def step(i, h, multiply=True):
+        stage = lax.rem(i, stages)
+        plgpu.barrier_wait(smem.loaded.at[stage])
+        n = plgpu.load(smem.n.at[stage], layout=WGMMA)
+        if multiply:
+            m_tile = transposed(smem.m_t.at[stage]) if sizes.backwards else smem.m_t.at[stage]
+            rounded, start = h.astype(gmem.m_t.dtype), h
+
+            def walk(add):
+                add(0, rounded, m_tile)
+                store(i, start)
+
+            (h,) = dev.accumulate([n], walk)
+        else:
+            store(i, h)
+            h = n
+        newest = min(stages - 1, 1)  # stores that may still read their tiles, where there are others to load
+        plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
+        done = i - newest
+        pl.when((done >= 0) & (done + stages < count - 1))(lambda: load(done + stages))
+        return h
+
+    begin = 0
+    if sizes.backwards:  # not through M; a loop of one step, for there may be none
+        begin = jnp.clip(count - 1, 0, 1)
+        h = lax.fori_loop(0, begin, functools.partial(step, multiply=False), h)
+    h = lax.fori_loop(begin, count - 1, step, h)
+    store(count - 1, h)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def segment_states(
+    n: Float[Array, "items HO V K"],
+    m_t: Float[Array, "items HO K K"],
+    h_0: Float[Array, "N HO _ _"] | None,
+    first_item: Int[Array, " N2"] | None,
+    *,
+    num_sequences: int,
+    kv_layout: bool = False,
+    backwards: bool = False,
+    interpret=None,
+) -> Float[Array, "items HO V K"]:
+    """State before each segment, or cotangent of the state after it; see the module docstring.
+
+    Args:
+      n, m_t: of `segment_transitions`; those of a sequence's last segment are not used.
+      h_0: initial states, [K, V] with kv_layout else [V, K]; None for zeros.
+      backwards: n is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
+        states.
+      first_item: first item of each sequence (packed rows), None when all sequences have equally many.
+      num_sequences: N.
+    """
+    items, HO, V, K = n.shape
+    sizes = _Sizes(
+        HO=HO,
+        V=V,
+        K=K,
+        per_sequence=None if first_item is not None else items // num_sequences,
+        kv_layout=kv_layout,
+        backwards=backwards,
+        stages=_stages(K, m_t.dtype),
+    )
+    results = launch(
+        "segment_states",
+        functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
+        inputs={"n": n, "m_t": m_t, "h_0": h_0, "first_item": first_item},
+        outputs={"border": jax.ShapeDtypeStruct(n.shape, jnp.float32)},
+        memory=_memory(sizes.stages, K, m_t.dtype),
+        ctas=num_sequences * HO * (V // ROWS),
+        auto_barriers=False,
+        interpret=interpret,
+    )
+    return results["border"]

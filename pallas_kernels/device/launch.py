@@ -1,0 +1,93 @@
+"""How a kernel is started, with its inputs, outputs and shared memory by name."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.memory import Memory
+
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
+
+
+def launch(
+    name: str,
+    body: Callable[..., None],
+    *,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    memory: Memory,
+    ctas: int,
+    warpgroups: int | None = None,
+    auto_barriers: bool = True,
+    reduction_bytes: int | None = None,
+    interpret: Any = None,
+) -> dict[str, jax.Array]:
+    """Runs body(gmem, smem) in every warpgroup of every CTA.
+
+    gmem has a reference for each input and output, smem one for each buffer and barrier, all by name; those of None
+    are None. Names of inputs and outputs differ.
+
+    Args:
+      name: what a profile calls the kernel.
+      body: traced with 32-bit constants also where jax_enable_x64 is set.
+      inputs: arrays; None for one that this configuration does without.
+      outputs: shapes and dtypes, likewise.
+      memory: shared memory, likewise.
+      ctas: CTAs, along the grid axis "cta".
+      warpgroups: warpgroups of a CTA, along the axis "wg"; None for one without that axis.
+      auto_barriers: whether Pallas puts a barrier around accesses to shared memory.
+      reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      The outputs that are not None, by name. Inside jax.shard_map they vary over the mesh axes that any of the inputs
+      varies over; Pallas forgets these.
+    """
+    given, results, scratch = (
+        {key: x for key, x in part.items() if x is not None} for part in (inputs, outputs, memory)
+    )
+
+    def run(*refs):
+        global_refs, shared_refs = refs[: len(given) + len(results)], refs[len(given) + len(results) :]
+        gmem = dict.fromkeys((*inputs, *outputs)) | dict(zip((*given, *results), global_refs, strict=True))
+        smem = dict.fromkeys(memory) | dict(zip(scratch, shared_refs, strict=True))
+        with jax.enable_x64(False):
+            body(SimpleNamespace(**gmem), SimpleNamespace(**smem))
+
+    run.__name__ = name
+    options: dict[str, Any] = {} if warpgroups is None else dict(num_threads=warpgroups, thread_name="wg")
+    reductions = {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
+    arrays = plgpu.kernel(
+        run,
+        out_type=tuple(results.values()),
+        # In their order, where a dict's would be sorted: buffers lie in memory as they are declared.
+        scratch_types=tuple(part.scratch_type() for part in scratch.values()),
+        grid=(ctas,),
+        grid_names=("cta",),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=not auto_barriers,
+            **reductions,
+        ),
+        **options,
+    )(*given.values())
+    varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
+    return dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
+
+
+def grid_index() -> jax.Array:
+    """Number of this CTA, int32."""
+    return lax.axis_index("cta").astype(jnp.int32)
+
+
+def warpgroup_index() -> jax.Array:
+    """Number of this warpgroup in its CTA, int32."""
+    return lax.axis_index("wg").astype(jnp.int32)

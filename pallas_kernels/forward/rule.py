@@ -1,0 +1,267 @@
+"""The forward of the gated delta rule on Hopper: composition of the kernels, choice of the split, padding.
+
+    chunk_gates  ->  gated_inverse  ->  [segment_transitions  ->  segment_states]  ->  outputs
+
+The part in brackets runs only where there are too few sequences and heads to fill the GPU: sequences are then cut
+into segments, whose effect on a state is computed for all of them at once. That is exact, not an approximation.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.shapes import Dims
+from pallas_kernels.chunks import inverse
+from pallas_kernels.chunks.gates import chunk_gates
+from pallas_kernels.chunks.inverse import gated_inverse
+from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.device.launch import NUM_SMS
+from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
+from pallas_kernels.device.memory import pad
+from pallas_kernels.forward import walk
+from pallas_kernels.forward.outputs import default_config, outputs
+from pallas_kernels.forward.transitions import segment_transitions
+from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.split import choose_split, work_of
+from pallas_kernels.work.tables import (
+    Items,
+    borders,
+    common_length,
+    first_rows,
+    known_lengths,
+    packed_items,
+    row_items,
+    share_chunks,
+)
+
+MANY_WAVES = 16
+"""Waves of CTAs after which the order of the sequences no longer matters."""
+
+MAX_ORDERED = 128
+"""Sequences up to which they are ordered: the ranks are N^2 comparisons."""
+
+FOLDED_SCALES = (2.0**-16, 16.0)
+"""Scales that the kernels apply: their P holds them, which float16 must have room for. Others are the caller's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the forward runs, not what it computes. None stands for a choice from the shapes."""
+
+    state_warpgroups: int | None = None
+    """64-row tiles of the state in one CTA of the walk, 1 or 2."""
+    segment_chunks: int | None = None
+    """Chunks of a segment; 0 for whole sequences."""
+    inverse: inverse.Config | None = None
+    outputs: walk.Config | None = None
+    """Of the walk that writes outputs."""
+
+
+def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
+    """Why these kernels cannot run a call of the rule and its backward, from shapes and dtypes; None if they can.
+
+    Args:
+      dims: of gdn_jax.shapes.
+      dtype: of q, k and v.
+      chunk_size: as asked for.
+      packed: whether cu_seqlens is given.
+    """
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v are {jnp.dtype(dtype).name}; the kernels take bfloat16 and float16"
+    if chunk_size != CHUNK:
+        return f"chunk_size is {chunk_size}; the kernels are written for {CHUNK}"
+    if dims.K > 256 or dims.V > 256:
+        return f"K = {dims.K}, V = {dims.V}; the kernels go up to 256"
+    if not dims.B * dims.T * dims.N:
+        return "there are no tokens"
+    chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
+    largest = max(dims.B * dims.T * max(dims.K, dims.V, CHUNK), chunks * _padded(dims.K) * _padded(dims.V))
+    if largest * dims.HO >= 2**40:
+        return "the arrays, or the states of all chunks, are larger than the offsets of a bulk copy"
+    return None
+
+
+def _padded(width: int) -> int:
+    return round_up(width, GRANULE)
+
+
+def device_reason() -> str | None:
+    """Why JAX's default device cannot run the kernels; None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
+    capability = str(getattr(device, "compute_capability", None))
+    return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
+
+
+def forward(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None,
+    beta: Float[Array, "B T HO"] | None,
+    initial_state: Float[Array, "N HO _ _"] | None,
+    *,
+    scale: float,
+    cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    config: Config | None = None,
+    interpret=None,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"], Residuals]:
+    """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
+
+    Args: those of gdn_jax.gated_delta_rule.
+      scale: a number within FOLDED_SCALES.
+      cu_seqlens: where its values are known while tracing (NumPy, or a JAX array that is not traced) the work is
+        split by the true lengths, the tables cost nothing at run time, and sequences of equal lengths run as a
+        batch. Otherwise the split assumes equal lengths.
+      config: None for a choice from the shapes.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      o in q's dtype, the final states in float32 and the residuals (of the batch, where sequences run as one).
+
+    Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
+      float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
+    """
+    config = config or Config()
+    B, T, Hk, K = k.shape
+    Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
+    HO = max(Hq, HV)
+    packed = cu_seqlens is not None
+    N = cu_seqlens.shape[0] - 1 if packed else B
+    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
+    known = known_lengths(cu_seqlens)
+    if known is not None and (length := common_length(known, T)):
+        o, final, residuals = forward(
+            q.reshape(N, length, Hq, K),
+            k.reshape(N, length, Hk, K),
+            v.reshape(N, length, HV, V),
+            None if g is None else g.reshape(N, length, HO),
+            None if beta is None else beta.reshape(N, length, HO),
+            initial_state,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            state_layout=state_layout,
+            config=config,
+            interpret=interpret,
+        )
+        return o.reshape(1, T, HO, V), final, residuals
+
+    work = work_of(dims, packed, known)
+    K64, V64 = _padded(K), _padded(V)
+    warpgroups, segment_chunks = choose_split(
+        dims, K64, V64, work, state_warpgroups=config.state_warpgroups, segment_chunks=config.segment_chunks
+    )
+    items, first = row_items(B, T, segment_chunks), None
+    if cu_seqlens is not None:
+        starts = borders(cu_seqlens, known)
+        ctas = N * HO * V64 // (GRANULE * warpgroups)  # with few waves of them a long one at the end is felt
+        by_length = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < N <= MAX_ORDERED
+        items = packed_items(starts, T, segment_chunks, by_length)
+        if known is None or share_chunks(known, T):
+            first = first_rows(starts, T)
+    static = _Static(
+        scale=float(scale),
+        use_qk_l2norm=use_qk_l2norm,
+        kv_layout=state_layout == "kv",
+        config=dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups)),
+        interpret=interpret,
+    )
+    items, first = jax.tree.map(jnp.asarray, (items, first))
+    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
+    return run(static, q, k, v, g, beta, initial_state, segment_ids, items, first)
+
+
+class _Static(NamedTuple):
+    """What a compiled forward is made for, besides shapes."""
+
+    scale: float
+    use_qk_l2norm: bool
+    kv_layout: bool
+    config: Config
+    """Its `outputs` is given."""
+    interpret: Any
+
+
+def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: Items, first):
+    """The kernels in order, with the padding around them."""
+    B, T, Hk, K = k.shape
+    Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
+    HO = max(Hq, HV)
+    N = B if items.tables is None else items.tables.cu_seqlens.shape[0] - 1
+    f32, interpret, config = jnp.float32, static.interpret, static.config
+
+    normalize = static.use_qk_l2norm
+    if normalize and k.dtype == jnp.float16:  # which has no room for the reciprocal norm of a key of zeros
+        q, k, normalize = _l2norm(q), _l2norm(k), False
+    g = jnp.zeros((B, T, HO), f32) if g is None else g.astype(f32)
+    beta = jnp.ones((B, T, HO), f32) if beta is None else beta.astype(f32)
+    if segment_ids is not None:
+        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        g = jnp.where(changes[..., None], -jnp.inf, g)
+    K64, V64, T8 = _padded(K), _padded(V), round_up(T, 8)
+    q, k, v = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64)), pad(v, (B, T8, HV, V64))
+    h_0 = initial_state
+    if h_0 is not None:
+        h_0 = pad(h_0.astype(f32), (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64))
+
+    g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
+    inverse_options = dict(normalize=normalize, config=config.inverse, interpret=interpret)
+    t, k_rstd = gated_inverse(k, beta_t, g2_cum, first, **inverse_options)
+    rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
+    segments, options = None, dict(items=items, interpret=interpret)
+    if items.split.segment_chunks is not None:
+        n, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, **options)
+        starts = segment_states(
+            n,
+            m_t,
+            h_0,
+            None if items.tables is None else items.tables.first_item,
+            num_sequences=N,
+            kv_layout=static.kv_layout,
+            interpret=interpret,
+        )
+        segments = Segments(starts, m_t, items)
+    o, final = outputs(
+        q,
+        k,
+        v,
+        g2_cum,
+        t,
+        h_0 if segments is None else segments.starts,
+        rstd=rstd,
+        scale=static.scale,
+        kv_layout=static.kv_layout,
+        h_0_kv_layout=static.kv_layout and segments is None,
+        config=config.outputs,
+        **options,
+    )
+    if (T8, V64) != (T, V):
+        o = o[:, :T, :, :V]
+    if (K64, V64) != (K, V):
+        final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
+    return o, final, Residuals(g2_cum, beta_t, t, segments)
+
+
+_compiled = jax.jit(_run, static_argnums=0)
+"""So that a call outside jit compiles once, not every time."""
+
+
+def _l2norm(x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + L2NORM_EPS)).astype(x.dtype)
+
+
+def _reciprocal_norms(x: Float[Array, "B T H K"]) -> Float[Array, "B H T64"]:
+    """Reciprocal norm of every head of every token, head-major."""
+    x32 = x.astype(jnp.float32)
+    rstd = lax.rsqrt(jnp.sum(x32 * x32, axis=-1) + L2NORM_EPS).swapaxes(1, 2)
+    return jnp.pad(rstd, ((0, 0), (0, 0), (0, -x.shape[1] % CHUNK)))

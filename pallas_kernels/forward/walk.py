@@ -1,0 +1,256 @@
+"""The walk over the chunks of a sequence that both kernels of the forward share: `outputs` and `transitions`.
+
+With the state transposed, h [V, K], and for one chunk (all of it float32 but the operands of products)
+
+    W = V^T - (h K^T) D              N = W T^T              h <- gl h + (N Dr) K
+
+where D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`.
+(In float16 T and N are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
+reciprocal norms are in the rows of T and go into D: no tile of k is rewritten.
+
+Work: one CTA takes `state_warpgroups` tiles of 64 rows of h (64 columns of V) of one head of one item. An item of
+packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it does not
+own are masked. That leaves the state and the item's own outputs exact.
+
+Threads (warpgroups). The state warpgroups hold h in registers, each its 64 rows, and run the chain of products, whose
+left operands stay in registers (an accumulator rounded to bf16 is an operand already). The helper loads everything by
+bulk copies, and one chunk ahead makes what does not depend on the state. Two state warpgroups take turns: one starts
+a chunk's products when the other has its W, so that the products of one run while the other computes between them (2
+% on an H200).
+
+| barrier  | arrives                                  | waits                                               |
+|----------|------------------------------------------|-----------------------------------------------------|
+| loaded   | each bulk copy of a stage                | helper, state warpgroups; packed rows: helper only  |
+| prepared | helper: what it makes is written         | state warpgroups                                    |
+| consumed | each state warpgroup: stage read         | helper, before it loads the stage again             |
+| turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
+
+Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
+Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
+512 for two), or the kernel waits for ever.
+Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of
+warpgroups).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.launch import grid_index, warpgroup_index
+from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns, inverse_log2
+from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
+from pallas_kernels.device.operations import Device
+from pallas_kernels.work.foreign import mask_foreign
+from pallas_kernels.work.spans import item_of
+from pallas_kernels.work.tables import Split
+
+ROWS = 64
+"""Rows of the transposed state that one state warpgroup holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's q, k, T and gates; one gives twice the CTAs."""
+    stages: int = 3
+    """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
+    state_in_smem: bool = False
+    """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
+    helper_registers: int = 88
+    state_registers: int = 208
+
+    @classmethod
+    def most_stages(
+        cls, state_warpgroups: int, state_in_smem: bool, memory: Callable[["Config"], Memory]
+    ) -> "Config":
+        """The configuration of most stages that fit into the memory that a kernel then declares."""
+        registers = {1: (208, 248), 2: (88, 208)}
+        for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
+            config = cls(state_warpgroups, stages, state_in_smem, *registers[state_warpgroups])
+            if smem_bytes(memory(config)) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 256")
+
+
+class Sizes(NamedTuple):
+    """Static sizes and switches of one kernel."""
+
+    T: int
+    N: int
+    Hq: int
+    Hk: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    tiles: int
+    """Tiles of state_warpgroups x 64 rows of a head."""
+    split: Split
+    scale: float = 1.0
+    kv_layout: bool = False
+    h_0_kv_layout: bool = False
+
+
+class Cta:
+    """What every warpgroup of a CTA knows."""
+
+    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
+        self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
+        self.dev = Device(interpreted)
+        self.dtype = gmem.k.dtype
+        self.packed = gmem.cu_seqlens is not None
+        self.t_log2 = inverse_log2(self.dtype)
+        self.num_state = config.state_warpgroups
+        self.wg = warpgroup_index()
+        self.tile = lax.rem(grid_index(), sizes.tiles)
+        self.head = lax.rem(lax.div(grid_index(), sizes.tiles), sizes.HO)
+        index = lax.div(grid_index(), sizes.tiles * sizes.HO)
+        self.item = item_of(index, sizes.split, sizes.T, sizes.N, gmem)
+        self.span = self.item.span
+        self.chunks = self.span.work_chunks
+        """Chunks to walk over."""
+        self.row_tile = self.tile * self.num_state + self.wg
+        self.rows = pl.ds(self.row_tile * ROWS, ROWS)
+        """Rows of the state that this warpgroup holds."""
+
+    def head_of(self, count: int) -> jax.Array:
+        """The head of an input with `count` heads that the CTA's output head reads."""
+        return lax.div(self.head, self.sizes.HO // count)
+
+    def chunk_of(self, i) -> jax.Array:
+        """Number in its row of the i-th chunk of the walk."""
+        return self.span.first_chunk + i
+
+    def k_tile(self, stage) -> Any:
+        """Keys [C, K] of a stage."""
+        return self.smem.kq.at[stage, 0:CHUNK]
+
+    def q_tile(self, stage) -> Any:
+        """Queries [C, K] of a stage."""
+        return self.smem.kq.at[stage, CHUNK : 2 * CHUNK]
+
+    def vector(self, ref: Any, stage) -> jax.Array:
+        """A vector of a stage repeated over the rows of the state."""
+        return along_columns(plgpu.load(ref.at[stage], layout=COL), ROWS)
+
+    def factors(self, ref: Any, stage) -> Any:
+        """Reciprocal norms of a stage, in layout ROW; 1 where nothing is normalised."""
+        return 1.0 if ref is None else plgpu.load(ref.at[stage], layout=ROW)
+
+    def operand(self, h: jax.Array) -> Any:
+        """The state rounded, as the left operand of the next chunk's products."""
+        if not self.config.state_in_smem:
+            return h.astype(self.dtype)
+        self.smem.h.at[self.wg][...] = h.astype(self.dtype)
+        plgpu.commit_smem()
+        return ()
+
+
+def load(cta: Cta, i, stage) -> None:
+    """Starts the copies of the i-th chunk."""
+    gmem, smem, sizes, row = cta.gmem, cta.smem, cta.sizes, cta.span.row
+    tokens = pl.ds(cta.chunk_of(i) * CHUNK, CHUNK)
+    columns = cta.num_state * ROWS
+
+    def copy(source, destination):
+        plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
+
+    copy(gmem.k.at[row, tokens, cta.head_of(sizes.Hk)], cta.k_tile(stage))
+    if gmem.q is not None:
+        copy(gmem.q.at[row, tokens, cta.head_of(sizes.Hq)], cta.q_tile(stage))
+    # Transitions have rows past V, which use no values.
+    v_columns = pl.ds(jnp.minimum(cta.tile * columns, sizes.V - columns), columns)
+    copy(gmem.v.at[row, tokens, cta.head_of(sizes.HV), v_columns], smem.v.at[stage])
+    copy(gmem.t.at[row, cta.head, tokens], smem.t.at[stage])
+    copy(gmem.g2_cum.at[row, cta.head, tokens], smem.g2.at[stage])
+    if gmem.k_rstd is not None:
+        copy(gmem.k_rstd.at[row, cta.head_of(sizes.Hk), tokens], smem.k_rstd.at[stage])
+    if gmem.q_rstd is not None:
+        copy(gmem.q_rstd.at[row, cta.head_of(sizes.Hq), tokens], smem.q_rstd.at[stage])
+
+
+def mask(cta: Cta, i, stage) -> None:
+    """Masks what the i-th chunk holds of other sequences."""
+    smem = cta.smem
+    tiles = [cta.k_tile(stage), smem.v.at[stage], smem.t.at[stage]]
+    if cta.gmem.q is not None:
+        tiles.append(cta.q_tile(stage))
+    norms = [ref.at[stage] for ref in (smem.k_rstd, smem.q_rstd) if ref is not None]
+    chunk, t, gates = cta.chunk_of(i), smem.t.at[stage], smem.g2.at[stage]
+    mask_foreign(cta.span, chunk, tiles, square=t, gates=gates, vectors=norms)
+
+
+def prepare_vectors(cta: Cta, stage, g_rows) -> None:
+    """D, scale D where outputs are made, and Dr of a stage, from its gates in layout ROW."""
+    smem = cta.smem
+    smem.d.at[stage][...] = jnp.exp2(g_rows) * cta.factors(smem.k_rstd, stage)
+    if smem.d_scaled is not None:
+        d_scaled = jnp.exp2(g_rows + math.log2(cta.sizes.scale))
+        smem.d_scaled.at[stage][...] = d_scaled * cta.factors(smem.q_rstd, stage)
+    smem.dr.at[stage][...] = jnp.exp2(smem.g2[stage, CHUNK - 1] - cta.t_log2 - g_rows)
+
+
+def helper(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
+    """The role of the last warpgroup: it loads chunks ahead, and runs prepare(cta, stage) on each."""
+    smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
+    plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
+    for j in range(stages - 1):
+        pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
+
+    def step(i, _):
+        stage, previous = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+        plgpu.barrier_wait(smem.loaded.at[stage])
+        if cta.packed:
+            mask(cta, i, stage)
+        prepare(cta, stage)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.prepared.at[stage])
+        pl.when(i >= 1)(lambda: plgpu.barrier_wait(smem.consumed.at[previous]))
+        pl.when(i + stages - 1 < chunks)(lambda: load(cta, i + stages - 1, previous))
+        return ()
+
+    lax.fori_loop(0, chunks, step, ())
+    pl.when(chunks > 0)(lambda: plgpu.barrier_wait(smem.consumed.at[lax.rem(chunks - 1, stages)]))
+
+
+def wait_for_chunk(cta: Cta, stage) -> None:
+    """Waits until a stage holds what the first products read, and until it is this warpgroup's turn."""
+    plgpu.barrier_wait((cta.smem.prepared if cta.packed else cta.smem.loaded).at[stage])
+    if cta.num_state == 2:
+        plgpu.barrier_wait(cta.smem.turn.at[cta.wg])
+
+
+def corrected_values(cta: Cta, stage, hk, newer: int, values: Callable = lambda v_t: v_t) -> jax.Array:
+    """W rounded, from the issued product h K^T, after which `newer` others were issued.
+
+    values: applied to the transposed values.
+    """
+    v_tile = cta.smem.v.at[stage, :, pl.ds(cta.wg * ROWS, ROWS)]
+    v_t = values(plgpu.load(transposed(v_tile), layout=WGMMA))
+    if not cta.packed:
+        plgpu.barrier_wait(cta.smem.prepared.at[stage])
+    d = cta.vector(cta.smem.d, stage)
+    w = (v_t.astype(jnp.float32) - d * cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
+    if cta.num_state == 2:
+        plgpu.barrier_arrive(cta.smem.turn.at[1 - cta.wg])
+    return w
+
+
+def walk(cta: Cta, step: Callable, start: Any) -> Any:
+    """Repeats carry <- step(cta, i, carry) over the chunks, two state warpgroups in turns."""
+    if cta.num_state == 2:
+        pl.when(cta.wg == 1)(lambda: plgpu.barrier_arrive(cta.smem.turn.at[0]))
+    carry = lax.fori_loop(0, cta.chunks, functools.partial(step, cta), start)
+    if cta.num_state == 2:
+        pl.when(cta.wg == 0)(lambda: plgpu.barrier_wait(cta.smem.turn.at[0]))
+    return carry

@@ -1,0 +1,205 @@
+"""The kernel configurations that `ptxas_report` and `fingerprint` look at, each as a function and its argument
+shapes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backward.chain import Config
+from pallas_kernels.backward.chains import chains
+from pallas_kernels.backward.gradients import gradients
+from pallas_kernels.backward.segment_adjoints import segment_adjoints
+from pallas_kernels.chunks.gates import chunk_gates
+from pallas_kernels.chunks.inverse import gated_inverse
+from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.forward import outputs, transitions
+from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
+
+
+def _shape(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def inverse_case(K=128, group=2, packed=False, normalize=False, dtype=jnp.bfloat16):
+    """A function and its argument shapes: gated_inverse."""
+    first = _shape(256, dtype=jnp.int32) if packed else None
+    function = functools.partial(gated_inverse, normalize=normalize)
+    return function, (_shape(1, 256, 2, K, dtype=dtype), *[_shape(1, 2 * group, 256)] * 2, first)
+
+
+def _items(packed: str | None, segments: bool = False) -> Items:
+    """Items of 1024 tokens: one row, or three packed sequences as "sequences" or in "segments"."""
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    if packed == "segments":
+        return Items(Split(12, 4), ItemTables(i32(4), i32(12), i32(5)))
+    if packed == "sequences":
+        return Items(Split(4, None), ItemTables(i32(4), None, None))
+    return Items(Split(4, 4) if segments else Split(1, None), None)
+
+
+def outputs_case(
+    K=128, V=128, warpgroups=2, h_0=True, packed=None, normalize=False, dtype: Any = jnp.bfloat16, **options
+):
+    """A function and its argument shapes: outputs. packed: None, "sequences" or "segments"."""
+    Hk, HO, T = 2, 4, 1024
+    (split, tables), x = _items(packed), functools.partial(_shape, dtype=dtype)
+    config = outputs.default_config(K, warpgroups)
+    state = (K, V) if options.get("h_0_kv_layout", False) else (V, K)
+
+    def run(tables, rstd, *arguments):
+        static = dict(items=Items(split, tables), scale=0.1, config=config, **options)
+        return outputs.outputs(*arguments, rstd=rstd, **static)
+
+    return run, (
+        tables,
+        (_shape(1, Hk, T),) * 2 if normalize else None,
+        x(1, T, Hk, K),
+        x(1, T, Hk, K),
+        x(1, T, HO, V),
+        _shape(1, HO, T),
+        x(1, HO, T, 64),
+        _shape(split.num_items, HO, *state) if h_0 else None,
+    )
+
+
+def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
+    """A function and its argument shapes: segment_transitions."""
+    Hk, HO, T = 2, 4, 1024
+    (split, tables), x = _items(packed, segments=True), functools.partial(_shape, dtype=jnp.bfloat16)
+    config = transitions.default_config(K, warpgroups)
+
+    def run(tables, k_rstd, *arguments):
+        items = Items(split, tables)
+        return transitions.segment_transitions(*arguments, items=items, k_rstd=k_rstd, config=config)
+
+    tokens = (x(1, T, Hk, K), x(1, T, HO, V), _shape(1, HO, T), x(1, HO, T, 64))
+    return run, (tables, _shape(1, Hk, T) if normalize else None, *tokens)
+
+
+def segment_case(K=128, V=128, backwards=False):
+    """A function and its argument shapes: segment_states."""
+    function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
+    n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
+    return function, (n, m_t, _shape(2, 4, V, K), None)
+
+
+def _visits(packed: bool) -> tuple[int, VisitTables | None]:
+    """Visits of 1024 tokens, and the tables of three packed sequences."""
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    return (19, VisitTables(i32(4), i32(5), i32(19))) if packed else (16, None)
+
+
+def chains_case(
+    K=128,
+    V=128,
+    warpgroups=1,
+    packed=False,
+    segments=False,
+    both=True,
+    dtype: Any = jnp.bfloat16,
+    states=True,
+    **options,
+):
+    """A function and its argument shapes: chains, or segment_adjoints (not both)."""
+    Hk, HO, T = 2, 4, 1024
+    x: Any = functools.partial(_shape, dtype=dtype)
+    beta = {"beta": _shape(1, HO, T)} if both and dtype == jnp.float16 else {}
+    split, tables = _items("segments" if packed else None, segments=True) if segments else (None, None)
+    config = Config.default(K, warpgroups)
+
+    def run(item_tables, beta, *arguments):
+        items = None if split is None else Items(split, item_tables)
+        function: Any = chains if both else segment_adjoints
+        return function(*arguments, **beta, scale=0.1, items=items, config=config, **options)
+
+    count = split.num_items if split is not None and both else 3 if packed else 1
+    state = _shape(count, HO, V, K) if states else None
+    q, v, t = x(1, T, Hk, K), x(1, T, HO, V), x(1, HO, T, 64)
+    visits, gates = _visits(packed)[1], _shape(1, HO, T)
+    if both:
+        return run, (tables, beta, q, q, v, v, gates, t, state, state, visits)
+    return run, (tables, beta, q, q, v, gates, t, state, visits)
+
+
+def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat16):
+    """A function and its argument shapes: gradients."""
+    Hk, HO, T = 2, 2 * group, 1024
+    x: Any = functools.partial(_shape, dtype=dtype)
+    visits, tables = _visits(packed)
+    float16 = {"beta": _shape(1, HO, T), "lift": _shape(visits, HO)} if dtype == jnp.float16 else {}
+    q, v, u, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
+
+    def run(float16, *arguments):
+        return gradients(*arguments, **float16, scale=0.1)
+
+    return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
+
+
+def gates_case(packed=False):
+    """A function and its argument shapes: chunk_gates."""
+    g = _shape(1, 256, 16)
+    return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
+
+
+CASES = {
+    "gates": gates_case,
+    "gates packed": functools.partial(gates_case, packed=True),
+    "inverse": inverse_case,
+    "inverse, 1 head": functools.partial(inverse_case, group=1),
+    "inverse, packed": functools.partial(inverse_case, packed=True),
+    "inverse, K 256": functools.partial(inverse_case, K=256),
+    "full head": outputs_case,
+    "full head, kv": functools.partial(outputs_case, kv_layout=True, h_0_kv_layout=True),
+    "full head, normalised": functools.partial(outputs_case, normalize=True),
+    "half, normalised": functools.partial(outputs_case, warpgroups=1, normalize=True),
+    "inverse, normalised": functools.partial(inverse_case, normalize=True),
+    "full head, packed": functools.partial(outputs_case, packed="sequences"),
+    "full head, packed segments": functools.partial(outputs_case, packed="segments"),
+    "half": functools.partial(outputs_case, warpgroups=1),
+    "half, packed": functools.partial(outputs_case, warpgroups=1, packed="sequences"),
+    "transition": transitions_case,
+    "transition, half": functools.partial(transitions_case, warpgroups=1),
+    "transition, packed": functools.partial(transitions_case, packed="segments"),
+    "K 64": functools.partial(outputs_case, K=64),
+    "K 192": functools.partial(outputs_case, K=192, warpgroups=1),
+    "K 256": functools.partial(outputs_case, K=256, warpgroups=1),
+    "K 256, transition": functools.partial(transitions_case, K=256, warpgroups=1),
+    "segment states": segment_case,
+    "segment states, K 256": functools.partial(segment_case, K=256),
+    "segment states, backwards": functools.partial(segment_case, backwards=True),
+    "chains": chains_case,
+    "chains, packed": functools.partial(chains_case, packed=True),
+    "chains, full head": functools.partial(chains_case, warpgroups=2),
+    "chains, K 64": functools.partial(chains_case, K=64, V=64),
+    "chains, segments": functools.partial(chains_case, segments=True),
+    "chains, packed segments": functools.partial(chains_case, segments=True, packed=True),
+    "segment adjoints": functools.partial(chains_case, segments=True, both=False),
+    "segment adjoints, full head": functools.partial(chains_case, segments=True, both=False, warpgroups=2),
+    "chains, full head, packed": functools.partial(chains_case, warpgroups=2, packed=True),
+    "segment adjoints, packed": functools.partial(chains_case, segments=True, packed=True, both=False),
+    "chains, K 256": functools.partial(chains_case, K=256),
+    "chains, float16": functools.partial(chains_case, dtype=jnp.float16),
+    "chains, float16 packed": functools.partial(chains_case, packed=True, dtype=jnp.float16),
+    "segment adjoints, float16": functools.partial(chains_case, segments=True, both=False, dtype=jnp.float16),
+    "gradients": gradients_case,
+    "gradients, 1 head": functools.partial(gradients_case, group=1),
+    "gradients, packed": functools.partial(gradients_case, packed=True),
+    "gradients, K 64": functools.partial(gradients_case, K=64, V=64),
+    "gradients, K 256": functools.partial(gradients_case, K=256),
+    "gradients, V 256": functools.partial(gradients_case, V=256),
+    "gradients, float16": functools.partial(gradients_case, dtype=jnp.float16),
+    "gradients, float16 packed": functools.partial(gradients_case, packed=True, dtype=jnp.float16),
+    "inverse, float16": functools.partial(inverse_case, dtype=jnp.float16),
+    "inverse, normalised, packed": functools.partial(inverse_case, normalize=True, packed=True),
+    "full head, float16": functools.partial(outputs_case, dtype=jnp.float16),
+    "full head, no state": functools.partial(outputs_case, h_0=False),
+    "full head, normalised, packed": functools.partial(outputs_case, normalize=True, packed="sequences"),
+    "K 256, packed": functools.partial(outputs_case, K=256, warpgroups=1, packed="sequences"),
+    "transition, normalised, packed": functools.partial(transitions_case, normalize=True, packed="segments"),
+    "chains, kv, no states": functools.partial(chains_case, states=False, kv_layout=True),
+    "chains, K 256, packed": functools.partial(chains_case, K=256, packed=True),
+    "gradients, K 256, packed": functools.partial(gradients_case, K=256, packed=True),
+}
+"""Name -> a function without arguments that returns (function, argument shapes)."""

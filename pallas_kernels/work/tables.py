@@ -1,0 +1,191 @@
+"""Tables of packed rows: where sequences, their segments and their visits lie. Made on the host, read by kernels.
+
+Every function works in NumPy where the lengths are known while tracing, so that its tables cost nothing at run time,
+and in JAX where they are not.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from pallas_kernels.device.layouts import CHUNK, round_up
+
+UNROLLED = 16
+"""Sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a scan."""
+
+
+@jax.tree_util.register_static  # residuals, which hold it, cross the borders of compiled functions
+class Split(NamedTuple):
+    """Static shape of the work."""
+
+    num_items: int
+    """Items, that is sequences or segments; for packed rows one more than needed, which is the padding."""
+    segment_chunks: int | None
+    """Chunks of a segment, None when sequences are not cut."""
+
+
+class ItemTables(NamedTuple):
+    """Where the items of packed rows lie. Without segments items are sequences, and the last table is None."""
+
+    cu_seqlens: Int[Array, " N1"]
+    sequence: Int[Array, " items"] | None
+    """Sequence of each item; N for the padding past the last sequence. Without segments the order in which the
+    sequences are started, or None for theirs."""
+    first_item: Int[Array, " N2"] | None
+    """First item of each sequence, of the padding, and the number of items used."""
+
+
+class Items(NamedTuple):
+    """What sequences are cut into."""
+
+    split: Split
+    tables: ItemTables | None
+    """Of packed rows."""
+
+
+class VisitTables(NamedTuple):
+    """Where the visits of packed rows lie (B = 1). The padding past the last sequence counts as sequence N."""
+
+    cu_seqlens: Int[Array, " N1"]
+    first_visit: Int[Array, " N2"]
+    """First visit of each sequence and of the padding, and the number of visits."""
+    sequence: Int[Array, " visits"]
+    """Sequence of each visit."""
+
+
+def table_inputs(items: ItemTables | None = None, visits: VisitTables | None = None) -> dict[str, Any]:
+    """The tables as inputs of a kernel, by the names that `work.spans` reads."""
+    some = visits if items is None else items
+    return {
+        "cu_seqlens": None if some is None else some.cu_seqlens,
+        "first_visit": None if visits is None else visits.first_visit,
+        "visit_sequence": None if visits is None else visits.sequence,
+        "item_sequence": None if items is None else items.sequence,
+        "first_item": None if items is None else items.first_item,
+    }
+
+
+def known_lengths(cu_seqlens) -> np.ndarray | None:
+    """cu_seqlens as int64 in NumPy where its values are known while tracing, else None."""
+    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
+        return None
+    return np.asarray(cu_seqlens).astype(np.int64)
+
+
+def borders(cu_seqlens: Any, known: np.ndarray | None) -> Any:
+    """cu_seqlens as int32: in NumPy where the values are known, else in JAX."""
+    return cu_seqlens.astype(jnp.int32) if known is None else known.astype(np.int32)
+
+
+def common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
+    """Tokens of every sequence, if all have equally many and fill the row: then they are rows of a batch."""
+    lengths = np.diff(cu_seqlens)
+    length = int(lengths[0])
+    return length if length and not length % 8 and cu_seqlens[-1] == T and (lengths == length).all() else None
+
+
+def share_chunks(cu_seqlens: np.ndarray, T: int) -> bool:
+    """Whether some chunk holds tokens of two sequences, or of one and of the padding."""
+    starts = cu_seqlens[:-1] if cu_seqlens[-1] == T else cu_seqlens
+    return bool((starts % CHUNK).any())
+
+
+def first_rows(cu_seqlens: Any, T: int) -> Any:
+    """[NT C] row of its chunk at which each token's sequence starts.
+
+    A token of the padding counts as a sequence of its own: it has no entries in the triangular inverse, where
+    garbage it holds (NaN times 0) would reach the tokens that share its chunk.
+    """
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    token = xp.arange(round_up(T, CHUNK), dtype=np.int32)
+    if xp is np:
+        begins = cu_seqlens[np.searchsorted(cu_seqlens, token, side="right") - 1]
+    elif cu_seqlens.shape[0] <= UNROLLED + 1:
+        begins = jnp.zeros_like(token)
+        for n in range(1, cu_seqlens.shape[0]):
+            begins = jnp.where(cu_seqlens[n] <= token, cu_seqlens[n], begins)
+    elif cu_seqlens.shape[0] <= 64:
+        begins = jnp.max(jnp.where(cu_seqlens <= token[:, None], cu_seqlens, 0), axis=1)
+    else:
+        begins = jnp.zeros_like(token).at[cu_seqlens].max(cu_seqlens, mode="drop")
+        begins = lax.cummax(begins)
+    begins = xp.where(token >= cu_seqlens[-1], token, begins)
+    return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
+
+
+def longest_first(chunks: Any) -> Any:
+    """[N + 1] sequences, those of most chunks first, then N for the padding."""
+    N = chunks.shape[0]
+    if isinstance(chunks, np.ndarray):
+        return np.append(np.argsort(-chunks, kind="stable"), N).astype(np.int32)
+    n = jnp.arange(N, dtype=jnp.int32)
+    before = (chunks > chunks[:, None]) | ((chunks == chunks[:, None]) & (n < n[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    at = jnp.arange(N + 1, dtype=jnp.int32)[:, None]
+    return jnp.sum(jnp.where(place == at, n, 0), axis=1, dtype=jnp.int32) + jnp.where(at[:, 0] == N, N, 0)
+
+
+def packed_items(cu_seqlens: Any, T: int, segment_chunks: int | None, by_length: bool = False) -> Items:
+    """Items of packed rows.
+
+    Args:
+      segment_chunks: of a segment, None for whole sequences.
+      by_length: whether whole sequences are started the longest first.
+    """
+    N = cu_seqlens.shape[0] - 1
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
+    if segment_chunks is None:
+        order = longest_first(chunks) if by_length else None
+        return Items(Split(N + 1, None), ItemTables(cu_seqlens, order, None))
+    segments = xp.maximum(-(-chunks // segment_chunks), 1)
+    # Sum of ceil(c / s) <= (sum of c) / s + N, and every border between sequences lies in at most one more chunk.
+    num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1
+    item = xp.arange(num_items, dtype=np.int32)
+    if N <= UNROLLED:
+        first_items, sequence = [0 * chunks[0]], xp.zeros_like(item)
+        for n in range(N):
+            first_items.append(first_items[-1] + segments[n])
+        first_items.append(first_items[-1] + 1)  # the padding is one item
+        for first in first_items[1:]:
+            sequence = sequence + (item >= first)
+        first_item = xp.stack(first_items)
+    else:
+        ends = xp.cumsum(segments, dtype=np.int32)
+        first_item = xp.concatenate([xp.zeros_like(ends[:1]), ends, ends[-1:] + 1])
+        sequence = xp.searchsorted(first_item[1:], item, side="right")
+    tables = ItemTables(cu_seqlens, sequence.astype(np.int32), first_item.astype(np.int32))
+    return Items(Split(num_items, segment_chunks), tables)
+
+
+def row_items(B: int, T: int, segment_chunks: int | None) -> Items:
+    """Items of a batch whose rows are one sequence each."""
+    if segment_chunks is None:
+        return Items(Split(B, None), None)
+    num_chunks = -(-T // CHUNK)
+    return Items(Split(B * -(-num_chunks // segment_chunks), segment_chunks), None)
+
+
+def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
+    """Chunks that each sequence of packed rows touches, the padding being one more."""
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    N = cu_seqlens.shape[0] - 1
+    ends = xp.concatenate([cu_seqlens, xp.full((1,), T, np.int32)])
+    begin, end = ends[:-1], ends[1:]
+    chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
+    first = xp.concatenate([xp.zeros((1,), np.int32), xp.cumsum(chunks, dtype=np.int32)])
+    visit = xp.arange(-(-T // CHUNK) + N, dtype=np.int32)
+    sequence = xp.minimum(xp.searchsorted(first[1:], visit, side="right"), N)
+    return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
+
+
+def visit_of_token(token: jax.Array, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
+    """Visit of each token of packed rows, and where the token's sequence begins."""
+    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
+    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
+    return first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK, cu[sequence]
