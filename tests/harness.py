@@ -2,14 +2,13 @@
 
 import functools
 
-import cases
 import jax
 import numpy as np
 import pytest
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")

@@ -11,14 +11,15 @@ from jax.profiler import ProfileData
 from rich.console import Console
 
 import gdn_jax
-from gdn_jax.experiments import bench, bench_table, cli, device_time, peers
-from gdn_jax.experiments.accuracy import NAMES
-from gdn_jax.experiments.bench import BenchOptions
-from gdn_jax.experiments.bench_table import Result
-from gdn_jax.experiments.device_time import Timing
-from gdn_jax.experiments.errors import RunError
-from pallas_kernels import bench_rows
-from pallas_kernels.bench_rows import Row
+from gdn_jax import cli
+from gdn_jax.checks import bench, bench_table, device_time, peers
+from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.checks.bench import BenchOptions
+from gdn_jax.checks.bench_table import Result
+from gdn_jax.checks.device_time import Timing
+from gdn_jax.checks.rows import Row
+from gdn_jax.commands.errors import RunError
 
 TINY = (
     "--heads",

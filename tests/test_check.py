@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import gdn_jax
-from gdn_jax.experiments import check
-from gdn_jax.experiments.accuracy import NAMES, bound
-from gdn_jax.experiments.errors import one_line
+from gdn_jax.checks import check
+from gdn_jax.checks.accuracy import NAMES, bound
+from gdn_jax.commands.errors import one_line
 
 SMALL = (
     check.Case("small", T=20, heads=(1, 1, 2), K=8, V=8),

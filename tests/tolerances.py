@@ -15,10 +15,9 @@ import functools
 import itertools
 
 import numpy as np
-from cases import DTYPES, Case, inputs
 
-from gdn_jax.experiments import oracle
-from gdn_jax.experiments.accuracy import (
+from gdn_jax.checks import oracle
+from gdn_jax.checks.accuracy import (
     FLOAT32,
     GRADIENTS,
     NAMES,
@@ -28,6 +27,7 @@ from gdn_jax.experiments.accuracy import (
     rms_ratio,
     worst_ratio,
 )
+from gdn_jax.checks.cases import DTYPES, Case, inputs
 
 __all__ = [
     "FINITE_DIFFERENCES", "FLOAT32", "GRADIENTS", "STATES",

@@ -6,25 +6,23 @@ largest of the tensor's and every head's; bounds are those of the project's test
 Markdown, to be pasted into an issue. Exit status 1 when an error is above its bound.
 """
 
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import gdn_jax
-from gdn_jax.experiments import oracle
-from gdn_jax.experiments.accuracy import NAMES, bound, head_axis, worst_ratio
-from gdn_jax.experiments.errors import one_line
-from gdn_jax.experiments.parsing import parse
+from gdn_jax.checks import oracle
+from gdn_jax.checks.accuracy import NAMES, bound, head_axis, worst_ratio
+from gdn_jax.commands.errors import one_line
+from gdn_jax.commands.parsing import parse
+from gdn_jax.commands.versions import versions
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -200,20 +198,12 @@ def compare(cases: tuple[Case, ...], dtypes: tuple[str, ...], seed: int = 0) -> 
     return Report(rows, [why + where for why, where in named.items()])
 
 
-def versions() -> str:
+def heading() -> str:
     """Versions and device, as a Markdown list."""
-    devices = jax.devices()
-    try:
-        version = metadata.version("gdn-jax")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
-    return "\n".join(
-        (
-            f"- gdn-jax {version}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
-            f"numpy {np.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-            f"- device: {devices[0].device_kind}, {len(devices)} visible, platform {devices[0].platform}",
-        )
-    )
+    v = versions()
+    packages = ", ".join(f"{name} {v[name]}" for name in ("gdn-jax", "jax", "jaxlib", "numpy"))
+    driver = f", driver {v['driver']}" if "driver" in v else ""
+    return f"- {packages}, Python {v['python']}, {v['system']}\n- device: {v['device']}{driver}"
 
 
 def _number(x: float) -> str:
@@ -268,7 +258,7 @@ def markdown(report: Report) -> str:
     """The whole report."""
     parts = [
         f"### gdn check: {'ok' if report.ok else 'FAIL'}",
-        versions(),
+        heading(),
         "Relative rms error against a float64 recurrence, the larger of tensor and every head.",
         errors_table(report),
         worst_table(report),

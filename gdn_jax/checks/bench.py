@@ -10,9 +10,6 @@ and last heads.
 import dataclasses
 import json
 import math
-import platform
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,20 +20,21 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from gdn_jax import gated_delta_rule, supported_implementations
-from gdn_jax.experiments import device_time, peers
-from gdn_jax.experiments.accuracy import GRADIENTS, NAMES, STATES, bound, head_axis, worst_ratio
-from gdn_jax.experiments.bench_table import LEFT, Result, grid, markdown, summary
-from gdn_jax.experiments.device_time import Timing
-from gdn_jax.experiments.errors import RunError, fail, one_line
-from gdn_jax.experiments.parsing import parse
-from pallas_kernels import bench_rows
-from pallas_kernels.bench_rows import Inputs, Row
+from gdn_jax.checks import device_time, peers
+from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, head_axis, worst_ratio
+from gdn_jax.checks.bench_table import LEFT, Result, grid, markdown, summary
+from gdn_jax.checks.device_time import Timing
+from gdn_jax.checks.rows import Inputs, Row
+from gdn_jax.commands.errors import RunError, fail, one_line
+from gdn_jax.commands.files import write_text
+from gdn_jax.commands.parsing import parse
+from gdn_jax.commands.versions import versions
 
 PASSES = {"both": ("forward", "training")}
 """What is timed for a value of --what that is not one pass."""
@@ -311,22 +309,17 @@ def time_peers(
     return measured
 
 
-def versions() -> str:
-    """Device and versions, for the table's caption."""
-    device = jax.devices()[0]
-    cpu = f", {platform.processor() or platform.machine()}" if device.platform == "cpu" else ""
-    driver = ""
-    if device.platform == "gpu" and (program := shutil.which("nvidia-smi")):
-        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        driver = f", driver {answer.stdout.split()[0]}" if answer.stdout.split() else ""
-    return f"{device.device_kind}{cpu}{driver}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+def caption() -> str:
+    """Device and versions, above the table."""
+    v = versions()
+    driver = f", driver {v['driver']}" if "driver" in v else ""
+    return f"{v['device']}, {v['system']}{driver}, jax {v['jax']}, jaxlib {v['jaxlib']}"
 
 
 def write_json(
     path: Path, options: BenchOptions, device: str, results: list[Result], notes: list[str]
 ) -> None:
-    """All numbers so far, to a temporary name that is then renamed."""
+    """All numbers so far."""
     content = {
         "device": device,
         "options": {name: str(x) for name, x in dataclasses.asdict(options).items()},
@@ -334,9 +327,7 @@ def write_json(
         "summary": summary(results),
         "notes": notes,
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)
+    write_text(path, json.dumps(content, indent=1))
 
 
 def run(options: BenchOptions, console: Console) -> list[Result]:
@@ -346,7 +337,7 @@ def run(options: BenchOptions, console: Console) -> list[Result]:
       RunError: an option does not fit.
     """
     planned = plan(options)
-    device, started = versions(), time.monotonic()
+    device, started = caption(), time.monotonic()
     results: list[Result] = []
     notes: list[str] = []
     if options.peers and planned.dtype != "float32":

@@ -4,8 +4,8 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from gdn_jax.experiments.device_time import Timing
-from pallas_kernels.bench_rows import Row
+from gdn_jax.checks.device_time import Timing
+from gdn_jax.checks.rows import Row
 
 
 class Result(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gdn_jax.experiments.accuracy import NAMES
-from gdn_jax.experiments.device_time import Timing
+from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.checks.device_time import Timing
 
 WARM_UP = 3
 """Calls before the capture; the first compiles and tunes."""

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import backward, bench_rows, gdn
-from pallas_kernels.bench_rows import Row
+from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.rows import Row
+from pallas_kernels import backward, gdn
 
 VARIANTS = {
     "auto": gdn.Config(),
