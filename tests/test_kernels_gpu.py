@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import named, truth, value_and_gradients
+from harness import named, truth
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, kernel_tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases
+from gdn_jax.checks.check import value_and_gradients
 from pallas_kernels import gdn
 
 pytestmark = pytest.mark.gpu
