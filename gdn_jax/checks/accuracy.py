@@ -6,6 +6,8 @@ with beta = 0 has dk = 0; exp(-1000) underflows) the ratio has no meaning: there
 bound, all inputs being of order one.
 """
 
+from typing import Any
+
 import numpy as np
 
 SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
@@ -54,7 +56,7 @@ BOUNDS = {
 }
 
 
-def cancelling(g: np.ndarray | None, k: np.ndarray) -> bool:
+def cancelling(g: Any, k: Any) -> bool:
     """Whether the sums of a call cancel, so that the wider bfloat16 bounds apply to it.
 
     They do in a head that never decays: its state is a sum over all tokens before, and what is read from it is a

@@ -1,29 +1,24 @@
-"""Times the kernels on a GPU, configuration by configuration.
+"""`gdn bench --variants`: times configurations of the kernels, kernel by kernel.
 
-    python -m pallas_kernels.bench [--backward] [--rows TEXT] [--variants TEXT] [--traced] [--seconds N] [--out FILE]
-
-For each row and variant: the time of every kernel on the device (CUPTI, median), their sum, and the wall time of
-a call among many calls in a row. `gdn bench` compares the public operation with other libraries; this is for tuning.
-Rows and inputs are those of `bench_rows`.
+What is timed is a call of `pallas_kernels` itself, without the public call around it. Its results are compared with
+the recurrence and its time is that of the device, as for everything that `gdn bench` times.
 """
 
-import argparse
-import json
-import os
-import statistics
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
+from gdn_jax.checks import passes
 from gdn_jax.checks import rows as bench_rows
-from gdn_jax.checks.rows import Row
+from gdn_jax.checks.bench_table import Result
+from gdn_jax.checks.rows import Inputs, Row
 from pallas_kernels import backward, gdn
 
-VARIANTS = {
+FORWARD = {
     "auto": gdn.Config(),
     "full": gdn.Config(state_warpgroups=2, segment_chunks=0),
     "half": gdn.Config(state_warpgroups=1, segment_chunks=0),
@@ -33,112 +28,55 @@ VARIANTS = {
         for chunks in (8, 16, 32, 64, 128, 256)
     },
 }
-"""Name -> configuration of the forward."""
-
-BACKWARD_VARIANTS = {
+BACKWARD = {
     "auto": backward.Config(),
     "full": backward.Config(state_warpgroups=2),
     "half": backward.Config(state_warpgroups=1),
     **{f"{n} slices": backward.Config(head_slices=n) for n in (2, 4, 8)},
 }
-"""Name -> configuration of the backward."""
+VARIANTS: dict[str, dict[str, Any]] = {"forward": FORWARD, "backward": BACKWARD}
+"""Pass -> name -> configuration."""
 
 
-def forward_call(row: Row, config: gdn.Config, traced: bool) -> tuple[Callable, tuple]:
-    """The forward as a compiled function, and its arguments. traced: lengths are not known while tracing."""
-    x, known, cu = _arguments(row, traced)
+def call(what: str, config: Any, x: Inputs, known, cu_seqlens) -> tuple[Callable, tuple]:
+    """A step(state, *rest) -> (results, new state) of the kernels, and its arguments, as `passes.call` for the rule.
 
-    def run(tokens, h0, cu):
-        borders = known if cu is None else cu
-        primals: Any = (*tokens, h0)
-        return gdn.forward(*primals, scale=row.width**-0.5, cu_seqlens=borders, config=config)[:2]
+    Args:
+      what: "forward", or "backward" given what the forward leaves.
+      config: one of VARIANTS[what].
+      known: lengths that are known while tracing; cu_seqlens: those that are not; None for a single sequence.
+    """
+    scale = x.q.shape[-1] ** -0.5
 
-    return jax.jit(run), (x.tokens, x.initial_state, cu)
+    def forward(state, tokens, cu_seqlens, config=None):
+        primals: Any = (*tokens, state)
+        borders = known if cu_seqlens is None else cu_seqlens
+        return gdn.forward(*primals, scale=scale, cu_seqlens=borders, config=config)
 
+    def forward_step(state, tokens, cu_seqlens):
+        return forward(state, tokens, cu_seqlens, config)[:2]
 
-def backward_call(row: Row, config: backward.Config, traced: bool) -> tuple[Callable, tuple]:
-    """The same for the backward, given what the forward leaves."""
-    x, known, cu = _arguments(row, traced)
-    scale = row.width**-0.5
+    def backward_step(dh_T, tokens, state, residuals, do, cu_seqlens):
+        arguments: Any = (*tokens, state, residuals, do, dh_T)
+        borders = known if cu_seqlens is None else cu_seqlens
+        out = backward.backward(*arguments, scale=scale, cu_seqlens=borders, config=config)
+        return out[:5], out.dh_0
 
-    def saved(tokens, h0, cu):
-        primals: Any = (*tokens, h0)
-        return gdn.forward(*primals, scale=scale, cu_seqlens=known if cu is None else cu)[2]
-
-    def run(tokens, h0, residuals, do, dh_T, cu):
-        arguments: Any = (*tokens, h0, residuals, do, dh_T)
-        borders = known if cu is None else cu
-        return backward.backward(*arguments, scale=scale, cu_seqlens=borders, config=config)
-
-    residuals = jax.jit(saved)(x.tokens, x.initial_state, cu)
-    return jax.jit(run), (x.tokens, x.initial_state, residuals, x.do, x.dh_T, cu)
-
-
-def _arguments(row: Row, traced: bool):
-    cu = row.cu_seqlens
-    return bench_rows.inputs(row), cu, jnp.asarray(cu) if traced and cu is not None else None
+    if what == "forward":
+        return forward_step, (x.initial_state, x.tokens, cu_seqlens)
+    residuals = jax.jit(lambda *args: forward(*args)[2])(x.initial_state, x.tokens, cu_seqlens)
+    return backward_step, (x.dh_T, x.tokens, x.initial_state, residuals, x.do, cu_seqlens)
 
 
-def measure(function: Callable, arguments: tuple, iterations: int = 7, calls: int = 30) -> dict:
-    """Milliseconds of each kernel in order, their sum, wall time of a call, seconds of the first call."""
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    first = time.perf_counter() - start
-    runs: Any = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)[1]
-    kernels = [(name, statistics.median(run[i][1] for run in runs)) for i, (name, _) in enumerate(runs[0])]
-    out = jax.block_until_ready(function(*arguments))
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = function(*arguments)
-    jax.block_until_ready(out)
-    wall = (time.perf_counter() - start) / calls * 1e3
-    return dict(kernels=kernels, device=sum(t for _, t in kernels), wall=wall, first=first)
-
-
-def main() -> None:
-    """Prints one line for each row and variant."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--backward", action="store_true", help="the backward instead of the forward")
-    parser.add_argument("--rows", default="", help="rows whose name contains one of these (separated by ;)")
-    parser.add_argument("--variants", default="auto", help="names, separated by ;")
-    parser.add_argument(
-        "--traced", action="store_true", help="lengths of packed rows are not known while tracing"
-    )
-    parser.add_argument("--seconds", type=float, default=1e9, help="starts nothing new after this time")
-    parser.add_argument("--out", help="JSON file of all results")
-    options = parser.parse_args()
-    rows = bench_rows.BACKWARD if options.backward else bench_rows.FORWARD
-    begin, results = time.perf_counter(), []
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    for row in rows:
-        if not any(part in row.name for part in options.rows.split(";")):
-            continue
-        for name in options.variants.split(";"):
-            if time.perf_counter() - begin > options.seconds:
-                break
-            label = f"{row.name:24} {name:22}"
-            try:
-                if options.backward:
-                    call = backward_call(row, BACKWARD_VARIANTS[name], options.traced)
-                else:
-                    call = forward_call(row, VARIANTS[name], options.traced)
-                result = measure(*call)
-            except Exception as error:  # a configuration that does not fit must not end the table
-                print(label, type(error).__name__, str(error).splitlines()[0][:150], flush=True)
-                continue
-            best = min(row.times.values(), default=float("nan"))
-            times = " ".join(f"{t:.4f}" for _, t in result["kernels"])
-            print(
-                f"{label} {result['device']:.4f} wall {result['wall']:.4f} ratio {result['device'] / best:.2f} "
-                f"first {result['first']:.1f}s | {times}",
-                flush=True,
-            )
-            results.append(dict(row=row.name, variant=name, traced=options.traced, best=best, **result))
-            if options.out:
-                with open(options.out + ".tmp", "w") as file:
-                    json.dump(results, file)
-                os.replace(options.out + ".tmp", options.out)
-
-
-if __name__ == "__main__":
-    main()
+def time_row(row: Row, what: str, names: Sequence[str], seed: int, repeats: int) -> Iterator[Result]:
+    """Checks and times the variants of these names on one row."""
+    x = bench_rows.inputs(row, seed=seed)
+    expected = passes.reference(row, what, x)
+    cu = None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
+    floor = bench_rows.floor_ms(row, what) if jax.default_backend() == "gpu" else math.nan
+    for name in names:
+        for lengths in ("",) if cu is None else ("known", "traced"):
+            result = Result(row, what, "mosaic_gpu", lengths, floor_ms=floor, variant=name)
+            known, traced = (row.cu_seqlens, None) if lengths == "known" else (None, cu)
+            make = partial(call, what, VARIANTS[what][name], x, known, traced)
+            yield passes.time_step(result, make, x, expected, "bfloat16", calls=1, repeats=repeats)

@@ -87,7 +87,7 @@ PEERS = (
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
 )
-"""Their names are the columns of pallas_kernels.bench_rows.PEERS."""
+"""Their names are the columns of rows.PEERS."""
 
 
 def missing(peer: Peer) -> str | None:
@@ -120,7 +120,7 @@ def measure(
     """Times a peer.
 
     Args:
-      x: pallas_kernels.bench_rows.Inputs, on the GPU.
+      x: rows.Inputs, on the GPU.
       cu_seqlens: borders of the sequences; None for a single one.
       what: "forward", "backward" (given what the forward saved) or "training" (both).
       part: function of a result's name and value for the part of it that is returned.
