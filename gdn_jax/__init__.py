@@ -1,6 +1,7 @@
 """Gated DeltaNet in JAX: the gated delta rule, its gates, its short convolution and its layer."""
 
-from gdn_jax.chunk_decay import chunk_cumsum
+from gdn_jax.chunks.decay import chunk_cumsum
+from gdn_jax.chunks.stages import chunk_output, kkt, solve_tril, wy
 from gdn_jax.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.gates import (
     alpha_from_log_decay,
@@ -16,7 +17,6 @@ from gdn_jax.ops import (
     gated_delta_step,
     supported_implementations,
 )
-from gdn_jax.stages import chunk_output, kkt, solve_tril, wy
 
 __all__ = [
     "alpha_from_log_decay",

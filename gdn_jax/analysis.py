@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.chunk_decay import chunk_cumsum
+from gdn_jax.chunks.decay import chunk_cumsum
+from gdn_jax.chunks.stages import Numerics, kkt
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.ops import gated_delta_rule
 from gdn_jax.reference import recurrent_step
 from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims, split_heads
-from gdn_jax.stages import Numerics, kkt
 
 
 class RuleInputs(NamedTuple):

@@ -1,8 +1,8 @@
 """The gated delta rule in its chunkwise WY form: tokens laid out in chunks, the stages on them, and back.
 
-    decay     = chunk_cumsum(g)                               `chunk_decay`
+    decay     = chunk_cumsum(g)                               `chunks.decay`
     kkt       = strictLower(beta_i k_i.k_j exp(G_i - G_j))    `stages`
-    h, v_new  = the recurrence over chunks                    `chunk_recurrence`
+    h, v_new  = the recurrence over chunks                    `chunks.recurrence`
     o         = scale (exp(G) q h + lower(q k^T exp(G_i - G_j)) v_new)
 
 Everything but the recurrence is parallel over chunks. It takes v_new as A (beta v - beta exp(G) (k h)), which needs
@@ -19,10 +19,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import packing
-from gdn_jax.chunk_decay import ChunkDecay, chunk_cumsum
-from gdn_jax.chunk_recurrence import INVERSE_NAME, STATES_NAME, States, Transition, solve_states
+from gdn_jax.chunks.decay import ChunkDecay, chunk_cumsum
+from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME, States, Transition, solve_states
+from gdn_jax.chunks.stages import Numerics, chunk_output, kkt
 from gdn_jax.shapes import split_heads
-from gdn_jax.stages import Numerics, chunk_output, kkt
 
 RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME)
 """`checkpoint_name`s of what the backward pass keeps beside the inputs: one C x C matrix and one state per chunk."""

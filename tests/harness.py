@@ -2,35 +2,18 @@
 
 import functools
 
-import cases
 import jax
 import numpy as np
 import pytest
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
-import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
+from gdn_jax.checks.check import value_and_gradients
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")
 
 Results = dict[str, np.ndarray | None]
-
-
-def value_and_gradients(implementation: str, options: dict):
-    """Function of (primals, cotangents, cu_seqlens, segment_ids)."""
-
-    def call(primals, cotangents, cu_seqlens, segment_ids):
-        packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-
-        def rule(q, k, v, g, beta, h_0):
-            arguments = dict(initial_state=h_0, implementation=implementation, **packing, **options)
-            return gdn_jax.gated_delta_rule(q, k, v, g, beta, **arguments)
-
-        outputs, vjp = jax.vjp(rule, *primals)
-        return outputs, vjp(cotangents)
-
-    return call
 
 
 @functools.cache

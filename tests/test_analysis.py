@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from tolerances import FLOAT32, assert_close, rms_ratio, tolerance
 
 import gdn_jax
 from gdn_jax import analysis, plots
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import LanguageModel, ModelConfig
 

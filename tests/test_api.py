@@ -4,7 +4,6 @@ import inspect
 import subprocess
 import sys
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 SMALL = cases.Case("api", T=5, B=2, heads=(2, 2, 4), K=6, V=3)
 

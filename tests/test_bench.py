@@ -11,14 +11,15 @@ from jax.profiler import ProfileData
 from rich.console import Console
 
 import gdn_jax
-from gdn_jax.experiments import bench, bench_table, cli, device_time, peers
-from gdn_jax.experiments.accuracy import NAMES
-from gdn_jax.experiments.bench import BenchOptions
-from gdn_jax.experiments.bench_table import Result
-from gdn_jax.experiments.device_time import Timing
-from gdn_jax.experiments.errors import RunError
-from pallas_kernels import bench_rows
-from pallas_kernels.bench_rows import Row
+from gdn_jax import cli
+from gdn_jax.checks import bench, bench_table, device_time, kernel_bench, passes, peers
+from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.checks.bench import BenchOptions
+from gdn_jax.checks.bench_table import Result
+from gdn_jax.checks.device_time import Timing
+from gdn_jax.checks.rows import Row
+from gdn_jax.commands.errors import RunError
 
 TINY = (
     "--heads",
@@ -180,14 +181,14 @@ def test_part_is_the_rule_on_those_heads():
     """What is compared: the rule on few heads gives the same there as on all heads, gradients included."""
     row = Row(3, 6, (9, 4), width=4)
     x = bench_rows.inputs(row, "float32")
-    few = bench.reference(row, "training", x)
-    step, args = bench.call("training", "recurrent", x, None, jnp.asarray(row.cu_seqlens))
-    part = bench.Part.of(row, "training")
-    full = {name: part(name, y) for name, y in bench.named("training", jax.jit(step)(*args)).items()}
+    few = passes.reference(row, "training", x)
+    step, args = passes.call("training", "recurrent", x, None, jnp.asarray(row.cu_seqlens))
+    part = passes.Part.of(row, "training")
+    full = {name: part(name, y) for name, y in passes.named("training", jax.jit(step)(*args)).items()}
     assert few.keys() == full.keys() == set(NAMES)
-    assert max(bench.errors(few, full).values()) < 1e-5
+    assert max(passes.errors(few, full).values()) < 1e-5
     assert part.key.tolist() == [0, 2] and part.value.tolist() == [0, 1, 4, 5]
-    assert bench.Part.of(row, "forward").value.tolist() == [0, 5]
+    assert passes.Part.of(row, "forward").value.tolist() == [0, 5]
 
 
 def test_table():
@@ -252,7 +253,7 @@ def kernels_everywhere(monkeypatch):
         cu = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
         return gdn_jax.gated_delta_rule(*args, implementation="recurrent", cu_seqlens=cu, **options)
 
-    monkeypatch.setattr(bench, "gated_delta_rule", rule)
+    monkeypatch.setattr(passes, "gated_delta_rule", rule)
     monkeypatch.setattr(
         bench,
         "supported_implementations",
@@ -302,13 +303,13 @@ def test_passes_have_their_rows(kernels_everywhere):
 
 
 def test_wrong_results_are_not_timed(kernels_everywhere, monkeypatch, capsys):
-    right = bench.gated_delta_rule
+    right = passes.gated_delta_rule
 
     def wrong(*args, implementation, **options):
         o, state = right(*args, implementation=implementation, **options)
         return (o if implementation == "recurrent" else 2 * o), state
 
-    monkeypatch.setattr(bench, "gated_delta_rule", wrong)
+    monkeypatch.setattr(passes, "gated_delta_rule", wrong)
     assert bench.main(["--what", "forward", "--rows", "1x6"]) == 1
     text = capsys.readouterr().out
     assert "1,2 1x6 D=8 forward mosaic_gpu: wrong: o 1.0e+00 > 5.0e-03" in text
@@ -324,6 +325,94 @@ def test_what_raises_is_in_the_table(kernels_everywhere, monkeypatch, capsys):
 def test_time_limit_names_what_is_missing(kernels_everywhere, capsys):
     assert bench.main(["--what", "forward", "--max-minutes", "-1"]) == 0
     assert "not timed, --max-minutes: 1,2 1x6 D=8 forward, 1,2 5+3 D=8 forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "what, name, packed",
+    [
+        ("forward", "half", False),
+        ("forward", "full, segments of 8", True),
+        ("backward", "full", True),
+        ("backward", "8 slices", False),
+    ],
+)
+def test_variants_are_calls_of_the_kernels(what, name, packed):
+    """What is timed lowers for an NVIDIA GPU, with the results that are compared."""
+    row = Row(8, 8, (1500, 548) if packed else (2048,))
+    x, config = bench_rows.inputs(row), kernel_bench.VARIANTS[what][name]
+
+    def run(x, cu):
+        step, args = kernel_bench.call(what, config, x, None, cu)
+        return passes.named(what, step(*args))
+
+    cu = None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
+    traced = jax.jit(run).trace(x, cu)
+    like = {"o": x.v, "final_state": x.initial_state, "dh_0": x.initial_state}
+    for result, y in traced.out_info.items():
+        primal = like.get(result)
+        primal = getattr(x, result[1:]) if primal is None else primal
+        assert (y.shape, y.dtype) == (primal.shape, primal.dtype), result
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monkeypatch, capsys):
+    """Every variant on every row of both passes, compared first; the kernels' own times stand beside the sum."""
+    timing = Timing(1.0, 0.9, 1.2, (("gates", 0.01), ("walk", 0.9)))
+    monkeypatch.setattr(device_time, "measure", lambda *_, **__: timing)
+    configs = []
+
+    def call(what, config, x, known, cu):
+        configs.append(config)
+        if config == kernel_bench.FORWARD["half"]:
+            raise ValueError("does not fit")
+        return passes.call(what, "recurrent", x, known, cu)
+
+    monkeypatch.setattr(kernel_bench, "call", call)
+    out = tmp_path / "bench.json"
+    assert bench.main(["--variants", "auto;half", "--json", str(out)]) == 1
+    text = capsys.readouterr().out
+    assert "10.0 900.0" in text and "not installed" not in text
+    assert "1,2 1x6 D=8 forward mosaic_gpu half: raised ValueError: does not fit" in text
+    assert "backward, half, packed lengths known: ratio" in text
+    results = json.loads(out.read_text())["results"]
+    both = [("1,2 1x6 D=8", ""), ("1,2 5+3 D=8", "known"), ("1,2 5+3 D=8", "traced")]
+    expected = [
+        (what, row, variant, lengths)
+        for what in ("forward", "backward")
+        for name in ("1x6", "5+3")
+        for variant in ("auto", "half")
+        for row, lengths in both
+        if name in row
+    ]
+    found = [(r["what"], r["row"].removesuffix(" no decay"), r["variant"], r["lengths"]) for r in results]
+    assert found == expected
+    assert set(results[-1]["errors"]) == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
+    assert configs[-1] == kernel_bench.BACKWARD["half"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            dict(variants="auto", width=8),
+            "--variants: expected no --heads, --lengths, --width, --dtype or --implementations with it, got auto",
+        ),
+        (
+            dict(variants="auto", what="training"),
+            "--what: expected forward, backward or both with --variants, got training",
+        ),
+        (
+            dict(variants="auto;fast", what="backward"),
+            "--variants: expected names out of auto; full; half; 2 slices; 4 slices; 8 slices for the backward, "
+            "got fast",
+        ),
+    ],
+    ids=("size", "training", "name"),
+)
+def test_variants_that_cannot_be(kernels_everywhere, options, message):
+    with pytest.raises(RunError) as error:
+        bench.plan(BenchOptions(**options))
+    assert str(error.value) == message
 
 
 def test_custom_rows(tmp_path, capsys):
@@ -344,7 +433,7 @@ def test_custom_rows(tmp_path, capsys):
 
 def test_default_is_one_row_where_the_kernels_do_not_run():
     planned = bench.plan(BenchOptions())
-    assert planned.rows == [(Row(4, 4, (2048,), width=64), what) for what in ("forward", "training")]
+    assert planned.rows == [(Row(4, 4, (2048,)), what) for what in ("forward", "training")]
     assert planned.dtype == "float32" and planned.implementations == ("mosaic_gpu", "chunked", "recurrent")
 
 
@@ -369,6 +458,11 @@ def test_default_is_one_row_where_the_kernels_do_not_run():
             dict(rows=("1x",)),
             "--rows: expected a device for the kernels "
             "(the default device is a cpu; the kernels need an NVIDIA GPU), got 1x",
+        ),
+        (
+            dict(variants="auto"),
+            "--variants: expected a device for the kernels "
+            "(the default device is a cpu; the kernels need an NVIDIA GPU), got auto",
         ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))

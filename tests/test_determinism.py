@@ -2,11 +2,12 @@
 
 import dataclasses
 
-import cases
 import harness
 import jax
 import numpy as np
 import pytest
+
+from gdn_jax.checks import cases
 
 
 @pytest.mark.usefixtures("compile_as_users_do")

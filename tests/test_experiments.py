@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax.experiments import cli, steps, tasks, text
+from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments import steps
 from gdn_jax.experiments.checkpoints import Checkpoints
-from gdn_jax.experiments.errors import RunError
-from gdn_jax.experiments.task_options import TextOptions
+from gdn_jax.experiments.tasks import text
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.tasks.next_byte import BytesTask
+from gdn_jax.experiments.tasks.options import TextOptions
+from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
 
 TINY = (
@@ -68,7 +73,7 @@ def final_state(out, folder):
         json.loads((out / "config.json").read_text())["options"],
         options_lib.RunOptions(out=out, resume=True),
     )
-    trainer = Trainer.make(options, tasks.make_task(options))
+    trainer = Trainer.make(options, make_task(options))
     store = Checkpoints(out / "checkpoints", 3)
     trainer.restore(store, store.latest())
     store.close()
@@ -101,7 +106,7 @@ def test_accumulated_gradient_is_that_of_the_batch():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (4, 17)).astype(np.int32)
     weights = rng.integers(0, 2, (4, 16)).astype(np.float32)  # pieces of unequal weight
-    batch = tasks.Batch(tokens[:, :-1], tokens[:, 1:], weights)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], weights)
     optimizer = steps.make_optimizer(o.optimizer, 10, o.optimizer.lr)
     got = []
     for accumulate in (1, 2):
@@ -173,7 +178,7 @@ def test_loss_falls_below_the_unigram(folder, tmp_path):
 
 def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    original = tasks.BytesTask.train_batch
+    original = BytesTask.train_batch
     interrupted = False
 
     def pressing(self, step):
@@ -183,7 +188,7 @@ def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypat
             signal.raise_signal(signal.SIGINT)
         return original(self, step)
 
-    monkeypatch.setattr(tasks.BytesTask, "train_batch", pressing)
+    monkeypatch.setattr(BytesTask, "train_batch", pressing)
     assert train(folder, out) == 130
     assert f"gdn train bytes --out {out} --resume" in capsys.readouterr().out.replace("\n", " ")
     assert [line["step"] for line in metrics(out)] == [3, 6], "saved in the middle of a line"
@@ -198,7 +203,7 @@ def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypat
 
 KILLED = """
 import os, signal, sys
-from gdn_jax.experiments import cli
+from gdn_jax import cli
 
 event, ending = sys.argv[1:3]
 
@@ -244,14 +249,14 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
 
 def test_nan_stops_and_keeps_the_last_good_checkpoint(folder, finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    original = tasks.BytesTask.train_batch
+    original = BytesTask.train_batch
 
     def poisoned(self, step):
         batch = original(self, step)
         return batch._replace(weights=batch.weights * np.float32("nan")) if step == 7 else batch
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks.BytesTask, "train_batch", poisoned)
+        patch.setattr(BytesTask, "train_batch", poisoned)
         assert train(folder, out) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "nan at step 7" in error and "checkpoint of step 4 is kept" in error
@@ -426,9 +431,7 @@ def test_missing_extra_is_one_line(monkeypatch, capsys):
 
 
 def test_help_needs_nothing():
-    code = (
-        "import sys; from gdn_jax.experiments import cli; cli.main(['--help']); print('optax' in sys.modules)"
-    )
+    code = "import sys; from gdn_jax import cli; cli.main(['--help']); print('optax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("usage: gdn") and done.stdout.endswith("False\n")
 

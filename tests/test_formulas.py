@@ -6,7 +6,6 @@ vLLM, 003 Modular's documentation.
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from tolerances import assert_close, rms_ratio, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 STATE = tolerance("final_state", "float32")
 OUTPUT = tolerance("o", "float32")

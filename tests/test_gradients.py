@@ -1,6 +1,5 @@
 """Gradients: the oracle's adjoint itself, double precision, one output alone, what the backward keeps."""
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, rms_ratio, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 SMALL = {
     "plain": cases.Case("fd-plain", T=5, heads=(1, 1, 2), K=3, V=2),

@@ -2,7 +2,6 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from tolerances import assert_close, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import gdn, ptxas_report, work_split
 from pallas_kernels import tril_inverse as inverse

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels import backward, gdn, work_split
 from pallas_kernels import gradients as gradients_kernel

@@ -1,6 +1,5 @@
 """The backward kernels on a GPU of compute capability 9.0: the case table, after the forward kernels; repeats."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance
 
 from gdn_jax import gates
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 from pallas_kernels import backward, gdn
 from pallas_kernels.gradients import BETA_FLOOR
 

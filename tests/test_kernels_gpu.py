@@ -1,15 +1,16 @@
 """The Pallas kernels on a GPU of compute capability 9.0, through the public call: values, gradients, repeats, garbage
 next to the data. Runs without beartype too, then without run-time checks of shapes."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import named, truth, value_and_gradients
+from harness import named, truth
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, kernel_tolerance
 
 import gdn_jax
+from gdn_jax.checks import cases
+from gdn_jax.checks.check import value_and_gradients
 from pallas_kernels import gdn
 
 pytestmark = pytest.mark.gpu

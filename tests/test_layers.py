@@ -12,7 +12,7 @@ from tolerances import FLOAT32, assert_close
 
 from gdn_jax import gates
 from gdn_jax.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import oracle
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, init_A_log, init_dt_bias
 from gdn_jax.small_layer import SmallGatedDeltaNet
 

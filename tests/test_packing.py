@@ -1,6 +1,5 @@
 """Packed sequences and segments: the same as each alone, and nothing crosses a boundary."""
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 
 def _ownership(case, x):

@@ -1,6 +1,5 @@
 """The recurrence, and one token of it, against the oracle."""
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 from tolerances import assert_close, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))

@@ -1,6 +1,5 @@
 """The stages of the chunked form, each against its own formula in NumPy float64, and the chunk states as a result."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from tolerances import FINITE_DIFFERENCES, assert_close, tolerance
 
 import gdn_jax
-from gdn_jax.experiments import oracle
+from gdn_jax.checks import cases, oracle
 
 EXACT = tolerance("o", "float32")
 SHAPES = [(16, ()), (64, (3,)), (128, (2, 1, 2)), (5, (2,))]

@@ -11,13 +11,18 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.figure import Figure
 
-from gdn_jax.experiments import cli, plotting, steps, summary, sweep, sweep_options
+from gdn_jax import cli
+from gdn_jax.commands.files import JsonLines
+from gdn_jax.experiments import steps
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.runs import JsonLines
-from gdn_jax.experiments.task_options import ParityOptions
-from gdn_jax.experiments.tasks import make_task
+from gdn_jax.experiments.sweeps import figure as figure_lib
+from gdn_jax.experiments.sweeps import options as sweep_options
+from gdn_jax.experiments.sweeps import summary, sweep
+from gdn_jax.experiments.tasks.options import ParityOptions
+from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
 
 TINY = (
@@ -127,10 +132,11 @@ def test_side_by_side_is_one_by_one(finished, tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from gdn_jax.experiments import cli, runs
+from gdn_jax import cli
+from gdn_jax.commands import files
 
 count = int(sys.argv[1])
-original = runs.JsonLines.append
+original = files.JsonLines.append
 
 def append(self, record):
     global count
@@ -142,7 +148,7 @@ def append(self, record):
         os.kill(os.getpid(), signal.SIGKILL)
     original(self, record)
 
-runs.JsonLines.append = append
+files.JsonLines.append = append
 sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -211,12 +217,12 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
 def test_figure(tmp_path, monkeypatch):
     """Means and bars are those of the seeds, the legend has mixers first, the training size is marked."""
     figures = []
-    monkeypatch.setattr(plotting, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [
         summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}),
         summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}),
     ]
-    plotting.draw_sweep(
+    figure_lib.draw_sweep(
         tmp_path / "figure.png",
         rows,
         axis="tokens",
@@ -239,7 +245,7 @@ def test_figure(tmp_path, monkeypatch):
         ends = [segment[:, 1] for segment in bars.get_segments()]
         np.testing.assert_allclose(ends, np.stack([values.min(1), values.max(1)], 1))
     # without colour: marker, filling and line differ
-    assert len({style[1:] for style in plotting._STYLES.values()}) == len(plotting._STYLES)
+    assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
 
 
 def test_equal_parameters_and_initial_weights():
@@ -252,7 +258,7 @@ def test_equal_parameters_and_initial_weights():
     shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in MIXERS]
     assert all(x == shapes[0] for x in shapes)
     jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
-    assert set(MIXERS) == set(o.sweep.mixers) == set(plotting._STYLES)
+    assert set(MIXERS) == set(o.sweep.mixers) == set(figure_lib._STYLES)
     made = {(m.rule, m.allow_neg_eigval) for m in MIXERS.values()}
     assert len(made) == len(MIXERS)
 

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from gdn_jax.experiments import cli, ngrams, recall, state_tracking, tasks, text
+from gdn_jax import cli
 from gdn_jax.experiments.options import TASKS, RunOptions, TrainOptions
-from gdn_jax.experiments.task_options import (
+from gdn_jax.experiments.tasks import ngrams, recall, state_tracking, text
+from gdn_jax.experiments.tasks.next_byte import BytesTask
+from gdn_jax.experiments.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,
@@ -18,6 +20,7 @@ from gdn_jax.experiments.task_options import (
     RecallOptions,
     TextOptions,
 )
+from gdn_jax.experiments.tasks.table import make_task
 
 # --- text
 
@@ -86,7 +89,7 @@ def test_windows_predict_each_byte_at_most_once(size, length, most):
 def test_batches_depend_on_seed_and_step_alone(folder):
     def batch(seed, step):
         o = TrainOptions(TextOptions(data=folder, length=32), RunOptions(seed=seed, batch_size=4))
-        return tasks.BytesTask(o).train_batch(step).tokens
+        return BytesTask(o).train_batch(step).tokens
 
     np.testing.assert_array_equal(batch(1, 5), batch(1, 5))
     assert (batch(1, 5) != batch(1, 6)).any() and (batch(1, 5) != batch(2, 5)).any()
@@ -94,7 +97,7 @@ def test_batches_depend_on_seed_and_step_alone(folder):
 
 def test_validation_covers_the_windows_once(folder):
     o = TrainOptions(TextOptions(data=folder, length=32, val_bytes=320))
-    task = tasks.BytesTask(o)
+    task = BytesTask(o)
     batches = task.val_batches(4)
     rows = np.concatenate([b.targets[b.weights[:, 0] > 0] for b in batches])
     np.testing.assert_array_equal(rows, text.windows(task.corpus.val, task.starts, 32)[1])
@@ -170,7 +173,7 @@ def test_number_of_pairs():
     """Training with a fixed number or a varying one; tests have exactly theirs, in the places of the training."""
     for vary in (False, True):
         o = RecallOptions(vocab_size=16, num_pairs=4, length=24, test_pairs=(1, 3, 6), vary_pairs=vary)
-        task = tasks.make_task(TrainOptions(o, RunOptions(batch_size=64)))
+        task = make_task(TrainOptions(o, RunOptions(batch_size=64)))
         counts = np.asarray(task.train_batch(1).weights).sum(1)
         assert set(counts) == ({1, 2, 3, 4} if vary else {4})
         assert set(np.asarray(task.val_batches(64)[0].weights).sum(1)) == set(counts)
@@ -210,7 +213,7 @@ def test_recall_gaps_follow_the_power_law():
 
 def draw(task_options, size=None, batch=64, seed=5):
     """Tokens, targets and weights of fresh sequences, in NumPy, and the task."""
-    task = tasks.make_task(TrainOptions(task_options, RunOptions(batch_size=batch)))
+    task = make_task(TrainOptions(task_options, RunOptions(batch_size=batch)))
     drawn = task.draw(jax.random.key(seed), batch, task.size if size is None else size)
     return task, *(np.asarray(x) for x in drawn)
 
@@ -331,7 +334,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_batches_are_given_by_seed_and_step(name):
     def make(seed):
-        return tasks.make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
+        return make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
 
     task, twin, other = make(0), make(0), make(1)
     one = task.train_batch(3).tokens
@@ -348,7 +351,7 @@ def test_batches_are_given_by_seed_and_step(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_sizes_and_padding(name):
-    task = tasks.make_task(TrainOptions(SMALL[name], RunOptions(batch_size=4)))
+    task = make_task(TrainOptions(SMALL[name], RunOptions(batch_size=4)))
     sets = task.test_batches(4)
     assert tuple(sets) == task.test_sizes
     assert len({batch.tokens.shape for batches in sets.values() for batch in batches}) == 1

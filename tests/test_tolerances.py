@@ -1,10 +1,11 @@
 """The metric and the computed bounds: what they must catch, and that exceptions are earned."""
 
-import cases
 import numpy as np
 import pytest
 import tolerances
 from tolerances import GRADIENTS, STATES, bound, kernel_tolerance, tolerance, worst_ratio
+
+from gdn_jax.checks import cases
 
 NAMES = STATES + GRADIENTS
 

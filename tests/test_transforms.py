@@ -5,7 +5,6 @@ Derivatives are compared in float64, where a wrong term can't hide in rounding.
 
 import functools
 
-import cases
 import harness
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax import chunked
+from gdn_jax.checks import cases, oracle
 from gdn_jax.chunked import RESIDUAL_NAMES
-from gdn_jax.experiments import oracle
 
 SMALL = {
     "plain": cases.Case("transform", T=20, B=2, heads=(1, 1, 2), K=6, V=5, chunk_size=16),

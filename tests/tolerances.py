@@ -1,4 +1,4 @@
-"""How far a result on a case of the table may be from the oracle. Metric and plain bounds: `experiments.accuracy`.
+"""How far a result on a case of the table may be from the oracle. Metric and plain bounds: `checks.accuracy`.
 
 Cases that amplify rounding errors are declared `ill_conditioned`; what they may be off by is computed from the case,
 with nothing fitted. Two things lose digits there:
@@ -15,19 +15,20 @@ import functools
 import itertools
 
 import numpy as np
-from cases import DTYPES, Case, inputs
 
-from gdn_jax.experiments import oracle
-from gdn_jax.experiments.accuracy import (
+from gdn_jax.checks import oracle
+from gdn_jax.checks.accuracy import (
     FLOAT32,
     GRADIENTS,
     NAMES,
     STATES,
     bound,
+    cancelling,
     head_axis,
     rms_ratio,
     worst_ratio,
 )
+from gdn_jax.checks.cases import DTYPES, Case, inputs
 
 __all__ = [
     "FINITE_DIFFERENCES", "FLOAT32", "GRADIENTS", "STATES",
@@ -42,9 +43,11 @@ DRAWS = 8
 """Draws of roundings. They scatter by a tenth where a hundred tokens and heads average; the largest is taken."""
 
 
-def cancelling(case: Case) -> bool:
-    """Whether keys are alike (of width 1, they are all 1 or -1) or the first head does not decay."""
-    return case.g in (None, "zero", "by-head") or case.keys in ("repeated", "correlated") or case.K == 1
+@functools.cache
+def cancels(case: Case) -> bool:
+    """`accuracy.cancelling` of a case."""
+    x = inputs(case)
+    return cancelling(x.g, x.k)
 
 
 @functools.cache
@@ -56,8 +59,7 @@ def rounded_recurrence(case: Case, dtype: str) -> dict[str, float]:
     uniform in [0, 1), so that draws differ. The largest error of DRAWS draws.
     """
     x = inputs(case, dtype)
-    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
-    run = functools.partial(oracle.evaluate, **x.arguments, **options, do=x.do, dh_T=x.dh_T)
+    run = functools.partial(oracle.evaluate, **x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
     truth = run()
     worst = dict.fromkeys(NAMES, 0.0)
     for seed in range(DRAWS):
@@ -99,7 +101,7 @@ def tolerance(name: str, dtype: str, case: Case | None = None) -> float:
     """
     if case is None:
         return bound(name, dtype)
-    plain = bound(name, dtype, cancelling=cancelling(case))
+    plain = bound(name, dtype, cancelling=cancels(case))
     if case.ill_conditioned and name in STATES and dtype in ("float32", "float64"):
         return max(plain, condition(case) * float(np.finfo(dtype).epsneg))
     return plain

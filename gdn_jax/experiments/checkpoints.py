@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gdn_jax.experiments.errors import RunError
+from gdn_jax.commands.errors import RunError
 
 
 class Checkpoints:

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from gdn_jax.experiments.errors import RunError, fail, flag
-from gdn_jax.experiments.task_options import (
+from gdn_jax.commands.errors import RunError, fail, flag
+from gdn_jax.experiments.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,

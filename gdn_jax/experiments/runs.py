@@ -4,7 +4,7 @@
     metrics.jsonl   one JSON object a line; all but `wall` is the same after a resume
     checkpoints/    see `checkpoints`
     result.json     metrics at the end
-    curves.png      see `plotting`
+    curves.png      see `curves`
     sample.txt      what the model writes
 
 Whole files are written under a temporary name and renamed. metrics.jsonl grows a line at a time; a torn last
@@ -13,55 +13,11 @@ line is dropped when the run is resumed.
 
 import contextlib
 import json
-import os
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from gdn_jax.experiments.errors import RunError
-
-
-def write_text(path: Path, content: str) -> None:
-    """Writes a file under a temporary name, then renames it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-class JsonLines:
-    """A file of JSON objects, one a line, that grows a line at a time."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Adds a line and sees it to the disk."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def records(self) -> list[dict[str, Any]]:
-        """Complete lines."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
-        return [json.loads(line) for line in lines]
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        """Replaces all lines."""
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
-
-    def mend(self) -> None:
-        """Drops a torn last line, so that another can follow."""
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self.write(self.records())
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import JsonLines, write_text
 
 
 class RunFolder:
@@ -135,17 +91,6 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drops the lines after a step, and a torn one."""
         self._metrics.write([record for record in self.records() if record["step"] <= step])
-
-
-def versions() -> dict[str, str]:
-    """What a number may depend on beside the options: versions and the device."""
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
-        "device": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
-    }
 
 
 def check_free(path: Path | None) -> None:

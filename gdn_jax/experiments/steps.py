@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from gdn_jax import blocks, models
-from gdn_jax.experiments.batch import Batch
-from gdn_jax.experiments.errors import RunError
+from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import ModelOptions, ScheduleOptions
+from gdn_jax.experiments.tasks.batch import Batch
 
 
 class TrainState(NamedTuple):

@@ -23,15 +23,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn_jax.experiments import mixers, plotting, steps
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import write_text
+from gdn_jax.commands.versions import versions
+from gdn_jax.experiments import curves, mixers, steps
 from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.checkpoints import Checkpoints
-from gdn_jax.experiments.errors import RunError
 from gdn_jax.experiments.options import TrainOptions
 from gdn_jax.experiments.progress import Reporter
-from gdn_jax.experiments.runs import RunFolder, check_free, versions, write_text
+from gdn_jax.experiments.runs import RunFolder, check_free
 from gdn_jax.experiments.steps import Functions, StepMetrics, TrainState
-from gdn_jax.experiments.tasks import Task, check_same_data, make_task
+from gdn_jax.experiments.tasks.table import Task, check_same_data, make_task
 
 INTERRUPTED = 130  # exit status of a program stopped by Ctrl-C
 
@@ -251,6 +253,7 @@ def train(options: TrainOptions, console: Console) -> int:
         check_free(options.run.out)
     task = make_task(options)
     trainer = Trainer.make(options, task)
+    present = versions()
     if run is None:
         config = {
             "task": name,
@@ -259,7 +262,7 @@ def train(options: TrainOptions, console: Console) -> int:
             "parameters": trainer.parameters,
             "compute_dtype": steps.compute_dtype(options.model),
             "baselines": task.baselines(),
-            "versions": versions(),
+            "versions": present,
         }
         run = RunFolder.create(options.run.out, name, config)
     else:
@@ -272,13 +275,13 @@ def train(options: TrainOptions, console: Console) -> int:
                 trainer.restore(store, latest)
             run.rewind(trainer.step)
             console.print(f"resuming {run.path} after step {trainer.step}", highlight=False, soft_wrap=True)
-            for key, value in versions().items():
-                if value != (then := config["versions"].get(key)):
-                    console.print(f"note: {key} was {then}, is {value}: numbers may differ", highlight=False)
+            for key, then in config["versions"].items():
+                if then != (now := present.get(key)):
+                    console.print(f"note: {key} was {then}, is {now}: numbers may differ", highlight=False)
         console.print(task.summary(), highlight=False, markup=False, soft_wrap=True)
         console.print(
             f"{trainer.parameters / 1e6:.2f}M parameters, {config['compute_dtype']} on "
-            f"{versions()['device']}, run folder {run.path}",
+            f"{present['device']}, run folder {run.path}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -314,7 +317,7 @@ def train(options: TrainOptions, console: Console) -> int:
 
 
 def _draw(run: RunFolder, task: Task, config: dict[str, Any], label: str) -> None:
-    plotting.draw_curves(
+    curves.draw_curves(
         run.path / "curves.png",
         run.records(),
         config["baselines"],

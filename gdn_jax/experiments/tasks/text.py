@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gdn_jax.experiments.errors import RunError
+from gdn_jax.commands.errors import RunError
 
 HELD_OUT = 0.1
 # Names that are not program text, are tables, belong to other packages or differ between machines.

@@ -26,18 +26,21 @@ from jaxtyping import Array, Float, PyTree, UInt32
 from rich.console import Console
 from rich.markdown import Markdown
 
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import JsonLines, write_text
+from gdn_jax.commands.versions import versions
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import plotting, steps, summary
-from gdn_jax.experiments.batch import Batch
-from gdn_jax.experiments.errors import RunError
-from gdn_jax.experiments.generated import GeneratedTask
+from gdn_jax.experiments import steps
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.progress import SweepReporter
-from gdn_jax.experiments.runs import JsonLines, RunFolder, check_free, versions, write_text
+from gdn_jax.experiments.runs import RunFolder, check_free
 from gdn_jax.experiments.steps import Sums, TrainState
-from gdn_jax.experiments.sweep_options import SweepOptions
-from gdn_jax.experiments.tasks import check_same_data, make_task
+from gdn_jax.experiments.sweeps import figure, summary
+from gdn_jax.experiments.sweeps.options import SweepOptions
+from gdn_jax.experiments.sweeps.progress import SweepReporter
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.tasks.generated import GeneratedTask
+from gdn_jax.experiments.tasks.table import check_same_data, make_task
 from gdn_jax.experiments.training import INTERRUPTED, listen
 from gdn_jax.models import LanguageModel
 
@@ -281,7 +284,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     rows = summary.rows(records, list(o.mixers))
     table = summary.markdown(rows, records, config, task)
     write_text(folder.path / "table.md", table)
-    plotting.draw_sweep(
+    figure.draw_sweep(
         folder.path / "figure.png",
         rows,
         axis=task.axis,

@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax import models
-from gdn_jax.experiments import copying, needle, recall, state_tracking, text
-from gdn_jax.experiments.batch import Batch
 from gdn_jax.experiments.options import TrainOptions
-from gdn_jax.experiments.task_options import (
+from gdn_jax.experiments.tasks import copying, needle, recall, state_tracking, text
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,

@@ -1,69 +1,16 @@
-"""What a task is to the training loop: batches given by the step alone, metrics, baselines, a sample."""
+"""Next-byte modelling of a text, as a task."""
 
-import json
 import math
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax import models
-from gdn_jax.experiments import generated, ngrams, text
-from gdn_jax.experiments.batch import Batch
-from gdn_jax.experiments.errors import RunError
 from gdn_jax.experiments.options import TrainOptions
-from gdn_jax.experiments.task_options import TextOptions
-
-
-@runtime_checkable
-class Task(Protocol):
-    """A data source with its own way of keeping score.
-
-    Attributes:
-      vocab_size: tokens of the model.
-      metric: key of the number that is drawn and printed; label: its name and unit in words.
-      lower_is_better: direction of the metric.
-      axis: unit of the sizes of the tests.
-    """
-
-    vocab_size: int
-    metric: str
-    label: str
-    lower_is_better: bool
-    axis: str
-
-    def train_batch(self, step: int) -> Batch:
-        """Batch of one optimiser step, a function of the seed and the step alone."""
-        ...
-
-    def val_batches(self, size: int) -> list[Batch]:
-        """The validation set, the same at every call, in batches of `size` sequences."""
-        ...
-
-    def test_batches(self, size: int) -> dict[int, list[Batch]]:
-        """Sets that a trained model is tested on, by their size (pairs, tokens), all padded to the same length."""
-        ...
-
-    def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
-        """Metrics of a mean loss in nats and a mean accuracy."""
-        ...
-
-    def baselines(self) -> dict[str, float]:
-        """The metric of simple methods on the validation set."""
-        ...
-
-    def describe(self) -> dict[str, object]:
-        """Facts about the data for config.json; `fingerprint` must agree when a run is resumed."""
-        ...
-
-    def summary(self) -> str:
-        """The data in one line."""
-        ...
-
-    def sample(self, model: models.LanguageModel) -> str:
-        """What the trained model does, as text."""
-        ...
+from gdn_jax.experiments.tasks import ngrams, text
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.tasks.options import TextOptions
 
 
 class BytesTask:
@@ -140,32 +87,3 @@ class BytesTask:
         written = bytes(np.asarray(out[0], np.uint8)).split(b"\0")[0]  # a zero ends the file
         readable = (options.prompt.encode() + written).decode(errors="replace")
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
-
-
-def make_task(options: TrainOptions) -> Task:
-    """Task of the options, its data read.
-
-    Raises:
-      RunError: the data cannot be used.
-    """
-    return _TASKS[options.task.task](options)
-
-
-_TASKS: dict[str, type] = {
-    "bytes": BytesTask,
-    "recall": generated.RecallTask,
-    "needle": generated.NeedleTask,
-    "parity": generated.ParityTask,
-    "permutation": generated.PermutationTask,
-    "copy": generated.CopyTask,
-}
-
-
-def check_same_data(stored: dict[str, object], task: Task) -> None:
-    """Raises RunError when the data of a run to resume has changed."""
-    now = task.describe()
-    if now["fingerprint"] != stored.get("fingerprint"):
-        facts = json.dumps({k: v for k, v in now.items() if isinstance(v, str | int)})
-        raise RunError(
-            f"--resume: expected the data of the run ({stored.get('source')}), got other data: {facts}"
-        )

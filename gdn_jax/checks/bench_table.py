@@ -4,8 +4,8 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from gdn_jax.experiments.device_time import Timing
-from pallas_kernels.bench_rows import Row
+from gdn_jax.checks.device_time import Timing
+from gdn_jax.checks.rows import Row
 
 
 class Result(NamedTuple):
@@ -24,6 +24,8 @@ class Result(NamedTuple):
     floor_ms: float = math.nan
     failure: str | None = None
     """Why there is no time."""
+    variant: str = ""
+    """Name of the kernels' configuration, where those are timed and not the public call."""
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -50,9 +52,11 @@ COLUMNS = (
     "row",
     "pass",
     "implementation",
+    "variant",
     "lengths",
     "median ms",
     "spread ms",
+    "kernels us",
     "best peer",
     "its ms",
     "ratio",
@@ -63,7 +67,7 @@ COLUMNS = (
     "error",
 )
 """Of the table; those of peers that were timed follow."""
-LEFT = ("row", "pass", "implementation", "lengths", "best peer", "error")
+LEFT = ("row", "pass", "implementation", "variant", "lengths", "best peer", "error")
 """Columns of text."""
 
 
@@ -74,7 +78,7 @@ def cells(result: Result) -> dict[str, str]:
         return "" if x is None or math.isnan(x) else f"{x:.{digits}f}"
 
     line = {"row": result.row.name, "pass": result.what, "implementation": result.implementation}
-    line |= {"lengths": result.lengths, "first call s": number(result.first_s, 1)}
+    line |= {"variant": result.variant, "lengths": result.lengths, "first call s": number(result.first_s, 1)}
     line |= {"temporary MiB": number(result.temporary_mib, 1), "floor ms": number(result.floor_ms, 3)}
     if result.best:
         line |= {"best peer": result.best[0], "its ms": number(result.best[1], 3)}
@@ -83,6 +87,8 @@ def cells(result: Result) -> dict[str, str]:
         timing = result.timing
         line["median ms"] = number(timing.median_ms, 4)
         line["spread ms"] = f"{timing.fastest_ms:.4f} to {timing.slowest_ms:.4f}"
+        if result.variant:
+            line["kernels us"] = " ".join(number(1e3 * ms, 1) for _, ms in timing.kernels)
         line |= {"ratio": number(result.ratio, 3)}
         line["% of floor"] = number(100 * result.floor_ms / timing.median_ms, 0)
     if result.failure:
@@ -108,9 +114,9 @@ def markdown(columns: list[str], lines: list[list[str]]) -> str:
 def summary(results: list[Result]) -> list[str]:
     """Geometric mean and worst of the ratios to the fastest other library, for each pass and kind of lengths."""
     lines = []
-    for what, name in dict.fromkeys((r.what, r.implementation) for r in results):
+    for what, name in dict.fromkeys((r.what, r.variant or r.implementation) for r in results):
         for kind in ("known", "traced"):
-            group = [r for r in results if (r.what, r.implementation) == (what, name)]
+            group = [r for r in results if (r.what, r.variant or r.implementation) == (what, name)]
             packed = any(r.lengths == kind for r in group)
             ratios = {r.row.name: r.ratio for r in group if r.lengths in ("", kind) and r.ratio is not None}
             if not ratios or not (packed or kind == "known"):

@@ -9,7 +9,7 @@ Inside a chunk of C tokens, with G the inclusive cumulative log decay and h the 
     v_new = u - w h                                           the values that are really written
     o     = scale (exp(G) q h + lower(q k^T exp(G_i - G_j)) v_new)
 
-G is `chunk_decay.chunk_cumsum`; the states h and v_new are `chunk_recurrence.solve_states`. Every stage takes
+G is `decay.chunk_cumsum`; the states h and v_new are `recurrence.solve_states`. Every stage takes
 arrays [..., C, D] with free leading axes; an input shared by several heads has size 1 on their axis and is
 broadcast inside the products, never repeated.
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.chunk_decay import ChunkDecay
+from gdn_jax.chunks.decay import ChunkDecay
 from gdn_jax.shapes import accumulation_dtype
 
 # Rows of solve_tril's first blocks: unrolled substitution costs their square in operations of the program.

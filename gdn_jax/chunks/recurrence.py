@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.stages import Numerics, solve_tril
+from gdn_jax.chunks.stages import Numerics, solve_tril
 
 INVERSE_NAME = "gdn_inverse"
 STATES_NAME = "gdn_states"

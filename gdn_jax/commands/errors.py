@@ -1,4 +1,4 @@
-"""The one error of the experiments that a user can act upon, and one line for any other."""
+"""The one error of the commands that a user can act upon, and one line for any other."""
 
 from typing import NoReturn
 

@@ -1,8 +1,8 @@
-"""The named cases on which every implementation is tested, and their inputs.
+"""The named cases on which every implementation is tested and checked, and their inputs. NumPy only.
 
-NumPy only, so that benchmarks and kernels share it. Cases that differ only in their values (gates, strengths, keys)
-share one shape and the options, and so one compilation. Sizes are small, but every border that matters is crossed:
-chunks of 64 tokens, heads in every grouping, odd head dimensions.
+Cases that differ only in their values (gates, strengths, keys) share one shape and the options, and so one
+compilation. Those of TABLE are small, but cross every border that matters: chunks of 64 tokens, heads in every
+grouping, odd head dimensions. Those of MODEL_SIZES have the head dimensions of models.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Case:
     heads is (Hq, Hk, HV). g, beta and keys name a recipe of `inputs` (None: the argument is absent). lengths are the
     packed sequences (cu_seqlens), the rest of the T tokens being padding; segments are the lengths of the segments of
     each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
-    bound computed from the case, see tolerances.py.
+    bound computed from the case, see tests/tolerances.py.
     """
 
     name: str
@@ -54,8 +54,12 @@ class Case:
     @property
     def options(self) -> dict:
         """The static keyword arguments of the call."""
-        names = ("scale", "use_qk_l2norm", "state_layout", "chunk_size")
-        return {name: getattr(self, name) for name in names}
+        return {**self.rule_options, "chunk_size": self.chunk_size}
+
+    @property
+    def rule_options(self) -> dict:
+        """Those that the definition has too: all but the chunk size."""
+        return {name: getattr(self, name) for name in ("scale", "use_qk_l2norm", "state_layout")}
 
 
 class Inputs(NamedTuple):
@@ -149,7 +153,28 @@ TABLE = (
         heads=(4, 1, 2),
     ),
 )
-CASES = {case.name: case for case in TABLE}
+"""Small cases: what the tests run."""
+
+_VALUES = dict(T=200, B=1, heads=(2, 2, 4), K=64, V=64)
+_LONG = dict(T=4096, B=1, heads=(1, 1, 2), K=128, V=128)
+
+MODEL_SIZES = (
+    Case("slow-decay-K64", **_VALUES),
+    Case("no-decay-K64", g="zero", **_VALUES),
+    Case("strong-decay-K64", g="-20", **_VALUES),
+    Case("reset-at-some-tokens-K64", g="some -inf", **_VALUES),
+    Case("correlated-keys-K64", keys="correlated", **_VALUES),
+    Case("beta-up-to-2-K64", beta="twice", **_VALUES),
+    Case("packed-K128", T=250, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(0, 1, 64, 0, 65, 100, 1)),
+    Case("one-token-K64", **{**_VALUES, "T": 1}),
+    Case("queries-grouped-vk-K64", T=65, B=1, heads=(4, 2, 2), K=64, V=64, state_layout="vk"),
+    Case("l2norm-K96-V192", T=130, B=1, heads=(2, 2, 4), K=96, V=192, use_qk_l2norm=True, keys="any"),
+    Case("long-K128", **_LONG),
+    Case("long-no-decay-K128", g="zero", **_LONG),
+)
+"""Cases with the head dimensions of models: what `gdn check` runs."""
+
+CASES = {case.name: case for case in (*TABLE, *MODEL_SIZES)}
 
 
 def _decays(recipe: str, rng: np.random.Generator, B: int, T: int, HO: int) -> np.ndarray:

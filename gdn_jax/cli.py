@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gdn_jax.experiments.parsing import Help, Usage, parse
+from gdn_jax.commands.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
 
@@ -71,11 +71,11 @@ def _dispatch(argv: list[str]) -> int:
             f'{", ".join(missing)} not found; install with: pip install "gdn-jax[experiments]"', 1
         )
     if command == "bench":
-        from gdn_jax.experiments import bench
+        from gdn_jax.checks import bench
 
         return bench.main(rest) or 0
     if command == "check":
-        from gdn_jax.experiments import check
+        from gdn_jax.checks import check
 
         return check.main(rest) or 0
     if rest and rest[0] in ("-h", "--help"):
@@ -92,7 +92,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> int:
-    from gdn_jax.experiments.errors import RunError
+    from gdn_jax.commands.errors import RunError
 
     try:
         return start(task, argv)
@@ -123,7 +123,7 @@ def _sweep(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
     from gdn_jax.experiments import options as options_lib
-    from gdn_jax.experiments import sweep_options
+    from gdn_jax.experiments.sweeps import options as sweep_options
 
     prog, presets = f"gdn sweep {task}", sweep_options.PRESETS[task]
     options = _parse(sweep_options.SweepOptions, presets["small"], argv, prog)
@@ -137,14 +137,14 @@ def _sweep(task: str, argv: list[str]) -> int:
     else:
         options = _parse(sweep_options.SweepOptions, presets[options.sweep.size], argv, prog)
         sweep_options.check(options)
-    from gdn_jax.experiments.sweep import sweep
+    from gdn_jax.experiments.sweeps.sweep import sweep
 
     return sweep(options, Console(), " ".join(["gdn sweep", task, *argv]))
 
 
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
     """config.json of the run to resume."""
-    from gdn_jax.experiments.errors import RunError
+    from gdn_jax.commands.errors import RunError
     from gdn_jax.experiments.runs import RunFolder
 
     _, config = RunFolder.open(out)

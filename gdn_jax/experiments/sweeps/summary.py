@@ -5,7 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.tasks import Task
+from gdn_jax.experiments.tasks.table import Task
 
 
 class Row(NamedTuple):

@@ -6,6 +6,8 @@ with beta = 0 has dk = 0; exp(-1000) underflows) the ratio has no meaning: there
 bound, all inputs being of order one.
 """
 
+from typing import Any
+
 import numpy as np
 
 SMALLEST_NORMAL = 2.0**-126  # of float32 and bfloat16
@@ -54,13 +56,38 @@ BOUNDS = {
 }
 
 
+def cancelling(g: Any, k: Any) -> bool:
+    """Whether the sums of a call cancel, so that the wider bfloat16 bounds apply to it.
+
+    They do in a head that never decays: its state is a sum over all tokens before, and what is read from it is a
+    small difference of large terms. And they do in a head whose keys are alike: every token then reads the values of
+    all others, and takes most of what it reads away again. Keys are alike when the mean |cosine| of two of them is
+    above a half. Random keys of width K have about sqrt(2 / (pi K)), so those of width 1 are alike too, being all
+    1 or -1: a key's sign does not count, since (-k) (-k)^T is k k^T.
+
+    Args:
+      g: log decays [B, T, H]; None for no decay.
+      k: keys [B, T, Hk, K]; the first 128 tokens of every row are looked at.
+    """
+    if g is None or (np.asarray(g) == 0).all((0, 1)).any():
+        return True
+    k = np.asarray(k[:, :128]).astype(np.float64)
+    k = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), SMALLEST_NORMAL)
+    T = k.shape[1]
+    if T == 1:
+        return False
+    cosine = np.abs(np.einsum("bihk,bjhk->hbij", k, k))
+    others = cosine.sum((1, 2, 3)) - np.einsum("hbii->h", cosine)
+    return bool((others / (k.shape[0] * T * (T - 1)) > 0.5).any())
+
+
 def bound(name: str, dtype: str, *, cancelling: bool = False) -> float:
     """Largest error of the output or gradient `name` for inputs of a dtype.
 
     Args:
       name: one of NAMES.
       dtype: float64, float32, bfloat16 or float16.
-      cancelling: whether keys are alike (mean cosine above a half) or a head does not decay.
+      cancelling: of the call's g and k, see `cancelling`.
     """
     return BOUNDS[dtype][cancelling][name]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gdn_jax.experiments.accuracy import NAMES
-from gdn_jax.experiments.device_time import Timing
+from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.checks.device_time import Timing
 
 WARM_UP = 3
 """Calls before the capture; the first compiles and tunes."""
@@ -87,7 +87,7 @@ PEERS = (
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
 )
-"""Their names are the columns of pallas_kernels.bench_rows.PEERS."""
+"""Their names are the columns of rows.PEERS."""
 
 
 def missing(peer: Peer) -> str | None:
@@ -120,7 +120,7 @@ def measure(
     """Times a peer.
 
     Args:
-      x: pallas_kernels.bench_rows.Inputs, on the GPU.
+      x: rows.Inputs, on the GPU.
       cu_seqlens: borders of the sequences; None for a single one.
       what: "forward", "backward" (given what the forward saved) or "training" (both).
       part: function of a result's name and value for the part of it that is returned.

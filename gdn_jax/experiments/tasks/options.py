@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gdn_jax.experiments.errors import fail
+from gdn_jax.commands.errors import fail
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from gdn_jax.commands.errors import fail
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments.errors import fail
 from gdn_jax.experiments.options import ScheduleOptions, SizeOptions
-from gdn_jax.experiments.task_options import (
+from gdn_jax.experiments.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,

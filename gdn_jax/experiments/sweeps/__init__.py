@@ -1,0 +1,1 @@
+"""The same model with several token mixers, learning rates and seeds."""
