@@ -1,26 +1,20 @@
-"""The public operations: check the arguments, choose an implementation, call it. No maths here."""
+"""The public operations: check the arguments, choose an implementation, call it. No maths here.
+
+Every operation is compiled as a whole, once for each set of shapes and options, also outside `jax.jit`; inside, it is
+part of what is compiled there.
+"""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.experimental.pallas  # adds to JAX's tracing context: inside a jit, its first call would compile twice
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import chunked, gates, packing, reference
-from gdn_jax.shapes import (
-    STATE_LAYOUTS,
-    Dims,
-    accumulation_dtype,
-    check_array,
-    check_choice,
-    rule_dims,
-    split_heads,
-)
+from gdn_jax import mosaic, xla
+from gdn_jax.shapes import Dims, RuleArrays, check_array, check_choice, check_floating, rule_dims
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
 """Names of the implementations, fastest first."""
@@ -83,8 +77,8 @@ def gated_delta_rule(
       implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
         supports the call on this device.
       backward_head_slices: slices of the heads that the backward of "mosaic_gpu" works on one after the other, a
-        divisor of Hq, Hk and HV. More take less memory and more time, see `pallas_kernels.backward.Config`; what is
-        computed stays the same. The others ignore it.
+        divisor of Hq, Hk and HV. More take less memory and more time, see `pallas_kernels.backward.rule.Config`; what
+        is computed stays the same. The others ignore it.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is),
@@ -97,30 +91,27 @@ def gated_delta_rule(
     Numerics: see `reference.recurrent_rule` and `chunked.chunked_rule`.
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
     """
-    dims = _check(
-        q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
-    )
-    _check_head_slices(backward_head_slices, dims)
-    supported = _supported(dims, q, g, beta, initial_state, chunk_size)
+    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = _check(arrays, state_layout, chunk_size, implementation)
+    scale = _check_scale(scale, dims)
+    mosaic.check_head_slices(backward_head_slices, dims)
+    supported = _supported(dims, arrays, chunk_size)
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
     elif supported[implementation] is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
-    known = _known_lengths(cu_seqlens) if implementation == "mosaic_gpu" else None
-    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+    known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
-
-    scale = dims.K**-0.5 if scale is None else scale
-    arrays = _vary_alike(_Arrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids))
-    if implementation != "mosaic_gpu":
-        options = _Options(implementation, use_qk_l2norm, state_layout, chunk_size)
-        return _run_xla(arrays, scale, options)
-    options = _Options("chunked", use_qk_l2norm, state_layout, chunk_size, known, backward_head_slices)
-    if isinstance(scale, (int, float)):
-        return _run_kernels(arrays, float(scale), options)
-    o, final = _run_kernels(arrays, 1.0, options)
-    return (scale * o).astype(o.dtype), final
+    arrays = _vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
+    if implementation == "mosaic_gpu":
+        options: Any = mosaic.Options(use_qk_l2norm, state_layout, known, backward_head_slices)
+    else:
+        options = (implementation, use_qk_l2norm, state_layout, chunk_size)
+    run = _by_kernels if implementation == "mosaic_gpu" else _by_xla
+    if isinstance(scale, jax.Array):
+        return run(arrays, scale, None, options)
+    return run(arrays, None, scale, options)
 
 
 def gated_delta_step(
@@ -156,16 +147,15 @@ def gated_delta_step(
             check_array(name, x, (None,) * 2, "B, HO")
     q, k, v = q[:, None], k[:, None], v[:, None]
     g, beta = (None if x is None else x[:, None] for x in (g, beta))
-    dims = rule_dims(q, k, v, g, beta, state, None, None, state_layout)
-    if use_qk_l2norm:
-        q, k = gates.l2norm(q), gates.l2norm(k)
-    g, beta = _full_gates(dims.HV, q, g, beta, state)
-    counts = (dims.Hq, dims.Hk, dims.HV, dims.HO)
-    tokens = (split_heads(x[:, 0].astype(g.dtype), 1, counts) for x in (q, k, v, g, beta))
-    S = split_heads(_kv(state.astype(g.dtype), state_layout), 1, counts)
-    S, o = reference.recurrent_step(S, *tokens, scale=dims.K**-0.5 if scale is None else scale)
-    S = S.reshape(dims.B, dims.HO, dims.K, dims.V)
-    return o.reshape(dims.B, dims.HO, dims.V).astype(v.dtype), _kv(S, state_layout).astype(state.dtype)
+    dims = rule_dims(q, k, v, g, beta, None, None, None, state_layout)
+    shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
+    check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
+    check_floating("state", state)
+    scale = _check_scale(scale, dims)
+    arrays, static = (q, k, v, g, beta, state), (dims, use_qk_l2norm, state_layout)
+    if isinstance(scale, jax.Array):
+        return _step(arrays, scale, None, static)
+    return _step(arrays, None, scale, static)
 
 
 def chunk_states(
@@ -199,21 +189,14 @@ def chunk_states(
         check_array(name, x, (None,) * 4, "B, T, heads, width")
     HO = next((x.shape[-1] for x in (g, beta) if x is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
-    dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
+    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = _check(arrays, state_layout, chunk_size, None)
+    _known_lengths(cu_seqlens, dims.T)
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
-    arrays = (k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    k, v, g, beta, initial_state, cu_seqlens, segment_ids = _vary_alike(arrays)
-    k = gates.l2norm(k) if use_k_l2norm else k
-    g, beta = _full_gates(dims.HO, k, g, beta, initial_state)
-    if segment_ids is not None:
-        g = packing.reset_at_segments(g, segment_ids)
-    if initial_state is not None:
-        initial_state = _kv(initial_state.astype(g.dtype), state_layout)
-    states = chunked.chunk_states_of(
-        k, v, g, beta, initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size
-    )
-    return _kv(states, state_layout)
+    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
+    arrays = _vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
+    return _chunk_states(arrays, (dims, use_k_l2norm, state_layout, chunk_size))
 
 
 def supported_implementations(
@@ -242,46 +225,71 @@ def supported_implementations(
     Raises:
       ValueError: an argument is wrong.
     """
-    dims = _check(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, None)
-    _check_head_slices(backward_head_slices, dims)
-    return _supported(dims, q, g, beta, initial_state, chunk_size)
+    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = _check(arrays, state_layout, chunk_size, None)
+    _check_scale(scale, dims)
+    mosaic.check_head_slices(backward_head_slices, dims)
+    return _supported(dims, arrays, chunk_size)
 
 
-def _check(
-    q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation
-) -> Dims:
-    dims = rule_dims(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout)
+@partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _by_xla(arrays: RuleArrays, scale, number: float | None, options):
+    """The call in plain JAX. The factor of the output is an array, or a number that the program is made for."""
+    implementation, use_qk_l2norm, state_layout, chunk_size = options
+    return xla.rule(
+        arrays,
+        scale if number is None else number,
+        implementation=implementation,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+        chunk_size=chunk_size,
+    )
+
+
+@partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _by_kernels(arrays: RuleArrays, scale, number: float | None, options: mosaic.Options):
+    return mosaic.rule(arrays, scale if number is None else number, options)
+
+
+@partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _step(arrays, scale, number: float | None, static):
+    dims, use_qk_l2norm, state_layout = static
+    factor = scale if number is None else number
+    return xla.step(*arrays, factor, dims=dims, use_qk_l2norm=use_qk_l2norm, state_layout=state_layout)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _chunk_states(arrays: RuleArrays, static):
+    dims, use_k_l2norm, state_layout, chunk_size = static
+    options = dict(use_k_l2norm=use_k_l2norm, state_layout=state_layout, chunk_size=chunk_size)
+    return xla.chunk_states(arrays, dims=dims, **options)
+
+
+def _check(arrays: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
+    dims = rule_dims(*arrays, state_layout)
     check_choice("chunk_size", chunk_size, CHUNK_SIZES)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
 
 
-def _check_head_slices(slices: int, dims: Dims) -> None:
-    from pallas_kernels import backward
-
-    backward.check_head_slices("backward_head_slices", slices, dims)
-
-
-def _supported(dims: Dims, q, g, beta, initial_state, chunk_size: int) -> dict[str, str | None]:
-    from pallas_kernels import gdn
-
-    reason = gdn.check_supported(dims, q.dtype, chunk_size=chunk_size)
-    if reason is None and accumulation_dtype(q, g, beta, initial_state) != jnp.float32:
-        reason = "a gate or the state is float64; the kernels compute in float32"
-    return {"mosaic_gpu": reason or gdn.device_reason(), "chunked": None, "recurrent": None}
+def _check_scale(scale: Any, dims: Dims) -> float | jax.Array:
+    """The factor of the output, as a number or as an array without dimensions."""
+    if scale is None:
+        return dims.K**-0.5
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
+        return float(scale)
+    if jnp.shape(scale) != () or not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
+        got = f"{jnp.result_type(scale)}{list(jnp.shape(scale))}"
+        raise ValueError(f"scale: expected a number, or a floating array of shape [], got {got}")
+    return jnp.asarray(scale)
 
 
-class _Arrays(NamedTuple):
-    """Array arguments of a call, as the caller gave them."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    beta: jax.Array | None
-    initial_state: jax.Array | None
-    cu_seqlens: jax.Array | None
-    segment_ids: jax.Array | None
+def _supported(dims: Dims, x: RuleArrays, chunk_size: int) -> dict[str, str | None]:
+    packed = x.cu_seqlens is not None
+    reason = mosaic.check_supported(
+        dims, x.q, x.g, x.beta, x.initial_state, chunk_size=chunk_size, packed=packed
+    )
+    return {"mosaic_gpu": reason, "chunked": None, "recurrent": None}
 
 
 def _vary_alike(arrays: Any) -> Any:
@@ -299,133 +307,18 @@ def _vary_alike(arrays: Any) -> Any:
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying"), arrays)
 
 
-class _Options(NamedTuple):
-    """Static options of a call."""
+def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None:
+    """cu_seqlens as int64 where its values are known while tracing, and checked there.
 
-    implementation: str
-    use_qk_l2norm: bool
-    state_layout: str
-    chunk_size: int
-    known_lengths: bytes | None = None
-    """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
-    backward_head_slices: int = 1
-
-
-def _known_lengths(cu_seqlens: jax.Array | np.ndarray | None) -> bytes | None:
-    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
+    always: looks at a JAX array too, for which the device must have computed it.
+    """
+    if not isinstance(cu_seqlens, np.ndarray) and (
+        cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer) or not always
+    ):
         return None
-    return np.asarray(cu_seqlens).astype(np.int64).tobytes()
-
-
-def _run_xla(x: _Arrays, scale: float | jax.Array, options: _Options) -> tuple[jax.Array, jax.Array]:
-    """The call by one of the two forms in plain JAX."""
-    q, k, v = x.q, x.k, x.v
-    if options.use_qk_l2norm:
-        q, k = gates.l2norm(q), gates.l2norm(k)
-    g, beta = _full_gates(x.v.shape[2], q, x.g, x.beta, x.initial_state)
-    if x.segment_ids is not None:
-        g = packing.reset_at_segments(g, x.segment_ids)
-    h0 = x.initial_state
-    if h0 is not None:
-        h0 = _kv(h0.astype(g.dtype), options.state_layout)
-    if options.implementation == "recurrent":
-        o, final = reference.recurrent_rule(q, k, v, g, beta, h0, scale=scale, cu_seqlens=x.cu_seqlens)
-    else:
-        o, final = chunked.chunked_rule(
-            q, k, v, g, beta, h0, scale=scale, cu_seqlens=x.cu_seqlens, chunk_size=options.chunk_size
-        )
-    return o.astype(v.dtype), _kv(final, options.state_layout)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _run_kernels(x: _Arrays, scale: float, options: _Options) -> tuple[jax.Array, jax.Array]:
-    """The call by the GPU kernels, forward and backward."""
-    return _kernel_forward(x, scale, options)[:2]
-
-
-def _kernel_options(x: _Arrays, options: _Options) -> dict[str, Any]:
-    known = options.known_lengths
-    return {
-        "cu_seqlens": x.cu_seqlens if known is None else np.frombuffer(known, np.int64),
-        "segment_ids": x.segment_ids,
-        "state_layout": options.state_layout,
-    }
-
-
-def _kernel_forward(x: _Arrays, scale: float, options: _Options):
-    from pallas_kernels import gdn
-
-    return gdn.forward(
-        *x[:6], scale=scale, use_qk_l2norm=options.use_qk_l2norm, **_kernel_options(x, options)
-    )
-
-
-def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return gates.l2norm(q), gates.l2norm(k)
-
-
-def _backward_reason(x: _Arrays, scale: float, options: _Options) -> str | None:
-    """Why the backward kernels cannot run the call; None if they can. Else the chunked form's gradients serve."""
-    from pallas_kernels import backward, gdn
-
-    dims = rule_dims(*x, options.state_layout)
-    if not gdn.FOLDED_SCALES[0] <= scale <= gdn.FOLDED_SCALES[1]:
-        return f"scale is {scale}"
-    return backward.backward_supported(dims, packed=x.cu_seqlens is not None)
-
-
-def _run_kernels_fwd(x: _Arrays, scale: float, options: _Options):
-    if _backward_reason(x, scale, options) is not None:
-        return _run_kernels(x, scale, options), (x, None)
-    from pallas_kernels.gradients import BETA_FLOOR
-
-    # The kernels divide by beta. Where it is 0 a token writes 2^-20 of its value: less than the state's rounding.
-    floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
-    plain = floored
-    if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
-        q, k = _normalized(x.q, x.k)
-        plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
-    o, final, residuals = _kernel_forward(plain, scale, options)
-    residuals = residuals._replace(t=checkpoint_name(residuals.t, chunked.INVERSE_NAME))
-    return (o, final), (floored, residuals)
-
-
-def _run_kernels_bwd(scale: float, options: _Options, saved, cotangents):
-    x, residuals = saved
-    if residuals is None:
-        return jax.vjp(lambda x: _run_xla(x, scale, options), x)[1](cotangents)
-    from pallas_kernels import backward
-
-    do, dfinal = cotangents
-    q, k, through_norm = x.q, x.k, None
-    if options.use_qk_l2norm:
-        (q, k), through_norm = jax.vjp(_normalized, q, k)
-    primals = (q, k, x.v, x.g, x.beta, x.initial_state)
-    config = backward.Config(head_slices=options.backward_head_slices)
-    out = backward.backward(
-        *primals, residuals, do, dfinal, scale=scale, config=config, **_kernel_options(x, options)
-    )
-    if through_norm is not None:
-        dq, dk = through_norm((out.dq, out.dk))
-        out = out._replace(dq=dq, dk=dk)
-    return (_Arrays(*out, None, None),)
-
-
-_run_kernels.defvjp(_run_kernels_fwd, _run_kernels_bwd)
-
-
-def _full_gates(HV: int, q, g, beta, state) -> tuple[jax.Array, jax.Array]:
-    """g and beta as full arrays of the accumulation dtype."""
-    dtype = accumulation_dtype(q, g, beta, state)
-    shape = (*q.shape[:2], max(q.shape[2], HV))
-    g = jnp.zeros_like(q, dtype, shape) if g is None else g.astype(dtype)
-    beta = jnp.ones_like(q, dtype, shape) if beta is None else beta.astype(dtype)
-    return g, beta
-
-
-def _kv(state: jax.Array, layout: str) -> jax.Array:
-    """Between [.., K, V] and the caller's layout; its own inverse."""
-    return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)
+    known = np.asarray(cu_seqlens).astype(np.int64)
+    _check_ascending(T, known)
+    return known.tobytes()
 
 
 def _check_values(T: int, g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:

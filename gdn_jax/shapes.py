@@ -47,6 +47,19 @@ class Dims(NamedTuple):
     V: int
 
 
+class RuleArrays(NamedTuple):
+    """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None
+    beta: jax.Array | None
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
+    segment_ids: jax.Array | None
+
+
 def _fail(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 

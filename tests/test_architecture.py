@@ -14,6 +14,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("gdn_jax", "pallas_kernels")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
+KERNEL_PARTS = ("pallas_kernels.device", "pallas_kernels.work", "pallas_kernels.chunks")
+KERNELS = ("pallas_kernels.forward", "pallas_kernels.backward")
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
@@ -24,8 +26,16 @@ ROOMS: dict[str, set[str]] = {
     "reference": {"shapes"},
     "chunks": {"shapes"},
     "chunked": {"shapes", "packing", "chunks"},
-    "pallas_kernels": {"shapes"},
-    "ops": {"shapes", "gates", "packing", "reference", "chunked", "pallas_kernels"},
+    "pallas_kernels": set(),
+    "pallas_kernels.device": set(),
+    "pallas_kernels.work": {"shapes", "pallas_kernels.device"},
+    "pallas_kernels.chunks": {"pallas_kernels.device"},
+    "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
+    "mosaic": {"shapes", "gates", "chunks", *KERNELS},
+    "xla": {"shapes", "gates", "packing", "reference", "chunked"},
+    "ops": {"shapes", "mosaic", "xla"},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
     "analysis": {"shapes", "gates", "conv", "reference", "chunks", "ops"},
     "plots": {"analysis"},
@@ -35,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "layers": {"shapes", "gates", "conv", "rules", "blocks"},
     "models": {"shapes", "ops", "rules", "blocks", "layers"},
     "commands": set(),
-    "checks": {"gdn_jax", "commands", "pallas_kernels"},
+    "checks": {"gdn_jax", "commands", *KERNELS},
     "experiments": {"gdn_jax", "blocks", "models", "commands"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
@@ -44,7 +54,11 @@ STANDARD = {*sys.stdlib_module_names}
 # Packages from outside: those that every room may import, and what some may import beside them.
 EVERYWHERE = {"jax", "numpy", "jaxtyping"}
 OUTSIDE: dict[str, set[str]] = {
-    "pallas_kernels": {"jaxlib.mlir", "jaxlib.mlir.dialects"},  # dialects that jax.extend.mlir lacks (llvm)
+    "pallas_kernels.device": {
+        "jaxlib.mlir",
+        "jaxlib.mlir.dialects",
+    },  # dialects that jax.extend.mlir lacks (llvm)
+    "pallas_kernels.tools": {"jaxlib.mlir"},
     "plots": {"matplotlib"},
     "blocks": {"flax"},
     "small_layer": {"flax"},
@@ -58,7 +72,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
-    ("ops", "pallas_kernels"),
+    *(("mosaic", name) for name in KERNELS),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),

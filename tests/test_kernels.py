@@ -1,7 +1,5 @@
 """The Pallas kernels without a GPU: all configurations lower, and stages are right and free of races, interpreted."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +11,15 @@ from tolerances import assert_close, tolerance
 import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
-from pallas_kernels import gdn, ptxas_report, work_split
-from pallas_kernels import tril_inverse as inverse
-from pallas_kernels.chunk_gates import chunk_gates
+from pallas_kernels.chunks import inverse
+from pallas_kernels.chunks.gates import chunk_gates
+from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.tools import configurations, ptxas_report
+from pallas_kernels.work import split as work_split
+from pallas_kernels.work import tables
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-SMALL = gdn.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
+SMALL = forward_rule.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
 """The interpreter takes a thread for every warpgroup."""
 
 STARTS = (0, 5, 70, 90, 129)
@@ -32,9 +33,9 @@ def first_rows(num_tokens: int) -> np.ndarray:
     return np.maximum(starts - token // 64 * 64, 0).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ptxas_report.CASES)
+@pytest.mark.parametrize("name", configurations.CASES)
 def test_lowers_for_compute_capability_9(name):
-    text = ptxas_report.lower(*ptxas_report.CASES[name]()).as_text()
+    text = ptxas_report.lower(*configurations.CASES[name]()).as_text()
     assert text.count("mosaic_gpu") >= 1
 
 
@@ -93,7 +94,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     """With gradients, of which those of a replicated input are summed over the devices."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices, JAX sees one")
-    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
     text = gradients_lower(**options)
     assert "mosaic_gpu" in text
     assert text.count("all_reduce") == sums
@@ -101,7 +102,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 
 def test_slices_of_heads_of_the_public_call(monkeypatch):
     """The same kernels, once, on states of half of the heads."""
-    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
     whole, sliced = (gradients_lower((2, 2, 4), backward_head_slices=n) for n in (1, 2))
     states = [f"tensor<8x{heads}x64x64xbf16>" for heads in (4, 2)]
     assert [state in whole for state in states] == [True, False]
@@ -115,7 +116,7 @@ def test_slices_of_heads_of_the_public_call(monkeypatch):
     ids=["vmap", "packed"],
 )
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
-    monkeypatch.setattr(gdn, "device_reason", lambda: None)
+    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
     with jax.enable_x64(True):
         assert "mosaic_gpu" in gradients_lower(**options)
 
@@ -141,7 +142,7 @@ def test_chunk_gates(packed):
     ("packed", "cosine", "dtype"),
     [(False, 0.9, jnp.float16), (False, 0.0, jnp.bfloat16), (True, 0.0, jnp.bfloat16)],
 )
-def test_tril_inverse(packed, cosine, dtype):
+def test_gated_inverse(packed, cosine, dtype):
     rng = np.random.default_rng(0)
     T, K, group = 136, 64, 2
     k = rng.normal(size=(1, T, 1, K)) / K**0.5 + (cosine / (1 - cosine)) ** 0.5 * rng.normal(size=K) / K**0.5
@@ -150,7 +151,7 @@ def test_tril_inverse(packed, cosine, dtype):
     first = first_rows(192) if packed else np.zeros(192, np.int32)
     g2 = -rng.uniform(size=(group, 192)) * (np.arange(192) % 64 != first)
     g2_cum = np.stack([g2[:, t // 64 * 64 + first[t] : t + 1].sum(1) for t in range(192)], 1)[None]
-    got = inverse.tril_inverse(
+    got = inverse.gated_inverse(
         k,
         jnp.asarray(beta_t),
         jnp.asarray(g2_cum.astype(np.float32)),
@@ -158,7 +159,7 @@ def test_tril_inverse(packed, cosine, dtype):
         config=SMALL.inverse,
         interpret=INTERPRET,
     )
-    got = np.asarray(got).astype(np.float64) / (16 if dtype == jnp.float16 else 1)
+    got = np.asarray(got.t).astype(np.float64) / (16 if dtype == jnp.float16 else 1)
     k64 = np.pad(np.asarray(k[0, :, 0]).astype(np.float64), ((0, 56), (0, 0)))
     for chunk in range(3):
         s = slice(64 * chunk, 64 * chunk + 64)
@@ -181,15 +182,15 @@ CASES = (
     (cases.Case("wide keys", T=66, B=1, heads=(1, 1, 1), K=256, V=64, state_layout="vk"), SMALL),
     (
         cases.Case("segments", T=300, B=1, heads=(1, 1, 1), K=64, V=64),
-        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+        forward_rule.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (
         cases.Case("packed", T=190, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 1, 64, 0, 65, 37, 1, 0)),
-        gdn.Config(segment_chunks=0, inverse=SMALL.inverse),
+        forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse),
     ),
     (
         cases.Case("packed in segments", T=280, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 200, 1)),
-        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+        forward_rule.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (
         cases.Case("normalised", T=130, B=1, heads=(1, 1, 2), K=64, V=64, use_qk_l2norm=True, keys="any"),
@@ -207,7 +208,7 @@ CASES = (
             use_qk_l2norm=True,
             keys="any",
         ),
-        gdn.Config(segment_chunks=2, inverse=SMALL.inverse),
+        forward_rule.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (
         cases.Case("segment ids", T=100, B=1, heads=(1, 1, 1), K=64, V=64, segments=((70, 1, 29),)),
@@ -222,7 +223,7 @@ def forward(case, config, x, cu_seqlens):
     options["scale"] = case.K**-0.5
     *arrays, segment_ids = (None if y is None else jnp.asarray(y) for y in (*x[:6], x.segment_ids))
     packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-    return gdn.forward(*arrays, **packing, **options, config=config, interpret=INTERPRET)
+    return forward_rule.forward(*arrays, **packing, **options, config=config, interpret=INTERPRET)
 
 
 def check(case, config):
@@ -238,7 +239,7 @@ def check(case, config):
 @pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
 def test_forward_in_the_interpreter(case, config, monkeypatch):
     monkeypatch.setattr(
-        gdn, "known_lengths", lambda cu_seqlens: None
+        forward_rule, "known_lengths", lambda cu_seqlens: None
     )  # as under jit, where the interpreter hangs
     check(case, config)
 
@@ -252,7 +253,7 @@ KNOWN = (
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KNOWN])
 def test_lengths_known_while_tracing(case):
-    check(case, gdn.Config(segment_chunks=0, inverse=SMALL.inverse))
+    check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
 
 
 @pytest.mark.parametrize("segment_chunks", [None, 2, 3])
@@ -261,8 +262,8 @@ def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
     rng = np.random.default_rng(N)
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
     for build in (
-        lambda cu: gdn._first_rows(cu, 2100),
-        lambda cu: gdn._packed_tables(cu, 2100, segment_chunks, longest_first=True),
+        lambda cu: tables.first_rows(cu, 2100),
+        lambda cu: tables.packed_items(cu, 2100, segment_chunks, by_length=True),
     ):
         traced, known = jax.tree.leaves(build(jnp.asarray(cu))), jax.tree.leaves(build(cu))
         assert len(traced) == len(known)
@@ -274,25 +275,14 @@ def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
 def test_longest_sequences_come_first():
     chunks = np.array([3, 0, 7, 3, 9])
     for x in (chunks, jnp.asarray(chunks)):
-        np.testing.assert_array_equal(gdn._longest_first(x), [4, 2, 0, 3, 1, 5])
+        np.testing.assert_array_equal(tables.longest_first(x), [4, 2, 0, 3, 1, 5])
 
 
 def test_sequences_in_another_order(monkeypatch):
-    monkeypatch.setattr(gdn, "NUM_SMS", 1)
-    monkeypatch.setattr(gdn, "choose_split", lambda *_, **__: (1, None))
+    monkeypatch.setattr(forward_rule, "NUM_SMS", 1)
+    monkeypatch.setattr(forward_rule, "choose_split", lambda *_, **__: (1, None))
     case = cases.Case("order", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1))
     check(case, SMALL)
-
-
-def test_scales_that_the_kernels_do_not_fold():
-    case = cases.Case("scale", T=64, B=1, heads=(1, 1, 1), K=64, V=64)
-    x = cases.inputs(case, "bfloat16")
-    arrays = [None if y is None else jnp.asarray(y) for y in x[:6]]
-    run = functools.partial(gdn.forward, *arrays, config=SMALL, interpret=INTERPRET)
-    o, final, _ = run(scale=1.0)
-    got, got_final, _ = run(scale=-2.0)
-    np.testing.assert_array_equal(got, -2 * o)
-    np.testing.assert_array_equal(got_final, final)
 
 
 def split(B, T, HO, lengths=None, *, known=True, **options):
@@ -331,10 +321,10 @@ def test_refusals_say_why(change, reason):
     sizes = dict(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=64, V=64)
     sizes |= {name: value for name, value in change.items() if name in sizes}
     call = dict(dtype=jnp.bfloat16) | {name: value for name, value in change.items() if name not in sizes}
-    assert reason in gdn.check_supported(Dims(**sizes), **call)
-    assert gdn.check_supported(Dims(**sizes | dict(T=64)), jnp.bfloat16) is None
+    assert reason in forward_rule.check_supported(Dims(**sizes), **call)
+    assert forward_rule.check_supported(Dims(**sizes | dict(T=64)), jnp.bfloat16) is None
 
 
 def test_no_gpu_is_a_reason():
     if jax.default_backend() != "gpu":
-        assert "cpu" in gdn.device_reason()
+        assert "cpu" in forward_rule.device_reason()

@@ -11,15 +11,19 @@ from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tol
 
 from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
-from pallas_kernels import backward, gdn, work_split
-from pallas_kernels import gradients as gradients_kernel
-from pallas_kernels.common import inverse_log2
-from pallas_kernels.recurrence import Split
+from pallas_kernels.backward import gradients as gradients_kernel
+from pallas_kernels.backward import rule as backward
+from pallas_kernels.device.layouts import inverse_log2
+from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.work import split as work_split
+from pallas_kernels.work import tables as work_tables
+from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.tables import Items, Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None = None) -> gdn.Residuals:
+def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None = None) -> Residuals:
     """What the forward hands over, in NumPy float64, rounded at the end."""
     B, T, HO, Hk = case.B, case.T, case.HO, case.heads[1]
     T64 = -(-T // 64) * 64
@@ -53,24 +57,23 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
     end = T if x.cu_seqlens is None else cu[-1]
     beta_t[..., end:] = np.where(np.arange(end, T64) % 2, np.nan, np.inf)  # anything may be there
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
-    return gdn.Residuals(
+    return Residuals(
         *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),
         jax.tree.map(jnp.asarray, segments),
     )
 
 
-def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> gdn.Segments:
+def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> Segments:
     """States at the starts of segments and what segments do to a state, token by token."""
-    num_chunks, tables = -(-case.T // 64), None
     if x.cu_seqlens is None:
-        split, borders = Split(case.B * -(-num_chunks // length), length), [0, case.T]
+        items, borders = work_tables.row_items(case.B, case.T, length), [0, case.T]
         rows = [(b, borders) for b in range(case.B)]
     else:
-        split, tables = gdn._packed_tables(x.cu_seqlens.astype(np.int32), case.T, length)
+        items = work_tables.packed_items(x.cu_seqlens.astype(np.int32), case.T, length)
         rows = [(0, list(ends)) for ends in zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)]
     K, V = -(-case.K // 64) * 64, -(-case.V // 64) * 64
-    starts = np.full((split.num_items, case.HO, V, K), np.nan, np.float32)
-    m_t = np.full((split.num_items, case.HO, K, K), np.nan, x.k.dtype)
+    starts = np.full((items.split.num_items, case.HO, V, K), np.nan, np.float32)
+    m_t = np.full((items.split.num_items, case.HO, K, K), np.nan, x.k.dtype)
     item = 0
     for n, (row, (begin, end)) in enumerate(rows):
         cuts = range(begin // 64 * 64 + length * 64, end, length * 64)
@@ -93,7 +96,7 @@ def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> gdn.
                 if i + 1 < len(parts):
                     m_t[item + i, head] = transition
         item += len(parts)
-    return gdn.Segments(starts, m_t, tables, split)
+    return Segments(starts, m_t, items)
 
 
 def run(
@@ -289,11 +292,11 @@ def test_segments_are_chosen_for_the_heads_of_a_slice(monkeypatch):
 
     monkeypatch.setattr(backward, "_compiled", run)
     S, x = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, 32768, 32, 128), jnp.bfloat16)
-    segments = gdn.Segments(
-        S((16, 32, 128, 128), jnp.float32), S((16, 32, 128, 128), x.dtype), None, Split(16, 32)
+    segments = Segments(
+        S((16, 32, 128, 128), jnp.float32), S((16, 32, 128, 128), x.dtype), Items(Split(16, 32), None)
     )
     gates = S((1, 32, 32768), jnp.float32)
-    saved = gdn.Residuals(gates, gates, S((1, 32, 32768, 64), x.dtype), segments)
+    saved = Residuals(gates, gates, S((1, 32, 32768, 64), x.dtype), segments)
     for slices in (1, 8):
         config = backward.Config(head_slices=slices)
         jax.eval_shape(
@@ -341,7 +344,7 @@ GROUPS, QUERIES, MIXED = (2, 2, 4), (4, 2, 2), (2, 3, 6)
 def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
     cu, inputs, cotangents = shapes(heads, K, V, packed, dtype)
     S, t64 = jax.ShapeDtypeStruct, (*inputs[3].shape[::2], 256)
-    residuals = gdn.Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), dtype), None)
+    residuals = Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), dtype), None)
     function = lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu)  # noqa: E731
     launches = 2 + (K > 128)
     assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= launches
@@ -356,7 +359,7 @@ def test_segments_lower_after_the_forward(K, V, packed, dtype):
 
     def both(cu, inputs, cotangents):
         options = dict(scale=0.1, cu_seqlens=cu)
-        residuals = gdn.forward(*inputs, config=gdn.Config(segment_chunks=2), **options)[2]
+        residuals = forward_rule.forward(*inputs, config=forward_rule.Config(segment_chunks=2), **options)[2]
         config = backward.Config(segments=True)
         return backward.backward(*inputs, residuals, *cotangents, config=config, **options)
 
@@ -373,15 +376,15 @@ def test_slices_must_divide_the_heads(slices, no_type_checks):
 
 def test_refusals_say_why():
     dims = Dims(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=256, V=256)
-    assert backward.backward_supported(dims) is None
-    assert "larger" in str(backward.backward_supported(dims._replace(T=2**34)))
+    assert forward_rule.check_supported(dims, jnp.bfloat16) is None
+    assert "larger" in str(forward_rule.check_supported(dims._replace(T=2**32), jnp.bfloat16))
 
 
 @pytest.mark.parametrize("N", [1, 5, 40])
 def test_tables_are_the_same_in_numpy_and_traced(N):
     rng = np.random.default_rng(N)
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
-    traced, known = backward.visit_tables(jnp.asarray(cu), 2104), backward.visit_tables(cu, 2104)
+    traced, known = work_tables.visit_tables(jnp.asarray(cu), 2104), work_tables.visit_tables(cu, 2104)
     for a, b in zip(traced, known, strict=True):
         np.testing.assert_array_equal(a, b)
     visits = [(n, c) for n in range(N + 1) for c in _chunks(*(*cu, 2104)[n : n + 2])]

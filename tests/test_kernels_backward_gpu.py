@@ -8,8 +8,9 @@ from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance
 
 from gdn_jax import gates
 from gdn_jax.checks import cases, oracle
-from pallas_kernels import backward, gdn
-from pallas_kernels.gradients import BETA_FLOOR
+from pallas_kernels.backward import rule as backward
+from pallas_kernels.backward.gradients import BETA_FLOOR
+from pallas_kernels.forward import rule as forward_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,7 @@ DTYPES = ("bfloat16", "float16")
 
 def call(case: cases.Case, config: backward.Config | None = None, segment_chunks: int | None = None):
     """Forward and backward of a case as a compiled function of its arrays and cotangents."""
-    forward_config = gdn.Config(segment_chunks=segment_chunks)
+    forward_config = forward_rule.Config(segment_chunks=segment_chunks)
     options = {name: x for name, x in case.options.items() if name not in ("chunk_size", "use_qk_l2norm")}
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
 
@@ -40,7 +41,7 @@ def call(case: cases.Case, config: backward.Config | None = None, segment_chunks
             (q, k), inverse_of_norm = jax.vjp(lambda q, k: (gates.l2norm(q), gates.l2norm(k)), q, k)
         beta = None if beta is None else jnp.maximum(beta, BETA_FLOOR)
         arrays = (q, k, v, g, beta, state)
-        residuals = gdn.forward(*arrays, config=forward_config, **options)[2]
+        residuals = forward_rule.forward(*arrays, config=forward_config, **options)[2]
         out = backward.backward(*arrays, residuals, do, dh_T, config=config, **options)
         dq, dk = inverse_of_norm((out.dq, out.dk))
         return out._replace(dq=dq, dk=dk)
@@ -64,19 +65,18 @@ MISSED = {
     ("K1-V1", "bfloat16"): "dv 8.2e-3 instead of 8e-3",
     ("groupings-that-do-not-nest", "bfloat16"): "dv 5.05e-3 instead of 5e-3",
     ("K1-V1", "float16"): "dv 1.1e-3 instead of 1.0e-3",
-    ("scale-0", "bfloat16"): "dh_0 1.5e-2 instead of 8e-3",
     (
         "beta-0-at-some-tokens",
         "float16",
     ): "dbeta 2.1e-2 instead of 2.5e-3: rows of beta = 2^-20 in the inverse",
-    ("scale-0", "float16"): "dh_0 2.1e-3 instead of 1e-3",
     ("long-keys", "float16"): "dv 7.0e-4 instead of 6.3e-4",
     ("groupings-that-do-not-nest", "float16"): "dv 6.6e-4 instead of 6.3e-4",
 }
 """Bounds that the kernels do not hold on an H200: these tests must fail until they do. The numbers are of there,
 but for float16's other than K1-V1, which are the interpreter's."""
 
-TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned]
+TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and not c.ill_conditioned and c.scale != 0]
+"""A scale of 0 is applied around the kernels: see the public call."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

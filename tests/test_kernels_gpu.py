@@ -11,7 +11,7 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, kernel_tolera
 import gdn_jax
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import value_and_gradients
-from pallas_kernels import gdn
+from pallas_kernels.forward import rule as forward_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -30,10 +30,10 @@ ODD = (
     cases.Case("twelve-heads-one-token", T=1, B=4, heads=(3, 3, 12)),
 )
 CONFIGS = (
-    gdn.Config(),
-    gdn.Config(state_warpgroups=2, segment_chunks=0),
-    gdn.Config(state_warpgroups=1, segment_chunks=0),
-    gdn.Config(segment_chunks=4),
+    forward_rule.Config(),
+    forward_rule.Config(state_warpgroups=2, segment_chunks=0),
+    forward_rule.Config(state_warpgroups=1, segment_chunks=0),
+    forward_rule.Config(segment_chunks=4),
 )
 
 
@@ -60,7 +60,7 @@ MISSED = {
 """Bounds that the kernels do not hold, as measured on an H200: these tests must fail until they do."""
 
 
-def forward(case: cases.Case, config: gdn.Config | None = None):
+def forward(case: cases.Case, config: forward_rule.Config | None = None):
     """The kernels' forward of a case as a compiled function of its array arguments."""
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
@@ -68,7 +68,7 @@ def forward(case: cases.Case, config: gdn.Config | None = None):
     @jax.jit
     def run(arrays, cu_seqlens, segment_ids):
         packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-        return gdn.forward(*arrays, **packing, **options, config=config)[:2]
+        return forward_rule.forward(*arrays, **packing, **options, config=config)[:2]
 
     return run
 
@@ -97,11 +97,15 @@ def test_public_call(case, dtype, request):
     check_outputs(case, x, dtype, run(arguments))
 
 
-@pytest.mark.parametrize("case", parameters(TABLE[::3], WIDE[1:]))
+MISSED_GRADIENTS = {"scale-0": "dh_0 1.5e-2 instead of 8e-3"}
+"""The same for gradients of the public call; more of them are in test_kernels_backward_gpu.py."""
+
+
+@pytest.mark.parametrize("case", parameters(TABLE[::3], [cases.CASES["scale-0"]], WIDE[1:]))
 def test_gradients_of_the_public_call(case, request):
-    """Those of the backward kernels, or of the chunked form where they refuse the call."""
-    if (case.name, "bfloat16") in MISSED:
-        request.applymarker(pytest.mark.xfail(reason=MISSED[case.name, "bfloat16"], strict=True))
+    reason = MISSED.get((case.name, "bfloat16")) or MISSED_GRADIENTS.get(case.name)
+    if reason is not None:
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     x = cases.inputs(case, "bfloat16")
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
@@ -126,7 +130,9 @@ def test_many_segments(widths, chunks):
     """Without decay, so that every segment's transition counts."""
     case = cases.Case("many-segments", T=700, B=1, heads=(1, 1, 2), K=widths[0], V=widths[1], g="zero")
     x = cases.inputs(case, "bfloat16")
-    check_outputs(case, x, "bfloat16", forward(case, gdn.Config(segment_chunks=chunks))(x[:6], None, None))
+    check_outputs(
+        case, x, "bfloat16", forward(case, forward_rule.Config(segment_chunks=chunks))(x[:6], None, None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_lengths_known_while_tracing(case):
     x = cases.inputs(case, "bfloat16")
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
-    known = jax.jit(lambda arrays: gdn.forward(*arrays, cu_seqlens=x.cu_seqlens, **options)[:2])
+    known = jax.jit(lambda arrays: forward_rule.forward(*arrays, cu_seqlens=x.cu_seqlens, **options)[:2])
     check_outputs(case, x, "bfloat16", known(x[:6]))
 
 
@@ -152,7 +158,7 @@ def test_a_thousand_repeats_are_equal(case, config):
     x = cases.inputs(case, "bfloat16")
     arguments = jax.device_put((x[:6], x.cu_seqlens, x.segment_ids))
     if case.V < 128:
-        config = gdn.Config()
+        config = forward_rule.Config()
     run = forward(case, config)
     first = run(*arguments)
     different = jax.jit(lambda a, b: sum(jnp.any(y != z) for y, z in zip(a, b, strict=True)))

@@ -16,14 +16,15 @@ from gdn_jax.checks import passes
 from gdn_jax.checks import rows as bench_rows
 from gdn_jax.checks.bench_table import Result
 from gdn_jax.checks.rows import Inputs, Row
-from pallas_kernels import backward, gdn
+from pallas_kernels.backward import rule as backward
+from pallas_kernels.forward import rule as forward_rule
 
 FORWARD = {
-    "auto": gdn.Config(),
-    "full": gdn.Config(state_warpgroups=2, segment_chunks=0),
-    "half": gdn.Config(state_warpgroups=1, segment_chunks=0),
+    "auto": forward_rule.Config(),
+    "full": forward_rule.Config(state_warpgroups=2, segment_chunks=0),
+    "half": forward_rule.Config(state_warpgroups=1, segment_chunks=0),
     **{
-        f"{name}, segments of {chunks}": gdn.Config(state_warpgroups=n, segment_chunks=chunks)
+        f"{name}, segments of {chunks}": forward_rule.Config(state_warpgroups=n, segment_chunks=chunks)
         for name, n in (("full", 2), ("half", 1))
         for chunks in (8, 16, 32, 64, 128, 256)
     },
@@ -51,7 +52,7 @@ def call(what: str, config: Any, x: Inputs, known, cu_seqlens) -> tuple[Callable
     def forward(state, tokens, cu_seqlens, config=None):
         primals: Any = (*tokens, state)
         borders = known if cu_seqlens is None else cu_seqlens
-        return gdn.forward(*primals, scale=scale, cu_seqlens=borders, config=config)
+        return forward_rule.forward(*primals, scale=scale, cu_seqlens=borders, config=config)
 
     def forward_step(state, tokens, cu_seqlens):
         return forward(state, tokens, cu_seqlens, config)[:2]

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.shapes import Dims
-from pallas_kernels.chunks import inverse
+from pallas_kernels.chunks import inverse as inverse_kernel
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
@@ -57,7 +57,7 @@ class Config:
     """64-row tiles of the state in one CTA of the walk, 1 or 2."""
     segment_chunks: int | None = None
     """Chunks of a segment; 0 for whole sequences."""
-    inverse: inverse.Config | None = None
+    inverse: inverse_kernel.Config | None = None
     outputs: walk.Config | None = None
     """Of the walk that writes outputs."""
 
