@@ -433,7 +433,7 @@ def test_custom_rows(tmp_path, capsys):
 
 def test_default_is_one_row_where_the_kernels_do_not_run():
     planned = bench.plan(BenchOptions())
-    assert planned.rows == [(Row(4, 4, (2048,)), what) for what in ("forward", "training")]
+    assert planned.rows == [(Row(4, 4, (2048,), width=64), what) for what in ("forward", "training")]
     assert planned.dtype == "float32" and planned.implementations == ("mosaic_gpu", "chunked", "recurrent")
 
 
