@@ -58,25 +58,23 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False, normalize: b
     n, stages = config.state_warpgroups, config.stages
     vector = Buffer((stages, CHUNK))
     return {
-        "kq": Buffer((stages, 2 * CHUNK, K), dtype, swizzle=128),
+        "q": Buffer((stages, CHUNK, K), dtype, swizzle=128),
+        "k": Buffer((stages, CHUNK, K), dtype, swizzle=128),
         "v": Buffer((stages, CHUNK, ROWS * n), dtype, swizzle=128),
         "t": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
         "p": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
         "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
-        "unused_h": None if config.state_in_smem else Buffer((8, 128)),
         "g2": vector,
         "d": vector,
         "d_scaled": vector,
         "dr": vector,
         "q_rstd": vector if normalize else None,
-        "unused_q": None if normalize else vector,
         "k_rstd": vector if normalize else None,
-        "unused_k": None if normalize else vector,
         "loaded": Barriers(arrivals=7 if normalize else 5, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
-        "turn": Barriers(arrivals=1, count=2),
+        "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
     }
 
 
@@ -85,7 +83,7 @@ def _prepare(cta: Cta, stage) -> None:
     smem, dev, scale = cta.smem, cta.dev, cta.sizes.scale
 
     def scores(qk):
-        qk = dev.issue(qk, cta.q_tile(stage), transposed(cta.k_tile(stage)))
+        qk = dev.issue(qk, smem.q.at[stage], transposed(smem.k.at[stage]))
         g_rows, gamma = gamma_of(dev, smem.g2.at[stage], math.log2(scale) - cta.t_log2)
         prepare_vectors(cta, stage, g_rows)
         p = dev.collect(qk) * gamma
@@ -125,7 +123,7 @@ def _step(cta: Cta, i, carry):
     h, h_operand, o_previous = carry
     smem, dev, f32 = cta.smem, cta.dev, jnp.float32
     stage = lax.rem(i, cta.config.stages)
-    k_tile, q_tile = cta.k_tile(stage), cta.q_tile(stage)
+    k_tile, q_tile = smem.k.at[stage], smem.q.at[stage]
     left = smem.h.at[cta.wg] if cta.config.state_in_smem else h_operand
     accumulator = plgpu.ACC((ROWS, CHUNK), f32)
     wait_for_chunk(cta, stage)

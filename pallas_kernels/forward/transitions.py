@@ -47,26 +47,21 @@ def _memory(config: Config, K: int, dtype, *, normalize: bool = True) -> Memory:
     n, stages = config.state_warpgroups, config.stages
     vector = Buffer((stages, CHUNK))
     return {
-        "kq": Buffer((stages, CHUNK, K), dtype, swizzle=128),
+        "k": Buffer((stages, CHUNK, K), dtype, swizzle=128),
         "v": Buffer((stages, CHUNK, ROWS * n), dtype, swizzle=128),
         "t": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
-        "unused_p": Buffer((8, 128)),
         "out": Buffer((n, ROWS, K), dtype, swizzle=128),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
-        "unused_h": None if config.state_in_smem else Buffer((8, 128)),
         "g2": vector,
         "d": vector,
         "d_scaled": None,
-        "unused_d": vector,
         "dr": vector,
         "q_rstd": None,
-        "unused_q": vector,
         "k_rstd": vector if normalize else None,
-        "unused_k": None if normalize else vector,
         "loaded": Barriers(arrivals=5 if normalize else 4, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
-        "turn": Barriers(arrivals=1, count=2),
+        "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
     }
 
 
@@ -91,7 +86,7 @@ def _step(cta: Cta, i, carry):
     h, h_operand = carry
     smem, dev = cta.smem, cta.dev
     stage = lax.rem(i, cta.config.stages)
-    k_tile = cta.k_tile(stage)
+    k_tile = smem.k.at[stage]
     left = smem.h.at[cta.wg] if cta.config.state_in_smem else h_operand
     accumulator = plgpu.ACC((ROWS, CHUNK), jnp.float32)
     wait_for_chunk(cta, stage)

@@ -131,14 +131,6 @@ class Cta:
         """Number in its row of the i-th chunk of the walk."""
         return self.span.first_chunk + i
 
-    def k_tile(self, stage) -> Any:
-        """Keys [C, K] of a stage."""
-        return self.smem.kq.at[stage, 0:CHUNK]
-
-    def q_tile(self, stage) -> Any:
-        """Queries [C, K] of a stage."""
-        return self.smem.kq.at[stage, CHUNK : 2 * CHUNK]
-
     def vector(self, ref: Any, stage) -> jax.Array:
         """A vector of a stage repeated over the rows of the state."""
         return along_columns(plgpu.load(ref.at[stage], layout=COL), ROWS)
@@ -165,9 +157,9 @@ def load(cta: Cta, i, stage) -> None:
     def copy(source, destination):
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
-    copy(gmem.k.at[row, tokens, cta.head_of(sizes.Hk)], cta.k_tile(stage))
+    copy(gmem.k.at[row, tokens, cta.head_of(sizes.Hk)], smem.k.at[stage])
     if gmem.q is not None:
-        copy(gmem.q.at[row, tokens, cta.head_of(sizes.Hq)], cta.q_tile(stage))
+        copy(gmem.q.at[row, tokens, cta.head_of(sizes.Hq)], smem.q.at[stage])
     # Transitions have rows past V, which use no values.
     v_columns = pl.ds(jnp.minimum(cta.tile * columns, sizes.V - columns), columns)
     copy(gmem.v.at[row, tokens, cta.head_of(sizes.HV), v_columns], smem.v.at[stage])
@@ -182,9 +174,9 @@ def load(cta: Cta, i, stage) -> None:
 def mask(cta: Cta, i, stage) -> None:
     """Masks what the i-th chunk holds of other sequences."""
     smem = cta.smem
-    tiles = [cta.k_tile(stage), smem.v.at[stage], smem.t.at[stage]]
+    tiles = [smem.k.at[stage], smem.v.at[stage], smem.t.at[stage]]
     if cta.gmem.q is not None:
-        tiles.append(cta.q_tile(stage))
+        tiles.append(smem.q.at[stage])
     norms = [ref.at[stage] for ref in (smem.k_rstd, smem.q_rstd) if ref is not None]
     chunk, t, gates = cta.chunk_of(i), smem.t.at[stage], smem.g2.at[stage]
     mask_foreign(cta.span, chunk, tiles, square=t, gates=gates, vectors=norms)

@@ -149,6 +149,7 @@ CASES = {
     "inverse": inverse_case,
     "inverse, 1 head": functools.partial(inverse_case, group=1),
     "inverse, packed": functools.partial(inverse_case, packed=True),
+    "inverse, K 192, 32 heads": functools.partial(inverse_case, K=192, group=32),
     "inverse, K 256": functools.partial(inverse_case, K=256),
     "full head": outputs_case,
     "full head, kv": functools.partial(outputs_case, kv_layout=True, h_0_kv_layout=True),
