@@ -29,7 +29,7 @@ def generate(
 
     The cost of a token does not depend on how many came before. Compiled once per batch size, length of the prompt
     rounded up to a power of two, num_tokens and top_k; may itself be called under jit, where model is an argument or
-    closed over.
+    closed over. What is added to round a length up is masked padding: it changes logits by rounding only.
 
     Args:
       model: the model.
@@ -70,7 +70,7 @@ def generate(
 def _round_up(prompt, mask):
     """The prompt with padding on the right up to a power of two, at least MIN_LENGTH, and the mask that says so.
 
-    On the right, because a chunk then holds the same tokens as without padding, and no sum changes its order.
+    On the right, because chunks then hold the same tokens as without padding.
     """
     B, T = prompt.shape
     padding = max(MIN_LENGTH, 1 << (T - 1).bit_length()) - T
