@@ -464,5 +464,5 @@ def test_call_errors(layer):
         SmallGatedDeltaNet(8, 5, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="d_k: expected heads of width up to 256, got 300"):
         SmallGatedDeltaNet(600, 8, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="implementation: expected one of .*, got 'triton'"):
+    with pytest.raises(ValueError, match=r"implementation: expected one of .*, got 'triton'"):
         SmallGatedDeltaNet(8, 8, 2, implementation="triton", rngs=nnx.Rngs(0))
