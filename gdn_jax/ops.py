@@ -254,8 +254,13 @@ def _by_kernels(arrays: RuleArrays, scale, number: float | None, options: mosaic
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _step(arrays, scale, number: float | None, static):
     dims, use_qk_l2norm, state_layout = static
-    factor = scale if number is None else number
-    return xla.step(*arrays, factor, dims=dims, use_qk_l2norm=use_qk_l2norm, state_layout=state_layout)
+    return xla.step(
+        *arrays,
+        scale=scale if number is None else number,
+        dims=dims,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+    )
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
@@ -321,7 +326,7 @@ def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | Non
     return known.tobytes()
 
 
-def _check_values(T: int, g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
+def _check_values(T: int, g: Any, cu_seqlens: Any) -> None:
     if g is not None:
         jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:

@@ -24,7 +24,7 @@ Head i of the output reads head i // (HO // Hx) of an input with Hx heads.
 """
 
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +48,19 @@ class Dims(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`."""
+    """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`.
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    beta: jax.Array | None
-    initial_state: jax.Array | None
-    cu_seqlens: jax.Array | None
-    segment_ids: jax.Array | None
+    Where only shapes count they may be `jax.ShapeDtypeStruct`; None is an argument that is absent or not read.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:

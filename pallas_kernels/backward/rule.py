@@ -185,12 +185,11 @@ def _run(
         lift = _lift(residuals.g2_cum, tables, T)
     warpgroups: Any = static.config.state_warpgroups
     config = static.config.chains or chain.Config.default(K64, warpgroups)
-    chain_options = dict(kv_layout=static.kv_layout, config=config, **options)
+    chain_options: dict[str, Any] = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
-        chain_options["items"] = items = segments.items
-        gates, t = residuals.g2_cum, residuals.t
-        n = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, **chain_options)
+        items, gates, t = segments.items, residuals.g2_cum, residuals.t
+        n = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
         dh_T = segment_states(
             n,
             segments.m_t,
@@ -201,7 +200,7 @@ def _run(
             backwards=True,
             interpret=static.interpret,
         )
-        h_0 = segments.starts
+        h_0, chain_options["items"] = segments.starts, items
     walked = chains(
         q8,
         k8,
