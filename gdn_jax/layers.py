@@ -24,15 +24,9 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
-from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, check_array, check_choice, check_floating
-
-# Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
-# forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
-# one draw of U(0, 16) in 160 000.
-MIN_RATE, MAX_RATE = 1e-4, 16.0
-MIN_STEP, MAX_STEP, STEP_FLOOR = 1e-3, 1e-1, 1e-4
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -274,15 +268,15 @@ class GatedDeltaNet(nnx.Module):
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
         """
         dtype = o.dtype
-        o = self.o_norm(o).reshape(*o.shape[:2], -1)
+        o = self.o_norm(o).reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim)
         if self.g_proj is not None:
             o = o * jax.nn.silu(self.g_proj(x).astype(o.dtype))
         return self.o_proj(o.astype(dtype))
 
     def _heads(self, q, k, v):
         """Splits the last axis of q, k, v into heads."""
-        K, V = self.head_dim, self.head_v_dim
-        return (x.reshape(*x.shape[:-1], -1, n) for x, n in ((q, K), (k, K), (v, V)))
+        keys, values = (self.num_heads, self.head_dim), (self.num_v_heads, self.head_v_dim)
+        return (x.reshape(*x.shape[:-1], *heads) for x, heads in ((q, keys), (k, keys), (v, values)))
 
     def _channels(self):
         """Where q, k and v lie among the channels of the convolution."""
@@ -413,21 +407,6 @@ def value_width(head_dim: int, expand_v: float) -> int:
     if not math.isfinite(width) or round(width) < 1 or not math.isclose(width, round(width), rel_tol=1e-9):
         raise ValueError(f"expand_v: expected head_dim * expand_v to be whole and positive, got {width}")
     return round(width)
-
-
-def init_A_log(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Logarithm of decay rates A ~ U(0, 16) kept above 1e-4, float32 [num_heads].
-
-    Drawn in float32 whatever the model's dtype: bfloat16 draws hit 0, whose logarithm kills the head.
-    """
-    return jnp.log(jax.random.uniform(key, (num_heads,), jnp.float32, MIN_RATE, MAX_RATE))
-
-
-def init_dt_bias(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Inverse softplus of time steps dt = exp(U(log 1e-3, log 1e-1)), not below 1e-4, float32 [num_heads]."""
-    log_dt = jax.random.uniform(key, (num_heads,), jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
-    dt = jnp.maximum(jnp.exp(log_dt), STEP_FLOOR)
-    return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def _silu(x):

@@ -272,7 +272,8 @@ def _chunk_states(arrays: RuleArrays, static):
 
 def _check(arrays: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
     dims = rule_dims(*arrays, state_layout)
-    check_choice("chunk_size", chunk_size, CHUNK_SIZES)
+    # 64.0 == 64, but is no number of tokens.
+    check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
 
@@ -283,8 +284,9 @@ def _check_scale(scale: Any, dims: Dims) -> float | jax.Array:
         return dims.K**-0.5
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
         return float(scale)
-    if jnp.shape(scale) != () or not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
-        got = f"{jnp.result_type(scale)}{list(jnp.shape(scale))}"
+    is_array = isinstance(scale, (jax.Array, np.ndarray))
+    if not is_array or scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        got = f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale)
         raise ValueError(f"scale: expected a number, or a floating array of shape [], got {got}")
     return jnp.asarray(scale)
 

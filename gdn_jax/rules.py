@@ -136,7 +136,7 @@ def softmax_attention(
     scores = K**-0.5 * numerics.einsum("...ik,...jk->...ij", q, k)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     o = numerics.einsum("...ij,...jv->...iv", weights, v)
-    return jnp.moveaxis(o.reshape(B, HO, T, -1), 1, 2).astype(q.dtype)
+    return jnp.moveaxis(o.reshape(B, HO, T, o.shape[-1]), 1, 2).astype(q.dtype)
 
 
 def apply(
