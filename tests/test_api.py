@@ -395,7 +395,7 @@ def test_options_of_a_wrong_kind(options, message, no_type_checks):
 @pytest.mark.parametrize("state", [None, np.zeros((1, 1, 4, 5)), np.zeros((1, 1, 4, 4), int)])
 def test_state_of_a_step_is_called_state(state, no_type_checks):
     x = jnp.zeros((1, 1, 4))
-    with pytest.raises(ValueError, match="^state: expected"):
+    with pytest.raises(ValueError, match=r"^state: expected"):
         gdn_jax.gated_delta_step(x, x, x, None, None, state)
 
 

@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"shapes", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "layers", "models", "commands"},
+    "experiments": {"gdn_jax", "blocks", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
