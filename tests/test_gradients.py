@@ -154,17 +154,19 @@ def _bytes(tree) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_the_backward_keeps(dtype):
-    """The inputs, a C x C matrix and a state per chunk and head, and three gates' worth of sums."""
-    case = cases.Case("residuals", T=1024, B=2, heads=(2, 2, 4), K=32, V=48)
+    """The inputs, a C x C matrix and a state per chunk and head: all of them, and hardly more."""
+    case = cases.Case("residuals", T=1024, B=2, heads=(2, 2, 4), K=32, V=48, chunk_size=32)
     x = cases.inputs(case, dtype)
 
     def residuals(*primals):
         def call(*p):
-            return gdn_jax.gated_delta_rule(*p[:5], initial_state=p[5], implementation="chunked")
+            options = dict(chunk_size=case.chunk_size, implementation="chunked")
+            return gdn_jax.gated_delta_rule(*p[:5], initial_state=p[5], **options)
 
         return jax.vjp(call, *primals)[1]
 
     kept = _bytes(jax.eval_shape(residuals, *x[:6]))
     chunks = case.B * case.HO * case.T // case.chunk_size
-    per_chunk = 4 * (case.chunk_size**2 + case.K * case.V)
-    assert kept <= _bytes(x[:6]) + chunks * per_chunk + 3 * _bytes(x.g)
+    per_chunk = 4 * case.chunk_size**2 + x.q.dtype.itemsize * case.K * case.V
+    needed = _bytes(x[:6]) + chunks * per_chunk
+    assert needed <= kept <= 1.1 * needed  # a row computed in stretches keeps the state between them too

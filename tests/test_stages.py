@@ -135,12 +135,15 @@ STATES = {
     "reset": cases.CASES["reset-at-some-tokens"],
     "vk": cases.Case("states-vk", T=70, heads=(2, 2, 2), state_layout="vk"),
     "no-state": cases.Case("states-alone", T=70, initial_state=False),
+    "segments": cases.Case("states-segments", T=70, segments=((10, 40, 20), (16, 54)), chunk_size=16),
+    "normalised": cases.Case("states-norm", T=40, use_qk_l2norm=True, keys="any", chunk_size=16),
 }
 
 
-def states_call(case):
+def states_call(case, segment_ids):
     def call(k, v, g, beta, initial_state):
-        options = dict(state_layout=case.state_layout, chunk_size=case.chunk_size)
+        options = dict(state_layout=case.state_layout, chunk_size=case.chunk_size, segment_ids=segment_ids)
+        options.update(use_k_l2norm=case.use_qk_l2norm)
         return gdn_jax.chunk_states(k, v, g, beta, initial_state=initial_state, **options)
 
     return call
@@ -149,10 +152,8 @@ def states_call(case):
 def before_chunks(case, x):
     """(first n C tokens as arguments of the oracle) for each chunk n."""
     for start in range(0, case.T, case.chunk_size):
-        yield (
-            start,
-            {**x.arguments, **{name: getattr(x, name)[:, :start] for name in ("q", "k", "v", "g", "beta")}},
-        )
+        cut = {name: y[:, :start] for name, y in x.arguments.items() if name != "initial_state"}
+        yield start, x.arguments | cut
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -161,14 +162,15 @@ def test_chunk_states(name):
     case = STATES[name]
     x = cases.inputs(case)
     primals = tuple(None if y is None else jnp.asarray(y) for y in x[1:6])
-    options = dict(state_layout=case.state_layout)
+    options = dict(state_layout=case.state_layout, use_qk_l2norm=case.use_qk_l2norm)
     expected = [oracle.forward(**before, **options)[1] for _, before in before_chunks(case, x)]
     expected = np.stack(expected, 1)
     dh = np.random.default_rng(1).standard_normal(expected.shape).astype(np.float32)
 
     @jax.jit
     def value_and_gradients(primals, dh):
-        h, vjp = jax.vjp(states_call(case), *primals)
+        segment_ids = None if x.segment_ids is None else jnp.asarray(x.segment_ids)
+        h, vjp = jax.vjp(states_call(case, segment_ids), *primals)
         return h, vjp(dh)
 
     h, gradients = value_and_gradients(primals, dh)

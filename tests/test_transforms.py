@@ -17,6 +17,7 @@ import gdn_jax
 from gdn_jax import chunked
 from gdn_jax.checks import cases, oracle
 from gdn_jax.chunked import RESIDUAL_NAMES
+from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 
 SMALL = {
     "plain": cases.Case("transform", T=20, B=2, heads=(1, 1, 2), K=6, V=5, chunk_size=16),
@@ -169,12 +170,15 @@ def test_checkpoint_names():
     f = functools.partial(rule, "chunked", case, x)
     primals = tuple(jnp.asarray(y) for y in x[:6])
     policies = jax.checkpoint_policies
-    nothing = jax.checkpoint(f, policy=policies.nothing_saveable)
-    named = jax.checkpoint(f, policy=policies.save_only_these_names(*RESIDUAL_NAMES))
+    nothing = _residual_bytes(jax.checkpoint(f, policy=policies.nothing_saveable), primals)
     inputs = sum(y.nbytes for y in x[:6])
+    assert inputs <= nothing <= 1.1 * inputs
     chunks = case.HO * case.T // case.chunk_size
-    assert _residual_bytes(nothing, primals) <= 1.1 * inputs
-    assert inputs < _residual_bytes(named, primals) <= 1.1 * inputs + 4 * chunks * (64 * 64 + 8 * 8)
+    sizes = {INVERSE_NAME: 4 * chunks * 64 * 64, STATES_NAME: 4 * chunks * 8 * 8}
+    assert set(sizes) == set(RESIDUAL_NAMES)
+    for names in ((INVERSE_NAME,), (STATES_NAME,), RESIDUAL_NAMES):
+        named = jax.checkpoint(f, policy=policies.save_only_these_names(*names))
+        assert _residual_bytes(named, primals) - nothing == sum(sizes[name] for name in names), names
 
 
 @both
