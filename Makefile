@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test lint format gpu-test clean
+.PHONY: demo test lint format gpu-test faults clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
@@ -15,6 +15,10 @@ test: $(VENV)/test.done
 
 gpu-test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m gpu
+
+# Whether the tests notice the faults listed in tests/faults/faults.py, put into a copy one by one: ten minutes.
+faults: $(VENV)/test.done
+	$(BIN)/python tests/faults/run.py
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .
