@@ -38,8 +38,8 @@ __all__ = [
     "assert_close", "differences", "head_axis", "rms_ratio", "tolerance", "worst_ratio",
 ]  # fmt: skip
 
-# `differences` of the oracle in float64 are off by the fifth derivative times step^4 / 30 = 2.7e-16, and by roundings
-# of the values, 1.5 u / step = 5.6e-13 of them, where a value is a sum of some ten times what changes with one number.
+# `differences` of the oracle in float64 are off by the fifth derivative times step^4 / 30 = 2.7e-16, and by rounding,
+# 1.5 u / step = 5.6e-13 of the values, which are some ten times as large as the derivatives in one of their inputs.
 # Measured: up to 5.8e-12; the bound is five times that.
 FINITE_DIFFERENCES = 3e-11
 
