@@ -4,6 +4,7 @@ It imports what it needs after it knows what is asked: help is fast, and a missi
 """
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ USAGE = """usage: gdn COMMAND ...
   gdn train TASK   train a model on a task
   gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check        compare the implementations of the rule on this device with the definition
-  gdn bench        time the implementations of the rule on this device
+  gdn bench        time the implementations of the rule on this device, or (--what step) a whole training step
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -70,6 +71,10 @@ def _dispatch(argv: list[str]) -> int:
         return _complain(
             f'{", ".join(missing)} not found; install with: pip install "gdn-jax[experiments]"', 1
         )
+    if command == "bench" and _is_step(rest):
+        from gdn_jax.experiments import step_bench
+
+        return _run(lambda _, argv: step_bench.main(argv), "", rest)
     if command == "bench":
         from gdn_jax.checks import bench
 
@@ -89,6 +94,11 @@ def _dispatch(argv: list[str]) -> int:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
         raise Usage(f"gdn {command}: expected a task {names}, got {rest[0] if rest else 'none'}")
     return _run(_train if command == "train" else _sweep, rest[0], rest[1:])
+
+
+def _is_step(argv: list[str]) -> bool:
+    """Whether `gdn bench` is asked for the training step, which is another room's."""
+    return "--what=step" in argv or ("--what", "step") in itertools.pairwise(argv)
 
 
 def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The seam to the GPU kernels: what they can run, and the only derivative that is defined over them.
+"""The seam to the GPU kernels: what they can run, and the only derivatives that are defined over them.
 
 Nothing else of the library imports `pallas_kernels`; what times and checks kernels as such does. Here stands what a
 call needs around the kernels and what is mathematics: the factor of the output where the kernels cannot hold it, the
@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax import gates
 from gdn_jax.chunks.recurrence import INVERSE_NAME
+from gdn_jax.conv import causal_conv1d
 from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
 
 
@@ -117,3 +118,32 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
+
+
+def short_conv_supported(x, weight) -> str | None:
+    """Why the kernel cannot take the backward of a convolution on JAX's default device; None if it can."""
+    from pallas_kernels.forward.rule import device_reason
+    from pallas_kernels.layer import short_conv
+
+    return short_conv.check_supported(x, weight) or device_reason()
+
+
+@jax.custom_vjp
+def short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """silu(conv(x)) of `conv.causal_conv1d` on whole rows; forward in plain JAX, backward by a kernel."""
+    return causal_conv1d(x, weight)[0]
+
+
+def _short_conv_fwd(x, weight):
+    return short_conv(x, weight), (x, weight)
+
+
+def _short_conv_bwd(saved, dy):
+    from pallas_kernels.layer.short_conv import short_conv_backward
+
+    x, weight = saved
+    dx, dweight = short_conv_backward(x, weight, dy)
+    return dx, dweight.astype(weight.dtype)
+
+
+short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

@@ -1,5 +1,7 @@
 """The Pallas kernels without a GPU: all configurations lower, and stages are right and free of races, interpreted."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,10 @@ from jax.sharding import AxisType, PartitionSpec
 from tolerances import assert_close, tolerance
 
 import gdn_jax
+from gdn_jax import mosaic
 from gdn_jax.checks import cases, oracle
-from gdn_jax.shapes import Dims
+from gdn_jax.checks.check import value_and_gradients
+from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.chunks import inverse
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.forward import rule as forward_rule
@@ -360,3 +364,45 @@ def test_refusals_say_why(change, reason):
 def test_no_gpu_is_a_reason():
     if jax.default_backend() != "gpu":
         assert "cpu" in forward_rule.device_reason()
+
+
+def signature(case: cases.Case) -> tuple:
+    """What a case's program depends on: shapes and options, not values."""
+    shapes = jax.tree.map(np.shape, cases.inputs(case, "bfloat16"))
+    return (shapes, tuple(case.options.items()))
+
+
+PROGRAMS = list({signature(c): c for c in cases.TABLE if c.chunk_size == 64}.values())
+"""One case for each program that the table has."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in PROGRAMS])
+def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
+    """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
+    form."""
+    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), cases.inputs(case, "bfloat16"))
+    call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
+    traced = call.trace(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [name for name in re.findall(r"\\00(\w+)_mosaic_gpu\\00", text) if name != "stable"]
+    assert len(kernels) == text.count("custom_call @mosaic_gpu")
+    forward, backward = ["chunk_gates", "gated_inverse", "outputs"], ["chains", "gradients"]
+    assert kernels == forward + backward + ["gradients"] * (case.K > 128)
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e-6, 1e3, "traced"])
+def test_scales_that_the_kernels_do_not_hold(scale, monkeypatch):
+    """They are factors of what the kernels give, also of its gradients."""
+    monkeypatch.setattr(mosaic, "_rule", lambda x, scale, options: (scale * x.v, x.k))
+    x = [jnp.ones((1, 4, 2, 8), jnp.bfloat16)] * 3
+    factor = 3.0 if scale == "traced" else scale
+    options = mosaic.Options(False, "kv", None, 1)
+
+    def call(v, factor):
+        return mosaic.rule(RuleArrays(x[0], x[1], v, *[None] * 5), factor, options)[0]
+
+    o, vjp = jax.vjp(lambda v: call(v, jnp.float32(factor) if scale == "traced" else factor), x[2])
+    np.testing.assert_allclose(np.asarray(o, np.float32), factor, rtol=4e-3)  # rounded to bfloat16
+    np.testing.assert_allclose(np.asarray(vjp(o)[0], np.float32), factor**2, rtol=8e-3)

@@ -303,7 +303,7 @@ def test_presets_fit(task, size):
         ("--mixers mamba2 mamba2", "--mixers: expected different values, at least one, got mamba2 mamba2"),
         ("--together 3", "--together: expected a divisor of --seeds x --lrs = 4, got 3"),
         ("--data-seed -1", "--data-seed: expected 0 or more, got -1"),
-        ("--conv-size 5", "--conv-size: expected 2, 3 or 4, got 5"),
+        ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
         ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
         ("--implementation mosaic_gpu", "mosaic_gpu"),
         ("--resume", "--resume: expected a run folder, got"),

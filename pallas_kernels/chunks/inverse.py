@@ -86,7 +86,9 @@ class Config:
         raise AssertionError("K > 256")
 
 
-def _memory(config: Config, K: int, group: int, dtype, *, packed: bool = False) -> Memory:
+def _memory(
+    config: Config, K: int, group: int, dtype, *, packed: bool = True, normalize: bool = True
+) -> Memory:
     """Shared memory of a CTA. Vectors have two slots: they are read until the end of an item, after the loads of the
     next one have started."""
     n, f16 = config.warpgroups, jnp.float16
@@ -94,8 +96,8 @@ def _memory(config: Config, K: int, group: int, dtype, *, packed: bool = False) 
         "k": Buffer((n, CHUNK, K), dtype, swizzle=128),
         "beta": Buffer((n, 2, group, CHUNK)),
         "g2": Buffer((n, 2, group, CHUNK)),
-        "first": Buffer((n, 2, CHUNK), jnp.int32),
-        "rstd": Buffer((n, 2, CHUNK)),
+        "first": Buffer((n, 2, CHUNK), jnp.int32) if packed else None,
+        "rstd": Buffer((n, 2, CHUNK)) if normalize else None,
         "l": Buffer((n, CHUNK, HALF), f16, swizzle=64),
         "x": Buffer((n, CHUNK, HALF), f16, swizzle=64),
         "x_t": Buffer((n, CHUNK + BLOCK, BLOCK), f16, swizzle=32),
@@ -323,7 +325,7 @@ def gated_inverse(
         functools.partial(_body, **static),
         inputs={"k": k, "beta": beta_t, "g2_cum": g2_cum, "first": first},
         outputs={"t": jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype), "rstd": rstd},
-        memory=_memory(config, K, group, k.dtype, packed=first is not None),
+        memory=_memory(config, K, group, k.dtype, packed=first is not None, normalize=normalize),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

@@ -1,11 +1,11 @@
 """Outputs and final states: the walk of `forward.walk`, which also reads the state with the queries.
 
-    O^T = scale (h Q^T) D + N P^T,    P = scale (Q K^T) * Gamma,    Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
+    O^T = scale (h Q^T) D + U P^T,    P = scale (Q K^T) * Gamma,    Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
 
-(In float16 P is 16 times smaller, as N is larger.) Where q and k are to be normalised, the reciprocal norms of q go
+(In float16 P is 16 times smaller, as U is larger.) Where q and k are to be normalised, the reciprocal norms of q go
 into the rows of P and scale D.
 
-h K^T and h Q^T run together, then N, then h and O. A warpgroup can run ahead of its products by about two
+h K^T and h Q^T run together, then U, then h and O. A warpgroup can run ahead of its products by about two
 instructions only, so what it does beside them is not free: O of a chunk is stored while the next chunk's last
 products drain, or, where two state warpgroups would lack the registers, its first ones. The helper makes D, scale D,
 Dr and P.
@@ -58,25 +58,23 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False, normalize: b
     n, stages = config.state_warpgroups, config.stages
     vector = Buffer((stages, CHUNK))
     return {
-        "kq": Buffer((stages, 2 * CHUNK, K), dtype, swizzle=128),
+        "q": Buffer((stages, CHUNK, K), dtype, swizzle=128),
+        "k": Buffer((stages, CHUNK, K), dtype, swizzle=128),
         "v": Buffer((stages, CHUNK, ROWS * n), dtype, swizzle=128),
         "t": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
         "p": Buffer((stages, CHUNK, CHUNK), dtype, swizzle=128),
         "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
-        "unused_h": None if config.state_in_smem else Buffer((8, 128)),
         "g2": vector,
         "d": vector,
         "d_scaled": vector,
         "dr": vector,
         "q_rstd": vector if normalize else None,
-        "unused_q": None if normalize else vector,
         "k_rstd": vector if normalize else None,
-        "unused_k": None if normalize else vector,
         "loaded": Barriers(arrivals=7 if normalize else 5, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
-        "turn": Barriers(arrivals=1, count=2),
+        "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
     }
 
 
@@ -85,7 +83,7 @@ def _prepare(cta: Cta, stage) -> None:
     smem, dev, scale = cta.smem, cta.dev, cta.sizes.scale
 
     def scores(qk):
-        qk = dev.issue(qk, cta.q_tile(stage), transposed(cta.k_tile(stage)))
+        qk = dev.issue(qk, smem.q.at[stage], transposed(smem.k.at[stage]))
         g_rows, gamma = gamma_of(dev, smem.g2.at[stage], math.log2(scale) - cta.t_log2)
         prepare_vectors(cta, stage, g_rows)
         p = dev.collect(qk) * gamma
@@ -125,7 +123,7 @@ def _step(cta: Cta, i, carry):
     h, h_operand, o_previous = carry
     smem, dev, f32 = cta.smem, cta.dev, jnp.float32
     stage = lax.rem(i, cta.config.stages)
-    k_tile, q_tile = cta.k_tile(stage), cta.q_tile(stage)
+    k_tile, q_tile = smem.k.at[stage], smem.q.at[stage]
     left = smem.h.at[cta.wg] if cta.config.state_in_smem else h_operand
     accumulator = plgpu.ACC((ROWS, CHUNK), f32)
     wait_for_chunk(cta, stage)
@@ -140,18 +138,18 @@ def _step(cta: Cta, i, carry):
             store_previous()
         w = corrected_values(cta, stage, hk, newer=1)
 
-        def correct(n):
-            """N, and in its shadow what the two last products start from."""
-            n = dev.issue(n, w, transposed(smem.t.at[stage]))
+        def correct(u):
+            """U, and in its shadow what the two last products start from."""
+            u = dev.issue(u, w, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
             read = dev.collect(hq, newer=1) * cta.vector(smem.d_scaled, stage)
-            return *lax.optimization_barrier((decayed, read)), dev.collect(n), dr
+            return *lax.optimization_barrier((decayed, read)), dev.collect(u), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, read, n, dr = pl.run_scoped(solve, accumulator, accumulator)
-    written, rounded = (n * dr).astype(cta.dtype), n.astype(cta.dtype)
+    decayed, read, u, dr = pl.run_scoped(solve, accumulator, accumulator)
+    written, rounded = (u * dr).astype(cta.dtype), u.astype(cta.dtype)
 
     def write_and_read(add):
         add(0, written, k_tile)

@@ -2,10 +2,10 @@
 
 With the state transposed, h [V, K], and for one chunk (all of it float32 but the operands of products)
 
-    W = V^T - (h K^T) D              N = W T^T              h <- gl h + (N Dr) K
+    W = V^T - (h K^T) D              U = W T^T              h <- gl h + (U Dr) K
 
 where D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`.
-(In float16 T and N are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
+(In float16 T and U are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
 reciprocal norms are in the rows of T and go into D: no tile of k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of h (64 columns of V) of one head of one item. An item of
@@ -131,14 +131,6 @@ class Cta:
         """Number in its row of the i-th chunk of the walk."""
         return self.span.first_chunk + i
 
-    def k_tile(self, stage) -> Any:
-        """Keys [C, K] of a stage."""
-        return self.smem.kq.at[stage, 0:CHUNK]
-
-    def q_tile(self, stage) -> Any:
-        """Queries [C, K] of a stage."""
-        return self.smem.kq.at[stage, CHUNK : 2 * CHUNK]
-
     def vector(self, ref: Any, stage) -> jax.Array:
         """A vector of a stage repeated over the rows of the state."""
         return along_columns(plgpu.load(ref.at[stage], layout=COL), ROWS)
@@ -165,9 +157,9 @@ def load(cta: Cta, i, stage) -> None:
     def copy(source, destination):
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
-    copy(gmem.k.at[row, tokens, cta.head_of(sizes.Hk)], cta.k_tile(stage))
+    copy(gmem.k.at[row, tokens, cta.head_of(sizes.Hk)], smem.k.at[stage])
     if gmem.q is not None:
-        copy(gmem.q.at[row, tokens, cta.head_of(sizes.Hq)], cta.q_tile(stage))
+        copy(gmem.q.at[row, tokens, cta.head_of(sizes.Hq)], smem.q.at[stage])
     # Transitions have rows past V, which use no values.
     v_columns = pl.ds(jnp.minimum(cta.tile * columns, sizes.V - columns), columns)
     copy(gmem.v.at[row, tokens, cta.head_of(sizes.HV), v_columns], smem.v.at[stage])
@@ -182,9 +174,9 @@ def load(cta: Cta, i, stage) -> None:
 def mask(cta: Cta, i, stage) -> None:
     """Masks what the i-th chunk holds of other sequences."""
     smem = cta.smem
-    tiles = [cta.k_tile(stage), smem.v.at[stage], smem.t.at[stage]]
+    tiles = [smem.k.at[stage], smem.v.at[stage], smem.t.at[stage]]
     if cta.gmem.q is not None:
-        tiles.append(cta.q_tile(stage))
+        tiles.append(smem.q.at[stage])
     norms = [ref.at[stage] for ref in (smem.k_rstd, smem.q_rstd) if ref is not None]
     chunk, t, gates = cta.chunk_of(i), smem.t.at[stage], smem.g2.at[stage]
     mask_foreign(cta.span, chunk, tiles, square=t, gates=gates, vectors=norms)

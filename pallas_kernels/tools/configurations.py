@@ -15,6 +15,7 @@ from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.forward import outputs, transitions
+from pallas_kernels.layer.short_conv import short_conv_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -49,7 +50,7 @@ def outputs_case(
     state = (K, V) if options.get("h_0_kv_layout", False) else (V, K)
 
     def run(tables, rstd, *arguments):
-        static = dict(items=Items(split, tables), scale=0.1, config=config, **options)
+        static: Any = dict(items=Items(split, tables), scale=0.1, config=config, **options)
         return outputs.outputs(*arguments, rstd=rstd, **static)
 
     return run, (
@@ -137,6 +138,12 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
+def short_conv_case(dtype: Any = jnp.bfloat16):
+    """A function and its argument shapes: short_conv_backward."""
+    x = _shape(2, 1024, 256, dtype=dtype)
+    return short_conv_backward, (x, _shape(256, 4), x)
+
+
 def gates_case(packed=False):
     """A function and its argument shapes: chunk_gates."""
     g = _shape(1, 256, 16)
@@ -144,11 +151,13 @@ def gates_case(packed=False):
 
 
 CASES = {
+    "short convolution": short_conv_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "inverse": inverse_case,
     "inverse, 1 head": functools.partial(inverse_case, group=1),
     "inverse, packed": functools.partial(inverse_case, packed=True),
+    "inverse, K 192, 32 heads": functools.partial(inverse_case, K=192, group=32),
     "inverse, K 256": functools.partial(inverse_case, K=256),
     "full head": outputs_case,
     "full head, kv": functools.partial(outputs_case, kv_layout=True, h_0_kv_layout=True),
