@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
 from gdn_jax.layers import GatedDeltaNet
@@ -83,6 +84,25 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache
 
 
+def _make_alike(make: Callable[[nnx.Rngs], Block], number: int, key: PRNGKeyArray) -> list[Block]:
+    """Blocks with fresh weights; those of block i are a function of the key and of i.
+
+    Every array is drawn for all blocks at once: compiling one draw takes XLA half a second on a GPU, and a deep model
+    has hundreds of arrays.
+    """
+    graphdef = None
+
+    def draw(i):
+        nonlocal graphdef
+        graphdef, state = nnx.split(make(nnx.Rngs(jax.random.fold_in(key, i))))
+        return state
+
+    arrays, treedef = jax.tree.flatten(jax.vmap(draw)(jnp.arange(number)))
+    assert graphdef is not None
+    per_block = zip(*(jnp.unstack(x) for x in arrays), strict=True)
+    return [nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)) for leaves in per_block]
+
+
 class LanguageModel(nnx.Module):
     """Next-token logits: embedding, blocks of GatedDeltaNet and SwiGLU, RMSNorm, output projection.
 
@@ -119,12 +139,11 @@ class LanguageModel(nnx.Module):
         scale = config.hidden_size**-0.5 / (3 if config.tie_embeddings else 1)
         init = embedding_init or nnx.initializers.normal(scale)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
-        self.blocks = nnx.List(
-            [
-                Block(config, make_mixer(config, **inits, rngs=rngs), **inits, rngs=rngs)
-                for _ in range(config.num_layers)
-            ]
-        )
+
+        def make_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, make_mixer(config, **inits, rngs=rngs), **inits, rngs=rngs)
+
+        self.blocks = nnx.List(_make_alike(make_block, config.num_layers, rngs.params()))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=jnp.dtype(config.dtype))
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, jnp.float32)
         self.head = None if head is None else nnx.Param(head)
