@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
     "layers": {"shapes", "gates", "conv", "ops", "rules", "blocks"},
-    "models": {"shapes", "ops", "rules", "blocks", "layers"},
+    "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
     "experiments": {"gdn_jax", "blocks", "layers", "models", "commands"},

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from gdn_jax import chunked, mosaic
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.config import ModelConfig
@@ -16,6 +17,15 @@ from gdn_jax.shapes import check_array
 
 Cache = tuple[Any, ...]
 """Cache of a LanguageModel: one entry per block, made by its mixer."""
+
+SCAN_FROM = 8
+"""Blocks from which on one is compiled for all, unless the config says."""
+
+REMAT_POLICIES = {
+    "rule": jax.checkpoint_policies.save_only_these_names(*chunked.RESIDUAL_NAMES, *mosaic.RESIDUAL_NAMES),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a block keeps beside its input, by `ModelConfig.remat`."""
 
 Around = Callable[..., tuple[Array, Any]]
 """What an analysis puts in the place of the mixers: `around(i, mixer, x, **options)` for `mixer(x, **options)` of
@@ -35,7 +45,7 @@ def make_mixer(
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)), on a float32 residual stream.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the sums are in the dtype of the residual stream x.
 
     Args:
       config: of the model.
@@ -72,7 +82,7 @@ class Block(nnx.Module):
         """Applies the block.
 
         Args:
-          x: residual stream [B, T, hidden_size], float32.
+          x: residual stream [B, T, hidden_size].
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 
@@ -106,9 +116,8 @@ def _make_alike(make: Callable[[nnx.Rngs], Block], number: int, key: PRNGKeyArra
 class LanguageModel(nnx.Module):
     """Next-token logits: embedding, blocks of GatedDeltaNet and SwiGLU, RMSNorm, output projection.
 
-    The residual stream is float32 with any compute dtype: in bfloat16 the small contribution of a late block
-    to a large sum would be rounded away. Projections run in config.dtype, the last one with float32 sums and
-    float32 logits.
+    The residual stream is float32 with any compute dtype, unless the config says otherwise. Projections run in
+    config.dtype, the last one with float32 sums and float32 logits.
 
     Initial weights: projections LeCun normal (variance 1 / inputs); those that write to the residual stream
     divided by sqrt(2 * num_layers), so that the stream keeps its size with depth; embedding and head normal with
@@ -207,19 +216,50 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill") * self.config.hidden_size**0.5
 
+        x = x.astype(self.config.residual_dtype)
+
         def run(i, block, x, past):
             mix = None if around is None else partial(around, i, block.mixer)
             return block(
                 x, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
             )
 
-        if self.config.remat and around is None:  # what `around` keeps of a block would not outlive remat
-            run = nnx.remat(run, static_argnums=0)
+        walks = cache is not None or return_cache or around is not None
+        stacked = None if walks else self._stacked_blocks()
+        if self.config.remat != "none" and around is None:  # what `around` keeps would not outlive remat
+            # A loop's body cannot be merged with its recomputation, which is what prevent_cse is against.
+            options = {"policy": REMAT_POLICIES[self.config.remat], "prevent_cse": stacked is None}
+            run = nnx.remat(run, static_argnums=0, **options)
+        if stacked is not None:
+            graphdef, states = stacked
+            x, _ = jax.lax.scan(lambda x, state: run(0, nnx.merge(graphdef, state), x, None), x, states)
+            return self.norm(x), None
         caches = []
         for i, block in enumerate(self.blocks):
             x, new = run(i, block, x, None if cache is None else cache[i])
             caches.append(new)
         return self.norm(x), None if cache is None and not return_cache else tuple(caches)
+
+    def _stacked_blocks(self) -> tuple[nnx.GraphDef, nnx.State] | None:
+        """One block's structure and the weights of all, stacked along a new first axis; None to walk block by block.
+
+        Raises:
+          ValueError: the config asks for a scan, and blocks differ in more than their weights.
+        """
+        wanted = self.config.scan_layers
+        if wanted is None and len(self.blocks) < SCAN_FROM or wanted is False:
+            return None
+        graphdefs, states, others = zip(*(nnx.split(b, nnx.Param, ...) for b in self.blocks), strict=True)
+        kinds = [jax.tree.map(jax.typeof, state) for state in states]
+        if jax.tree.leaves(others):
+            reason = "a block with state beside its parameters"
+        elif any(x != graphdefs[0] for x in graphdefs) or any(x != kinds[0] for x in kinds):
+            reason = "blocks that differ"
+        else:
+            return graphdefs[0], jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+        if wanted:
+            raise ValueError(f"scan_layers: expected blocks that differ in their weights alone, got {reason}")
+        return None
 
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
