@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
     "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
-    "models": {"shapes", "ops", "rules", "blocks", "layers"},
+    "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
     "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},

@@ -29,6 +29,7 @@ from gdn_jax.commands.versions import versions
 from gdn_jax.experiments import curves, mixers, steps
 from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.checkpoints import Checkpoints
+from gdn_jax.experiments.compiled import keep_compiled
 from gdn_jax.experiments.options import TrainOptions
 from gdn_jax.experiments.progress import Reporter
 from gdn_jax.experiments.runs import RunFolder, check_free
@@ -244,6 +245,7 @@ def train(options: TrainOptions, console: Console) -> int:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
     options_lib.check(options)
+    compiled = keep_compiled(options.run.compilation_cache)
     name = options.task.task
     run: RunFolder | None = None
     config: dict[str, Any] = {}
@@ -286,6 +288,8 @@ def train(options: TrainOptions, console: Console) -> int:
             markup=False,
             soft_wrap=True,
         )
+        if compiled is not None:
+            console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
         with listen() as asked, Reporter(console, options.run.steps, trainer.step) as reporter:
             try:
                 why = trainer.loop(run, store, reporter, asked)
