@@ -4,16 +4,21 @@ It imports what it needs after it knows what is asked: help is fast, and a missi
 """
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
 from gdn_jax.commands.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
 
   gdn train TASK   train a model on a task
+  gdn sample RUN   write with the model of a run folder of gdn train bytes
+  gdn eval RUN     bits per byte of a text under that model
   gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check        compare the implementations of the rule on this device with the definition
   gdn bench        time the implementations of the rule on this device
@@ -45,12 +50,20 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
-    except Usage as error:
-        return _complain(str(error), 2)
     except Help:
         return 0
+    except Usage as error:
+        return _complain(str(error), 2)
+    except RunError as error:
+        return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except OSError as error:
+        return _complain(os_line(error), 1)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return _complain(f"out of memory, a smaller model or batch may fit ({one_line(error)})", 1)
 
 
 def _complain(message: str, status: int) -> int:
@@ -63,41 +76,67 @@ def _dispatch(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
-    if command not in ("train", "sweep", "check", "bench"):
-        raise Usage(f"expected a command train, sweep, check or bench, got {command} (see gdn --help)")
+    if command not in _COMMANDS:
+        names = f"{', '.join([*_COMMANDS][:-1])} or {[*_COMMANDS][-1]}"
+        raise Usage(f"expected a command {names}, got {command} (see gdn --help)")
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        return _complain(
-            f'{", ".join(missing)} not found; install with: pip install "gdn-jax[experiments]"', 1
-        )
-    if command == "bench":
-        from gdn_jax.checks import bench
+        install = "install them from a clone of gdn-jax, in its folder, with: pip install -e '.[experiments]'"
+        raise RunError(f"{', '.join(missing)} not found; {install}")
+    return _COMMANDS[command](rest)
 
-        return bench.main(rest) or 0
-    if command == "check":
-        from gdn_jax.checks import check
 
-        return check.main(rest) or 0
-    if rest and rest[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
+def _bench(argv: list[str]) -> int:
+    from gdn_jax.checks import bench
 
+    return bench.main(argv)
+
+
+def _check(argv: list[str]) -> int:
+    from gdn_jax.checks import check
+
+    return check.main(argv)
+
+
+def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[str]) -> int:
+    """Runs a command whose first word is a task."""
     from gdn_jax.experiments.options import TASKS
 
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
     tasks = [name for name in TASKS if command == "train" or name != "bytes"]
-    if not rest or rest[0] not in tasks:
+    if not argv or argv[0] not in tasks:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
-        raise Usage(f"gdn {command}: expected a task {names}, got {rest[0] if rest else 'none'}")
-    return _run(_train if command == "train" else _sweep, rest[0], rest[1:])
+        raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")
+    return start(argv[0], argv[1:])
 
 
-def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> int:
-    from gdn_jax.commands.errors import RunError
+def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
+    """The run folder, which is the first word, and the options; only the options where help is asked for."""
+    if argv and argv[0] not in ("-h", "--help"):
+        if argv[0].startswith("-"):
+            raise Usage(f"gdn {command}: expected the run folder before the options, got {argv[0]}")
+        return Path(argv[0]), argv[1:]
+    if not argv:
+        raise Usage(f"gdn {command}: expected a run folder, got none (see gdn {command} --help)")
+    return Path(), argv
 
-    try:
-        return start(task, argv)
-    except RunError as error:
-        return _complain(str(error), 1)
+
+def _sample(argv: list[str]) -> int:
+    from gdn_jax.experiments.sample import SampleOptions, sample
+
+    path, rest = _on_run("sample", argv)
+    options = parse(SampleOptions, rest, "gdn sample RUN", SampleOptions(), SampleOptions.__doc__)
+    return sample(path, options)
+
+
+def _eval(argv: list[str]) -> int:
+    from gdn_jax.experiments.evaluate import EvalOptions, evaluate
+
+    path, rest = _on_run("eval", argv)
+    options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
+    return evaluate(path, options)
 
 
 def _train(task: str, argv: list[str]) -> int:
@@ -114,7 +153,7 @@ def _train(task: str, argv: list[str]) -> int:
         options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
         options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
-    from gdn_jax.experiments.training import train
+    from gdn_jax.experiments.train import train
 
     return train(options, Console())
 
@@ -139,12 +178,11 @@ def _sweep(task: str, argv: list[str]) -> int:
         sweep_options.check(options)
     from gdn_jax.experiments.sweeps.sweep import sweep
 
-    return sweep(options, Console(), " ".join(["gdn sweep", task, *argv]))
+    return sweep(options, Console(), shlex.join(["gdn", "sweep", task, *argv]))
 
 
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
     """config.json of the run to resume."""
-    from gdn_jax.commands.errors import RunError
     from gdn_jax.experiments.runs import RunFolder
 
     _, config = RunFolder.open(out)
@@ -157,6 +195,16 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
     """Options cls[task] of a command line."""
     task = type(default.task)
     return parse(cls[task], argv, prog, default, task.__doc__)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": partial(_on_task, "train", _train),
+    "sample": _sample,
+    "eval": _eval,
+    "sweep": partial(_on_task, "sweep", _sweep),
+    "check": _check,
+    "bench": _bench,
+}
 
 
 if __name__ == "__main__":

@@ -211,7 +211,6 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
     assert mamba.mean(4) == pytest.approx(0.3) and mamba.spread(8) == pytest.approx(
         np.std([0.1, 0.2], ddof=1)
     )
-    assert summary.rows(runs[:1], ["mamba2"])[0].spread(4) == 0.0
 
 
 def test_figure(tmp_path, monkeypatch):
@@ -306,7 +305,7 @@ def test_presets_fit(task, size):
         ("--conv-size 5", "--conv-size: expected 2, 3 or 4, got 5"),
         ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
         ("--implementation mosaic_gpu", "mosaic_gpu"),
-        ("--resume", "--resume: expected a run folder, got"),
+        ("--resume", "expected a run folder, got"),
     ],
 )
 def test_error_is_one_line(tmp_path, capsys, words, message):
