@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except Usage as error:
         return _complain(str(error), 2)
-    except RunError as error:
+    except (RunError, NotImplementedError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)

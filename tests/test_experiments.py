@@ -1,6 +1,7 @@
 """`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; the data: test_tasks.py."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from tiny_runs import TINY, metrics, train
 
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
+from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import steps
 from gdn_jax.experiments.runs import RunFolder
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.options import TextOptions
@@ -142,6 +143,14 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
         ("--glob *.nothing", "--data: expected text, got none in"),
         ("--length 100000", "--data: expected at least --length + 1 = 100001 training bytes"),
         ("--resume", "expected a run folder, got"),
+        (
+            "--mlp-ratio 0.0001",
+            "--mlp-ratio: expected an inner width of at least 1 with --hidden-size 16, got 0.0001",
+        ),
+        ("--steps 99999999999999999999999", "--steps: expected less than 2**31, got 99999999999999999999999"),
+        ("--seed 4294967296", "--seed: expected less than 2**32, got 4294967296"),
+        ("--batch-size 2000000000", "expected a run that fits into the "),
+        ("--hidden-size 2000000000 --num-layers 2000000000", "expected a run that fits into the "),
     ],
 )
 def test_error_is_one_line(folder, tmp_path, capsys, words, message):
@@ -162,7 +171,7 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         ("train bytes --rule attention", "attention"),
         ("train poems", "expected a task bytes, recall, needle, parity, permutation or copy, got poems"),
         ("train", "expected a task bytes, recall, needle, parity, permutation or copy, got none"),
-        ("fly", "expected a command train, sweep, check or bench, got fly"),
+        ("fly", "expected a command train, sample, eval, sweep, check or bench, got fly"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):
@@ -202,15 +211,68 @@ def test_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     assert cli.main(["train", "bytes"]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1 and 'tyro not found; install with: pip install "gdn-jax[experiments]"' in error
-    )
+    assert error.count("\n") == 1 and "tyro not found" in error and "pip install -e '.[experiments]'" in error
 
 
 def test_help_needs_nothing():
     code = "import sys; from gdn_jax import cli; cli.main(['--help']); print('optax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("usage: gdn") and done.stdout.endswith("False\n")
+
+
+def test_least_memory_is_that_of_the_arrays():
+    """The estimate counts real parameters and leaves out few of them: it never refuses what fits."""
+    for o in (
+        options_lib.ModelOptions(),
+        options_lib.ModelOptions(
+            hidden_size=64, num_layers=2, expand_v=1.0, mlp_ratio=3.0, tie_embeddings=True
+        ),
+        tiny_options().model,
+    ):
+        model = nnx.eval_shape(lambda o=o: steps.make_model(o, 256, 0))
+        real = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        assert 0.85 * real < memory.parameters(o, 256) <= real
+    o = options_lib.ModelOptions(hidden_size=8, num_layers=3, num_heads=1, head_dim=4)
+    weights = 16 * memory.parameters(o, 10)
+    assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 4 * 2 * 5 * (10 + 3 * 8)
+
+
+def test_out_of_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    """Of the machine and of the device; any other error keeps its traceback."""
+    for error in (
+        MemoryError("a lot"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
+    ):
+
+        def fails(*arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(steps, "make_model", fails)
+        assert train(folder, tmp_path / "run") == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and message.startswith("gdn: out of memory, a smaller model")
+
+    def breaks(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a fault")
+
+    monkeypatch.setattr(steps, "make_model", breaks)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        train(folder, tmp_path / "run")
+
+
+def test_gradients_are_clipped():
+    """Adam's first moment after one step is a tenth of the gradient that it was given."""
+    o = options_lib.ScheduleOptions(clip=0.5)
+    optimizer = steps.make_optimizer(o, 10, 0.1)
+    params = {"w": jnp.zeros((2, 2))}
+    for gradient, norm in (([[30.0, 0.0], [0.0, 40.0]], 0.5), ([[0.3, 0.0], [0.0, 0.0]], 0.3)):
+        _, state = optimizer.update({"w": jnp.asarray(gradient)}, optimizer.init(params), params)
+        [moment] = [
+            x.mu["w"] for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu")
+        ]
+        np.testing.assert_allclose(
+            moment, 0.1 * norm * np.asarray(gradient) / np.linalg.norm(gradient), rtol=1e-6
+        )
 
 
 def test_run_error_is_a_value_error():

@@ -91,7 +91,8 @@ class Checkpoints:
                 continue
             if not self._reads:
                 self._set_aside(damaged)
-            return Restored(step, *found, damaged)
+            state, facts = found
+            return Restored(step, state, facts, damaged)
         if damaged:
             tried, (newest, reason) = ", ".join(map(str, damaged)), next(iter(damaged.items()))
             raise RunError(

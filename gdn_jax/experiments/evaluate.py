@@ -12,6 +12,7 @@ from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments import steps
 from gdn_jax.experiments.load import TrainedRun, load_run
 from gdn_jax.experiments.options import Implementation
+from gdn_jax.experiments.steps import Sums
 from gdn_jax.experiments.tasks import next_byte, text
 
 
@@ -45,7 +46,7 @@ def bits_per_byte(run: TrainedRun, texts: list[bytes], val_bytes: int) -> tuple[
     size = run.options.run.batch_size // run.options.run.accumulate
     graphdef, params, rest = nnx.split(run.model, nnx.Param, ...)
     score = jax.jit(lambda params, batch: steps.loss_sum(graphdef, rest, params, batch)[1])
-    sums = [score(params, batch) for batch in next_byte.batches(stream, starts, length, size)]
+    sums = [Sums(*score(params, batch)) for batch in next_byte.batches(stream, starts, length, size)]
     return next_byte.bits(steps.mean(sums)[0]), len(starts) * length
 
 

@@ -5,7 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.tasks.table import Task
+from gdn_jax.experiments.tasks.generated import GeneratedTask
 
 
 class Row(NamedTuple):
@@ -49,7 +49,9 @@ def _loss(record: dict[str, Any]) -> float:
     return math.inf if record["val_loss"] is None else record["val_loss"]
 
 
-def markdown(rows: list[Row], records: list[dict[str, Any]], config: dict[str, Any], task: Task) -> str:
+def markdown(
+    rows: list[Row], records: list[dict[str, Any]], config: dict[str, Any], task: GeneratedTask
+) -> str:
     """The table as Markdown, with what it takes to make it again."""
     sizes = list(rows[0].accuracy)
     chance = ", ".join(f"{name} {100 * value:.1f}" for name, value in task.baselines().items())
