@@ -18,6 +18,8 @@ from gdn_jax.ops import (
     supported_implementations,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "alpha_from_log_decay",
     "causal_conv1d",

@@ -15,28 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, kkt
-from gdn_jax.conv import causal_conv1d
-from gdn_jax.gates import l2norm, log_decay, write_strength
-from gdn_jax.ops import gated_delta_rule
+from gdn_jax.gates import l2norm
 from gdn_jax.reference import recurrent_step
+from gdn_jax.rules import RuleInputs, apply
 from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims, split_heads
-
-
-class RuleInputs(NamedTuple):
-    """What one layer feeds the rule; `gated_delta_rule(*inputs)` is its output before norm and output gate.
-
-    Fields:
-      q, k: queries and keys of unit length [B, T, H, K].
-      v: values [B, T, HV, V].
-      g: log decay [B, T, HV], <= 0.
-      beta: write strength [B, T, HV].
-    """
-
-    q: Float[Array, "B T H K"]
-    k: Float[Array, "B T H K"]
-    v: Float[Array, "B T HV V"]
-    g: Float[Array, "B T HV"]
-    beta: Float[Array, "B T HV"]
 
 
 class HalfLives(NamedTuple):
@@ -218,6 +200,8 @@ def effective_rank(singular_values: Float[Array, "*S R"]) -> Float[Array, "*S"]:
 def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
     """What a `gdn_jax.layers.GatedDeltaNet` feeds the rule for inputs x (whole rows, no padding, no cache).
 
+    q and k have unit length: `gated_delta_rule(*inputs)` is the rule's output before norm and output gate.
+
     Args:
       layer: the layer, with any rule; one that does not read a gate leaves it without effect.
       x: its inputs [B, T, hidden_size]. In a model: the normalised residual stream, see `model_rule_inputs`.
@@ -225,31 +209,10 @@ def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
     Raises:
       ValueError: layer is of another kind, or x of another width.
     """
-    if not hasattr(layer, "A_log"):
-        raise ValueError(f"layer: expected a GatedDeltaNet, got {type(layer).__name__}")
+    _check_layer(layer)
     check_array("x", x, (None, None, layer.hidden_size), "B, T, hidden_size")
-    key_dim = layer.num_heads * layer.head_dim
-    qkv = jnp.concatenate([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], axis=-1)
-    if layer.use_short_conv:
-        bias = None if layer.conv_bias is None else layer.conv_bias[...]
-        qkv, _ = causal_conv1d(qkv, layer.conv_weight[...], bias)
-    else:
-        qkv = jax.nn.silu(qkv.astype(accumulation_dtype(qkv))).astype(qkv.dtype)
-    q, k, v = (
-        y.reshape(*x.shape[:2], -1, n)
-        for y, n in zip(
-            jnp.split(qkv, (key_dim, 2 * key_dim), axis=-1),
-            (layer.head_dim, layer.head_dim, layer.head_v_dim),
-            strict=True,
-        )
-    )
-    return RuleInputs(
-        l2norm(q),
-        l2norm(k),
-        v,
-        log_decay(layer.a_proj(x), layer.A_log[...], layer.dt_bias[...]),
-        write_strength(layer.b_proj(x), allow_neg_eigval=layer.allow_neg_eigval),
-    )
+    inputs, _ = layer.rule_inputs(x)
+    return inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
 
 
 def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[RuleInputs]:
@@ -262,10 +225,13 @@ def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[RuleInputs]
     Raises:
       ValueError: a block mixes by something else.
     """
-    x, layers = _embed(model, tokens), []
-    for block in model.blocks:
-        layers.append(rule_inputs(block.mixer, block.mixer_norm(x)))
-        x, _ = block(x)
+    layers = []
+
+    def watch(_, mixer, x, **options):
+        layers.append(rule_inputs(mixer, x))
+        return mixer(x, **options)
+
+    model.hidden_states(tokens, around=watch)
     return layers
 
 
@@ -277,25 +243,22 @@ def logits_with_gates(
     Later layers see what the change did to earlier ones.
 
     Args:
-      model: the model; all its blocks mix by GatedDeltaNet with the gated delta rule.
+      model: the model; all its blocks mix by GatedDeltaNet, with any rule.
       tokens: integers in [0, vocab_size).
       change: from (layer, g, beta), counted from 0 and [B, T, HV], to the g and beta to use instead.
 
     Raises:
       ValueError: a block mixes by something else.
     """
-    x = _embed(model, tokens)
-    for i, block in enumerate(model.blocks):
-        layer, y = block.mixer, block.mixer_norm(x)
-        q, k, v, g, beta = rule_inputs(layer, y)
-        o, _ = gated_delta_rule(q, k, v, *change(i, g, beta), implementation=layer.implementation)
-        dtype = o.dtype
-        o = layer.o_norm(o).reshape(*tokens.shape, -1)
-        if layer.g_proj is not None:
-            o = o * jax.nn.silu(layer.g_proj(y).astype(o.dtype))
-        x = x + layer.o_proj(o.astype(dtype)).astype(x.dtype)
-        x = x + block.mlp(block.mlp_norm(x)).astype(x.dtype)
-    return model.logits(model.norm(x))
+
+    def changed(i, mixer, x, **_):
+        _check_layer(mixer)
+        inputs, _ = mixer.rule_inputs(x)
+        g, beta = change(i, inputs.g, inputs.beta)
+        o, _ = apply(mixer.rule, *inputs._replace(g=g, beta=beta), implementation=mixer.implementation)
+        return mixer.rule_output(o, x), None
+
+    return model(tokens, around=changed)[0]
 
 
 def mean_by_kind(
@@ -348,9 +311,9 @@ def apply_householder(
     return x - (beta * jnp.sum(k * x, axis=-1))[..., None] * k
 
 
-def _embed(model: Any, tokens: Array) -> Array:
-    """The residual stream before the first block."""
-    return jnp.take(model.embedding[...], tokens, axis=0, mode="fill") * model.config.hidden_size**0.5
+def _check_layer(layer: Any) -> None:
+    if not hasattr(layer, "rule_inputs"):
+        raise ValueError(f"layer: expected a GatedDeltaNet, got {type(layer).__name__}")
 
 
 def _full_gates(B: int, T: int, HO: int, dtype: Any, g: Array | None, beta: Array | None):

@@ -1,30 +1,61 @@
-"""What stands around a token mixer in a model: RMSNorm, SwiGLU, bias-free projections, and what weight decay spares.
+"""What a block of a model is made of: the protocol of a token mixer, RMSNorm, SwiGLU, and what weight decay spares.
 
 Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call, as in
 flax's own layers; the norm is float32 in any case.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 Initializer = Callable[..., jax.Array]
 
 
-class NoDecayParam(nnx.Param):
-    """A parameter that weight decay must leave alone: A_log, dt_bias and the weights of norms."""
+@runtime_checkable
+class TokenMixer(Protocol):
+    """What a block of a model mixes tokens with: `gdn_jax.layers.GatedDeltaNet` is one.
+
+    A cache is any pytree that the mixer itself makes and reads; only the model's caller carries it from one call to
+    the next. A mixer refuses what it cannot take, for example a mask, with NotImplementedError.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        cache: Any = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """y, and the cache after the last token (None without cache and return_cache)."""
+        ...
+
+    def init_cache(self, batch: int) -> Any:
+        """The cache before the first token, for `batch` sequences."""
+        ...
+
+
+def NoDecayParam(value: Any) -> nnx.Param:
+    """Makes a parameter that weight decay must leave alone: A_log, dt_bias and the weights of norms.
+
+    The mark is metadata of an ordinary `nnx.Param`, weight_decay=False, not a type of its own: `nnx.bridge.ToLinen`
+    makes a collection of every type, and an optimiser over the collection `params` would never see this one.
+    """
+    return nnx.Param(value, weight_decay=False)
 
 
 def weight_decay_mask(params: Any) -> Any:
     """Which parameters to decay, in the form `optax.adamw(..., mask=weight_decay_mask)` takes.
 
     Args:
-      params: a pytree of parameters, `nnx.state(model, nnx.Param)` or the plain arrays of it (`nnx.as_pure`).
+      params: a pytree of parameters: `nnx.state(model, nnx.Param)`, the plain arrays of it (`nnx.as_pure`), or the
+        collection `params` of a Linen module (`nnx.bridge.ToLinen`).
 
     Returns:
       The same tree with a bool for every array: False for a `NoDecayParam` and for everything of fewer than
@@ -32,11 +63,10 @@ def weight_decay_mask(params: Any) -> Any:
     """
 
     def decays(x):
-        if isinstance(x, nnx.Variable):
-            return jax.tree.map(lambda a: not isinstance(x, NoDecayParam) and jnp.ndim(a) >= 2, x)
-        return jnp.ndim(x) >= 2
+        metadata = x.get_metadata() if isinstance(x, nnx.Variable) else getattr(x, "metadata", {})
+        return jax.tree.map(lambda a: metadata.get("weight_decay", True) and jnp.ndim(a) >= 2, x)
 
-    return jax.tree.map(decays, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(decays, params, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.bridge.NNXMeta))
 
 
 class RMSNorm(nnx.Module):

@@ -114,7 +114,7 @@ def chunk_states_of(
     k, v, g, beta = (row.to_chunks(x) for x in (k, v, g, beta))
     states, _ = row.solve(numerics, k, v, chunk_cumsum(g), beta, initial_state)
     h = jnp.moveaxis(states.h, (2, 1), (0, 1))  # [B, lanes, L, heads..., K, V]
-    return h.reshape(h.shape[0], -1, row.HO, *h.shape[-2:])[:, : row.num_chunks]
+    return h.reshape(h.shape[0], h.shape[1] * h.shape[2], row.HO, *h.shape[-2:])[:, : row.num_chunks]
 
 
 class _Row:
@@ -145,7 +145,8 @@ class _Row:
 
     def from_chunks(self, x: jax.Array) -> jax.Array:
         """[L, lanes, B, heads..., C, D] to [B, T, HO, D]."""
-        x = jnp.swapaxes(x, 0, 1).reshape(-1, self.B, self.HO, *x.shape[-2:])[: self.num_chunks]
+        x = jnp.swapaxes(x, 0, 1)  # lanes one after another
+        x = x.reshape(x.shape[0] * x.shape[1], self.B, self.HO, *x.shape[-2:])[: self.num_chunks]
         x = jnp.moveaxis(x, 2, 3)
         return (
             packing.chunks_to_row(x, self.T) if self.table is None else packing.scatter_chunks(x, self.table)
@@ -155,7 +156,7 @@ class _Row:
         """[chunks, ...] to [L, lanes, ...], padded with chunks that leave the state alone."""
         pad = -x.shape[0] % self.lanes
         x = jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1))
-        return jnp.swapaxes(x.reshape(self.lanes, -1, *x.shape[1:]), 0, 1)
+        return jnp.swapaxes(x.reshape(self.lanes, x.shape[0] // self.lanes, *x.shape[1:]), 0, 1)
 
     def solve(
         self,

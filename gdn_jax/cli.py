@@ -4,6 +4,7 @@ It imports what it needs after it knows what is asked: help is fast, and a missi
 """
 
 import importlib.util
+import itertools
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ USAGE = """usage: gdn COMMAND ...
   gdn eval RUN     bits per byte of a text under that model
   gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check        compare the implementations of the rule on this device with the definition
-  gdn bench        time the implementations of the rule on this device
+  gdn bench        time the implementations of the rule on this device, or (--what step) a whole training step
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -87,6 +88,10 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
+    if "--what=step" in argv or ("--what", "step") in itertools.pairwise(argv):  # another room's
+        from gdn_jax.experiments import step_bench
+
+        return step_bench.main(argv)
     from gdn_jax.checks import bench
 
     return bench.main(argv)

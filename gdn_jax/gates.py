@@ -1,8 +1,16 @@
-"""Gates of the rule: log decay, write strength, L2 norm, converters between log decay and linear alpha."""
+"""Gates of the rule: log decay, write strength, L2 norm, converters, and initial values of the decay's parameters."""
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+# Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
+# forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
+# one draw of U(0, 16) in 160 000.
+MIN_RATE, MAX_RATE = 1e-4, 16.0
+MIN_STEP, MAX_STEP, STEP_FLOOR = 1e-3, 1e-1, 1e-4
 
 
 def log_decay(
@@ -70,3 +78,18 @@ def log_decay_from_alpha(alpha: Float[Array, "*S"]) -> Float[Array, "*S"]:
 def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Linear decay alpha = exp(g) in [0, 1] of a log decay g <= 0."""
     return jnp.exp(g.astype(jnp.promote_types(g.dtype, jnp.float32)))
+
+
+def init_A_log(key: Array, num_heads: int) -> Float[Array, " HO"]:
+    """Logarithm of decay rates A ~ U(0, 16) kept above 1e-4, float32 [num_heads].
+
+    Drawn in float32 whatever the model's dtype: bfloat16 draws hit 0, whose logarithm kills the head.
+    """
+    return jnp.log(jax.random.uniform(key, (num_heads,), jnp.float32, MIN_RATE, MAX_RATE))
+
+
+def init_dt_bias(key: Array, num_heads: int) -> Float[Array, " HO"]:
+    """Inverse softplus of time steps dt = exp(U(log 1e-3, log 1e-1)), not below 1e-4, float32 [num_heads]."""
+    log_dt = jax.random.uniform(key, (num_heads,), jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
+    dt = jnp.maximum(jnp.exp(log_dt), STEP_FLOOR)
+    return dt + jnp.log(-jnp.expm1(-dt))

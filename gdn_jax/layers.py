@@ -24,14 +24,9 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
-from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.shapes import check_array, check_choice, check_floating
-
-# Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
-# forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
-# one draw of U(0, 16) in 160 000.
-MIN_RATE, MAX_RATE = 1e-4, 16.0
-MIN_STEP, MAX_STEP, STEP_FLOOR = 1e-3, 1e-1, 1e-4
+from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
+from gdn_jax.ops import IMPLEMENTATIONS
+from gdn_jax.shapes import MAX_HEAD_DIM, check_array, check_choice, check_floating
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -62,7 +57,7 @@ class GatedDeltaNet(nnx.Module):
       num_v_heads: value, state, gate and output heads, a multiple of num_heads (value head i reads key head
         i // (num_v_heads // num_heads); nothing is repeated). Default num_heads.
       head_dim: K, up to 256.
-      expand_v: V / K; head_dim * expand_v must be a whole number, up to 256.
+      expand_v: V / K; V = head_dim * expand_v must be a whole number, up to 256.
       conv_size: W, 2 to 4.
       conv_bias: gives the convolution a bias.
       use_short_conv: False leaves the convolution out, [q | k | v] = silu(...) of the projections.
@@ -111,20 +106,18 @@ class GatedDeltaNet(nnx.Module):
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        check_options(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            expand_v=expand_v,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            rule=rule,
+            implementation=implementation,
+        )
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        for name, value in (
-            ("hidden_size", hidden_size),
-            ("num_heads", num_heads),
-            ("num_v_heads", num_v_heads),
-            ("head_dim", head_dim),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value}")
-        if num_v_heads % num_heads:
-            raise ValueError(
-                f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}"
-            )
-        check_choice("rule", rule, tuple(rules.RULES))
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_v_heads
@@ -153,8 +146,6 @@ class GatedDeltaNet(nnx.Module):
         self.conv_size = conv_size if use_short_conv else 1
         weight = bias = None
         if use_short_conv:
-            if not MIN_WIDTH <= conv_size <= MAX_WIDTH:
-                raise ValueError(f"conv_size: expected {MIN_WIDTH} to {MAX_WIDTH}, got {conv_size}")
             bound, shape = conv_size**-0.5, (self.conv_dim, conv_size)
             weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(param_dtype)
             bias = jnp.zeros(self.conv_dim, param_dtype) if conv_bias else None
@@ -213,63 +204,86 @@ class GatedDeltaNet(nnx.Module):
             (outside jit; inside, a gap leaves the recurrent state alone and is zeros to the convolution).
           NotImplementedError: the rule is another one and cannot run with these arguments, with the reason.
         """
-        B, T = self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
-        begin = end = None
-        if mask is not None:
-            x = jnp.where(mask[..., None], x, 0)
-            begin, end = _run_of_tokens(mask)
-            if segment_ids is not None:
-                nearest = jnp.clip(jnp.arange(T), begin[:, None], jnp.maximum(end - 1, begin)[:, None])
-                segment_ids = jnp.take_along_axis(segment_ids, nearest, axis=1)
-        elif cu_seqlens is not None:
-            x = jnp.where((jnp.arange(T) < cu_seqlens[-1])[:, None], x, 0)
+        self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
+        x, segment_ids = _clear_padding(x, mask, segment_ids, cu_seqlens)
+        past, state = (None, None) if cache is None else cache
+        inputs, conv = self.rule_inputs(
+            x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
+        )
+        o, state = rules.apply(
+            self.rule,
+            *inputs,
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        y = self.rule_output(o, x)
+        if state is None or (cache is None and not return_cache):
+            return y, None
+        return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
 
+    def rule_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        conv_state: Float[Array, "N conv_dim W1"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[rules.RuleInputs, Float[Array, "N conv_dim W1"]]:
+        """What stands before the rule: projections, convolution and gates.
+
+        `__call__` has checked the arguments; this method does not.
+
+        Args:
+          x: inputs [B, T, hidden_size], 0 at padding.
+          conv_state: `GatedDeltaNetCache.conv` of the tokens before; None before the first one.
+          mask, segment_ids, cu_seqlens: as for `__call__`, but the ids of padding are those of the nearest token.
+
+        Returns:
+          q, k (of any length: the rule normalises them), v, g and beta, and the new convolution state.
+        """
         qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         g = log_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...])
         beta = write_strength(self.b_proj(x), allow_neg_eigval=self.allow_neg_eigval)
         if mask is not None:
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
-
-        past = None if cache is None else cache.conv
-        if past is not None and T == 1 and cu_seqlens is None:
-            qkv, conv = self._convolve_token(qkv, past, mask)
+        if conv_state is not None and x.shape[1] == 1 and cu_seqlens is None:
+            qkv, conv_state = self._convolve_token(qkv, conv_state, mask)
         else:
-            qkv, conv = self._convolve(qkv, past, mask, begin, end, segment_ids, cu_seqlens)
+            qkv, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
         q, k, v = self._heads(*qkv)
-        o, state = rules.apply(
-            self.rule,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=None if cache is None else cache.state,
-            cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-        )
-        # Where x is 0 so are q and o: the output of padding is 0 without another mask.
+        return rules.RuleInputs(q, k, v, g, beta), conv_state
+
+    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What stands behind the rule: norm of each head, output gate and output projection.
+
+        Args:
+          o: output of the rule [B, T, num_v_heads, head_v_dim].
+          x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
+
+        Returns:
+          y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
+        """
         dtype = o.dtype
-        o = self.o_norm(o).reshape(B, T, -1)
+        o = self.o_norm(o).reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim)
         if self.g_proj is not None:
             o = o * jax.nn.silu(self.g_proj(x).astype(o.dtype))
-        y = self.o_proj(o.astype(dtype))
-        if state is None or (cache is None and not return_cache):
-            return y, None
-        return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
+        return self.o_proj(o.astype(dtype))
 
     def _heads(self, q, k, v):
         """Splits the last axis of q, k, v into heads."""
-        K, V = self.head_dim, self.head_v_dim
-        return (x.reshape(*x.shape[:-1], -1, n) for x, n in ((q, K), (k, K), (v, V)))
+        keys, values = (self.num_heads, self.head_dim), (self.num_v_heads, self.head_v_dim)
+        return (x.reshape(*x.shape[:-1], *heads) for x, heads in ((q, keys), (k, keys), (v, values)))
 
     def _channels(self):
         """Where q, k and v lie among the channels of the convolution."""
         key_dim = self.num_heads * self.head_dim
         return slice(0, key_dim), slice(key_dim, 2 * key_dim), slice(2 * key_dim, self.conv_dim)
 
-    def _convolve(self, qkv, past, mask, begin, end, segment_ids, cu_seqlens):
+    def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
         """silu(conv(q, k, v)) of whole sequences and the new convolution state [N, conv_dim, W-1].
 
         Each of q, k and v meets its own rows of the weight: the concatenation is never built.
@@ -279,6 +293,7 @@ class GatedDeltaNet(nnx.Module):
             return map(_silu, qkv), jnp.zeros((N, self.conv_dim, 0), qkv[0].dtype)
         spans = ()
         if mask is not None:
+            begin, end = _run_of_tokens(mask)
             token = jnp.arange(mask.shape[1])
             fresh = (token == 0) | (token == begin[:, None])
             if segment_ids is not None:
@@ -344,7 +359,42 @@ class GatedDeltaNet(nnx.Module):
             check_array("cache.conv", cache.conv, (N, self.conv_dim, self.conv_size - 1), "N conv_dim W-1")
             state = (N, self.num_v_heads, self.head_dim, self.head_v_dim)
             check_array("cache.state", cache.state, state, "N HO K V")
-        return B, T
+
+
+def check_options(
+    *,
+    hidden_size: int,
+    num_heads: int,
+    num_v_heads: int | None,
+    head_dim: int,
+    expand_v: float,
+    conv_size: int,
+    norm_eps: float,
+    rule: str,
+    implementation: str | None,
+) -> None:
+    """Raises ValueError for the first option that a `GatedDeltaNet` cannot have."""
+    check_positive(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
+    if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % num_heads):
+        raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: expected a width up to {MAX_HEAD_DIM}, got {head_dim}")
+    V = value_width(head_dim, expand_v)
+    if V > MAX_HEAD_DIM:
+        raise ValueError(f"expand_v: expected head_dim * expand_v up to {MAX_HEAD_DIM}, got {V}")
+    if not MIN_WIDTH <= conv_size <= MAX_WIDTH:
+        raise ValueError(f"conv_size: expected {MIN_WIDTH} to {MAX_WIDTH}, got {conv_size}")
+    if not norm_eps > 0:
+        raise ValueError(f"norm_eps: expected a positive number, got {norm_eps}")
+    check_choice("rule", rule, tuple(rules.RULES))
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises ValueError for the first size that is not a positive integer."""
+    for name, value in sizes.items():
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {value}")
 
 
 def value_width(head_dim: int, expand_v: float) -> int:
@@ -359,23 +409,22 @@ def value_width(head_dim: int, expand_v: float) -> int:
     return round(width)
 
 
-def init_A_log(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Logarithm of decay rates A ~ U(0, 16) kept above 1e-4, float32 [num_heads].
-
-    Drawn in float32 whatever the model's dtype: bfloat16 draws hit 0, whose logarithm kills the head.
-    """
-    return jnp.log(jax.random.uniform(key, (num_heads,), jnp.float32, MIN_RATE, MAX_RATE))
-
-
-def init_dt_bias(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Inverse softplus of time steps dt = exp(U(log 1e-3, log 1e-1)), not below 1e-4, float32 [num_heads]."""
-    log_dt = jax.random.uniform(key, (num_heads,), jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
-    dt = jnp.maximum(jnp.exp(log_dt), STEP_FLOOR)
-    return dt + jnp.log(-jnp.expm1(-dt))
-
-
 def _silu(x):
     return jax.nn.silu(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+
+
+def _clear_padding(x, mask, segment_ids, cu_seqlens):
+    """x with zeros at padding, and segment_ids in which padding has the id of the nearest token of its row."""
+    T = x.shape[1]
+    if cu_seqlens is not None:
+        x = jnp.where((jnp.arange(T) < cu_seqlens[-1])[:, None], x, 0)
+    if mask is None:
+        return x, segment_ids
+    if segment_ids is not None:
+        begin, end = _run_of_tokens(mask)
+        nearest = jnp.clip(jnp.arange(T), begin[:, None], jnp.maximum(end - 1, begin)[:, None])
+        segment_ids = jnp.take_along_axis(segment_ids, nearest, axis=1)
+    return jnp.where(mask[..., None], x, 0), segment_ids
 
 
 def _run_of_tokens(mask):

@@ -254,8 +254,13 @@ def _by_kernels(arrays: RuleArrays, scale, number: float | None, options: mosaic
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _step(arrays, scale, number: float | None, static):
     dims, use_qk_l2norm, state_layout = static
-    factor = scale if number is None else number
-    return xla.step(*arrays, factor, dims=dims, use_qk_l2norm=use_qk_l2norm, state_layout=state_layout)
+    return xla.step(
+        *arrays,
+        scale=scale if number is None else number,
+        dims=dims,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+    )
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
@@ -267,7 +272,8 @@ def _chunk_states(arrays: RuleArrays, static):
 
 def _check(arrays: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
     dims = rule_dims(*arrays, state_layout)
-    check_choice("chunk_size", chunk_size, CHUNK_SIZES)
+    # 64.0 == 64, but is no number of tokens.
+    check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
 
@@ -278,8 +284,9 @@ def _check_scale(scale: Any, dims: Dims) -> float | jax.Array:
         return dims.K**-0.5
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
         return float(scale)
-    if jnp.shape(scale) != () or not jnp.issubdtype(jnp.result_type(scale), jnp.floating):
-        got = f"{jnp.result_type(scale)}{list(jnp.shape(scale))}"
+    is_array = isinstance(scale, (jax.Array, np.ndarray))
+    if not is_array or scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        got = f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale)
         raise ValueError(f"scale: expected a number, or a floating array of shape [], got {got}")
     return jnp.asarray(scale)
 
@@ -321,7 +328,7 @@ def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | Non
     return known.tobytes()
 
 
-def _check_values(T: int, g: jax.Array | None, cu_seqlens: jax.Array | None) -> None:
+def _check_values(T: int, g: Any, cu_seqlens: Any) -> None:
     if g is not None:
         jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:

@@ -100,10 +100,10 @@ def row_to_chunks(x: Float[Array, "B T *D"], C: int) -> Float[Array, "L B C *D"]
     """Splits T into chunks of C, the last one padded with zeros; the chunk axis leads."""
     pad = -x.shape[1] % C
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, C, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // C, C, *x.shape[2:]), 1, 0)
 
 
 def chunks_to_row(x: Float[Array, "L B C *D"], T: int) -> Float[Array, "B T *D"]:
     """Inverse of `row_to_chunks`: drops the padding after token T."""
     x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T]
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :T]

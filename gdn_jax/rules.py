@@ -15,6 +15,7 @@ of its time step.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,23 @@ from gdn_jax.gates import l2norm
 from gdn_jax.ops import gated_delta_rule, gated_delta_step
 from gdn_jax.packing import chunks_to_row, reset_at_segments, row_to_chunks
 from gdn_jax.shapes import accumulation_dtype, split_heads
+
+
+class RuleInputs(NamedTuple):
+    """What a token mixer feeds a rule, in the order in which `apply` takes it.
+
+    Fields:
+      q, k: queries and keys [B, T, H, K].
+      v: values [B, T, HV, V].
+      g: log decay [B, T, HV], <= 0.
+      beta: write strength [B, T, HV].
+    """
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T HV V"]
+    g: Float[Array, "B T HV"]
+    beta: Float[Array, "B T HV"]
 
 
 def gated_linear_attention(
@@ -118,7 +136,7 @@ def softmax_attention(
     scores = K**-0.5 * numerics.einsum("...ik,...jk->...ij", q, k)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     o = numerics.einsum("...ij,...jv->...iv", weights, v)
-    return jnp.moveaxis(o.reshape(B, HO, T, -1), 1, 2).astype(q.dtype)
+    return jnp.moveaxis(o.reshape(B, HO, T, o.shape[-1]), 1, 2).astype(q.dtype)
 
 
 def apply(

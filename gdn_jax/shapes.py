@@ -18,13 +18,28 @@ Arrays:
     g_cum   inclusive cumulative log decay inside a chunk
     kkt     strictly lower triangular matrix before the solve; A = (I + kkt)^-1
     w, u    WY keys and values; v_new = u - w h
-    do dh_T dq dk dv dg dbeta dh_0   cotangents
+    do dh_T dq dk dv dg dbeta dh_0   cotangents; dh is that of the state h
 
 Head i of the output reads head i // (HO // Hx) of an input with Hx heads.
+
+Inside the kernels the state and its cotangent are transposed, h and dh [V, K], gates are base-2 exponents, and one
+chunk of one head has
+
+    G       g2_cum [C], inclusive cumulative log2 decay; gl = 2^G_last
+    D, Dr   2^G and 2^(G_last - G) [C]: decay from the chunk's start to a token, and from a token to the chunk's end
+    Gamma   2^(G_i - G_j) [C, C] for i >= j, 0 above
+    L, A    kkt without decay, and (I + L)^-1 [C, C];   T = (A * Gamma) diag(beta)
+    P       scale (Q K^T) * Gamma [C, C]
+    W, U    V^T - (h K^T) D, and W T^T [V, C]: the corrected values, which are written
+    E, M    what a segment does to a state: h -> h M^T + E
+
+    span    tokens of a sequence in a row, and the chunks of the common grid that they touch
+    visit   a chunk and a sequence that touches it
+    item    what one CTA walks over: a sequence, or a segment of one
 """
 
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +63,19 @@ class Dims(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`."""
+    """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`.
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    beta: jax.Array | None
-    initial_state: jax.Array | None
-    cu_seqlens: jax.Array | None
-    segment_ids: jax.Array | None
+    Where only shapes count they may be `jax.ShapeDtypeStruct`; None is an argument that is absent or not read.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:

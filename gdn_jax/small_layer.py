@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm, write_strength
-from gdn_jax.ops import gated_delta_rule
+from gdn_jax.ops import IMPLEMENTATIONS, gated_delta_rule
+from gdn_jax.shapes import MAX_HEAD_DIM, check_choice
 
 
 class SmallGatedDeltaNet(nnx.Module):
@@ -32,7 +33,7 @@ class SmallGatedDeltaNet(nnx.Module):
       rngs: source of the initial weights.
 
     Raises:
-      ValueError: num_heads does not divide d_k or d_v.
+      ValueError: num_heads does not divide d_k or d_v, a head is wider than 256, or implementation is unknown.
     """
 
     def __init__(
@@ -49,6 +50,11 @@ class SmallGatedDeltaNet(nnx.Module):
         for name, width in (("d_k", d_k), ("d_v", d_v)):
             if num_heads < 1 or width < 1 or width % num_heads:
                 raise ValueError(f"{name}: expected a multiple of num_heads = {num_heads}, got {width}")
+            if width // num_heads > MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{name}: expected heads of width up to {MAX_HEAD_DIM}, got {width // num_heads}"
+                )
+        check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
         self.num_heads = num_heads
         self.implementation = implementation
 

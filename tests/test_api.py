@@ -354,3 +354,69 @@ def test_a_first_call_compiles_once():
     """In a new process: an import inside the first call must not change what JAX keys its compilations by."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"]
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
+def test_empty_batch(implementation):
+    q, k, v = (jnp.zeros((0, 70, 2, 8)) for _ in range(3))
+    o, final = gdn_jax.gated_delta_rule(q, k, v, implementation=implementation)
+    assert o.shape == (0, 70, 2, 8) and final.shape == (0, 2, 8, 8)
+    assert gdn_jax.chunk_states(k, v).shape == (0, 2, 2, 8, 8)
+
+
+@pytest.mark.parametrize("borders", [[10, 20, 5], [0, 30, 20, 40], [5, 30, 40], [0, -3, 40], [0, 41]])
+@pytest.mark.parametrize("function", ["gated_delta_rule", "chunk_states"])
+def test_known_borders_are_checked(function, borders, no_type_checks):
+    """Lengths instead of offsets, among others, which would give rows of zeros."""
+    arrays = (jnp.zeros((1, 40, 1, 4)),) * (3 if function == "gated_delta_rule" else 2)
+    with pytest.raises(
+        ValueError, match=r"^cu_seqlens: expected ascending values from 0 to at most T = 40, got"
+    ):
+        getattr(gdn_jax, function)(*arrays, cu_seqlens=np.array(borders))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(scale=np.ones(3)),
+            r"scale: expected a number, or a floating array of shape \[\], got float64\[3\]",
+        ),
+        (dict(scale="half"), r"scale: expected a number, or a floating array of shape \[\], got 'half'"),
+        (dict(chunk_size=64.0), r"chunk_size: expected one of 16, 32, 64, 128, got '64.0'"),
+    ],
+)
+def test_options_of_a_wrong_kind(options, message, no_type_checks):
+    x = jnp.zeros((1, 4, 1, 4))
+    with pytest.raises(ValueError, match="^" + message):
+        gdn_jax.gated_delta_rule(x, x, x, **options)
+
+
+@pytest.mark.parametrize("state", [None, np.zeros((1, 1, 4, 5)), np.zeros((1, 1, 4, 4), int)])
+def test_state_of_a_step_is_called_state(state, no_type_checks):
+    x = jnp.zeros((1, 1, 4))
+    with pytest.raises(ValueError, match=r"^state: expected"):
+        gdn_jax.gated_delta_step(x, x, x, None, None, state)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
+def test_calls_outside_jit_compile_once(implementation):
+    """Also their gradients, and a step: what a notebook does all day."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    x, state = jnp.ones((1, 70, 1, 4)), jnp.ones((1, 1, 4, 4))
+
+    def call():
+        gdn_jax.gated_delta_rule(x, x, x, implementation=implementation)
+        jax.grad(lambda q: gdn_jax.gated_delta_rule(q, x, x, implementation=implementation)[0].sum())(x)
+        gdn_jax.gated_delta_step(x[:, 0], x[:, 0], x[:, 0], None, None, state)
+        gdn_jax.chunk_states(x, x)
+
+    call()
+    assert compiled
+    compiled.clear()
+    call()
+    assert not compiled
+    jax.monitoring.clear_event_listeners()

@@ -37,16 +37,16 @@ ROOMS: dict[str, set[str]] = {
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "mosaic", "xla"},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
-    "analysis": {"shapes", "gates", "conv", "reference", "chunks", "ops"},
-    "plots": {"analysis"},
     "blocks": set(),
-    "small_layer": {"gates", "ops"},
+    "small_layer": {"shapes", "gates", "ops"},
     "rules": {"shapes", "gates", "packing", "chunks", "ops"},
-    "layers": {"shapes", "gates", "conv", "rules", "blocks"},
+    "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
+    "plots": {"analysis"},
+    "layers": {"shapes", "gates", "conv", "ops", "rules", "blocks"},
     "models": {"shapes", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "models", "commands"},
+    "experiments": {"gdn_jax", "blocks", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -142,9 +142,10 @@ def test_rooms():
 
 
 def test_folders_hold_no_names():
-    """Names come from the file that defines them: the __init__.py of a folder is its docstring."""
+    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the two rooms
+    whose names users import."""
     for path in FILES:
-        if path.name == "__init__.py" and path.parent != ROOT / "gdn_jax":
+        if path.name == "__init__.py" and path.parent not in (ROOT / "gdn_jax", ROOT / "gdn_jax" / "models"):
             assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path
 
 

@@ -313,6 +313,15 @@ def test_bfloat16():
     assert half.q_proj.kernel.dtype == half.conv_weight.dtype == jnp.bfloat16
 
 
+def test_a_cache_keeps_its_dtype(layer):
+    """A cache in bfloat16, the state too, comes back in bfloat16: a loop may carry it."""
+    past = jax.tree.map(lambda c: jnp.asarray(c, jnp.bfloat16), random_cache(layer, 2))
+    x = inputs(2, 3, D)
+    for length in (1, 3):
+        new = jax.eval_shape(lambda x, past: layer(x, cache=past)[1], x[:, :length], past)
+        assert new.state.dtype == new.conv.dtype == jnp.bfloat16, length
+
+
 def test_no_cache_unless_asked(layer):
     x = jnp.asarray(inputs(1, 3, D))
     cache = layer.init_cache(1)
@@ -350,6 +359,26 @@ def test_weight_decay_mask():
         assert kept == {"A_log", "dt_bias", "o_norm", "conv_bias"}, kept
     # A stack of layers gives its norms a second axis: the mark, not the rank, must decide.
     assert jax.tree.leaves(weight_decay_mask({"w": NoDecayParam(jnp.ones((3, 4)))})) == [False]
+
+
+def test_in_a_linen_model_every_parameter_is_in_params():
+    """An optimiser over the collection `params` trains gates and norms too, and weight decay still spares them."""
+    options = SIZES | {"implementation": "recurrent"}
+    linen = nnx.bridge.ToLinen(GatedDeltaNet, args=(D,), kwargs=options)
+    x = jnp.asarray(inputs(1, 5, D))
+    variables = linen.init(jax.random.key(0), x)
+    assert set(variables) == {"params"}
+    params = variables["params"]
+    assert {"A_log", "dt_bias", "o_norm", "q_proj", "conv_weight"} < set(params)
+    grads = jax.jit(jax.grad(lambda params: jnp.sum(linen.apply({"params": params}, x)[0] ** 2)))(params)
+    for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
+    mask = weight_decay_mask(params)
+    assert jax.tree.structure(mask) == jax.tree.structure(params)
+    assert not any(jax.tree.leaves([mask["A_log"], mask["dt_bias"], mask["o_norm"]]))
+    assert all(jax.tree.leaves([mask["q_proj"], mask["conv_weight"]]))
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)  # as nn.scan stores layers
+    assert not any(jax.tree.leaves(weight_decay_mask(stacked)["A_log"]))
 
 
 def test_small_layer():
@@ -396,8 +425,14 @@ def test_norm_and_mlp():
         ("expand_v: expected", {"expand_v": 0.0}),
         ("conv_size: expected 2 to 4, got 5", {"conv_size": 5}),
         ("head_dim: expected a positive integer, got 0", {"head_dim": 0}),
+        ("num_heads: expected a positive integer, got 1.5", {"num_heads": 1.5}),
+        ("head_dim: expected a width up to 256, got 512", {"head_dim": 512}),
+        ("expand_v: expected head_dim \\* expand_v up to 256, got 384", {"head_dim": 128, "expand_v": 3.0}),
+        ("norm_eps: expected a positive number, got 0", {"norm_eps": 0.0}),
+        ("implementation: expected one of .*, got 'triton'", {"implementation": "triton"}),
     ],
 )
+@pytest.mark.usefixtures("no_type_checks")
 def test_construction_errors(message, options):
     with pytest.raises(ValueError, match=message):
         make(**options)
@@ -427,3 +462,7 @@ def test_call_errors(layer):
             layer(x, **options)
     with pytest.raises(ValueError, match="d_v: expected a multiple of num_heads = 2, got 5"):
         SmallGatedDeltaNet(8, 5, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="d_k: expected heads of width up to 256, got 300"):
+        SmallGatedDeltaNet(600, 8, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"implementation: expected one of .*, got 'triton'"):
+        SmallGatedDeltaNet(8, 8, 2, implementation="triton", rngs=nnx.Rngs(0))

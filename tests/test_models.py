@@ -1,5 +1,8 @@
 """The language model and its generation: with the cache and without, padded prompts and bare, packed and separate."""
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,10 @@ import pytest
 from flax import nnx
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax.blocks import weight_decay_mask
-from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models import Block, LanguageModel, ModelConfig, generate, weight_decay_mask
+from gdn_jax.models.generate import _generate
 
 # Two blocks of float32 sums after the rule, whose bound is 1e-5; the residual stream adds their errors.
 F32 = 2 * FLOAT32["o"]
@@ -105,6 +110,41 @@ def test_drawing(model):
     np.testing.assert_allclose(share, p, atol=5 * 0.5 / 4000**0.5)  # five standard deviations of a share
 
 
+def test_every_token_is_drawn_anew(model):
+    """Nearly uniform draws: two tokens of a row agree by chance, once in 31 times."""
+    drawn = continued(model, tokens(64, 5), 4, rng=jax.random.key(3), temperature=1e3)
+    for i in range(4):
+        for j in range(i):
+            assert np.mean(drawn[:, i] == drawn[:, j]) < 0.2, (i, j)  # six standard deviations above 1 / 31
+
+
+def test_prompts_of_similar_length_share_a_compilation(model):
+    before = _generate._cache_size()
+    for length in (3, 9, 16):
+        continued(model, tokens(1, length), 2)
+    assert _generate._cache_size() == before + 1
+    continued(model, tokens(1, 17), 2)
+    assert _generate._cache_size() == before + 2
+
+
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+def test_padding_on_the_right_leaves_no_trace(implementation):
+    """Logits and cache do not depend on what padding holds, and are those of the bare row but for the rounding of
+    products of another shape."""
+    model, row = make(implementation=implementation), tokens(2, 21)
+    want = call(model, row, return_cache=True)
+    all_tokens = call(model, row, mask=np.ones((2, 21), bool), return_cache=True)
+    jax.tree.map(np.testing.assert_array_equal, want, all_tokens)
+    mask = np.broadcast_to(np.arange(32) < 21, (2, 32))
+    padded = []
+    for filler in (0, 7):
+        rows = np.pad(row, ((0, 0), (0, 11)), constant_values=filler)
+        logits, cache = call(model, rows, mask=mask, return_cache=True)
+        padded.append((logits[:, :21], cache))
+        jax.tree.map(lambda a, b: assert_close(a, b, F32), want, padded[-1])
+    jax.tree.map(np.testing.assert_array_equal, *padded)
+
+
 def test_packed_rows_equal_separate_rows(model):
     row = tokens(1, 11)
     ids = np.array([[1] * 4 + [2] * 7], np.int32)
@@ -165,6 +205,82 @@ def test_training_step_moves_everything_and_decays_only_what_it_may():
         np.testing.assert_allclose(ratio, 1.0 if free else 0.95, rtol=1e-5, err_msg=name)
 
 
+def test_remat_keeps_less_and_changes_no_gradient():
+    row = jnp.asarray(tokens(2, 32))
+
+    def gradient(remat):
+        graphdef, params = nnx.split(LanguageModel(ModelConfig(**SIZES, remat=remat), rngs=nnx.Rngs(0)))
+
+        def loss(params):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(row)[0]))
+
+        kept = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
+        return sum(x.size for x in jax.tree.leaves(kept)), jax.jit(jax.grad(loss))(params)
+
+    (plain, want), (less, got) = gradient(False), gradient(True)
+    assert less < plain / 4, (less, plain)  # what two blocks compute, against their inputs and all parameters
+    jax.tree.map(lambda a, b: assert_close(a, b, F32), nnx.to_pure_dict(want), nnx.to_pure_dict(got))
+
+
+def test_initialisers():
+    """Inner projections, projections to the residual stream, and embeddings, each by its own."""
+    constants = {"kernel_init": 1.0, "out_kernel_init": 2.0, "embedding_init": 3.0}
+    inits = {name: nnx.initializers.constant(value) for name, value in constants.items()}
+    model = LanguageModel(ModelConfig(**SIZES), **inits, rngs=nnx.Rngs(0))
+    block = model.blocks[0]
+    for value, params in {
+        1.0: (block.mixer.q_proj.kernel, block.mixer.g_proj.kernel, block.mlp.gate_proj.kernel),
+        2.0: (block.mixer.o_proj.kernel, block.mlp.down_proj.kernel),
+        3.0: (model.embedding, model.head),
+    }.items():
+        assert all(np.all(np.asarray(p[...]) == value) for p in params), value
+
+
+class Shift(nnx.Module):
+    """A mixer that is not a GatedDeltaNet: y_t = x_{t-1}; its cache is the last x."""
+
+    def __call__(self, x, *, cache=None, mask=None, segment_ids=None, return_cache=False):
+        first = jnp.zeros_like(x[:, :1]) if cache is None else cache
+        y = jnp.concatenate([first, x[:, :-1]], axis=1)
+        return y, x[:, -1:] if return_cache or cache is not None else None
+
+    def init_cache(self, batch):
+        return jnp.zeros((batch, 1, SIZES["hidden_size"]))
+
+
+def test_a_block_takes_any_mixer():
+    model = make()
+    model.blocks[1] = Block(model.config, Shift(), rngs=nnx.Rngs(1))
+    row = tokens(2, 8)
+    want, _ = call(model, row)
+    got, cache = call(model, row[:, :5], cache=model.init_cache(2))
+    more, cache = call(model, row[:, 5:], cache=cache)
+    assert_close(want, np.concatenate([got, more], axis=1), F32)
+    assert continued(model, row, 3).shape == (2, 3)
+
+
+def test_around_stands_in_the_place_of_every_mixer(model):
+    row = jnp.asarray(tokens(2, 8))
+    seen = []
+
+    def watch(i, mixer, x, **options):
+        seen.append((i, mixer, x.shape))
+        return mixer(x, **options)
+
+    def nothing(i, mixer, x, **_):
+        return jnp.zeros_like(x), None
+
+    want, watched, without = jax.jit(
+        lambda row: (model(row)[0], model(row, around=watch)[0], model(row, around=nothing)[0])
+    )(row)
+    np.testing.assert_array_equal(want, watched)
+    assert seen == [(i, block.mixer, (2, 8, 24)) for i, block in enumerate(model.blocks)]
+    # Without mixers a token sees itself alone.
+    alone = jax.jit(lambda row: model(row, around=nothing)[0])(row[:, 3:4])
+    assert_close(without[:, 3:4], alone, F32)
+    assert np.abs(want - without).max() > 0.1
+
+
 def test_a_token_outside_the_vocabulary_is_loud(model):
     row = tokens(1, 5)
     row[0, 2] = 31
@@ -178,6 +294,49 @@ def test_mlp_size():
     assert ModelConfig(intermediate_size=100).mlp_size == 100
 
 
+def test_every_option_reaches_the_layer():
+    options = {
+        "hidden_size": 24,
+        "num_heads": 2,
+        "num_v_heads": 4,
+        "head_dim": 8,
+        "expand_v": 1.5,
+        "conv_size": 3,
+        "allow_neg_eigval": True,
+        "rule": "delta",
+        "norm_eps": 1e-3,
+        "dtype": "bfloat16",
+        "implementation": "recurrent",
+    }
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(options) == fields & set(inspect.signature(GatedDeltaNet.__init__).parameters), "test it here"
+    defaults = ModelConfig()
+    assert not [name for name in set(options) - {"num_heads"} if options[name] == getattr(defaults, name)]
+    mixer = LanguageModel(ModelConfig(**options), rngs=nnx.Rngs(0)).blocks[0].mixer
+    assert mixer.head_v_dim == options.pop("head_dim") * options.pop("expand_v")
+    assert mixer.o_norm.eps == options.pop("norm_eps")
+    assert {name: getattr(mixer, name) for name in options} == options
+
+
+def test_every_field_is_an_option_or_fixed():
+    """A field that is added to ModelConfig is offered on the command line, or left out of it on purpose."""
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    options = {
+        field.name for field in dataclasses.fields(options_lib.ModelOptions)
+    } - options_lib.NOT_IN_CONFIG
+    assert not options & options_lib.NOT_OPTIONS
+    assert options | options_lib.NOT_OPTIONS == set(fields)
+    config = ModelConfig(**options_lib.config_values(options_lib.ModelOptions()))  # with "auto" in two places
+    assert config.dtype == "float32" and config.implementation is None
+
+
+def test_dtype_by_name_or_by_type():
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16")):
+        config = ModelConfig(dtype=dtype)
+        assert config.dtype == "bfloat16" and isinstance(config.dtype, str)
+        assert config == ModelConfig(dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     "message, options",
     [
@@ -188,8 +347,12 @@ def test_mlp_size():
         ("conv_size: expected 2 to 4, got 1", {"conv_size": 1}),
         ("intermediate_size: expected a positive integer, got 0", {"intermediate_size": 0}),
         ("mlp_ratio: expected a positive number", {"mlp_ratio": 0.0}),
+        ("mlp_ratio: .* inner width of at least 1, got 0.0001", {"mlp_ratio": 1e-4}),
+        ("head_dim: expected a width up to 256, got 300", {"head_dim": 300}),
+        ("rule: expected one of", {"rule": "attention"}),
         ("norm_eps: expected a positive number", {"norm_eps": 0.0}),
         ("dtype: expected one of 'float32', 'bfloat16', got 'float16'", {"dtype": "float16"}),
+        ("dtype: expected one of 'float32', 'bfloat16', got 'float16'", {"dtype": jnp.float16}),
         ("implementation: expected one of", {"implementation": "fast"}),
     ],
 )
@@ -207,6 +370,7 @@ def test_call_errors(model):
         ("cache: expected 2 entries", lambda: model(prompt, cache=model.init_cache(2)[:1])),
         ("prompt: expected shape", lambda: generate(model, prompt[0], 3)),
         ("prompt: expected at least one token", lambda: generate(model, prompt[:, :0], 3)),
+        ("mask: expected shape", lambda: generate(model, prompt, 3, mask=jnp.ones((2, 4), bool))),
         ("num_tokens: expected at least 1, got 0", lambda: generate(model, prompt, 0)),
         ("temperature: expected 0 or more, got -1", lambda: generate(model, prompt, 3, temperature=-1.0)),
         ("rng: expected a key with temperature = 1", lambda: generate(model, prompt, 3, temperature=1.0)),

@@ -139,6 +139,20 @@ def test_rule_against_float64(rule):
     assert_close(want[1], np.asarray(last), F32, "state", 1)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in rules.RULES if rule != "softmax_attention"])
+def test_value_heads_shared_by_query_heads(rule):
+    """Output heads 0 and 1 write value head 0, heads 2 and 3 value head 1; each with gates of its own."""
+    q, k, v, g, beta, state = inputs(7, heads=(4, 4))
+    v = v[:, :, :2]
+    o, last = jax.jit(lambda *x: rules.apply(rule, *x[:5], initial_state=x[5], implementation="recurrent"))(
+        q, k, v, g, beta, state
+    )
+    decays, corrects = rule in ("mamba2", "gated_delta"), rule in ("delta", "gated_delta")
+    want = recurrence(unit(q), unit(k), v, g if decays else 0 * g, beta, state, corrects=corrects)
+    assert_close(want[0], np.asarray(o), F32, "o", 2)
+    assert_close(want[1], np.asarray(last), F32, "state", 1)
+
+
 def test_rules_differ():
     """Each switch matters on these inputs: a rule that ignored its own could not pass by chance."""
 

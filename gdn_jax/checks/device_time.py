@@ -77,10 +77,24 @@ def measure(program: Program, state: jax.Array, *args: Any, calls: int, repeats:
     return _chained(program.step, state, args, calls, repeats)
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
+    """One run of a kernel on a GPU."""
+
     start_ns: float
     end_ns: float
     name: str
+
+
+def kernels(profile: ProfileData) -> list[Kernel]:
+    """Kernels of a profile in the order of their start."""
+    return sorted(
+        Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name)
+        for plane in profile.planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if line.name.startswith("Stream")  # the other lines group the same kernels by operation
+        for event in line.events
+    )
 
 
 def device_timing(profile: ProfileData, calls: int) -> Timing:
@@ -89,20 +103,13 @@ def device_timing(profile: ProfileData, calls: int) -> Timing:
     Raises:
       ValueError: the profile does not show the same kernels for every call.
     """
-    kernels = sorted(
-        _Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name)
-        for plane in profile.planes
-        if "GPU" in plane.name
-        for line in plane.lines
-        if line.name.startswith("Stream")  # the other lines group the same kernels by operation
-        for event in line.events
-    )
-    if not kernels or len(kernels) % calls:
+    found = kernels(profile)
+    if not found or len(found) % calls:
         raise ValueError(
-            f"profile of {calls} equal calls: expected as many kernels in each, got {len(kernels)} in all"
+            f"profile of {calls} equal calls: expected as many kernels in each, got {len(found)} in all"
         )
-    size = len(kernels) // calls
-    groups = [kernels[i : i + size] for i in range(0, len(kernels), size)]
+    size = len(found) // calls
+    groups = [found[i : i + size] for i in range(0, len(found), size)]
     names = [Counter(kernel.name for kernel in group) for group in groups]
     if any(other != names[0] for other in names):
         raise ValueError(f"profile of {calls} equal calls: expected the same kernels in each, got {names}")
@@ -118,12 +125,17 @@ def _profile(run: Callable, args: tuple, calls: int) -> ProfileData:
     """Profile of some calls, each of which ends before the next begins."""
     for _ in range(WARM_UP):
         jax.block_until_ready(run(*args))
+    return profile(lambda: jax.block_until_ready(run(*args)), calls)
+
+
+def profile(run: Callable[[], Any], calls: int) -> ProfileData:
+    """Profile of the device while run() is called some times."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(calls):
-                jax.block_until_ready(run(*args))
+                run()
         (path,) = Path(folder).glob("**/*.xplane.pb")
         return ProfileData.from_file(str(path))
 

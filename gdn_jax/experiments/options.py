@@ -94,6 +94,13 @@ class ModelOptions(SizeOptions):
     """Write strength in [0, 2] instead of [0, 1]."""
 
 
+NOT_IN_CONFIG = {"time_step"}
+"""Options of a model that are no fields of a ModelConfig: they change its initial weights."""
+
+NOT_OPTIONS = {"vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "remat"}
+"""Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
     """AdamW with a linear warm-up and a cosine decay, whatever the learning rate."""
@@ -187,18 +194,21 @@ def check_values(options: dict[str, Any]) -> None:
                 fail(name, "a fraction in [0, 1)", value)
 
 
+def config_values(model: SizeOptions) -> dict[str, Any]:
+    """The fields of a `gdn_jax.models.ModelConfig` that options set, by name; what is "auto" is left out."""
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return {name: value for name, value in values.items() if name not in NOT_IN_CONFIG and value != "auto"}
+
+
 def check_size(model: SizeOptions) -> None:
-    """Raises RunError naming an option of the model's size that does not fit the others."""
-    if model.conv_size not in (2, 3, 4):
-        fail("conv_size", "2, 3 or 4", model.conv_size)
-    if not (model.head_dim * model.expand_v).is_integer():
-        fail("expand_v", f"a whole number of values with --head-dim {model.head_dim}", model.expand_v)
-    if round(model.mlp_ratio * model.hidden_size) < 1:
-        fail(
-            "mlp_ratio",
-            f"an inner width of at least 1 with --hidden-size {model.hidden_size}",
-            model.mlp_ratio,
-        )
+    """Raises RunError naming an option of the model that does not fit the others."""
+    from gdn_jax.models import ModelConfig
+
+    try:
+        ModelConfig(**config_values(model))
+    except ValueError as error:
+        name, _, message = str(error).partition(":")
+        raise RunError(f"{flag(name)}:{message}") from error
 
 
 def check(options: TrainOptions) -> None:

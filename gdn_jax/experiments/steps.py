@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, PyTree
 
 from gdn_jax import blocks, models
 from gdn_jax.commands.errors import RunError
-from gdn_jax.experiments.options import ModelOptions, ScheduleOptions
+from gdn_jax.experiments.options import ModelOptions, ScheduleOptions, config_values
 from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.layers import GatedDeltaNet
 
 
 class TrainState(NamedTuple):
@@ -61,26 +62,14 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
       RunError: the sizes do not make a model.
     """
     try:
-        config = models.ModelConfig(
-            vocab_size=vocab_size,
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            num_heads=options.num_heads,
-            head_dim=options.head_dim,
-            expand_v=options.expand_v,
-            conv_size=options.conv_size,
-            mlp_ratio=options.mlp_ratio,
-            rule=options.rule,
-            allow_neg_eigval=options.allow_neg_eigval,
-            tie_embeddings=options.tie_embeddings,
-            dtype=compute_dtype(options),
-            implementation=None if options.implementation == "auto" else options.implementation,
-        )
+        values = config_values(options) | {"dtype": compute_dtype(options)}
+        config = models.ModelConfig(vocab_size=vocab_size, **values)
         model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error
     if options.time_step != 1:
         for block in model.blocks:
+            assert isinstance(block.mixer, GatedDeltaNet)
             step = options.time_step * jax.nn.softplus(block.mixer.dt_bias[...])
             block.mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
     return model

@@ -182,5 +182,5 @@ def chains(
         }
 
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
-    results = start("chains", _body, inputs, outputs, items, visits, chains=2, **options)
-    return Chains(*(results.get(name) for name in Chains._fields))
+    results: dict[str, Any] = start("chains", _body, inputs, outputs, items, visits, chains=2, **options)
+    return Chains._make(results.get(name) for name in Chains._fields)

@@ -2,33 +2,33 @@
 
 For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), u and dv [C, V]:
 
-    dP = scale Gamma * (dO u^T)                 N = -Gamma * (dv u^T), strictly lower
+    dP = scale Gamma * (dO u^T)                 dL = -Gamma * (dv u^T), strictly lower
     dq = scale D (dO h) + dP K
-    read = -D (dv h) + N K                      late = Dr (u dh)
-    dk = read + late + dP^T Q + N^T K           dbeta = rowsum(dv * u) / beta^2
+    read = -D (dv h) + dL K                     late = Dr (u dh)
+    dk = read + late + dP^T Q + dL^T K          dbeta = rowsum(dv * u) / beta^2
 
-dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - dP^T Q - N^T K)_i and
+dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - dP^T Q - dL^T K)_i and
 l_i = k_i . late_i
 
     dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <h, dh>
 
 The diagonal of dP is left out of x: its two parts cancel, and so every term of dg carries the decay that dg is
-proportional to; what cancels between pairs of tokens is the same rounded dP and N. Gamma, D, Dr, gl as in
+proportional to; what cancels between pairs of tokens is the same rounded dP and dL. Gamma, D, Dr, gl as in
 `backward.chain`. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
 
-In float16 u and dv come divided by beta: Gamma, D and Dr take beta in, and dbeta = rowsum(dv * u). dP and N are kept
+In float16 u and dv come divided by beta: Gamma, D and Dr take beta in, and dbeta = rowsum(dv * u). dP and dL are kept
 times 2^lift, which leaves their largest entry as it would be without decay; what the products with them give is
 multiplied by 2^-lift in float32.
 
-K > 128: a launch for each 128 columns of K, each of which makes dP and N again. The columns of dq and dk do not meet,
-and dg is a sum over columns.
+K > 128: a launch for each 128 columns of K, each of which makes dP and dL again. The columns of dq and dk do not
+meet, and dg is a sum over columns.
 
 Work: persistent CTAs walk over items, an item being one visit (a chunk, or what a sequence of packed rows owns of
 it) of one key head. An item has a step for each 64 columns of V of each of its output heads.
 
-Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes N, for both; then
-each makes the gradients of its own 64 columns of K. The helper makes <h, dh> and dg, and loads by bulk copies, tokens
-(do, dv, u) further ahead than states (h, dh), since dP and N need tokens only.
+Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes dL, for both;
+then each makes the gradients of its own 64 columns of K. The helper makes <h, dh> and dg, and loads by bulk copies,
+tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
 warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
@@ -36,21 +36,20 @@ warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, an
 `Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to 0.97 ms, for a
 reason not found (the log has them): time every change.
 
-| barrier   | arrives                                             | waits                                        |
-|-----------|-----------------------------------------------------|----------------------------------------------|
-| tokens    | bulk copies of do, dv and u of a step               | compute; helper first if rows are packed     |
-| gates     | bulk copy of g2_cum of a head                       | compute and helper; helper if rows are packed|
-| states    | bulk copies of h and dh of a step                   | compute and helper                           |
-| qk        | bulk copies of q and k                              | compute; helper first if rows are packed     |
-| masked,   | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                   |
-| masked_qk | are zeros                                           |                                              |
-| consumed  | compute: step read                                  | helper, before it loads these stages again   |
-| used_qk   | compute: q and k read                               | helper, before it loads the next q and k     |
-| strengths | bulk copy of beta of a head (float16)               | compute                                      |
-| scores    | compute: dP, N and the diagonal of dP are written   | compute                                      |
-| sums      | compute: x and l are written                        | helper                                       |
-| scored    | compute: dP and N read; helper: sums read           | compute, before it writes those of a next    |
-|           |                                                     | head                                         |
+| barrier       | arrives                                             | waits                                     |
+|---------------|-----------------------------------------------------|-------------------------------------------|
+| loaded        | bulk copies of do, dv and u of a step               | compute; helper first if rows are packed  |
+| loaded_gates  | bulk copy of g2_cum of a head                       | compute and helper; helper if packed      |
+| loaded_states | bulk copies of h and dh of a step                   | compute and helper                        |
+| loaded_qk     | bulk copies of q and k                              | compute; helper first if rows are packed  |
+| loaded_beta   | bulk copy of beta of a head (float16)               | compute                                   |
+| masked,       | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                |
+| masked_qk     | are zeros                                           |                                           |
+| consumed      | compute: step read                                  | helper, before it loads its stages again  |
+| consumed_qk   | compute: q and k read                               | helper, before it loads the next q and k  |
+| scores        | compute: dP, dL and the diagonal of dP are written  | compute                                   |
+| sums          | compute: x and l are written                        | helper                                    |
+| scored        | compute: dP and dL read; helper: sums read          | compute, before it writes the next head's |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
 h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, beta [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
@@ -133,18 +132,18 @@ def _memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, floa
         "k": Buffer((CHUNK, K), dtype, swizzle=128),
         "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and u of a step
         "h": Buffer((states, 2, WIDTH, K), dtype, swizzle=128),  # h and dh of a step
-        "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and N
+        "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and dL
         "out": Buffer((COMPUTE, CHUNK, WIDTH), dtype, swizzle=128, also_flat=packed),
         "vectors": Buffer((6 + heads, CHUNK)),  # see _Cta: buffers of their own would not fit
-        "strengths": Barriers(1) if float16 else None,
-        "tokens": Barriers(3, tokens),
-        "gates": Barriers(1, heads),
-        "states": Barriers(2, states),
-        "qk": Barriers(2),
+        "loaded_beta": Barriers(1) if float16 else None,
+        "loaded": Barriers(3, tokens),
+        "loaded_gates": Barriers(1, heads),
+        "loaded_states": Barriers(2, states),
+        "loaded_qk": Barriers(2),
         "masked": Barriers(1, tokens),
         "masked_qk": Barriers(1),
         "consumed": Barriers(COMPUTE, states),
-        "used_qk": Barriers(COMPUTE),
+        "consumed_qk": Barriers(COMPUTE),
         "scores": Barriers(COMPUTE),
         "sums": Barriers(COMPUTE),
         "scored": Barriers(COMPUTE + 1),
@@ -187,7 +186,7 @@ class _Place(NamedTuple):
 class _Cta:
     """What every warpgroup of a CTA knows.
 
-    A load is q and k of one query head; a step is 64 columns of V of one output head. Items, loads and steps are
+    A pair is q and k of one query head; a step is 64 columns of V of one output head. Items, pairs and steps are
     counted from 0 in every CTA.
     """
 
@@ -203,7 +202,7 @@ class _Cta:
         self.query_heads = sizes.dq_heads // sizes.Hk
         """Query heads of one key head."""
         self.heads_per_query = sizes.HO // sizes.dq_heads
-        self.steps_per_load = self.heads_per_query * self.v_tiles
+        self.steps_per_pair = self.heads_per_query * self.v_tiles
         self.wg = warpgroup_index()
         self.worker = lax.axis_index("cta").astype(jnp.int32)
         visits = gmem.first_visit[sizes.N + 1] if self.packed else jnp.int32(sizes.visits)
@@ -235,8 +234,8 @@ class _Cta:
 
     def parts_of(self, step):
         """Item, head and columns of V of a step."""
-        load, rest = lax.div(step, self.steps_per_load), lax.rem(step, self.steps_per_load)
-        place, query = self.place_of(lax.div(load, self.query_heads)), lax.rem(load, self.query_heads)
+        pair, rest = lax.div(step, self.steps_per_pair), lax.rem(step, self.steps_per_pair)
+        place, query = self.place_of(lax.div(pair, self.query_heads)), lax.rem(pair, self.query_heads)
         head = self.head_of(place, query, lax.div(rest, self.v_tiles))
         return place, head, pl.ds(lax.rem(rest, self.v_tiles) * WIDTH, WIDTH)
 
@@ -264,7 +263,7 @@ class _Cta:
         """A vector along the rows times beta, in float16."""
         return x * plgpu.load(self.beta, layout=ROW) if self.sizes.float16 else x
 
-    def load(self, tile):
+    def wide(self, tile):
         """A tile in shared memory as float32."""
         return self.dev.widen(plgpu.load(tile, layout=WGMMA))
 
@@ -272,14 +271,16 @@ class _Cta:
 # The helper
 
 
-def _load_qk(cta: _Cta, load) -> None:
-    """Starts the copies of q and k of the load-th pair."""
+def _load_qk(cta: _Cta, pair) -> None:
+    """Starts the copies of a pair."""
     gmem, smem, sizes = cta.gmem, cta.smem, cta.sizes
-    place, query = cta.place_of(lax.div(load, cta.query_heads)), lax.rem(load, cta.query_heads)
+    place, query = cta.place_of(lax.div(pair, cta.query_heads)), lax.rem(pair, cta.query_heads)
     q_head = lax.div(cta.head_of(place, query, 0), sizes.HO // sizes.Hq)
     row = place.span.row
-    plgpu.copy_gmem_to_smem(cta.columns_of(gmem.q.at[row, place.tokens, q_head]), smem.q, smem.qk)
-    plgpu.copy_gmem_to_smem(cta.columns_of(gmem.k.at[row, place.tokens, place.key_head]), smem.k, smem.qk)
+    plgpu.copy_gmem_to_smem(cta.columns_of(gmem.q.at[row, place.tokens, q_head]), smem.q, smem.loaded_qk)
+    plgpu.copy_gmem_to_smem(
+        cta.columns_of(gmem.k.at[row, place.tokens, place.key_head]), smem.k, smem.loaded_qk
+    )
 
 
 def _load_tokens(cta: _Cta, step) -> None:
@@ -293,13 +294,13 @@ def _load_tokens(cta: _Cta, step) -> None:
         (gmem.dv.at[row, place.tokens, head, columns], smem.x.at[stage, 1]),
         (gmem.u.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
     ):
-        plgpu.copy_gmem_to_smem(source, destination, smem.tokens.at[stage])
+        plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
     @pl.when(lax.rem(step, cta.v_tiles) == 0)
     def _():
         slot = cta.slot_of(step)
         source = gmem.g2_cum.at[row, head, place.tokens]
-        plgpu.copy_gmem_to_smem(source, cta.g2.at[slot], smem.gates.at[slot])
+        plgpu.copy_gmem_to_smem(source, cta.g2.at[slot], smem.loaded_gates.at[slot])
 
 
 def _load_states(cta: _Cta, step) -> None:
@@ -308,35 +309,35 @@ def _load_states(cta: _Cta, step) -> None:
     place, head, columns = cta.parts_of(step)
     for i, source in enumerate((cta.gmem.h, cta.gmem.dh)):
         source = cta.columns_of(source.at[place.visit, head, columns])
-        plgpu.copy_gmem_to_smem(source, cta.smem.h.at[stage, i], cta.smem.states.at[stage])
+        plgpu.copy_gmem_to_smem(source, cta.smem.h.at[stage, i], cta.smem.loaded_states.at[stage])
 
 
 def _load_beta(cta: _Cta, n) -> None:
     """Starts the copy of beta of the n-th head."""
     place, head, _ = cta.parts_of(n * cta.v_tiles)
     source = cta.gmem.beta.at[place.span.row, head, place.tokens]
-    plgpu.copy_gmem_to_smem(source, cta.beta, cta.smem.strengths)
+    plgpu.copy_gmem_to_smem(source, cta.beta, cta.smem.loaded_beta)
 
 
 def _mask_tokens(cta: _Cta, step) -> None:
     """Masks what a step holds of other sequences' tokens."""
     smem = cta.smem
     stage, slot, place = cta.token_stage(step), cta.slot_of(step), cta.parts_of(step)[0]
-    plgpu.barrier_wait(smem.tokens.at[stage])
+    plgpu.barrier_wait(smem.loaded.at[stage])
 
     @pl.when(lax.rem(step, cta.v_tiles) == 0)
     def _():
-        plgpu.barrier_wait(smem.gates.at[slot])
+        plgpu.barrier_wait(smem.loaded_gates.at[slot])
         mask_foreign(place.span, place.chunk, (), gates=cta.g2.at[slot])
 
     mask_foreign(place.span, place.chunk, (smem.x.at[stage, 0], smem.x.at[stage, 1]))
     plgpu.barrier_arrive(smem.masked.at[stage])
 
 
-def _mask_qk(cta: _Cta, load) -> None:
-    """Masks what q and k of a pair hold of other sequences' tokens."""
-    plgpu.barrier_wait(cta.smem.qk)
-    place = cta.place_of(lax.div(load, cta.query_heads))
+def _mask_qk(cta: _Cta, pair) -> None:
+    """Masks what a pair holds of other sequences' tokens."""
+    plgpu.barrier_wait(cta.smem.loaded_qk)
+    place = cta.place_of(lax.div(pair, cta.query_heads))
     mask_foreign(place.span, place.chunk, (cta.smem.q, cta.smem.k))
     plgpu.barrier_arrive(cta.smem.masked_qk)
 
@@ -345,14 +346,14 @@ def _last_gate(cta: _Cta, step) -> jax.Array:
     """The last gate of a step's head."""
     slot = cta.slot_of(step)
     if not cta.packed:  # else waited for by the mask
-        plgpu.barrier_wait(cta.smem.gates.at[slot])
+        plgpu.barrier_wait(cta.smem.loaded_gates.at[slot])
     return cta.g2[slot, CHUNK - 1]
 
 
 def _inner_product(cta: _Cta, step) -> jax.Array:
     """Sums of h dh over the columns of K, for the rows of a step."""
     stage = cta.state_stage(step)
-    plgpu.barrier_wait(cta.smem.states.at[stage])
+    plgpu.barrier_wait(cta.smem.loaded_states.at[stage])
     product = cta.dev.product(cta.smem.h.at[stage, 0], transposed(cta.smem.h.at[stage, 1]))
     plgpu.commit_smem()  # every warp's product has ended before one of them loads the stage again
     return cta.dev.diagonal(product)
@@ -375,17 +376,17 @@ def _gate_gradient(cta: _Cta, place: _Place, head, inner, is_last) -> None:
 
 def _helper(cta: _Cta) -> None:
     """The role of the last warpgroup."""
-    config, smem, v_tiles, steps_per_load = cta.config, cta.smem, cta.v_tiles, cta.steps_per_load
+    config, smem, v_tiles, steps_per_pair = cta.config, cta.smem, cta.v_tiles, cta.steps_per_pair
     token_stages, state_stages, float16 = config.token_stages, config.state_stages, cta.sizes.float16
     plgpu.set_max_registers(config.helper_registers, action="decrease")
-    loads = cta.items * cta.query_heads
-    steps = loads * steps_per_load
+    pairs = cta.items * cta.query_heads
+    steps = pairs * steps_per_pair
     # A compute warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
     ahead = min(token_stages - 1, v_tiles)
 
-    pl.when(loads > 0)(lambda: _load_qk(cta, jnp.int32(0)))
+    pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
     if float16:
-        pl.when(loads > 0)(lambda: _load_beta(cta, jnp.int32(0)))
+        pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
     for j in range(max(token_stages, state_stages)):
         if j < token_stages:
             pl.when(j < steps)(functools.partial(_load_tokens, cta, jnp.int32(j)))
@@ -394,7 +395,7 @@ def _helper(cta: _Cta) -> None:
     if cta.packed:
         for j in range(ahead):
             pl.when(j < steps)(functools.partial(_mask_tokens, cta, jnp.int32(j)))
-        pl.when(loads > 0)(lambda: _mask_qk(cta, jnp.int32(0)))
+        pl.when(pairs > 0)(lambda: _mask_qk(cta, jnp.int32(0)))
 
     def step(i, carry):
         inner, decay = carry
@@ -407,16 +408,16 @@ def _helper(cta: _Cta) -> None:
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages))
 
-        @pl.when(lax.rem(i + 1, steps_per_load) == 0)
+        @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
-            plgpu.barrier_wait(smem.used_qk)
-            load = lax.div(i, steps_per_load) + 1
+            plgpu.barrier_wait(smem.consumed_qk)
+            pair = lax.div(i, steps_per_pair) + 1
 
-            @pl.when(load < loads)
+            @pl.when(pair < pairs)
             def _():
-                _load_qk(cta, load)
+                _load_qk(cta, pair)
                 if cta.packed:
-                    _mask_qk(cta, load)
+                    _mask_qk(cta, pair)
 
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
@@ -455,7 +456,7 @@ def _store(cta: _Cta, place: _Place, head, x, target) -> None:
 
 
 def _write_score(cta: _Cta, place: _Place, head, first_step, lift):
-    """dP or N of a head, for both warpgroups; G and the last gate."""
+    """dP or dL of a head, for both warpgroups; G and the last gate."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
     makes_dp = wg == 0
@@ -465,18 +466,18 @@ def _write_score(cta: _Cta, place: _Place, head, first_step, lift):
     def body(acc):
         for t in range(cta.v_tiles):
             stage = cta.token_stage(first_step + t)
-            plgpu.barrier_wait((smem.masked if cta.packed else smem.tokens).at[stage])
+            plgpu.barrier_wait((smem.masked if cta.packed else smem.loaded).at[stage])
             dev.issue(acc, smem.x.at[stage, wg], transposed(smem.x.at[stage, 2]))
         return dev.collect(acc)
 
     score = pl.run_scoped(body, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
     slot = cta.slot_of(first_step)
     if not cta.packed:
-        plgpu.barrier_wait(smem.gates.at[slot])
+        plgpu.barrier_wait(smem.loaded_gates.at[slot])
     g_rows, g_columns = (plgpu.load(cta.g2.at[slot], layout=layout) for layout in (ROW, COL))
     g_last = cta.g2[slot, CHUNK - 1]
     if sizes.float16:
-        plgpu.barrier_wait(smem.strengths)
+        plgpu.barrier_wait(smem.loaded_beta)
     diagonal = dev.diagonal(score)
     exponents = g_rows + jnp.where(makes_dp, log2_scale, 0.0)
     if lift is not None:
@@ -517,7 +518,7 @@ def _over_states(cta: _Cta, first_step):
         for t in range(cta.v_tiles):
             step = first_step + t
             token_stage, state_stage = cta.token_stage(step), cta.state_stage(step)
-            plgpu.barrier_wait(smem.states.at[state_stage])
+            plgpu.barrier_wait(smem.loaded_states.at[state_stage])
             do, dv, u = (smem.x.at[token_stage, i] for i in range(3))
             h, dh = (smem.h.at[state_stage, i, :, own] for i in range(2))
             dev.issue(late, u, dh)
@@ -540,11 +541,11 @@ def _add_head(cta: _Cta, place: _Place, head, first_step, is_first, is_last, lif
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
-    p_tile, n_tile = smem.score.at[zero], smem.score.at[zero + 1]
+    p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
-    pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.qk))
+    pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
     decay, since = jnp.exp2(g_rows), cta.times_beta(jnp.exp2(g_last - g_rows))
-    written = jnp.sum(cta.load(k_tile) * late, axis=1) * since
+    written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
     dk = dk + late * along_rows(since, WIDTH)
     read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
     read_k = read_k * along_rows(cta.times_beta(_lifted(-decay, lift)), WIDTH)
@@ -553,22 +554,22 @@ def _add_head(cta: _Cta, place: _Place, head, first_step, is_first, is_last, lif
 
     def products(add):
         add(0, p_tile, k_tile)
-        add(1, n_tile, k_tile)
+        add(1, dl_tile, k_tile)
         add(2, transposed(p_tile), q_tile)
-        add(2, transposed(n_tile), k_tile)
+        add(2, transposed(dl_tile), k_tile)
 
     read_q, read_k, write = (_lowered(x, lift) for x in dev.accumulate(starts, products))
     diagonal = along_rows(plgpu.load(cta.diagonal, layout=ROW), WIDTH)
-    x = jnp.sum(cta.load(k_tile) * (read_k - write), axis=1)
-    dq, dk = dq + read_q + diagonal * cta.load(k_tile), dk + read_k + write
-    x, dk = x + jnp.sum(cta.load(q_tile) * read_q, axis=1), dk + diagonal * cta.load(q_tile)
+    x = jnp.sum(cta.wide(k_tile) * (read_k - write), axis=1)
+    dq, dk = dq + read_q + diagonal * cta.wide(k_tile), dk + read_k + write
+    x, dk = x + jnp.sum(cta.wide(q_tile) * read_q, axis=1), dk + diagonal * cta.wide(q_tile)
     cta.x_sums.at[wg][...] = x
     cta.l_sums.at[wg][...] = written
     plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
     plgpu.barrier_arrive(smem.sums)
-    is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_load
+    is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_pair
     pl.when(jnp.logical_not(is_last_head))(lambda: plgpu.barrier_arrive(smem.scored))
-    pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.used_qk))
+    pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.consumed_qk))
     return dq, dk
 
 
@@ -580,7 +581,7 @@ def _add_item(cta: _Cta, n, _):
 
     def add_query(query, dk):
         def one(e, carry):
-            first_step = (n * query_heads + query) * cta.steps_per_load + e * cta.v_tiles
+            first_step = (n * query_heads + query) * cta.steps_per_pair + e * cta.v_tiles
             head = cta.head_of(place, query, e)
             lift = gmem.lift[place.visit, head] if cta.sizes.float16 else None
             is_last = e == heads_per_query - 1

@@ -104,7 +104,7 @@ def backward(
       Cotangents in the dtypes of the arguments.
 
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at
-      the borders of chunks, u, dv, dP and N are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
+      the borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
       float16 ends at 65504 and 2^-24. Above, a number is infinite and so are gradients: of the inputs and outputs of
       both passes, the state and its adjoint at any chunk, v - k^T S and the gradient of what a token writes. Below,
       digits go; gates and write strengths are kept out of what is rounded, so that dg and dh_0 hold their relative
@@ -185,14 +185,13 @@ def _run(
         lift = _lift(residuals.g2_cum, tables, T)
     warpgroups: Any = static.config.state_warpgroups
     config = static.config.chains or chain.Config.default(K64, warpgroups)
-    chain_options = dict(kv_layout=static.kv_layout, config=config, **options)
+    chain_options: dict[str, Any] = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
-        chain_options["items"] = items = segments.items
-        gates, t = residuals.g2_cum, residuals.t
-        n = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, **chain_options)
+        items, gates, t = segments.items, residuals.g2_cum, residuals.t
+        e = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
         dh_T = segment_states(
-            n,
+            e,
             segments.m_t,
             dh_T,
             None if items.tables is None else items.tables.first_item,
@@ -201,7 +200,7 @@ def _run(
             backwards=True,
             interpret=static.interpret,
         )
-        h_0 = segments.starts
+        h_0, chain_options["items"] = segments.starts, items
     walked = chains(
         q8,
         k8,

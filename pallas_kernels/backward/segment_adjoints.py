@@ -5,7 +5,7 @@ The walk starts from dh_T for the last segment of a sequence and from zeros for 
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C],
 dh_T [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
-Outputs (GMEM): n [items, HO, V, K] f32; items that are a sequence's first are not written.
+Outputs (GMEM): e [items, HO, V, K] f32; items that are a sequence's first are not written.
 Shared memory, barriers, hardware, limits, source: `backward.chain`.
 """
 
@@ -39,7 +39,7 @@ def _adjoints(cta: Cta) -> None:
 
     @pl.when(writes)
     def _():
-        cta.gmem.n.at[cta.item.index, cta.head].at[cta.rows][...] = dh
+        cta.gmem.e.at[cta.item.index, cta.head].at[cta.rows][...] = dh
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -71,13 +71,13 @@ def segment_adjoints(
     Args: those of `chains`; dh_T always of sequences.
 
     Returns:
-      n of segment_states(backwards=True), float32.
+      e of segment_states(backwards=True), float32.
     """
     inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "t": t, "beta": None, "dh_T": dh_T}
 
     def outputs(sizes):
         shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
-        return {"dh": None, "dv": None, "n": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
-    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["n"]
+    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["e"]

@@ -1,18 +1,18 @@
 """The state at the start of every segment, or its cotangent at the end, from what each segment does to them.
 
-    h_0 = given;       h_{i+1} = h_i M_i^T + N_i            with h and dh [V, K], transposed
-    dh_last = given;   dh_{last-1} = N_last,   dh_{i-1} = dh_i M_i + N_i   (backwards)
+    h_0 = given;       h_{i+1} = h_i M_i^T + E_i            with h and dh [V, K], transposed
+    dh_last = given;   dh_{last-1} = E_last,   dh_{i-1} = dh_i M_i + E_i   (backwards)
 
-Backwards N is what a segment adds to the cotangent at its start; that of the last segment holds the given cotangent's
+Backwards E is what a segment adds to the cotangent at its start; that of the last segment holds the given cotangent's
 part already, so that its M, which the forward does not need, is not needed here either.
 
-Inputs (GMEM): n [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
+Inputs (GMEM): e [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
 float32 (optional), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
 Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
 segment. Items of no sequence are not written.
 Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.
 Shared memory: `_memory`, 3 x 64 KB at K = 128.
-Numerics: h and N float32; h is rounded to the operand dtype for the product, as between chunks.
+Numerics: h and E float32; h is rounded to the operand dtype for the product, as between chunks.
 Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256.
 Source: the look-back of chunked scans; FlashInfer's and FlashQLA's context-parallel fix-up.
 """
@@ -46,7 +46,7 @@ ROWS = 64
 def _memory(stages: int, K: int, dtype) -> Memory:
     """Shared memory of a CTA."""
     return {
-        "n": Buffer((stages, ROWS, K), swizzle=128),
+        "e": Buffer((stages, ROWS, K), swizzle=128),
         "m_t": Buffer((stages, K, K), dtype, swizzle=128),
         "loaded": Barriers(arrivals=2, count=stages),
     }
@@ -89,7 +89,7 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
     def load(i):
         stage = lax.rem(i, stages)
         loaded = smem.loaded.at[stage]
-        plgpu.copy_gmem_to_smem(gmem.n.at[item(i), head, rows], smem.n.at[stage], loaded)
+        plgpu.copy_gmem_to_smem(gmem.e.at[item(i), head, rows], smem.e.at[stage], loaded)
         plgpu.copy_gmem_to_smem(gmem.m_t.at[item(i), head], smem.m_t.at[stage], loaded)
 
     for j in range(stages):
@@ -100,8 +100,8 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
         h = load_state(gmem.h_0.at[sequence, head], rows, sizes.kv_layout)
 
     def store(i, h):
-        """Leaves through the tile of N, which has been read, while the product runs."""
-        tile = smem.n.at[lax.rem(i, stages)]
+        """Leaves through the tile of E, which has been read, while the product runs."""
+        tile = smem.e.at[lax.rem(i, stages)]
         tile[...] = h
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, gmem.border.at[item(i), head, rows])
@@ -109,7 +109,7 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
     def step(i, h, multiply=True):
         stage = lax.rem(i, stages)
         plgpu.barrier_wait(smem.loaded.at[stage])
-        n = plgpu.load(smem.n.at[stage], layout=WGMMA)
+        e = plgpu.load(smem.e.at[stage], layout=WGMMA)
         if multiply:
             m_tile = transposed(smem.m_t.at[stage]) if sizes.backwards else smem.m_t.at[stage]
             rounded, start = h.astype(gmem.m_t.dtype), h
@@ -118,10 +118,10 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
                 add(0, rounded, m_tile)
                 store(i, start)
 
-            (h,) = dev.accumulate([n], walk)
+            (h,) = dev.accumulate([e], walk)
         else:
             store(i, h)
-            h = n
+            h = e
         newest = min(stages - 1, 1)  # stores that may still read their tiles, where there are others to load
         plgpu.wait_smem_to_gmem(newest, wait_read_only=True)
         done = i - newest
@@ -138,7 +138,7 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
 
 
 def segment_states(
-    n: Float[Array, "items HO V K"],
+    e: Float[Array, "items HO V K"],
     m_t: Float[Array, "items HO K K"],
     h_0: Float[Array, "N HO _ _"] | None,
     first_item: Int[Array, " N2"] | None,
@@ -151,14 +151,14 @@ def segment_states(
     """State before each segment, or cotangent of the state after it; see the module docstring.
 
     Args:
-      n, m_t: of `segment_transitions`; those of a sequence's last segment are not used.
+      e, m_t: of `segment_transitions`; those of a sequence's last segment are not used.
       h_0: initial states, [K, V] with kv_layout else [V, K]; None for zeros.
-      backwards: n is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
+      backwards: e is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
         states.
       first_item: first item of each sequence (packed rows), None when all sequences have equally many.
       num_sequences: N.
     """
-    items, HO, V, K = n.shape
+    items, HO, V, K = e.shape
     sizes = _Sizes(
         HO=HO,
         V=V,
@@ -171,8 +171,8 @@ def segment_states(
     results = launch(
         "segment_states",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
-        inputs={"n": n, "m_t": m_t, "h_0": h_0, "first_item": first_item},
-        outputs={"border": jax.ShapeDtypeStruct(n.shape, jnp.float32)},
+        inputs={"e": e, "m_t": m_t, "h_0": h_0, "first_item": first_item},
+        outputs={"border": jax.ShapeDtypeStruct(e.shape, jnp.float32)},
         memory=_memory(sizes.stages, K, m_t.dtype),
         ctas=num_sequences * HO * (V // ROWS),
         auto_barriers=False,

@@ -49,9 +49,8 @@ def launch(
       The outputs that are not None, by name. Inside jax.shard_map they vary over the mesh axes that any of the inputs
       varies over; Pallas forgets these.
     """
-    given, results, scratch = (
-        {key: x for key, x in part.items() if x is not None} for part in (inputs, outputs, memory)
-    )
+    given, results = ({key: x for key, x in part.items() if x is not None} for part in (inputs, outputs))
+    scratch = {key: part for key, part in memory.items() if part is not None}
 
     def run(*refs):
         global_refs, shared_refs = refs[: len(given) + len(results)], refs[len(given) + len(results) :]
@@ -62,7 +61,9 @@ def launch(
 
     run.__name__ = name
     options: dict[str, Any] = {} if warpgroups is None else dict(num_threads=warpgroups, thread_name="wg")
-    reductions = {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
+    reductions: dict[str, Any] = (
+        {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
+    )
     arrays = plgpu.kernel(
         run,
         out_type=tuple(results.values()),

@@ -1,11 +1,11 @@
 """Outputs and final states: the walk of `forward.walk`, which also reads the state with the queries.
 
-    O^T = scale (h Q^T) D + N P^T,    P = scale (Q K^T) * Gamma,    Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
+    O^T = scale (h Q^T) D + U P^T,    P = scale (Q K^T) * Gamma,    Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
 
-(In float16 P is 16 times smaller, as N is larger.) Where q and k are to be normalised, the reciprocal norms of q go
+(In float16 P is 16 times smaller, as U is larger.) Where q and k are to be normalised, the reciprocal norms of q go
 into the rows of P and scale D.
 
-h K^T and h Q^T run together, then N, then h and O. A warpgroup can run ahead of its products by about two
+h K^T and h Q^T run together, then U, then h and O. A warpgroup can run ahead of its products by about two
 instructions only, so what it does beside them is not free: O of a chunk is stored while the next chunk's last
 products drain, or, where two state warpgroups would lack the registers, its first ones. The helper makes D, scale D,
 Dr and P.
@@ -138,18 +138,18 @@ def _step(cta: Cta, i, carry):
             store_previous()
         w = corrected_values(cta, stage, hk, newer=1)
 
-        def correct(n):
-            """N, and in its shadow what the two last products start from."""
-            n = dev.issue(n, w, transposed(smem.t.at[stage]))
+        def correct(u):
+            """U, and in its shadow what the two last products start from."""
+            u = dev.issue(u, w, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
             read = dev.collect(hq, newer=1) * cta.vector(smem.d_scaled, stage)
-            return *lax.optimization_barrier((decayed, read)), dev.collect(n), dr
+            return *lax.optimization_barrier((decayed, read)), dev.collect(u), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, read, n, dr = pl.run_scoped(solve, accumulator, accumulator)
-    written, rounded = (n * dr).astype(cta.dtype), n.astype(cta.dtype)
+    decayed, read, u, dr = pl.run_scoped(solve, accumulator, accumulator)
+    written, rounded = (u * dr).astype(cta.dtype), u.astype(cta.dtype)
 
     def write_and_read(add):
         add(0, written, k_tile)

@@ -219,9 +219,9 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: I
     rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
     segments, options = None, dict(items=items, interpret=interpret)
     if items.split.segment_chunks is not None:
-        n, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, **options)
+        e, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, **options)
         starts = segment_states(
-            n,
+            e,
             m_t,
             h_0,
             None if items.tables is None else items.tables.first_item,

@@ -1,12 +1,12 @@
 """What a segment does to a state: the walk of `forward.walk` without outputs, from zeros and from the identity.
 
-The state after a segment is h M^T + N, where h [V, K] is the (transposed) state before it. N is the state that a walk
+The state after a segment is h M^T + E, where h [V, K] is the (transposed) state before it. E is the state that a walk
 from zeros ends with. M^T [K, K] is what a walk from the identity ends with, all of whose values are zeros: its rows
-lie after those of N, as rows V to V + K of one state.
+lie after those of E, as rows V to V + K of one state.
 
 Inputs (GMEM): k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C], k_rstd [B, Hk, NT C]
 f32 (optional), tables int32 (packed rows).
-Outputs (GMEM): n [items, HO, V, K] f32, m_t [items, HO, K, K]; those of a sequence's last segment are not written.
+Outputs (GMEM): e [items, HO, V, K] f32, m_t [items, HO, K, K]; those of a sequence's last segment are not written.
 Shared memory: `_memory`. Barriers, hardware, limits, source: `forward.walk`.
 """
 
@@ -69,8 +69,8 @@ def _prepare(cta: Cta, stage) -> None:
     prepare_vectors(cta, stage, plgpu.load(cta.smem.g2.at[stage], layout=ROW))
 
 
-def _of_n(cta: Cta) -> jax.Array:
-    """Whether this warpgroup's rows are rows of N, and not of M^T."""
+def _of_e(cta: Cta) -> jax.Array:
+    """Whether this warpgroup's rows are rows of E, and not of M^T."""
     return cta.row_tile < cta.sizes.V // ROWS
 
 
@@ -92,23 +92,23 @@ def _step(cta: Cta, i, carry):
     wait_for_chunk(cta, stage)
 
     def values(v_t):
-        return jnp.where(_of_n(cta), v_t, jnp.zeros((), cta.dtype))
+        return jnp.where(_of_e(cta), v_t, jnp.zeros((), cta.dtype))
 
     def solve(hk):
         hk = dev.issue(hk, left, transposed(k_tile))
         w = corrected_values(cta, stage, hk, 0, values)
 
-        def correct(n):
-            """N, and in its shadow what the last product starts from."""
-            n = dev.issue(n, w, transposed(smem.t.at[stage]))
+        def correct(u):
+            """U, and in its shadow what the last product starts from."""
+            u = dev.issue(u, w, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
-            return lax.optimization_barrier(decayed), dev.collect(n), dr
+            return lax.optimization_barrier(decayed), dev.collect(u), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, n, dr = pl.run_scoped(solve, accumulator)
-    written = (n * dr).astype(cta.dtype)
+    decayed, u, dr = pl.run_scoped(solve, accumulator)
+    written = (u * dr).astype(cta.dtype)
     (h,) = dev.accumulate([decayed], lambda add: add(0, written, k_tile))
     h_operand = cta.operand(h)
     dev.release(smem.consumed.at[stage])
@@ -116,12 +116,12 @@ def _step(cta: Cta, i, carry):
 
 
 def _write(cta: Cta, h) -> None:
-    """Rows of N as they are, rows of M^T rounded and through shared memory."""
+    """Rows of E as they are, rows of M^T rounded and through shared memory."""
     gmem, item, out = cta.gmem, cta.item.index, cta.smem.out.at[cta.wg]
 
-    @pl.when(_of_n(cta))
+    @pl.when(_of_e(cta))
     def _():
-        gmem.n.at[item, cta.head, cta.rows][...] = h
+        gmem.e.at[item, cta.head, cta.rows][...] = h
 
     @pl.when(cta.row_tile >= cta.sizes.V // ROWS)
     def _():
@@ -153,7 +153,7 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 class Transitions(NamedTuple):
     """What every segment does to a state; see the module docstring."""
 
-    n: Float[Array, "items HO V K"]
+    e: Float[Array, "items HO V K"]
     m_t: Float[Array, "items HO K K"]
 
 
@@ -190,7 +190,7 @@ def segment_transitions(
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
         inputs=inputs | table_inputs(tables),
         outputs={
-            "n": jax.ShapeDtypeStruct((split.num_items, HO, V, K), jnp.float32),
+            "e": jax.ShapeDtypeStruct((split.num_items, HO, V, K), jnp.float32),
             "m_t": jax.ShapeDtypeStruct((split.num_items, HO, K, K), k.dtype),
         },
         memory=_memory(config, K, k.dtype, normalize=k_rstd is not None),

@@ -2,10 +2,10 @@
 
 With the state transposed, h [V, K], and for one chunk (all of it float32 but the operands of products)
 
-    W = V^T - (h K^T) D              N = W T^T              h <- gl h + (N Dr) K
+    W = V^T - (h K^T) D              U = W T^T              h <- gl h + (U Dr) K
 
 where D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`.
-(In float16 T and N are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
+(In float16 T and U are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
 reciprocal norms are in the rows of T and go into D: no tile of k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of h (64 columns of V) of one head of one item. An item of

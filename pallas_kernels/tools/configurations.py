@@ -49,7 +49,7 @@ def outputs_case(
     state = (K, V) if options.get("h_0_kv_layout", False) else (V, K)
 
     def run(tables, rstd, *arguments):
-        static = dict(items=Items(split, tables), scale=0.1, config=config, **options)
+        static: Any = dict(items=Items(split, tables), scale=0.1, config=config, **options)
         return outputs.outputs(*arguments, rstd=rstd, **static)
 
     return run, (
