@@ -3,6 +3,7 @@
 It imports what it needs after it knows what is asked: help is fast, and a missing package is one line.
 """
 
+import importlib
 import importlib.util
 import itertools
 import shlex
@@ -43,14 +44,18 @@ _NEEDED = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: None) -> int:
     """Runs a command line; returns its exit status.
 
     0 done, 1 what was asked cannot be done, 2 misuse, 130 Ctrl-C.
+
+    Args:
+      argv: the words after `gdn`; None: those of the process.
+      begins: called when everything is imported and the command begins.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(argv)
+        return _dispatch(argv, begins)
     except Help:
         return 0
     except Usage as error:
@@ -72,7 +77,7 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -84,7 +89,10 @@ def _dispatch(argv: list[str]) -> int:
     if missing:
         install = "install them from a clone of gdn-jax, in its folder, with: pip install -e '.[experiments]'"
         raise RunError(f"{', '.join(missing)} not found; {install}")
-    return _COMMANDS[command](rest)
+    module, run = _COMMANDS[command]
+    importlib.import_module(module)
+    begins()
+    return run(rest)
 
 
 def _bench(argv: list[str]) -> int:
@@ -202,14 +210,15 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
     return parse(cls[task], argv, prog, default, task.__doc__)
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": partial(_on_task, "train", _train),
-    "sample": _sample,
-    "eval": _eval,
-    "sweep": partial(_on_task, "sweep", _sweep),
-    "check": _check,
-    "bench": _bench,
+_COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "train": ("gdn_jax.experiments.train", partial(_on_task, "train", _train)),
+    "sample": ("gdn_jax.experiments.sample", _sample),
+    "eval": ("gdn_jax.experiments.evaluate", _eval),
+    "sweep": ("gdn_jax.experiments.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
+    "check": ("gdn_jax.checks.check", _check),
+    "bench": ("gdn_jax.checks.bench", _bench),
 }
+"""What runs a command, and the module that it takes longest to import."""
 
 
 if __name__ == "__main__":

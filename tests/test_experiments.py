@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 from flax import nnx
 from tiny_runs import TINY, metrics, train
 
+import gdn_command
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments import memory, steps
@@ -212,6 +215,45 @@ def test_missing_extra_is_one_line(monkeypatch, capsys):
     assert cli.main(["train", "bytes"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "tyro not found" in error and "pip install -e '.[experiments]'" in error
+
+
+INTERRUPTED = """
+import signal, sys
+
+module = sys.argv[1]
+
+def press(event, arguments):
+    if event == "import" and arguments[0] == module:
+        signal.raise_signal(signal.SIGINT)
+
+sys.addaudithook(press)
+import gdn_command
+sys.argv = ["gdn", "check"]
+sys.exit(gdn_command.main())
+"""
+
+
+@pytest.mark.parametrize("module", ["jax._src.api", "gdn_jax.checks.oracle"])
+def test_ctrl_c_during_an_import(module):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gdn: interrupted\n")
+
+
+def test_ctrl_c_is_the_commands_own_after_the_imports(monkeypatch):
+    """The handler of the imports is gone when a command begins, and is not installed twice."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["gdn", "check", "--seed", "-1"])
+    found = []
+    monkeypatch.setitem(
+        cli._COMMANDS, "check", ("math", lambda argv: found.append(signal.getsignal(signal.SIGINT)) or 7)
+    )
+    assert gdn_command.main() == 7 and found == [before]
+
+
+def test_the_installed_command_is_that_one():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"gdn": "gdn_command:main"}
+    assert project["tool"]["setuptools"]["py-modules"] == ["gdn_command"]
 
 
 def test_help_needs_nothing():
