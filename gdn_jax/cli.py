@@ -3,18 +3,24 @@
 It imports what it needs after it knows what is asked: help is fast, and a missing package is one line.
 """
 
+import importlib
 import importlib.util
 import itertools
+import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
 from gdn_jax.commands.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
 
   gdn train TASK   train a model on a task
+  gdn sample RUN   write with the model of a run folder of gdn train bytes
+  gdn eval RUN     bits per byte of a text under that model
   gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check        compare the implementations of the rule on this device with the definition
   gdn bench        time the implementations of the rule on this device, or (--what step) a whole training step
@@ -38,20 +44,32 @@ _NEEDED = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: None) -> int:
     """Runs a command line; returns its exit status.
 
     0 done, 1 what was asked cannot be done, 2 misuse, 130 Ctrl-C.
+
+    Args:
+      argv: the words after `gdn`; None: those of the process.
+      begins: called when everything is imported and the command begins.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(argv)
-    except Usage as error:
-        return _complain(str(error), 2)
+        return _dispatch(argv, begins)
     except Help:
         return 0
+    except Usage as error:
+        return _complain(str(error), 2)
+    except (RunError, NotImplementedError) as error:
+        return _complain(str(error), 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except OSError as error:
+        return _complain(os_line(error), 1)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return _complain(f"out of memory, a smaller model or batch may fit ({one_line(error)})", 1)
 
 
 def _complain(message: str, status: int) -> int:
@@ -59,55 +77,79 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
-    if command not in ("train", "sweep", "check", "bench"):
-        raise Usage(f"expected a command train, sweep, check or bench, got {command} (see gdn --help)")
+    if command not in _COMMANDS:
+        names = f"{', '.join([*_COMMANDS][:-1])} or {[*_COMMANDS][-1]}"
+        raise Usage(f"expected a command {names}, got {command} (see gdn --help)")
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        return _complain(
-            f'{", ".join(missing)} not found; install with: pip install "gdn-jax[experiments]"', 1
-        )
-    if command == "bench" and _is_step(rest):
+        install = "install them from a clone of gdn-jax, in its folder, with: pip install -e '.[experiments]'"
+        raise RunError(f"{', '.join(missing)} not found; {install}")
+    module, run = _COMMANDS[command]
+    importlib.import_module(module)
+    begins()
+    return run(rest)
+
+
+def _bench(argv: list[str]) -> int:
+    if "--what=step" in argv or ("--what", "step") in itertools.pairwise(argv):  # another room's
         from gdn_jax.experiments import step_bench
 
-        return _run(lambda _, argv: step_bench.main(argv), "", rest)
-    if command == "bench":
-        from gdn_jax.checks import bench
+        return step_bench.main(argv)
+    from gdn_jax.checks import bench
 
-        return bench.main(rest) or 0
-    if command == "check":
-        from gdn_jax.checks import check
+    return bench.main(argv)
 
-        return check.main(rest) or 0
-    if rest and rest[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
 
+def _check(argv: list[str]) -> int:
+    from gdn_jax.checks import check
+
+    return check.main(argv)
+
+
+def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[str]) -> int:
+    """Runs a command whose first word is a task."""
     from gdn_jax.experiments.options import TASKS
 
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
     tasks = [name for name in TASKS if command == "train" or name != "bytes"]
-    if not rest or rest[0] not in tasks:
+    if not argv or argv[0] not in tasks:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
-        raise Usage(f"gdn {command}: expected a task {names}, got {rest[0] if rest else 'none'}")
-    return _run(_train if command == "train" else _sweep, rest[0], rest[1:])
+        raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")
+    return start(argv[0], argv[1:])
 
 
-def _is_step(argv: list[str]) -> bool:
-    """Whether `gdn bench` is asked for the training step, which is another room's."""
-    return "--what=step" in argv or ("--what", "step") in itertools.pairwise(argv)
+def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
+    """The run folder, which is the first word, and the options; only the options where help is asked for."""
+    if argv and argv[0] not in ("-h", "--help"):
+        if argv[0].startswith("-"):
+            raise Usage(f"gdn {command}: expected the run folder before the options, got {argv[0]}")
+        return Path(argv[0]), argv[1:]
+    if not argv:
+        raise Usage(f"gdn {command}: expected a run folder, got none (see gdn {command} --help)")
+    return Path(), argv
 
 
-def _run(start: Callable[[str, list[str]], int], task: str, argv: list[str]) -> int:
-    from gdn_jax.commands.errors import RunError
+def _sample(argv: list[str]) -> int:
+    from gdn_jax.experiments.sample import SampleOptions, sample
 
-    try:
-        return start(task, argv)
-    except RunError as error:
-        return _complain(str(error), 1)
+    path, rest = _on_run("sample", argv)
+    options = parse(SampleOptions, rest, "gdn sample RUN", SampleOptions(), SampleOptions.__doc__)
+    return sample(path, options)
+
+
+def _eval(argv: list[str]) -> int:
+    from gdn_jax.experiments.evaluate import EvalOptions, evaluate
+
+    path, rest = _on_run("eval", argv)
+    options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
+    return evaluate(path, options)
 
 
 def _train(task: str, argv: list[str]) -> int:
@@ -124,7 +166,7 @@ def _train(task: str, argv: list[str]) -> int:
         options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
         options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
-    from gdn_jax.experiments.training import train
+    from gdn_jax.experiments.train import train
 
     return train(options, Console())
 
@@ -149,12 +191,11 @@ def _sweep(task: str, argv: list[str]) -> int:
         sweep_options.check(options)
     from gdn_jax.experiments.sweeps.sweep import sweep
 
-    return sweep(options, Console(), " ".join(["gdn sweep", task, *argv]))
+    return sweep(options, Console(), shlex.join(["gdn", "sweep", task, *argv]))
 
 
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
     """config.json of the run to resume."""
-    from gdn_jax.commands.errors import RunError
     from gdn_jax.experiments.runs import RunFolder
 
     _, config = RunFolder.open(out)
@@ -167,6 +208,17 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
     """Options cls[task] of a command line."""
     task = type(default.task)
     return parse(cls[task], argv, prog, default, task.__doc__)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "train": ("gdn_jax.experiments.train", partial(_on_task, "train", _train)),
+    "sample": ("gdn_jax.experiments.sample", _sample),
+    "eval": ("gdn_jax.experiments.evaluate", _eval),
+    "sweep": ("gdn_jax.experiments.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
+    "check": ("gdn_jax.checks.check", _check),
+    "bench": ("gdn_jax.checks.bench", _bench),
+}
+"""What runs a command, and the module that it takes longest to import."""
 
 
 if __name__ == "__main__":

@@ -481,6 +481,15 @@ def test_errors_are_one_line(capsys):
     ]
 
 
+def test_json_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "time_row", lambda *arguments: pytest.fail("something was timed"))
+    path = tmp_path / "missing" / "bench.json"
+    assert cli.main(["bench", "--json", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"gdn: --json: expected a file in a folder that exists, got {path}\n"
+    assert captured.out == ""
+
+
 def test_unknown_part_of_a_row(kernels_everywhere):
     with pytest.raises(RunError, match="--rows: expected parts of names such as 1,2 1x6 D=8, got 7"):
         bench.plan(BenchOptions(rows=("7",)))

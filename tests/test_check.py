@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import gdn_jax
+from gdn_jax import cli
 from gdn_jax.checks import cases, check
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling
 from gdn_jax.commands.errors import one_line
@@ -33,7 +34,11 @@ def tables(text: str) -> list[list[list[str]]]:
 def test_what_is_printed(small, capsys):
     """A row for every case, dtype and implementation, in the order of its header; a reason for what did not run."""
     assert check.main([]) == 0
-    text = capsys.readouterr().out
+    captured = capsys.readouterr()
+    text = captured.out
+    assert captured.err.splitlines() == [
+        "1/4 slow-decay float32", "2/4 no-decay float32", "3/4 slow-decay bfloat16", "4/4 no-decay bfloat16",
+    ]  # fmt: skip
     assert text.startswith("### gdn check: ok")
     assert f"jax {jax.__version__}" in text and jax.devices()[0].device_kind in text
     errors, worst = tables(text)
@@ -93,11 +98,19 @@ def no_return(rule):
     return broken
 
 
+@pytest.fixture
+def traced_anew():
+    """The library keeps what it has traced: one that is broken meanwhile must be traced again, and after it too."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize(
     ("breaks", "off"),
     [(slightly_wrong, {"o", "dbeta"}), (not_a_number, {"state"}), (no_return, None)],
 )
-def test_a_broken_implementation_fails(small, monkeypatch, capsys, breaks, off):
+def test_a_broken_implementation_fails(small, traced_anew, monkeypatch, capsys, breaks, off):
     """Exit status 1; its rows say FAIL, the wrong results are in bold, and the others stay ok."""
     monkeypatch.setattr("gdn_jax.chunked.chunked_rule", breaks(gdn_jax.chunked.chunked_rule))
     assert check.main(["--dtypes", "float32"]) == 1
@@ -111,6 +124,25 @@ def test_a_broken_implementation_fails(small, monkeypatch, capsys, breaks, off):
         else:
             assert row[-1] in ("ok", "") and not bold
     assert ("raised RuntimeError: out of memory, say" in text) == (off is None)
+
+
+def test_progress_comes_before_the_work(small, monkeypatch, capsys):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "inputs", stop)
+    assert cli.main(["check"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "1/4 slow-decay float32\ngdn: interrupted\n" and captured.out == ""
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_seeds_are_checked(command, seed, capsys):
+    assert cli.main([command, "--seed", seed]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"gdn: --seed: expected 0 or more and less than 2**32, got {seed}\n"
+    assert captured.out == ""
 
 
 def test_nothing_compared_is_no_success():

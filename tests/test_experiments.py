@@ -1,4 +1,4 @@
-"""`gdn train`: the step; a run, its resume and its errors. The data: test_tasks.py."""
+"""`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; the data: test_tasks.py."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -13,71 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_runs import TINY, metrics, train
 
+import gdn_command
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
+from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import steps
-from gdn_jax.experiments.checkpoints import Checkpoints
-from gdn_jax.experiments.tasks import text
+from gdn_jax.experiments.runs import RunFolder
 from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.next_byte import BytesTask
 from gdn_jax.experiments.tasks.options import TextOptions
-from gdn_jax.experiments.tasks.table import make_task
-from gdn_jax.experiments.training import Trainer
-
-TINY = (
-    "--hidden-size 16 --num-layers 1 --num-heads 1 --head-dim 8 --dtype float32 --implementation recurrent "
-    "--batch-size 4 --steps 12 --log-every 3 --eval-every 6 --save-every 4 --keep 3"
-).split()
-TINY_TEXT = [*TINY, *"--length 32 --val-bytes 256 --sample-bytes 8".split()]
-
 
 pytestmark = pytest.mark.usefixtures("compile_once")
-
-
-def train(folder, out, *more):
-    return cli.main(["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT, *more])
-
-
-def metrics(out):
-    """Lines of metrics.jsonl without the wall clock."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "wall"} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
-    """A run that was never interrupted, and how often its functions were traced."""
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    traces = 0
-    original = steps._sums
-
-    def counted(*args):
-        nonlocal traces
-        traces += 1
-        return original(*args)
-
-    steps._sums = counted
-    try:
-        assert train(folder, out) == 0
-    finally:
-        steps._sums = original
-    return out, traces
-
-
-def final_state(out, folder):
-    """Arrays of the last checkpoint."""
-    options = options_lib.from_json(
-        "bytes",
-        json.loads((out / "config.json").read_text())["options"],
-        options_lib.RunOptions(out=out, resume=True),
-    )
-    trainer = Trainer.make(options, make_task(options))
-    store = Checkpoints(out / "checkpoints", 3)
-    trainer.restore(store, store.latest())
-    store.close()
-    return trainer.step, jax.tree.leaves(trainer.state)
 
 
 # --- the step
@@ -152,138 +100,9 @@ def test_schedule_rises_and_falls():
 # --- runs
 
 
-def test_run_folder(finished):
-    out, traces = finished
-    assert sorted(p.name for p in out.iterdir()) == sorted(
-        ["config.json", "metrics.jsonl", "result.json", "curves.png", "sample.txt", "checkpoints"]
-    )
-    lines = metrics(out)
-    assert [line["step"] for line in lines] == [3, 6, 9, 12]
-    assert [line["step"] for line in lines if "val_bpb" in line] == [6, 12]
-    assert lines[-1]["loss"] < lines[0]["loss"] < 1.1 * math.log(256)
-    assert lines[0]["bpb"] == pytest.approx(lines[0]["loss"] / math.log(2))
-    config, result = (json.loads((out / name).read_text()) for name in ("config.json", "result.json"))
-    assert result["finished"] and result["val_bpb"] == lines[-1]["val_bpb"]
-    assert set(config["baselines"]) == {"bigram", "trigram"}
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(int(p.name) for p in (out / "checkpoints").iterdir()) == [4, 8, 12]
-    # one trace before the folder is created, one for the step, one for validation: none in the loop
-    assert traces <= 3
-
-
 def test_loss_falls_below_the_unigram(folder, tmp_path):
     assert train(folder, tmp_path / "run", *"--steps 80 --lr 0.02".split()) == 0
     assert metrics(tmp_path / "run")[-1]["val_bpb"] < 3.0
-
-
-def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    original = BytesTask.train_batch
-    interrupted = False
-
-    def pressing(self, step):
-        nonlocal interrupted
-        if step == 7 and not interrupted:
-            interrupted = True
-            signal.raise_signal(signal.SIGINT)
-        return original(self, step)
-
-    monkeypatch.setattr(BytesTask, "train_batch", pressing)
-    assert train(folder, out) == 130
-    assert f"gdn train bytes --out {out} --resume" in capsys.readouterr().out.replace("\n", " ")
-    assert [line["step"] for line in metrics(out)] == [3, 6], "saved in the middle of a line"
-    assert cli.main(["train", "bytes", "--out", str(out), "--resume"]) == 0
-    assert metrics(out) == metrics(finished[0])
-    (step, ours), (_, theirs) = final_state(out, folder), final_state(finished[0], folder)
-    assert step == 12
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
-
-
-KILLED = """
-import os, signal, sys
-from gdn_jax import cli
-
-event, ending = sys.argv[1:3]
-
-def kill(name, args):
-    # the file system calls of Orbax are real; the power goes off in one of them
-    if name == event and str(args[0]).endswith(ending):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(kill)
-sys.exit(cli.main(sys.argv[3:]))
-"""
-
-
-def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
-    out = tmp_path / "run"
-    start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]
-    resume = ["train", "bytes", "--out", str(out), "--resume"]
-    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
-    moments = [
-        (
-            "os.mkdir",
-            f"8.orbax-checkpoint-tmp{os.sep}state.orbax-checkpoint-tmp",
-            start,
-        ),  # nothing is written
-        ("os.rename", "8.orbax-checkpoint-tmp", resume),  # all is written, nothing has its name
-    ]
-    for event, ending, argv in moments:
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, event, ending, *argv],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        assert (out / "checkpoints" / "8.orbax-checkpoint-tmp").exists()
-        with open(out / "metrics.jsonl", "a") as file:
-            file.write('{"step": 9, "lo')
-    assert cli.main(resume) == 0
-    assert metrics(out) == metrics(finished[0])
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["12", "4", "8"]
-    assert final_state(out, folder)[0] == 12
-
-
-def test_nan_stops_and_keeps_the_last_good_checkpoint(folder, finished, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    original = BytesTask.train_batch
-
-    def poisoned(self, step):
-        batch = original(self, step)
-        return batch._replace(weights=batch.weights * np.float32("nan")) if step == 7 else batch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BytesTask, "train_batch", poisoned)
-        assert train(folder, out) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "nan at step 7" in error and "checkpoint of step 4 is kept" in error
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["4"]
-    assert [line["step"] for line in metrics(out)] == [3, 6]
-    assert cli.main(["train", "bytes", "--out", str(out), "--resume"]) == 0
-    assert metrics(out) == metrics(finished[0])
-
-
-def test_a_state_that_cannot_go_on_is_not_saved(folder, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert train(folder, out, "--lr", "1e38", "--save-every", "1") == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "no checkpoint was written yet" in error
-    assert not any(p.name.isdigit() for p in (out / "checkpoints").iterdir())
-
-
-def test_max_minutes_saves_and_continues(folder, finished, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert train(folder, out, "--max-minutes", "1e-9") == 0
-    assert "--resume" in capsys.readouterr().out
-    assert json.loads((out / "result.json").read_text())["finished"] is False
-    assert cli.main(["train", "bytes", "--out", str(out), "--resume", "--max-minutes", "9"]) == 0
-    assert metrics(out) == metrics(finished[0])
-    # a finished run resumes to nothing
-    assert cli.main(["train", "bytes", "--out", str(out), "--resume"]) == 0
-    assert metrics(out) == metrics(finished[0])
 
 
 def test_recall_learns_and_shows_its_answers(tmp_path):
@@ -302,10 +121,6 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
 
 
 # --- errors: one line, a status, nothing overwritten
-
-
-def tree(path):
-    return {p: p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +145,15 @@ def tree(path):
         ),
         ("--glob *.nothing", "--data: expected text, got none in"),
         ("--length 100000", "--data: expected at least --length + 1 = 100001 training bytes"),
-        ("--resume", "--resume: expected a run folder, got"),
+        ("--resume", "expected a run folder, got"),
+        (
+            "--mlp-ratio 0.0001",
+            "--mlp-ratio: expected a positive number that gives hidden_size = 16 an inner width of at least 1",
+        ),
+        ("--steps 99999999999999999999999", "--steps: expected less than 2**31, got 99999999999999999999999"),
+        ("--seed 4294967296", "--seed: expected less than 2**32, got 4294967296"),
+        ("--batch-size 2000000000", "expected a run that fits into the "),
+        ("--hidden-size 2000000000 --num-layers 2000000000", "expected a run that fits into the "),
     ],
 )
 def test_error_is_one_line(folder, tmp_path, capsys, words, message):
@@ -351,45 +174,13 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         ("train bytes --rule attention", "attention"),
         ("train poems", "expected a task bytes, recall, needle, parity, permutation or copy, got poems"),
         ("train", "expected a task bytes, recall, needle, parity, permutation or copy, got none"),
-        ("fly", "expected a command train, sweep, check or bench, got fly"),
+        ("fly", "expected a command train, sample, eval, sweep, check or bench, got fly"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):
     assert cli.main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-
-
-def test_existing_folder_is_not_touched(folder, finished, tmp_path, capsys):
-    for out in (finished[0], tmp_path):
-        before = tree(out)
-        assert train(folder, out) == 1
-        assert "--out: expected a folder that does not exist" in capsys.readouterr().err
-        assert tree(out) == before
-
-
-def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
-    out, before = finished[0], tree(finished[0])
-    assert cli.main(["train", "bytes", "--out", str(out), "--resume", "--lr", "0.5"]) == 1
-    assert "--lr: expected 0.003 as in the run to resume, got 0.5" in capsys.readouterr().err
-    assert cli.main(["train", "recall", "--out", str(out), "--resume"]) == 1
-    assert "expected a run of the task recall, got bytes" in capsys.readouterr().err
-    name = text.load(folder).train_files[0]
-    content = (folder / name).read_bytes()
-    try:
-        (folder / name).write_bytes(content + b"x")
-        assert cli.main(["train", "bytes", "--out", str(out), "--resume"]) == 1
-    finally:
-        (folder / name).write_bytes(content)
-    assert "--resume: expected the data of the run" in capsys.readouterr().err
-    assert tree(out) == before
-
-
-def test_broken_configuration(tmp_path, capsys):
-    for content in ("{", "[]", '{"options": 3}'):
-        (tmp_path / "config.json").write_text(content)
-        assert cli.main(["train", "bytes", "--out", str(tmp_path), "--resume"]) == 1
-        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_unreadable_file(tmp_path, capsys):
@@ -414,10 +205,8 @@ def test_out_that_cannot_be_created(folder, tmp_path, capsys):
 
 
 def test_default_folders_are_numbered(tmp_path, monkeypatch):
-    from gdn_jax.experiments.runs import RunFolder
-
     monkeypatch.chdir(tmp_path)
-    made = [RunFolder.create(None, "bytes", {}).path for _ in range(3)]
+    made = [RunFolder.create(None, "bytes").path for _ in range(3)]
     assert made == [Path("runs", f"bytes-{i}") for i in (1, 2, 3)]
 
 
@@ -425,15 +214,107 @@ def test_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     assert cli.main(["train", "bytes"]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1 and 'tyro not found; install with: pip install "gdn-jax[experiments]"' in error
+    assert error.count("\n") == 1 and "tyro not found" in error and "pip install -e '.[experiments]'" in error
+
+
+INTERRUPTED = """
+import signal, sys
+
+module = sys.argv[1]
+
+def press(event, arguments):
+    if event == "import" and arguments[0] == module:
+        signal.raise_signal(signal.SIGINT)
+
+sys.addaudithook(press)
+import gdn_command
+sys.argv = ["gdn", "check"]
+sys.exit(gdn_command.main())
+"""
+
+
+@pytest.mark.parametrize("module", ["jax._src.api", "gdn_jax.checks.oracle"])
+def test_ctrl_c_during_an_import(module):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gdn: interrupted\n")
+
+
+def test_ctrl_c_is_the_commands_own_after_the_imports(monkeypatch):
+    """The handler of the imports is gone when a command begins, and is not installed twice."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["gdn", "check", "--seed", "-1"])
+    found = []
+    monkeypatch.setitem(
+        cli._COMMANDS, "check", ("math", lambda argv: found.append(signal.getsignal(signal.SIGINT)) or 7)
     )
+    assert gdn_command.main() == 7 and found == [before]
+
+
+def test_the_installed_command_is_that_one():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"gdn": "gdn_command:main"}
+    assert project["tool"]["setuptools"]["py-modules"] == ["gdn_command"]
 
 
 def test_help_needs_nothing():
     code = "import sys; from gdn_jax import cli; cli.main(['--help']); print('optax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("usage: gdn") and done.stdout.endswith("False\n")
+
+
+def test_least_memory_is_that_of_the_arrays():
+    """The estimate counts real parameters and leaves out few of them: it never refuses what fits."""
+    for o in (
+        options_lib.ModelOptions(),
+        options_lib.ModelOptions(
+            hidden_size=64, num_layers=2, expand_v=1.0, mlp_ratio=3.0, tie_embeddings=True
+        ),
+        tiny_options().model,
+    ):
+        model = nnx.eval_shape(lambda o=o: steps.make_model(o, 256, 0))
+        real = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        assert 0.85 * real < memory.parameters(o, 256) <= real
+    o = options_lib.ModelOptions(hidden_size=8, num_layers=3, num_heads=1, head_dim=4)
+    weights = 16 * memory.parameters(o, 10)
+    assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 4 * 2 * 5 * (10 + 3 * 8)
+
+
+def test_out_of_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    """Of the machine and of the device; any other error keeps its traceback."""
+    for error in (
+        MemoryError("a lot"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
+    ):
+
+        def fails(*arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(steps, "make_model", fails)
+        assert train(folder, tmp_path / "run") == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and message.startswith("gdn: out of memory, a smaller model")
+
+    def breaks(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a fault")
+
+    monkeypatch.setattr(steps, "make_model", breaks)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        train(folder, tmp_path / "run")
+
+
+def test_gradients_are_clipped():
+    """Adam's first moment after one step is a tenth of the gradient that it was given."""
+    o = options_lib.ScheduleOptions(clip=0.5)
+    optimizer = steps.make_optimizer(o, 10, 0.1)
+    params = {"w": jnp.zeros((2, 2))}
+    for gradient, norm in (([[30.0, 0.0], [0.0, 40.0]], 0.5), ([[0.3, 0.0], [0.0, 0.0]], 0.3)):
+        _, state = optimizer.update({"w": jnp.asarray(gradient)}, optimizer.init(params), params)
+        [moment] = [
+            x.mu["w"] for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu")
+        ]
+        np.testing.assert_allclose(
+            moment, 0.1 * norm * np.asarray(gradient) / np.linalg.norm(gradient), rtol=1e-6
+        )
 
 
 def test_run_error_is_a_value_error():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 
 from gdn_jax import cli
 from gdn_jax.commands.files import JsonLines
+from gdn_jax.commands.locks import owned
+from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments import steps
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
@@ -89,6 +92,65 @@ def test_folder(finished):
     assert image.startswith(b"\x89PNG") and len(image) < 150 * 1024
     table = (finished / "table.md").read_text()
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
+    assert "mean ± standard deviation over 2 seeds" in table and "mean validation loss" in table
+
+
+def test_one_seed_has_no_spread(tmp_path):
+    """The table of a sweep with one seed says neither mean nor deviation."""
+    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    runs = [line("mamba2", 0.1, 0, 1.0, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
+    stored = options_lib.to_json(options(seeds=1, lrs=(0.1,), mixers=("mamba2",)))
+    config = {
+        "task": "sweep parity",
+        "options": stored,
+        "command": "gdn",
+        "versions": {"device": "a", "jax": "b"},
+    }
+    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, task)
+    assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
+    assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
+    assert not {"±", "mean", "seeds"} & set(table.split())
+
+
+def test_help_describes_every_group(capsys):
+    assert cli.main(["sweep", "parity", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "noqa" not in text
+    for group in (sweep_options.GridOptions, sweep_options.SizeOptions, sweep_options.ScheduleOptions):
+        assert group.__doc__.split(".")[0][:60] in text
+
+
+def test_full_disk(finished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "a sweep"
+    original, lines = JsonLines.append, 0
+
+    def fills(self, record):
+        nonlocal lines
+        lines += 1
+        if lines == 3:
+            raise OSError(28, "No space left on device")
+        original(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "append", fills)
+        assert start(out) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{out}: No space left on device; finished runs are kept" in error
+    assert f"continue with: gdn sweep parity --out '{out}' --resume" in error
+    assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 0
+    assert records(out) == records(finished)
+
+
+def test_a_sweep_has_one_owner_and_whole_lines(finished, tmp_path, capsys):
+    out = shutil.copytree(finished, tmp_path / "copy")
+    again = ["sweep", "parity", "--out", str(out), "--resume"]
+    with owned(out):
+        assert cli.main(again) == 1
+    assert "expected a folder that no other process works in" in capsys.readouterr().err
+    with open(out / "runs.jsonl", "a") as file:
+        file.write('{"mixer": "mamba2"}\n')
+    assert cli.main(again) == 1
+    assert "expected a JSON object with mixer, lr, seed, val_loss" in capsys.readouterr().err
 
 
 def test_a_run_is_that_of_gdn_train(finished):
@@ -211,7 +273,6 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
     assert mamba.mean(4) == pytest.approx(0.3) and mamba.spread(8) == pytest.approx(
         np.std([0.1, 0.2], ddof=1)
     )
-    assert summary.rows(runs[:1], ["mamba2"])[0].spread(4) == 0.0
 
 
 def test_figure(tmp_path, monkeypatch):
@@ -306,7 +367,12 @@ def test_presets_fit(task, size):
         ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
         ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
         ("--implementation mosaic_gpu", "mosaic_gpu"),
-        ("--resume", "--resume: expected a run folder, got"),
+        ("--resume", "expected a run folder, got"),
+        (
+            "--mlp-ratio 0.01",
+            "--mlp-ratio: expected a positive number that gives hidden_size = 8 an inner",
+        ),
+        ("--hidden-size 2000000", "expected a run that fits into the "),
     ],
 )
 def test_error_is_one_line(tmp_path, capsys, words, message):

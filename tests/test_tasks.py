@@ -95,6 +95,17 @@ def test_batches_depend_on_seed_and_step_alone(folder):
     assert (batch(1, 5) != batch(1, 6)).any() and (batch(1, 5) != batch(2, 5)).any()
 
 
+def test_training_windows_lie_in_the_training_part(tmp_path):
+    """Training text and held-out text share no byte: what a batch holds tells where it was drawn."""
+    (tmp_path / "text").write_bytes(b"a" * 900 + b"b" * 100)
+    o = TrainOptions(TextOptions(data=tmp_path / "text", length=32), RunOptions(batch_size=8))
+    task = BytesTask(o)
+    drawn = {*np.unique([[b.tokens, b.targets] for b in map(task.train_batch, range(1, 40))]).tolist()}
+    assert ord("a") in drawn and drawn <= {0, ord("a")}
+    held_out = {*np.unique([[b.tokens, b.targets] for b in task.val_batches(1)]).tolist()}
+    assert held_out == {0, ord("b")}
+
+
 def test_validation_covers_the_windows_once(folder):
     o = TrainOptions(TextOptions(data=folder, length=32, val_bytes=320))
     task = BytesTask(o)
@@ -346,6 +357,9 @@ def test_batches_are_given_by_seed_and_step(name):
     again = [twin.val_batches(4), *twin.test_batches(4).values()]
     jax.tree.map(np.testing.assert_array_equal, sets, again)
     # Training, validation and tests do not share a sequence by construction: keys differ.
+    drawn = [np.asarray(task.train_batch(step).tokens).tobytes() for step in range(4)]
+    held_out = [np.asarray(batch.tokens).tobytes() for batches in sets for batch in batches]
+    assert not set(drawn) & set(held_out), "a batch of training is one of validation or of a test"
     assert len({np.asarray(s[0].tokens).tobytes() for s in sets} | {np.asarray(one).tobytes()}) == 4
 
 

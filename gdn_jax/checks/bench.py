@@ -12,7 +12,6 @@ With --variants it times configurations of the kernels instead of the public cal
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from gdn_jax.checks import rows as bench_rows
 from gdn_jax.checks.bench_table import LEFT, Result, grid, markdown, summary
 from gdn_jax.checks.device_time import Timing
 from gdn_jax.checks.rows import Inputs, Row
-from gdn_jax.commands.errors import RunError, fail, one_line
-from gdn_jax.commands.files import write_text
+from gdn_jax.commands.errors import check_seed, fail, one_line
+from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 
@@ -99,6 +98,9 @@ def plan(options: BenchOptions) -> Plan:
     for name in ("calls", "repeats"):
         if getattr(options, name) < 1:
             fail(name, "at least 1", getattr(options, name))
+    check_seed(options.seed)
+    if options.json is not None:
+        check_writable("json", options.json)
     any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
     supported = supported_implementations(any_call, any_call, any_call)
     for name in options.implementations:
@@ -285,14 +287,14 @@ def run(options: BenchOptions, console: Console) -> list[Result]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `gdn bench`; 0 when everything was right and timed, else 1."""
+    """Entry of `gdn bench`; 0 when everything was right and timed, else 1.
+
+    Raises:
+      RunError: an option does not fit.
+    """
     options = parse(BenchOptions, argv, "gdn bench", BenchOptions(), __doc__)
     console = Console(stderr=options.markdown)
     if not console.is_terminal:
         console.width = 240
-    try:
-        results = run(options, console)
-    except RunError as error:
-        print(f"gdn: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    results = run(options, console)
     return int(any(result.failure for result in results))

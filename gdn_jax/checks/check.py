@@ -6,22 +6,22 @@ largest of the tensor's and every head's; bounds are those of the project's test
 Markdown, to be pasted into an issue. Exit status 1 when an error is above its bound.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 import gdn_jax
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.checks.cases import CASES, inputs
-from gdn_jax.commands.errors import one_line
+from gdn_jax.commands.errors import check_seed, one_line
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 
@@ -114,15 +114,21 @@ class Report(NamedTuple):
         return bool(self.rows) and not any(row.misses for row in self.rows)
 
 
-def compare(names: tuple[str, ...], dtypes: tuple[str, ...], seed: int = 0) -> Report:
-    """Runs every implementation that this device supports on the cases of these names."""
+def compare(
+    names: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Runs every implementation that this device supports on the cases of these names; say is told what is next."""
 
     @cache
     def compiled(implementation: str, options: tuple) -> Callable:  # once for cases of one shape
         return jax.jit(value_and_gradients(implementation, dict(options)))
 
     rows, not_run = [], {}
-    for dtype, name in product(dtypes, names):
+    for i, (dtype, name) in enumerate(product(dtypes, names), 1):
+        say(f"{i}/{len(dtypes) * len(names)} {name} {dtype}")
         case = CASES[name]
         x = inputs(case, dtype, seed)
         cancels = cancelling(x.g, x.k)
@@ -220,12 +226,15 @@ def markdown(report: Report) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `gdn check`; 0 when every error is within its bound, else 1."""
+    """Entry of `gdn check`; 0 when every error is within its bound, else 1.
+
+    Raises:
+      RunError: an option cannot be used.
+    """
     options = parse(CheckOptions, argv, "gdn check", CheckOptions(), __doc__)
-    report = compare(FULL if options.full else QUICK, options.dtypes, options.seed)
+    check_seed(options.seed)
+    console = Console(stderr=True)  # the report alone goes where it can be piped
+    say = partial(console.print, style="dim", highlight=False, soft_wrap=True)
+    report = compare(FULL if options.full else QUICK, options.dtypes, options.seed, say)
     print(markdown(report))
     return 0 if report.ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+import jax
+
 
 class RunError(ValueError):
     """A wish that cannot be met; the command line prints it as one line and exits with 1."""
@@ -17,6 +19,23 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
     raise RunError(f"{flag(name)}: expected {expected}, got {got}")
 
 
+def check_seed(seed: int) -> None:
+    """Raises RunError unless a seed is one of 32 bits without a sign."""
+    if not 0 <= seed < 2**32:
+        fail("seed", "0 or more and less than 2**32", seed)
+
+
 def one_line(error: Exception) -> str:
     """Kind and beginning of an error, for a table: it may have no text, or pages of it."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def os_line(error: OSError) -> str:
+    """What the system says about a file, and which one."""
+    return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part is not None)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of the machine or of the device did not suffice."""
+    full = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return full or isinstance(error, MemoryError)

@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gdn_jax.commands.errors import RunError, fail
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk it would take the room of others
+        raise
 
 
 def write_text(path: Path, content: str) -> None:
@@ -25,11 +31,25 @@ def write_text(path: Path, content: str) -> None:
         file.write(content.encode())
 
 
-class JsonLines:
-    """A file of JSON objects, one a line, that grows a line at a time."""
+def check_writable(name: str, path: Path) -> None:
+    """Raises RunError, before any work, unless the file that an option names can be written."""
+    folder = path.parent
+    if not folder.is_dir():
+        fail(name, "a file in a folder that exists", path)
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        fail(name, "a file that can be written", path)
 
-    def __init__(self, path: Path):
-        self.path = path
+
+class JsonLines:
+    """A file of JSON objects, one a line, that grows a line at a time.
+
+    Args:
+      path: of the file.
+      keys: what every object holds.
+    """
+
+    def __init__(self, path: Path, keys: tuple[str, ...] = ()):
+        self.path, self.keys = path, keys
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a line and sees it to the disk."""
@@ -39,11 +59,28 @@ class JsonLines:
             os.fsync(file.fileno())
 
     def records(self) -> list[dict[str, Any]]:
-        """Complete lines."""
+        """Complete lines.
+
+        Raises:
+          RunError: a line is not such an object; names the line.
+        """
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
-        return [json.loads(line) for line in lines]
+        return [self._record(number, line) for number, line in enumerate(lines, 1)]
+
+    def _record(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:  # also of bytes that are no text
+            record = None
+        if not isinstance(record, dict) or not record.keys() >= set(self.keys):
+            keys = f" with {', '.join(self.keys)}" if self.keys else ""
+            raise RunError(
+                f"{self.path}: expected a JSON object{keys} in line {number}, got "
+                f"{line[:60].decode(errors='replace')!r}; delete the line to go on without it"
+            )
+        return record
 
     def write(self, records: list[dict[str, Any]]) -> None:
         """Replaces all lines."""

@@ -6,7 +6,8 @@ The docstring under a field is its help text on the command line.
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gdn_jax.commands.errors import RunError, fail, flag
 from gdn_jax.experiments.tasks.options import (
@@ -18,6 +19,8 @@ from gdn_jax.experiments.tasks.options import (
     TaskOptions,
     TextOptions,
 )
+
+Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,7 @@ class SizeOptions:
     """Use the embedding as the output projection."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on an accelerator, float32 on a CPU. Parameters are float32."""
-    implementation: Literal["auto", "recurrent", "chunked", "mosaic_gpu"] = "auto"
+    implementation: Implementation = "auto"
     """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
 
 
@@ -157,15 +160,17 @@ TASKS: dict[str, TrainOptions] = {
 """Tasks by name, with their default options."""
 
 _NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache"}  # belong to one start of a run
-_MAY_CHANGE = {"keep"}  # on --resume
+_MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 
 _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
     "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
-    "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together"
+    "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
+    "tokens top_k"
 ).split()
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
 _FRACTION = "end_lr warmup".split()
+_SEEDS = "seed data_seed".split()  # 32 bits without a sign
 
 
 def flat(options: Any) -> dict[str, Any]:
@@ -174,14 +179,18 @@ def flat(options: Any) -> dict[str, Any]:
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
 
 
-def check_values(options: Any) -> None:
+def check_values(options: dict[str, Any]) -> None:
     """Raises RunError naming the first option whose value cannot be used, whatever the others are."""
-    for name, given in flat(options).items():
+    for name, given in options.items():
         if isinstance(given, tuple) and (not given or len(set(given)) < len(given)):
             fail(name, "different values, at least one", " ".join(map(str, given)) or "none")
         for value in given if isinstance(given, tuple) else (given,):
             if value is None:
                 continue
+            if name in _SEEDS and value >= 2**32:
+                fail(name, "less than 2**32", value)
+            if isinstance(value, int) and value >= 2**31 and name not in _SEEDS:
+                fail(name, "less than 2**31", value)
             if isinstance(value, float) and not math.isfinite(value):
                 fail(name, "a finite number", value)
             if name in _POSITIVE and not value > 0:
@@ -211,10 +220,8 @@ def check_size(model: SizeOptions) -> None:
 
 def check(options: TrainOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
-    check_values(options)
+    check_values(flat(options))
     run = options.run
-    if run.seed >= 2**32:
-        fail("seed", "less than 2**32", run.seed)
     if run.batch_size % run.accumulate:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
     check_size(options.model)
@@ -245,7 +252,7 @@ def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> An
     """Options like `default` with the values of a JSON object, and some that are not stored.
 
     Raises:
-      RunError: the stored names are not those of this version.
+      RunError: the stored names are not those of this version, or a value is not of its type.
     """
     known = set(flat(default)) - set(more)
     if set(stored) != known:
@@ -253,6 +260,11 @@ def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> An
         raise RunError(
             f"config.json: expected the options of this version of gdn-jax, got a difference in {odd}"
         )
+    for group in dataclasses.fields(default):
+        for name, hint in get_type_hints(type(getattr(default, group.name))).items():
+            if name in known and not _fits(stored[name], hint):
+                kind = getattr(hint, "__name__", hint)
+                raise RunError(f"config.json: expected {name} of type {kind}, got {stored[name]!r}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
     if values.get("data") is not None:
         values["data"] = Path(str(values["data"]))
@@ -262,6 +274,21 @@ def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> An
         cls = type(getattr(default, group.name))
         groups[group.name] = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
     return type(default)(**groups)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of a JSON object can be an option of that type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(x, inner[0]) for x in value)
+    if origin is UnionType:
+        return any(_fits(value, kind) for kind in inner)
+    if isinstance(value, bool):
+        return hint is bool
+    kinds = {Path: str, float: (int, float)}
+    return isinstance(value, kinds.get(hint, hint))
 
 
 def check_same(stored: dict[str, object], asked: dict[str, object]) -> None:

@@ -1,11 +1,13 @@
 """The run folder.
 
-    config.json     options, data, model size, baselines, versions; written once
+    config.json     options, data, model size, baselines, versions; written again only where the data has moved
     metrics.jsonl   one JSON object a line; all but `wall` is the same after a resume
     checkpoints/    see `checkpoints`
     result.json     metrics at the end
     curves.png      see `curves`
     sample.txt      what the model writes
+    lock            who works on the run, see `gdn_jax.commands.locks`
+    damaged/        checkpoints that could not be read when the run was resumed
 
 Whole files are written under a temporary name and renamed. metrics.jsonl grows a line at a time; a torn last
 line is dropped when the run is resumed.
@@ -25,11 +27,11 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.checkpoints = path / "checkpoints"
-        self._metrics = JsonLines(path / "metrics.jsonl")
+        self.checkpoints, self.damaged = path / "checkpoints", path / "damaged"
+        self._metrics = JsonLines(path / "metrics.jsonl", ("step",))
 
     @classmethod
-    def create(cls, path: Path | None, task: str, config: dict[str, Any]) -> "RunFolder":
+    def create(cls, path: Path | None, task: str) -> "RunFolder":
         """Creates a folder that did not exist; without a path, the first free runs/<task>-<number>.
 
         Raises:
@@ -49,31 +51,37 @@ class RunFolder:
         except OSError as error:
             check_free(path)
             raise RunError(f"--out: cannot create {path or 'runs'}: {error.strerror}") from None
-        run = cls(path)
-        run.write_json("config.json", config)
-        return run
+        return cls(path)
 
     @classmethod
-    def open(cls, path: Path | None) -> tuple["RunFolder", dict[str, Any]]:
+    def open(cls, path: Path | None, **more: type) -> tuple["RunFolder", dict[str, Any]]:
         """Opens the folder of an earlier run and reads its config.json.
 
+        Args:
+          path: the folder.
+          more: what config.json holds beside the common entries, by name and type.
+
         Raises:
-          RunError: there is no such run.
+          RunError: there is no such run, or its config.json lacks something.
         """
         if path is None:
             raise RunError("--resume: expected --out with the folder to continue, got no --out")
+        file = path / "config.json"
         try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            if not isinstance(config.get("options"), dict) or not isinstance(config.get("data"), dict):
-                raise ValueError
+            config = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise RunError(
-                f"--resume: expected a run folder, got {path}: {error.strerror} (config.json)"
-            ) from None
-        except (ValueError, AttributeError):
-            raise RunError(
-                f"--resume: cannot read {path / 'config.json'} as the configuration of a run"
-            ) from None
+            raise RunError(f"expected a run folder, got {path}: {error.strerror} (config.json)") from None
+        except ValueError as error:
+            raise RunError(f"{file}: expected the configuration of a run, got no JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise RunError(f"{file}: expected the configuration of a run, got {type(config).__name__}")
+        wanted = {"task": str, "options": dict, "data": dict, "versions": dict} | more
+        found = {name: config.get(name) for name in wanted}
+        if isinstance(found["versions"], dict):
+            found |= {f"versions: {name}": found["versions"].get(name) for name in ("device", "jax")}
+        for name, value in found.items():
+            if not isinstance(value, kind := wanted.get(name, str)):
+                raise RunError(f"{file}: expected {name} of type {kind.__name__}, got {value}")
         return cls(path), config
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:

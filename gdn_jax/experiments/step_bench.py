@@ -23,7 +23,7 @@ from rich.table import Table
 
 from gdn_jax.checks import device_time
 from gdn_jax.commands.errors import fail, one_line
-from gdn_jax.commands.files import write_text
+from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 from gdn_jax.experiments import steps
@@ -198,8 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     for length in options.lengths:
         if length < 1 or options.tokens % length:
             fail("lengths", f"divisors of --tokens {options.tokens}", length)
-    if options.json is not None and not options.json.parent.is_dir():
-        fail("json", "a file in a folder that exists", options.json)
+    if options.json is not None:
+        check_writable("json", options.json)
     config, console, results = config_of(options), Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
     for length in options.lengths:

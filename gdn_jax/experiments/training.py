@@ -1,17 +1,14 @@
-"""The training loop, from options to a finished run folder.
+"""A model in training: its state, its checkpoints, and the loop over the steps.
 
 Everything that enters a number is a function of the options and the step: batches, learning rate, the points
 at which a line is written. A checkpoint carries parameters, optimiser state, the step and the sums of the
 line in progress, so a resumed run writes the same metrics, bit for bit on the same machine.
 """
 
-import contextlib
 import dataclasses
 import math
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,24 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import write_text
-from gdn_jax.commands.versions import versions
-from gdn_jax.experiments import curves, mixers, steps
-from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments.checkpoints import Checkpoints
-from gdn_jax.experiments.compiled import keep_compiled
 from gdn_jax.experiments.options import TrainOptions
 from gdn_jax.experiments.progress import Reporter
-from gdn_jax.experiments.runs import RunFolder, check_free
+from gdn_jax.experiments.runs import RunFolder
 from gdn_jax.experiments.steps import Functions, StepMetrics, TrainState
-from gdn_jax.experiments.tasks.table import Task, check_same_data, make_task
-
-INTERRUPTED = 130  # exit status of a program stopped by Ctrl-C
+from gdn_jax.experiments.tasks.table import Task
 
 
 class Diverged(Exception):
@@ -89,6 +77,7 @@ class Trainer:
         Raises:
           RunError: the options do not make a model.
         """
+        memory.check_run(options, task.vocab_size)
         model = steps.make_model(options.model, task.vocab_size, options.run.seed)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
@@ -111,10 +100,27 @@ class Trainer:
         """The model with the present parameters."""
         return nnx.merge(self.graphdef, self.state.params, self.rest)
 
-    def restore(self, store: Checkpoints, step: int) -> None:
-        """Takes over a checkpoint."""
-        self.state, facts = store.restore(step, self.state)
-        self.step, self.seconds, self.tally = step, facts["seconds"], Tally(**facts["tally"])
+    def restore(self, store: Checkpoints) -> dict[int, str]:
+        """Takes over the latest checkpoint that is whole, if there is one; returns the damaged ones after it.
+
+        Raises:
+          RunError: there are checkpoints, and none can be read.
+        """
+        restored = store.restore(self.state)
+        if restored is None:
+            return {}
+        self.step, self.state, facts, damaged = restored
+        self.seconds, self.tally = facts["seconds"], Tally(**facts["tally"])
+        return damaged
+
+    def lines(self) -> list[int]:
+        """Steps up to the present one that a line of metrics is written at."""
+        o = self.options.run
+        at = {
+            *range(o.log_every, self.step + 1, o.log_every),
+            *range(o.eval_every, self.step + 1, o.eval_every),
+        }
+        return sorted(at | ({o.steps} if self.step == o.steps else set()))
 
     def save(self, store: Checkpoints) -> None:
         """Saves a checkpoint, but never a state that cannot take its next step.
@@ -215,158 +221,3 @@ class Trainer:
                 f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
                 + (f"   {speed:,.0f} tokens/s" if speed else "")
             )
-
-
-@contextlib.contextmanager
-def listen() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM) sets; the second Ctrl-C interrupts at once."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def train(options: TrainOptions, console: Console) -> int:
-    """Runs `gdn train`; returns the exit status.
-
-    Raises:
-      RunError: something asked for cannot be done; nothing was overwritten.
-    """
-    options_lib.check(options)
-    compiled = keep_compiled(options.run.compilation_cache)
-    name = options.task.task
-    run: RunFolder | None = None
-    config: dict[str, Any] = {}
-    if options.run.resume:
-        run, config = RunFolder.open(options.run.out)
-    else:
-        check_free(options.run.out)
-    task = make_task(options)
-    trainer = Trainer.make(options, task)
-    present = versions()
-    if run is None:
-        config = {
-            "task": name,
-            "options": options_lib.to_json(options),
-            "data": task.describe(),
-            "parameters": trainer.parameters,
-            "compute_dtype": steps.compute_dtype(options.model),
-            "baselines": task.baselines(),
-            "versions": present,
-        }
-        run = RunFolder.create(options.run.out, name, config)
-    else:
-        check_same_data(config["data"], task)
-    store = Checkpoints(run.checkpoints, options.run.keep)
-    again = f"gdn train {name} --out {run.path} --resume"
-    try:
-        if options.run.resume:
-            if (latest := store.latest()) is not None:
-                trainer.restore(store, latest)
-            run.rewind(trainer.step)
-            console.print(f"resuming {run.path} after step {trainer.step}", highlight=False, soft_wrap=True)
-            for key, then in config["versions"].items():
-                if then != (now := present.get(key)):
-                    console.print(f"note: {key} was {then}, is {now}: numbers may differ", highlight=False)
-        console.print(task.summary(), highlight=False, markup=False, soft_wrap=True)
-        console.print(
-            f"{trainer.parameters / 1e6:.2f}M parameters, {config['compute_dtype']} on "
-            f"{present['device']}, run folder {run.path}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        if compiled is not None:
-            console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
-        with listen() as asked, Reporter(console, options.run.steps, trainer.step) as reporter:
-            try:
-                why = trainer.loop(run, store, reporter, asked)
-            except Diverged as error:
-                kept = store.latest()
-                advice = (
-                    f"the checkpoint of step {kept} is kept"
-                    if kept is not None
-                    else "no checkpoint was written yet"
-                )
-                raise RunError(
-                    f"{error}; stopped, {advice} in {run.path}; try a lower --lr in a new run"
-                ) from None
-        if why == "interrupted":
-            console.print(
-                f"saved step {trainer.step}; continue with: {again}", highlight=False, soft_wrap=True
-            )
-            return INTERRUPTED
-        _finish(trainer, run, config, console, why)
-        if why is not None:
-            console.print(
-                f"{why} after step {trainer.step}; continue with: {again}", highlight=False, soft_wrap=True
-            )
-        return 0
-    finally:
-        store.close()
-        if run.records():
-            _draw(run, task, config, mixers.label(options.model))
-
-
-def _draw(run: RunFolder, task: Task, config: dict[str, Any], label: str) -> None:
-    curves.draw_curves(
-        run.path / "curves.png",
-        run.records(),
-        config["baselines"],
-        metric=task.metric,
-        label=task.label,
-        title=f"{label}, {config['parameters'] / 1e6:.2f}M parameters, task {config['task']}",
-        lower_is_better=task.lower_is_better,
-    )
-
-
-def _finish(
-    trainer: Trainer, run: RunFolder, config: dict[str, Any], console: Console, why: str | None
-) -> None:
-    task, metric = trainer.task, trainer.task.metric
-    last = (run.records() or [{}])[-1]
-    validation = (
-        {k: v for k, v in last.items() if k.startswith("val_")} if last.get("step") == trainer.step else {}
-    )
-    validation = validation or trainer.validate()
-    value = validation["val_" + metric]
-    table = Table(title=f"{task.label}, validation", title_justify="left")
-    table.add_column("method")
-    table.add_column(metric, justify="right")
-    for name, baseline in config["baselines"].items():
-        table.add_row(name, f"{baseline:.3f}")
-    table.add_row(
-        f"{mixers.label(trainer.options.model)}, {trainer.step} steps", f"{value:.3f}", style="bold"
-    )
-    console.print(table)
-    tests = trainer.test()
-    for size, metrics in tests.items():
-        console.print(f"test, {size} {task.axis}: {metric} {metrics[metric]:.3f}", highlight=False)
-    sample = task.sample(trainer.model())
-    write_text(run.path / "sample.txt", sample)
-    result = {
-        "step": trainer.step,
-        **validation,
-        "test": tests,
-        "baselines": config["baselines"],
-        "finished": why is None,
-    }
-    run.write_json("result.json", result | {"wall": {"seconds": round(trainer.seconds, 3)}})
-    console.rule("sample")
-    console.print(Text(sample), soft_wrap=True)
-    console.rule()
-    console.print(
-        f"{trainer.seconds:.0f} s of training; results in {run.path}", highlight=False, soft_wrap=True
-    )

@@ -44,6 +44,7 @@ def draw_sweep(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sizes = list(rows[0].accuracy)
+    seeds = len(rows[0].accuracy[sizes[0]])
     octaves = max(1.0, np.log2(max(sizes) / min(sizes)))
     for i, row in enumerate(rows):
         values = 100 * np.array(list(row.accuracy.values()))  # [sizes, seeds]
@@ -81,7 +82,7 @@ def draw_sweep(
     figure.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
-        title="mean over the seeds, bars from the worst to the best",
+        title="one seed" if seeds == 1 else "mean over the seeds, bars from the worst to the best",
         title_fontsize=8.5,
         frameon=False,
         fontsize=8.5,

@@ -62,8 +62,8 @@ class SweepOptions[T: TaskOptions]:
 
     task: T
     sweep: GridOptions = GridOptions()
-    model: SizeOptions = SizeOptions()  # noqa: RUF009 (frozen)
-    optimizer: ScheduleOptions = ScheduleOptions()  # noqa: RUF009 (frozen)
+    model: SizeOptions = dataclasses.field(default_factory=SizeOptions)
+    optimizer: ScheduleOptions = dataclasses.field(default_factory=ScheduleOptions)
 
 
 # Of rows this short the scan over tokens is faster on a CPU than the chunked form. Several heads: the first decays
@@ -183,12 +183,10 @@ PRESETS: dict[str, dict[str, SweepOptions]] = {
 
 def check(options: SweepOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
-    options_lib.check_values(options)
+    options_lib.check_values(options_lib.flat(options))
     options_lib.check_size(options.model)
     options.task.check()
     grid = options.sweep
-    if grid.data_seed >= 2**32:
-        fail("data_seed", "less than 2**32", grid.data_seed)
     runs = grid.seeds * len(grid.lrs)
     if runs % grid.together:
         fail("together", f"a divisor of --seeds x --lrs = {runs}", grid.together)

@@ -5,7 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.tasks.table import Task
+from gdn_jax.experiments.tasks.generated import GeneratedTask
 
 
 class Row(NamedTuple):
@@ -26,9 +26,8 @@ class Row(NamedTuple):
         return statistics.fmean(self.accuracy[size])
 
     def spread(self, size: int) -> float:
-        """Standard deviation over the seeds, 0 for a single one."""
-        values = self.accuracy[size]
-        return statistics.stdev(values) if len(values) > 1 else 0.0
+        """Standard deviation over the seeds, at least two."""
+        return statistics.stdev(self.accuracy[size])
 
 
 def rows(records: list[dict[str, Any]], mixers: list[str]) -> list[Row]:
@@ -50,22 +49,28 @@ def _loss(record: dict[str, Any]) -> float:
     return math.inf if record["val_loss"] is None else record["val_loss"]
 
 
-def markdown(rows: list[Row], records: list[dict[str, Any]], config: dict[str, Any], task: Task) -> str:
+def markdown(
+    rows: list[Row], records: list[dict[str, Any]], config: dict[str, Any], task: GeneratedTask
+) -> str:
     """The table as Markdown, with what it takes to make it again."""
     sizes = list(rows[0].accuracy)
     chance = ", ".join(f"{name} {100 * value:.1f}" for name, value in task.baselines().items())
     o = config["options"]
+    several = o["seeds"] > 1
+    over = f"mean ± standard deviation over {o['seeds']} seeds" if several else "of one seed"
     lines = [
         f"# {config['task']}: {task.summary()}",
         "",
-        f"{task.label[0].upper() + task.label[1:]} in %, mean ± standard deviation over {o['seeds']} seeds, at the "
-        f"learning rate of {o['lrs']} with the lowest mean validation loss ({chance}).",
+        f"{task.label[0].upper() + task.label[1:]} in %, {over}, at the learning rate of {o['lrs']} with the lowest "
+        f"{'mean ' if several else ''}validation loss ({chance}).",
         "",
         "| mixer | learning rate | " + " | ".join(f"{size} {task.axis}" for size in sizes) + " |",
         "|---|---|" + "---|" * len(sizes),
     ]
     for row in rows:
-        cells = (f"{100 * row.mean(n):.1f} ± {100 * row.spread(n):.1f}" for n in sizes)
+        cells = (
+            f"{100 * row.mean(n):.1f}" + (f" ± {100 * row.spread(n):.1f}" if several else "") for n in sizes
+        )
         lines.append(f"| {MIXERS[row.mixer].label} | {row.lr:g} | {' | '.join(cells)} |")
     state = o["num_heads"] * o["head_dim"] * round(o["head_dim"] * o["expand_v"])
     seconds = sum(record["wall"]["seconds"] for record in records)

@@ -13,6 +13,7 @@ share one compiled program, in which seed and learning rate are arguments and `t
 
 import dataclasses
 import math
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -26,11 +27,13 @@ from jaxtyping import Array, Float, PyTree, UInt32
 from rich.console import Console
 from rich.markdown import Markdown
 
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, os_line
 from gdn_jax.commands.files import JsonLines, write_text
+from gdn_jax.commands.interrupts import INTERRUPTED, listen
+from gdn_jax.commands.locks import owned
 from gdn_jax.commands.versions import versions
+from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import steps
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.experiments.runs import RunFolder, check_free
@@ -41,7 +44,6 @@ from gdn_jax.experiments.sweeps.progress import SweepReporter
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.generated import GeneratedTask
 from gdn_jax.experiments.tasks.table import check_same_data, make_task
-from gdn_jax.experiments.training import INTERRUPTED, listen
 from gdn_jax.models import LanguageModel
 
 # Seconds of work handed to the device at a time: how long a Ctrl-C waits, and how often the bar moves.
@@ -54,6 +56,10 @@ class Run(NamedTuple):
     mixer: str
     lr: float
     seed: int
+
+
+_SCORES = ("val_loss", "val_accuracy", "test_accuracy", "parameters", "wall")
+"""What a line of runs.jsonl holds beside its run."""
 
 
 class Runs(NamedTuple):
@@ -242,46 +248,72 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
     o, name = options.sweep, options.task.task
-    config: dict[str, Any]
     if not o.resume:
         check_free(o.out)
     run = RunOptions(seed=o.data_seed, batch_size=o.batch_size)
     task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
     assert isinstance(task, GeneratedTask)
+    memory.check(options.model, task.vocab_size, o.batch_size, o.batch_size, options.task.length, o.together)
     if o.resume:
-        folder, config = RunFolder.open(o.out)
-        check_same_data(config["data"], task)
-    else:
-        config = {
-            "task": f"sweep {name}",
-            "command": command,
-            "options": options_lib.to_json(options),
-            "data": task.describe(),
-            "versions": versions(),
-        }
-        folder = RunFolder.create(o.out, f"sweep {name}", config)
-    lines = JsonLines(folder.path / "runs.jsonl")
-    lines.mend()
-    work = Sweep(options, task, lines)
-    total, left = len(grid(options)), sum(map(len, work.left().values()))
-    console.print(
-        f"{task.summary()}\n{left} of {total} runs of {o.steps} steps to make on {config['versions']['device']}, "
-        f"folder {folder.path}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    with listen() as asked, SweepReporter(console, total, total - left, o.steps) as reporter:
-        finished = work.run(reporter, asked)
-    if not finished:
-        console.print(
-            f"interrupted; finished runs are kept; continue with: gdn sweep {name} --out {folder.path} --resume",
-            highlight=False,
-            soft_wrap=True,
+        folder, config = RunFolder.open(o.out, command=str)
+        with owned(folder.path):
+            check_same_data(config["data"], task)
+            return _work(options, task, folder, config, console)
+    config = {
+        "task": f"sweep {name}",
+        "command": command,
+        "options": options_lib.to_json(options),
+        "data": task.describe(),
+        "versions": versions(),
+    }
+    folder = RunFolder.create(o.out, f"sweep {name}")
+    with owned(folder.path):
+        folder.write_json("config.json", config)
+        return _work(options, task, folder, config, console)
+
+
+def _work(
+    options: SweepOptions, task: GeneratedTask, folder: RunFolder, config: dict[str, Any], console: Console
+) -> int:
+    """Makes what is left and the table; returns the exit status."""
+    o, name = options.sweep, options.task.task
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
+    lines = JsonLines(folder.path / "runs.jsonl", (*Run._fields, *_SCORES))
+    try:
+        lines.mend()
+        work = Sweep(options, task, lines)
+        total, left = len(grid(options)), sum(map(len, work.left().values()))
+        say(task.summary())
+        say(
+            f"{left} of {total} runs of {o.steps} steps to make on {config['versions']['device']}, "
+            f"folder {folder.path}"
         )
-        return INTERRUPTED
+        with listen() as asked, SweepReporter(console, total, total - left, o.steps) as reporter:
+            finished = work.run(reporter, asked)
+        if not finished:
+            say(f"interrupted; finished runs are kept; continue with: {again}")
+            return INTERRUPTED
+        _finish(options, task, folder, config, lines, console)
+    except OSError as error:
+        raise RunError(
+            f"{folder.path}: {os_line(error)}; finished runs are kept; continue with: {again}"
+        ) from error
+    say(f"results in {folder.path}")
+    return 0
+
+
+def _finish(
+    options: SweepOptions,
+    task: GeneratedTask,
+    folder: RunFolder,
+    config: dict[str, Any],
+    lines: JsonLines,
+    console: Console,
+) -> None:
+    """Writes table and figure."""
     records = lines.records()
-    rows = summary.rows(records, list(o.mixers))
+    rows = summary.rows(records, list(options.sweep.mixers))
     table = summary.markdown(rows, records, config, task)
     write_text(folder.path / "table.md", table)
     figure.draw_sweep(
@@ -294,5 +326,3 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         title=task.summary(),
     )
     console.print(Markdown(table))
-    console.print(f"results in {folder.path}", highlight=False, soft_wrap=True)
-    return 0

@@ -5,12 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from gdn_jax import models
 from gdn_jax.experiments.options import TrainOptions
 from gdn_jax.experiments.tasks import ngrams, text
 from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.options import TextOptions
+from gdn_jax.experiments.tasks.options import TextOptions, prompt_bytes
 
 
 class BytesTask:
@@ -37,14 +38,7 @@ class BytesTask:
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
     def val_batches(self, size: int) -> list[Batch]:
-        batches = []
-        for first in range(0, len(self.starts), size):
-            starts = self.starts[first : first + size]
-            weights = np.zeros((size, self.length), np.float32)
-            weights[: len(starts)] = 1
-            starts = np.concatenate([starts, np.zeros(size - len(starts), starts.dtype)])
-            batches.append(Batch(*text.windows(self.corpus.val, starts, self.length), weights))
-        return batches
+        return batches(self.corpus.val, self.starts, self.length, size)
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
         del size
@@ -52,7 +46,7 @@ class BytesTask:
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         del accuracy
-        return {"bpb": loss / math.log(2)}
+        return {"bpb": bits(loss)}
 
     def baselines(self) -> dict[str, float]:
         positions = (self.starts[:, None] + np.arange(1, self.length + 1)).reshape(-1)
@@ -80,10 +74,39 @@ class BytesTask:
 
     def sample(self, model: models.LanguageModel) -> str:
         options = self.options.task
-        prompt = b"\0" + options.prompt.encode()
-        tokens = jnp.asarray(np.frombuffer(prompt, np.uint8).astype(np.int32))[None]
         rng = jax.random.fold_in(jax.random.key(self.options.run.seed), 2)
-        out = models.generate(model, tokens, options.sample_bytes, rng=rng, temperature=options.temperature)
-        written = bytes(np.asarray(out[0], np.uint8)).split(b"\0")[0]  # a zero ends the file
-        readable = (options.prompt.encode() + written).decode(errors="replace")
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
+        prompt = encode(options.prompt)
+        out = models.generate(model, prompt, options.sample_bytes, rng=rng, temperature=options.temperature)
+        return decode(jnp.concatenate([prompt[0, 1:], out[0]]))
+
+
+def encode(prompt: str) -> Int[Array, "1 T"]:
+    """Tokens of the beginning of a file: a zero, and the bytes of the prompt.
+
+    Raises:
+      RunError: the prompt stands for no bytes.
+    """
+    return jnp.asarray(np.frombuffer(b"\0" + prompt_bytes(prompt), np.uint8).astype(np.int32))[None]
+
+
+def decode(tokens: Int[Array, " T"]) -> str:
+    """Readable text of bytes up to a zero, which ends a file; what is no text becomes U+FFFD."""
+    readable = bytes(np.asarray(tokens, np.uint8)).split(b"\0")[0].decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
+
+
+def batches(stream: np.ndarray, starts: np.ndarray, length: int, size: int) -> list[Batch]:
+    """Windows of a stream in batches of `size`; the last one is filled up with windows that do not count."""
+    made = []
+    for first in range(0, len(starts), size):
+        some = starts[first : first + size]
+        weights = np.zeros((size, length), np.float32)
+        weights[: len(some)] = 1
+        some = np.concatenate([some, np.zeros(size - len(some), some.dtype)])
+        made.append(Batch(*text.windows(stream, some, length), weights))
+    return made
+
+
+def bits(loss: float) -> float:
+    """Bits per byte of a mean loss in nats."""
+    return loss / math.log(2)

@@ -10,6 +10,18 @@ from typing import ClassVar, Literal
 from gdn_jax.commands.errors import fail
 
 
+def prompt_bytes(prompt: str) -> bytes:
+    """A prompt in UTF-8; bytes of a command line that are no UTF-8 come in as surrogates and go out as they were.
+
+    Raises:
+      RunError: it holds other surrogates, which stand for no bytes.
+    """
+    try:
+        return prompt.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        fail("prompt", "text, or bytes of a command line", ascii(prompt))
+
+
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
     """Next-byte modelling of real text; validated in bits per byte on held-out files."""
@@ -17,7 +29,8 @@ class TextOptions:
     task: ClassVar[str] = "bytes"
 
     data: Path | None = None
-    """File or folder. Without it, the .py files of the running Python's standard library."""
+    """File or folder. Without it, the .py files of the running Python's standard library. With --resume: where the
+    same text lies now."""
     glob: str = "*"
     """Names of the files read below a folder."""
     length: int = 256
@@ -25,7 +38,7 @@ class TextOptions:
     val_bytes: int = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""
-    """Start of the sample; empty: the start of a new file."""
+    """Start of the sample, any bytes; empty: the start of a new file."""
     sample_bytes: int = 600
     """Bytes of the sample."""
     temperature: float = 0.7
@@ -33,6 +46,7 @@ class TextOptions:
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
+        prompt_bytes(self.prompt)
 
 
 @dataclasses.dataclass(frozen=True)

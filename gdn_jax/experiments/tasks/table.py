@@ -69,6 +69,11 @@ def make_task(options: TrainOptions) -> Task:
     return _TASKS[options.task.task](options)
 
 
+def vocab_size(options: TrainOptions) -> int:
+    """Tokens of the task's model, without reading a text that may be elsewhere by now."""
+    return next_byte.BytesTask.vocab_size if options.task.task == "bytes" else make_task(options).vocab_size
+
+
 _TASKS: dict[str, type] = {
     "bytes": next_byte.BytesTask,
     "recall": generated.RecallTask,

@@ -78,8 +78,40 @@ def held_out(names: list[str]) -> list[bool]:
     return [i in chosen for i in range(len(names))]
 
 
-def _stream(texts: list[bytes]) -> np.ndarray:
+def stream(texts: list[bytes]) -> np.ndarray:
+    """One stream of all texts."""
     return np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)
+
+
+def read(data: Path | None, glob: str = "*") -> tuple[str, list[tuple[str, bytes]]]:
+    """Reads the files of a text that are not empty.
+
+    Args:
+      data: a file, a folder, or None: the .py files of the running Python's standard library.
+      glob: names of the files read below a folder.
+
+    Returns:
+      where the text is from, and name and content of every file in a fixed order.
+
+    Raises:
+      RunError: a missing path, an unreadable file, no text.
+    """
+    if data is None:
+        root, pattern, skip = Path(sysconfig.get_path("stdlib")), "*.py", _STDLIB_SKIP
+        source = f"standard library of Python {sysconfig.get_python_version()}"
+    else:
+        root, pattern, skip = data, glob, []
+        source = str(data)
+    if not root.exists():
+        raise RunError(f"--data: expected a file or a folder, got {root}, which does not exist")
+    if root.is_file():
+        texts = [(root.name, _read(root))]
+    else:
+        texts = [(p.relative_to(root).as_posix(), _read(p)) for p in _walk(root, pattern, skip)]
+    texts = [(name, text) for name, text in texts if text]
+    if not texts:
+        raise RunError(f"--data: expected text, got none in {root}")
+    return source, texts
 
 
 def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
@@ -94,35 +126,23 @@ def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
     Raises:
       RunError: a missing path, an unreadable file, no file, too little text.
     """
-    if data is None:
-        root, pattern, skip = Path(sysconfig.get_path("stdlib")), "*.py", _STDLIB_SKIP
-        source = f"standard library of Python {sysconfig.get_python_version()}"
-    else:
-        root, pattern, skip = data, glob, []
-        source = str(data)
-    if not root.exists():
-        raise RunError(f"--data: expected a file or a folder, got {root}, which does not exist")
-    files = [root] if root.is_file() else _walk(root, pattern, skip)
-    texts = [(path, _read(path)) for path in files]
-    texts = [(path, text) for path, text in texts if text]
-    if not texts:
-        raise RunError(f"--data: expected text, got none in {root}")
+    source, texts = read(data, glob)
     if len(texts) == 1:
-        path, text = texts[0]
+        name, text = texts[0]
         cut = len(text) - int(len(text) * HELD_OUT)
-        train, val = _stream([text[:cut]]), _stream([text[cut:]])
-        train_files, val_files = (f"{path.name} (start)",), (f"{path.name} (last tenth)",)
+        train, val = stream([text[:cut]]), stream([text[cut:]])
+        train_files, val_files = (f"{name} (start)",), (f"{name} (last tenth)",)
     else:
-        names = [path.relative_to(root).as_posix() for path, _ in texts]
+        names = [name for name, _ in texts]
         out = held_out(names)
-        train = _stream([text for (_, text), o in zip(texts, out, strict=True) if not o])
-        val = _stream([text for (_, text), o in zip(texts, out, strict=True) if o])
+        train = stream([text for (_, text), o in zip(texts, out, strict=True) if not o])
+        val = stream([text for (_, text), o in zip(texts, out, strict=True) if o])
         train_files = tuple(n for n, o in zip(names, out, strict=True) if not o)
         val_files = tuple(n for n, o in zip(names, out, strict=True) if o)
-    for side, stream in (("training", train), ("held-out", val)):
-        if stream.size < length + 1:
+    for side, part in (("training", train), ("held-out", val)):
+        if part.size < length + 1:
             raise RunError(
-                f"--data: expected at least --length + 1 = {length + 1} {side} bytes, got {stream.size}: "
+                f"--data: expected at least --length + 1 = {length + 1} {side} bytes, got {part.size}: "
                 f"give more text or a smaller --length"
             )
     return Corpus(train, val, train_files, val_files, source)

@@ -1,0 +1,119 @@
+"""One process at a time owns a folder.
+
+The owner keeps a file `lock` in the folder that says who it is: host, process, since when. The file comes into being
+whole and by a hard link, which one process alone can make, on shared file systems too. As long as its owner lives,
+the kernel keeps a lock (flock) on it. So a process of the same host can tell whether an owner is gone, however it
+ended, and takes over what a dead one left. The owner on another host cannot be asked: its lock is respected.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from gdn_jax.commands.errors import RunError
+
+NAME = "lock"
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Owns a folder until the end of the block.
+
+    Raises:
+      RunError: another process owns it, or a lock of another host is in the way; names the owner and the way out.
+    """
+    path = folder / NAME
+    mine = path.with_name(f"{NAME}.{uuid.uuid4().hex}.tmp")
+    try:
+        file = _take(path, _write(mine), mine)
+    finally:
+        mine.unlink(missing_ok=True)
+    with file:
+        try:
+            yield
+        finally:
+            if _same(file, path):
+                path.unlink()
+
+
+def _write(path: Path) -> TextIO:
+    """A new file that says who this process is, open and held."""
+    owner = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    file = open(path, "x", encoding="utf-8")
+    _hold(file)  # before the file gets the name of the lock: one that is not held is that of a dead process
+    file.write(json.dumps(owner) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+    return file
+
+
+def _take(path: Path, file: TextIO, mine: Path) -> TextIO:
+    """Gives the file, now called `mine`, the name of the lock: a free one, or that of a dead process of this host."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            try:
+                os.link(mine, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                file = _write(path)
+            return file
+        if _same(file, path):
+            return file  # the link was made, and the answer of a network file system lost
+        with contextlib.suppress(FileNotFoundError), open(path, "r+", encoding="utf-8") as theirs:
+            owner = _owner(theirs.read())
+            here = owner["host"] == socket.gethostname()
+            if not here or not _hold(theirs):
+                raise RunError(_refusal(path, owner, here))
+            # Who finds the same dead owner waits no longer than this: the first one to hold its file replaces it.
+            if _same(theirs, path):
+                os.replace(mine, path)
+                return file
+
+
+def _hold(file: TextIO) -> bool:
+    """Locks an open file for the life of this process; False if another one has it, or if none can tell."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without such locks
+        return False
+    return True
+
+
+def _same(file: TextIO, path: Path) -> bool:
+    """Whether the open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _owner(text: str) -> dict[str, Any]:
+    try:
+        owner = json.loads(text)
+        return {name: owner[name] for name in ("host", "process", "since")}
+    except (ValueError, KeyError, TypeError):
+        return {"host": "an unknown host", "process": "?", "since": "?"}
+
+
+def _refusal(path: Path, owner: dict[str, Any], here: bool) -> str:
+    who = f"process {owner['process']} on {owner['host']} since {owner['since']}"
+    advice = (
+        "wait for it or stop it"
+        if here
+        else f"from {socket.gethostname()} it cannot be seen whether it still runs: if it does not, delete {path}"
+    )
+    return (
+        f"{path.parent}: expected a folder that no other process works in, got one owned by {who}; {advice}"
+    )

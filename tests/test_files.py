@@ -1,0 +1,152 @@
+"""What every command does with files: whole ones, lines, and locks that survive their owners."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gdn_jax.commands import files
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import JsonLines, check_writable, write_text
+from gdn_jax.commands.locks import owned
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_file_is_old_or_new(tmp_path, monkeypatch, moment):
+    """An error before the rename leaves the old content, and nothing beside it."""
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def stop(*arguments):
+        assert path.read_text() == "old"
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, moment, stop)
+        with pytest.raises(OSError, match="the disk is full"):
+            write_text(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+    write_text(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_lines(tmp_path):
+    lines = JsonLines(tmp_path / "lines", ("a",))
+    assert lines.records() == []
+    lines.append({"a": 1})
+    lines.append({"a": 2, "b": 3})
+    with open(lines.path, "a") as file:
+        file.write('{"a": ')
+    assert lines.records() == [{"a": 1}, {"a": 2, "b": 3}]
+    lines.mend()
+    lines.append({"b": 3})
+    with pytest.raises(RunError, match=r"expected a JSON object with a in line 3, got '{\"b\": 3}'"):
+        lines.records()
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path):
+    check_writable("json", tmp_path / "file")
+    with pytest.raises(RunError, match="--json: expected a file in a folder that exists, got"):
+        check_writable("json", tmp_path / "missing" / "file")
+    with pytest.raises(RunError, match="--json: expected a file that can be written, got"):
+        check_writable("json", tmp_path)
+
+
+# --- locks
+
+
+def test_lock_names_its_owner_and_goes_away(tmp_path):
+    with owned(tmp_path):
+        owner = json.loads((tmp_path / "lock").read_text())
+        assert owner["process"] == os.getpid() and owner["host"] == socket.gethostname()
+        who = f"process {os.getpid()} on {socket.gethostname()} since {owner['since'][:10]}"
+        with pytest.raises(RunError, match=f"{tmp_path}: .* owned by {who}"), owned(tmp_path):
+            pass
+        assert os.listdir(tmp_path) == ["lock"], "a refused process changed something"
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KeyError), owned(tmp_path):
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gdn_jax.commands.locks import owned
+
+with owned(Path(sys.argv[1])):
+    print("mine", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_lock_of_another_process(tmp_path):
+    """Respected while the process lives, taken over after kill -9."""
+    child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdin=-1, stdout=-1, text=True)
+    assert child.stdout.readline() == "mine\n"
+    with pytest.raises(RunError, match=f"owned by process {child.pid} on"), owned(tmp_path):
+        pass
+    child.communicate("\n")
+    assert (tmp_path / "lock").exists()
+    with owned(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ['{"host": "far-away", "process": 7, "since": "2026-11-22"}\n', ""])
+def test_lock_of_another_host(tmp_path, content):
+    """Nobody here can tell whether its process lives: refused, with the way out."""
+    (tmp_path / "lock").write_text(content)
+    who = "process 7 on far-away since 2026-11-22" if content else "process . on an unknown host"
+    with pytest.raises(RunError, match=f"{who}.*if it does not, delete {tmp_path / 'lock'}"), owned(tmp_path):
+        pass
+    assert (tmp_path / "lock").read_text() == content
+    (tmp_path / "lock").unlink()
+    with owned(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("links", [True, False])
+def test_one_of_many_gets_it(tmp_path, monkeypatch, stale, links):
+    """Threads that ask at the same time, also for the lock of a dead process and without hard links."""
+
+    def no_link(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        original = os.link
+        monkeypatch.setattr(
+            os, "link", lambda a, b: original(a, b) if os.path.exists(b) else no_link()
+        )  # a name that is taken is told first
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        if stale:
+            owner = {"host": socket.gethostname(), "process": 1, "since": "long ago"}
+            (folder / "lock").write_text(json.dumps(owner))
+        barrier, won, lost, done = threading.Barrier(6), [], [], threading.Barrier(6)
+
+        def ask(folder=folder, barrier=barrier, won=won, lost=lost, done=done):
+            barrier.wait()
+            try:
+                with owned(folder):
+                    won.append(1)
+                    done.wait()
+                return
+            except RunError as error:
+                lost.append(error)
+            done.wait()
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1 and len(lost) == 5
+        assert os.listdir(folder) == []

@@ -1,0 +1,188 @@
+"""A trained run is used: loaded, sampled from, asked about other text, by functions and by commands."""
+
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny_runs import TINY, train
+
+from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.locks import owned
+from gdn_jax.experiments.evaluate import bits_per_byte
+from gdn_jax.experiments.load import load_run
+from gdn_jax.experiments.tasks import text
+from gdn_jax.models import generate
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A run of a few steps, which knows where words end."""
+    out = tmp_path_factory.mktemp("runs") / "trained"
+    assert train(folder, out, "--steps", "40", "--lr", "0.02", "--temperature", "0") == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(trained):
+    return load_run(trained)
+
+
+def test_loaded_run(trained, run):
+    assert run.path == trained and run.step == 40 and run.damaged == {}
+    assert run.config == json.loads((trained / "config.json").read_text())
+    assert run.options.model.hidden_size == 16 and run.options.task.length == 32
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(run.model, nnx.Param)))
+    assert count == run.config["parameters"]
+    # the weights are those that wrote the sample
+    written = generate(run.model, run.encode(""), 8)
+    assert run.decode(written[0]) == (trained / "sample.txt").read_text()
+
+
+def test_text_to_tokens_and_back(run):
+    prompt = "def café\t" + b"\xff".decode(errors="surrogateescape")
+    tokens = run.encode(prompt)
+    np.testing.assert_array_equal(tokens, [[0, *b"def caf\xc3\xa9\t\xff"]])
+    assert run.decode(tokens[0, 1:]) == "def café\t\ufffd"
+    assert run.decode(jnp.array([65, 0, 66])) == "A" and run.decode(jnp.array([7])) == "\ufffd"
+    with pytest.raises(RunError, match="--prompt: expected text"):
+        run.encode("\ud800")
+
+
+def test_bits_per_byte(run):
+    """Every window is scored from its own bytes, its first one included as context of the second."""
+    texts = [b"def f(x):\n    return x\n" * 3, b"x = 1\n" * 9]
+    bits, count = bits_per_byte(run, texts, 1 << 20)
+    stream = np.frombuffer(b"\0" + b"".join(x + b"\0" for x in texts), np.uint8).astype(np.int32)
+    windows = (len(stream) - 1) // 32
+    assert count == 32 * windows
+    rows = np.stack([stream[32 * i : 32 * i + 33] for i in range(windows)])
+    logits = jax.jit(lambda tokens: run.model(tokens)[0])(rows[:, :-1])
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+    assert bits == pytest.approx(float(loss) / math.log(2), rel=1e-5)
+    with pytest.raises(
+        RunError, match="--data: expected at least 31 bytes of text, a window of the run, got 3"
+    ):
+        bits_per_byte(run, [b"abc"], 100)
+
+
+def test_eval_of_the_held_out_text_is_the_validation(trained, folder, tmp_path, capsys):
+    """The files held out, scored by themselves, give what the run measured (with all of its bytes)."""
+    corpus = text.load(folder)
+    for name in corpus.val_files:
+        (tmp_path / "held out" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / name, tmp_path / "held out" / name)
+    assert cli.main(["eval", str(trained), "--data", str(tmp_path / "held out"), "--val-bytes", "256"]) == 0
+    line = capsys.readouterr().out
+    expected = json.loads((trained / "result.json").read_text())["val_bpb"]
+    assert line.startswith(f"{expected:.4f} bits per byte over 256 of ")
+    assert line.endswith(f" bytes in {len(corpus.val_files)} files of {tmp_path / 'held out'}\n")
+
+
+def test_sample(trained, run, capsys):
+    def sample(*words):
+        assert cli.main(["sample", str(trained), "--tokens", "12", *words]) == 0
+        return capsys.readouterr().out
+
+    greedy = run.decode(generate(run.model, run.encode("def "), 12)[0])
+    assert sample("--prompt", "def ", "--temperature", "0") == greedy + "\n"
+    assert sample("--prompt", "def ", "--top-k", "1") == greedy + "\n"
+    hot = [sample("--prompt", "def ", "--temperature", "1.5", "--seed", seed) for seed in "112"]
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_a_run_is_read_while_it_is_at_work(trained, tmp_path, capsys):
+    """Reading needs no lock and leaves everything, checkpoints that are being written too, as it is."""
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "checkpoints" / "44.orbax-checkpoint-tmp").mkdir()
+    with owned(copy):
+        before = sorted(copy.rglob("*"))
+        assert load_run(str(copy)).step == 40
+        assert sorted(copy.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left(trained, tmp_path, capsys):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "checkpoints" / "40" / "state" / "manifest.ocdbt").unlink()
+    before = sorted(copy.rglob("*"))
+    assert cli.main(["sample", str(copy), "--tokens", "1"]) == 0
+    assert capsys.readouterr().err == "gdn: note: the checkpoint of step 40 is damaged, using step 36\n"
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_another_task(tmp_path, capsys):
+    """The model of a task without text loads; what needs text says so."""
+    out = tmp_path / "run"
+    assert cli.main(["train", "parity", "--out", str(out), *TINY, "--steps", "1", "--length", "4"]) == 0
+    run = load_run(out)
+    assert run.model.config.vocab_size == 2 and run.model(jnp.zeros((1, 3), jnp.int32))[0].shape == (1, 3, 2)
+    capsys.readouterr()
+    assert cli.main(["sample", str(out)]) == 1
+    assert capsys.readouterr().err == f"gdn: {out}: expected a run of the task bytes, got parity\n"
+    with pytest.raises(RunError, match="expected a run of the task bytes, got parity"):
+        run.decode(jnp.array([1]))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("sample {run} --tokens 0", "--tokens: expected a number above 0, got 0"),
+        ("sample {run} --temperature -1", "--temperature: expected 0 or more, got -1.0"),
+        ("sample {run} --temperature nan", "--temperature: expected a finite number, got nan"),
+        ("sample {run} --top-k 300", "--top-k: expected at most 256, got 300"),
+        ("sample {run} --seed -1", "--seed: expected 0 or more, got -1"),
+        ("sample {run} --implementation mosaic_gpu", "mosaic_gpu"),
+        ("sample /nowhere", "expected a run folder, got /nowhere: No such file or directory (config.json)"),
+        ("eval {run}", "--data: expected a file or a folder, got none"),
+        (
+            "eval {run} --data /nowhere",
+            "--data: expected a file or a folder, got /nowhere, which does not exist",
+        ),
+        ("eval /nowhere --data {run}", "expected a run folder, got /nowhere"),
+    ],
+)
+def test_error_is_one_line(trained, capsys, words, message):
+    assert cli.main(words.format(run=trained).split()) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("gdn: ") and message in captured.err
+
+
+def test_runs_that_hold_no_model(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(RunError, match="expected a run with a checkpoint, got none"):
+        load_run(copy)
+    config = json.loads((copy / "config.json").read_text()) | {"task": "sweep parity"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match="expected a run of gdn train, got one of the task sweep parity"):
+        load_run(copy)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("sample", "gdn sample: expected a run folder, got none (see gdn sample --help)"),
+        ("eval --data x", "gdn eval: expected the run folder before the options, got --data"),
+        ("sample run --length 3", "--length"),
+    ],
+)
+def test_misuse_is_one_line(capsys, words, message):
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize("command, option", [("sample", "--top-k"), ("eval", "--val-bytes")])
+def test_help(capsys, command, option):
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: gdn {command} RUN [-h]") and option in text

@@ -1,0 +1,390 @@
+"""The run folder of `gdn train`: what is in it, and a resume after whatever has happened to it."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_runs import TINY_TEXT, final_state, metrics, resume, train, tree
+
+from gdn_jax import cli
+from gdn_jax.commands import files
+from gdn_jax.experiments import steps
+from gdn_jax.experiments.tasks import text
+from gdn_jax.experiments.tasks.next_byte import BytesTask
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run that was never interrupted, and how often its functions were traced."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    traces = 0
+    original = steps._sums
+
+    def counted(*args):
+        nonlocal traces
+        traces += 1
+        return original(*args)
+
+    steps._sums = counted
+    try:
+        assert train(folder, out) == 0
+    finally:
+        steps._sums = original
+    return out, traces
+
+
+def test_run_folder(finished):
+    out, traces = finished
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        ["config.json", "metrics.jsonl", "result.json", "curves.png", "sample.txt", "checkpoints"]
+    )
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [3, 6, 9, 12]
+    assert [line["step"] for line in lines if "val_bpb" in line] == [6, 12]
+    assert lines[-1]["loss"] < lines[0]["loss"] < 1.1 * math.log(256)
+    assert lines[0]["bpb"] == pytest.approx(lines[0]["loss"] / math.log(2))
+    config, result = (json.loads((out / name).read_text()) for name in ("config.json", "result.json"))
+    assert result["finished"] and result["val_bpb"] == lines[-1]["val_bpb"]
+    assert set(config["baselines"]) == {"bigram", "trigram"}
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(int(p.name) for p in (out / "checkpoints").iterdir()) == [4, 8, 12]
+    # one trace before the folder is created, one for the step, one for validation: none in the loop
+    assert traces <= 3
+
+
+def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    original = BytesTask.train_batch
+    interrupted = False
+
+    def pressing(self, step):
+        nonlocal interrupted
+        if step == 7 and not interrupted:
+            interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return original(self, step)
+
+    monkeypatch.setattr(BytesTask, "train_batch", pressing)
+    assert train(folder, out) == 130
+    assert f"gdn train bytes --out {out} --resume" in capsys.readouterr().out.replace("\n", " ")
+    assert [line["step"] for line in metrics(out)] == [3, 6], "saved in the middle of a line"
+    assert resume(out) == 0
+    assert metrics(out) == metrics(finished[0])
+    (step, ours), (_, theirs) = final_state(out), final_state(finished[0])
+    assert step == 12
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
+
+
+KILLED = """
+import os, signal, sys
+from gdn_jax import cli
+
+event, ending = sys.argv[1:3]
+
+def kill(name, args):
+    # the file system calls of Orbax are real; the power goes off in one of them
+    if name == event and str(args[0]).endswith(ending):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+sys.exit(cli.main(sys.argv[3:]))
+"""
+
+
+def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
+    out = tmp_path / "run"
+    start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]
+    again = ["train", "bytes", "--out", str(out), "--resume"]
+    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
+    moments = [
+        (
+            "os.mkdir",
+            f"8.orbax-checkpoint-tmp{os.sep}state.orbax-checkpoint-tmp",
+            start,
+        ),  # nothing is written
+        ("os.rename", "8.orbax-checkpoint-tmp", again),  # all is written, nothing has its name
+    ]
+    for event, ending, argv in moments:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, event, ending, *argv],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert (out / "checkpoints" / "8.orbax-checkpoint-tmp").exists()
+        with open(out / "metrics.jsonl", "a") as file:
+            file.write('{"step": 9, "lo')
+    assert resume(out) == 0
+    assert metrics(out) == metrics(finished[0])
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["12", "4", "8"]
+    assert final_state(out)[0] == 12
+
+
+def test_nan_stops_and_keeps_the_last_good_checkpoint(folder, finished, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    original = BytesTask.train_batch
+
+    def poisoned(self, step):
+        batch = original(self, step)
+        return batch._replace(weights=batch.weights * np.float32("nan")) if step == 7 else batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BytesTask, "train_batch", poisoned)
+        assert train(folder, out) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "nan at step 7" in error and "checkpoint of step 4 is kept" in error
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["4"]
+    assert [line["step"] for line in metrics(out)] == [3, 6]
+    assert resume(out) == 0
+    assert metrics(out) == metrics(finished[0])
+
+
+def test_a_state_that_cannot_go_on_is_not_saved(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(folder, out, "--lr", "1e38", "--save-every", "1") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no checkpoint was written yet" in error
+    assert not any(p.name.isdigit() for p in (out / "checkpoints").iterdir())
+
+
+def test_max_minutes_saves_and_continues(folder, finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train(folder, out, "--max-minutes", "1e-9") == 0
+    assert "--resume" in capsys.readouterr().out
+    assert json.loads((out / "result.json").read_text())["finished"] is False
+    assert resume(out, "--max-minutes", "9") == 0
+    assert metrics(out) == metrics(finished[0])
+    # a finished run resumes to nothing
+    assert resume(out) == 0
+    assert metrics(out) == metrics(finished[0])
+
+
+def test_existing_folder_is_not_touched(folder, finished, tmp_path, capsys):
+    for out in (finished[0], tmp_path):
+        before = tree(out)
+        assert train(folder, out) == 1
+        assert "--out: expected a folder that does not exist" in capsys.readouterr().err
+        assert tree(out) == before
+
+
+def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
+    out, before = finished[0], tree(finished[0])
+    assert resume(out, "--lr", "0.5") == 1
+    assert "--lr: expected 0.003 as in the run to resume, got 0.5" in capsys.readouterr().err
+    assert cli.main(["train", "recall", "--out", str(out), "--resume"]) == 1
+    assert "expected a run of the task recall, got bytes" in capsys.readouterr().err
+    name = text.load(folder).train_files[0]
+    content = (folder / name).read_bytes()
+    try:
+        (folder / name).write_bytes(content + b"x")
+        assert resume(out) == 1
+    finally:
+        (folder / name).write_bytes(content)
+    assert "--resume: expected the data of the run" in capsys.readouterr().err
+    assert tree(out) == before
+
+
+def test_broken_configuration(tmp_path, capsys):
+    for content in ("{", "[]", '{"options": 3}'):
+        (tmp_path / "config.json").write_text(content)
+        assert resume(tmp_path) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to be harmed."""
+    return shutil.copytree(finished[0], tmp_path / "copy")
+
+
+def error_line(capsys):
+    """The one line that was written to stderr."""
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("gdn: ") and "Traceback" not in error, error
+    return error
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c["options"].update(steps="many"), "config.json: expected steps of type int, got 'many'"),
+        (lambda c: c["options"].update(lr=True), "config.json: expected lr of type float, got True"),
+        (lambda c: c["options"].update(rule="attention"), "config.json: expected rule of type "),
+        (lambda c: c["options"].update(data=["a"]), "config.json: expected data of type "),
+        (lambda c: c["options"].pop("clip"), "got a difference in clip"),
+        (
+            lambda c: c["options"].update(hidden_size=24),
+            "expected a checkpoint that can be read, got none of 12, 8, 4 (of step 12:",
+        ),
+        (lambda c: c["versions"].pop("jax"), "expected versions: jax of type str, got None"),
+        (lambda c: c.pop("data"), "expected data of type dict, got None"),
+        (lambda c: c["data"].pop("fingerprint"), "--resume: expected the data of the run"),
+        (lambda c: c.pop("task"), "expected task of type str, got None"),
+    ],
+)
+def test_edited_configuration(copy, capsys, change, message):
+    config = json.loads((copy / "config.json").read_text())
+    change(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    before = tree(copy)
+    assert resume(copy) == 1
+    assert message in error_line(capsys)
+    assert tree(copy) == before
+
+
+def test_second_process_is_refused(folder, finished, tmp_path, monkeypatch, capsys):
+    """A run at work is resumed once more; the first one ends as if nothing had been."""
+    out = tmp_path / "run"
+    original, answers = BytesTask.train_batch, []
+
+    def meanwhile(self, step):
+        if step == 7 and not answers:
+            answers.append(None)
+            answers.append(resume(out))
+        return original(self, step)
+
+    monkeypatch.setattr(BytesTask, "train_batch", meanwhile)
+    assert train(folder, out) == 0
+    assert answers == [None, 1]
+    assert f"got one owned by process {os.getpid()} on" in error_line(capsys)
+    assert metrics(out) == metrics(finished[0])
+    assert not (out / "lock").exists()
+
+
+def largest(step):
+    """The file that holds the arrays of a checkpoint."""
+    return max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, change_a_bit])
+def test_damaged_checkpoints_are_passed_over(copy, finished, capsys, damage):
+    """The newest whole one is taken; the others are set aside and said, and the run ends with the same numbers."""
+    for step in ("8", "12"):
+        damage(largest(copy / "checkpoints" / step))
+    assert resume(copy) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and f"resuming {copy} after step 4\n" in captured.out
+    for step in ("8", "12"):
+        assert (
+            f"note: the checkpoint of step {step} is damaged, moved to {copy / 'damaged' / step}"
+            in captured.out
+        )
+    assert sorted(p.name for p in (copy / "damaged").iterdir()) == ["12", "8"]
+    assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == ["12", "4", "8"]
+    assert metrics(copy) == metrics(finished[0])
+    for a, b in zip(final_state(copy)[1], final_state(finished[0])[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_whole_checkpoint(copy, capsys):
+    for step in ("4", "8", "12"):
+        cut(largest(copy / "checkpoints" / step))
+    before = tree(copy)
+    assert resume(copy) == 1
+    assert "expected a checkpoint that can be read, got none of 12, 8, 4 (of step 12: " in error_line(capsys)
+    assert tree(copy) == before
+
+
+def test_a_run_moves(folder, copy, finished, tmp_path, capsys):
+    """Where the data lies does not matter as long as it is the same; config.json learns the new place."""
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    config = json.loads((copy / "config.json").read_text())
+    config["options"]["data"] = "/nowhere/at/all"
+    (copy / "config.json").write_text(json.dumps(config))
+    for step in ("8", "12"):
+        shutil.rmtree(copy / "checkpoints" / step)
+    assert resume(copy) == 1
+    assert "--data: expected a file or a folder, got /nowhere/at/all, which does not exist" in error_line(
+        capsys
+    )
+    name = text.load(moved).val_files[0]
+    content = (moved / name).read_bytes()
+    (moved / name).write_bytes(content[:-1])
+    assert resume(copy, "--data", str(moved)) == 1
+    assert "--resume: expected the data of the run (" in error_line(capsys)
+    (moved / name).write_bytes(content)
+    assert resume(copy, "--data", str(moved)) == 0
+    assert metrics(copy) == metrics(finished[0])
+    config["options"]["data"] = str(moved)
+    assert json.loads((copy / "config.json").read_text()) == config
+    assert resume(copy) == 0
+
+
+def test_a_prompt_of_any_bytes(folder, tmp_path, capsys):
+    """A command line hands over bytes that are no UTF-8 as surrogates; other surrogates are refused at once."""
+    out = tmp_path / "run"
+    assert train(folder, out, "--steps", "1", "--prompt", b"caf\xe9 ".decode(errors="surrogateescape")) == 0
+    assert (out / "sample.txt").read_text().startswith("caf\ufffd ")
+    (out / "sample.txt").unlink()
+    assert resume(out) == 0
+    assert (out / "sample.txt").read_text().startswith("caf\ufffd ")
+    capsys.readouterr()
+    assert train(folder, tmp_path / "other", "--prompt", "\ud800") == 1
+    assert "--prompt: expected text, or bytes of a command line, got '\\ud800'" in error_line(capsys)
+    assert not (tmp_path / "other").exists()
+
+
+def test_lines_that_are_no_lines(copy, capsys):
+    path = copy / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for wrong in ("{oops\n", "3\n", '{"loss": 1}\n', "\xff\n"):
+        path.write_text("".join([lines[0], wrong, *lines[1:]]), encoding="latin-1")
+        assert resume(copy) == 1
+        assert f"{path}: expected a JSON object with step in line 2, got " in error_line(capsys)
+
+
+def test_missing_lines_are_said(copy, capsys):
+    assert resume(copy) == 0
+    assert "metrics.jsonl lacks" not in capsys.readouterr().out
+    (copy / "metrics.jsonl").unlink()
+    assert resume(copy) == 0
+    assert "note: metrics.jsonl lacks 4 lines from step 3 to step 12" in capsys.readouterr().out
+
+
+def full(*arguments, **more):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["line", "checkpoint"])
+def test_full_disk(folder, finished, tmp_path, monkeypatch, capsys, where):
+    """One line that says how to go on; the folder has a name that a shell would take apart."""
+    out = tmp_path / "a run"
+    original = BytesTask.train_batch
+
+    def filling(self, step):
+        if step == 7 and where == "line":
+            patch.setattr(files.os, "fsync", full)
+        if step == 7 and where == "checkpoint":
+            patch.setattr("orbax.checkpoint.CheckpointManager.save", full)
+        return original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BytesTask, "train_batch", filling)
+        assert train(folder, out) == 1
+    error = error_line(capsys)
+    assert f"{out}: " in error and "No space left on device" in error
+    assert f"continue with: gdn train bytes --out '{out}' --resume" in error
+    assert not list(out.glob("*.tmp"))
+    assert resume(out) == 0
+    assert metrics(out) == metrics(finished[0])
