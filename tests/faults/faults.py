@@ -126,19 +126,19 @@ FAULTS = (
         "the dtype of the state in a cache is lost",
         "state if cache is None else state.astype(cache.state.dtype)",
         "state",
-        "tests/test_layers.py",
+        "tests/test_layers.py::test_a_cache_keeps_its_dtype",
     ),
     Fault(
         "shared value heads are tiled, not repeated",
         "return jnp.repeat(v, HO // v.shape[2], axis=2)",
         "return jnp.tile(v, (1, 1, HO // v.shape[2], 1))",
-        "tests/test_rules.py",
+        "tests/test_rules.py::test_value_heads_shared_by_query_heads",
     ),
     Fault(
         "all tokens are drawn with one random key",
         "key = jax.random.fold_in(rng, i)",
         "key = rng",
-        "tests/test_models.py",
+        "tests/test_models.py::test_every_token_is_drawn_anew",
     ),
     Fault(
         "training batches reach into the held-out text",
