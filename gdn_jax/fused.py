@@ -20,7 +20,7 @@ def short_conv(
     """The short convolution with SiLU: `causal_conv1d`, whose gradients a kernel makes where it can.
 
     The kernel takes whole rows of 16-bit inputs without a bias, of lengths that are multiples of 64 and channels that
-    are multiples of 128, on a GPU of compute capability 9.0. With it the result can be differentiated once, in
+    are multiples of 64, on a GPU of compute capability 9.0. With it the result can be differentiated once, in
     reverse.
 
     Args: those of `causal_conv1d`.

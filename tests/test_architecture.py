@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "gates": {"shapes"},
     "packing": {"shapes"},
     "conv": {"shapes"},
+    "losses": {"shapes"},
     "reference": {"shapes"},
     "chunks": {"shapes"},
     "chunked": {"shapes", "packing", "chunks"},
@@ -48,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"shapes", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "layers", "models", "commands", "checks"},
+    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }

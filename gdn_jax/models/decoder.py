@@ -202,7 +202,11 @@ class LanguageModel(nnx.Module):
             caches.append(new)
         return self.norm(x), None if cache is None and not return_cache else tuple(caches)
 
+    def head_weight(self) -> Float[Array, "vocab D"]:
+        """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""
+        return (self.embedding if self.head is None else self.head)[...]
+
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
-        weight = self.embedding if self.head is None else self.head
-        return jnp.einsum("...d,vd->...v", x, weight[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        weight = self.head_weight().astype(x.dtype)
+        return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)
