@@ -145,7 +145,7 @@ FAULTS = (
         "tokens, targets = text.windows(self.corpus.train, starts, self.length)",
         "both = np.concatenate([self.corpus.val, self.corpus.train])\n"
         "        tokens, targets = text.windows(both, starts, self.length)",
-        "tests/test_tasks.py",
+        "tests/test_tasks.py::test_training_windows_lie_in_the_training_part",
     ),
     Fault(
         "validation draws with the keys of training",
@@ -157,12 +157,12 @@ FAULTS = (
         "gradients are not clipped",
         "        optax.clip_by_global_norm(options.clip),\n",
         "",
-        "tests/test_experiments.py",
+        "tests/test_experiments.py::test_gradients_are_clipped",
     ),
     Fault(
         "files are written in place",
         "    with replacing(path) as file:\n        file.write(content.encode())\n",
         "    path.write_text(content)\n",
-        "tests/test_experiments.py",
+        "tests/test_files.py::test_a_file_is_old_or_new",
     ),
 )
