@@ -262,14 +262,14 @@ class LanguageModel(nnx.Module):
             caches.append(new)
         return self.norm(x), None if cache is None and not return_cache else tuple(caches)
 
-    def _stacked_blocks(self) -> tuple[nnx.GraphDef, nnx.State] | None:
+    def _stacked_blocks(self) -> tuple[Any, Any] | None:
         """One block's structure and the weights of all, stacked along a new first axis; None to walk block by block.
 
         Raises:
           ValueError: the config asks for a scan, and blocks differ in more than their weights.
         """
         wanted = self.config.scan_layers
-        if wanted is None and len(self.blocks) < SCAN_FROM or wanted is False:
+        if (wanted is None and len(self.blocks) < SCAN_FROM) or wanted is False:
             return None
         graphdefs, states, others = zip(*(nnx.split(b, nnx.Param, ...) for b in self.blocks), strict=True)
         kinds = [jax.tree.map(jax.typeof, state) for state in states]
