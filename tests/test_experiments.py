@@ -47,6 +47,7 @@ def tiny_options(**optimizer):
     )
 
 
+@pytest.mark.slow
 def test_accumulated_gradient_is_that_of_the_batch():
     o = tiny_options()
     model = steps.make_model(o.model, 256, 0)
@@ -105,6 +106,7 @@ def test_loss_falls_below_the_unigram(folder, tmp_path):
     assert metrics(tmp_path / "run")[-1]["val_bpb"] < 3.0
 
 
+@pytest.mark.slow
 def test_recall_learns_and_shows_its_answers(tmp_path):
     out = tmp_path / "run"
     options = (

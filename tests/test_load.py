@@ -118,6 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(trained, tmp_path, capsys)
     assert sorted(copy.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_another_task(tmp_path, capsys):
     """The model of a task without text loads; what needs text says so."""
     out = tmp_path / "run"

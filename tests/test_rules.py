@@ -205,6 +205,7 @@ def test_padding_changes_nothing():
         assert not np.any(got[:, [0, 1, 8]])
 
 
+@pytest.mark.slow
 def test_equal_parameters_and_states():
     """All rules have the same arrays with the same initial values; the recurrent ones the same state."""
     layers = {rule: layer(rule) for rule in rules.RULES}

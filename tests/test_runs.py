@@ -101,6 +101,7 @@ sys.exit(cli.main(sys.argv[3:]))
 """
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
     out = tmp_path / "run"
     start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]

@@ -215,6 +215,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_kill_then_resume(finished, tmp_path, compile_once):
     out = tmp_path / "run"
     done = subprocess.run(
