@@ -1,20 +1,27 @@
 # Set-up, tests and the demonstration. Every target creates what it needs: `make demo` and `make test` work
-# from a fresh clone, in any order and again.
+# from a fresh clone, in any order and again. `make test` runs the quick tests, `make test-all` the slow ones too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test lint format gpu-test clean
+.PHONY: demo test test-all lint format gpu-test faults clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/test.done
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 gpu-test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m gpu
+
+# Whether the tests notice the faults listed in tests/faults/faults.py, put into a copy one by one: ten minutes.
+faults: $(VENV)/test.done
+	$(BIN)/python tests/faults/run.py
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

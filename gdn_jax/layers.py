@@ -19,11 +19,11 @@ from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
-    causal_conv1d,
     causal_conv1d_update,
     convolve_spans,
     segment_starts,
 )
+from gdn_jax.fused import short_conv
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, check_array, check_choice, check_floating
@@ -305,8 +305,14 @@ class GatedDeltaNet(nnx.Module):
             bias = None if self.conv_bias is None else self.conv_bias[channels]
             state = None if past is None else past[:, channels]
             if mask is None:
-                y, state = causal_conv1d(
-                    x, weight, bias, initial_state=state, cu_seqlens=cu_seqlens, segment_ids=segment_ids
+                y, state = short_conv(
+                    x,
+                    weight,
+                    bias,
+                    initial_state=state,
+                    cu_seqlens=cu_seqlens,
+                    segment_ids=segment_ids,
+                    implementation=self.implementation,
                 )
             else:
                 state = None if state is None else state[:, None]

@@ -1,4 +1,4 @@
-"""The seam to the GPU kernels: what they can run, and the only derivative that is defined over them.
+"""The seam to the GPU kernels: what they can run, and the only derivatives that are defined over them.
 
 Nothing else of the library imports `pallas_kernels`; what times and checks kernels as such does. Here stands what a
 call needs around the kernels and what is mathematics: the factor of the output where the kernels cannot hold it, the
@@ -15,8 +15,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax import gates
-from gdn_jax.chunks.recurrence import INVERSE_NAME
+from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
+from gdn_jax.conv import causal_conv1d
 from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
+
+GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
+RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
+"""`checkpoint_name`s of all that the forward kernels write, the final states apart: who keeps these arrays runs no
+forward kernel again in the backward pass. The output is among them for what follows the rule."""
 
 
 class Options(NamedTuple):
@@ -95,8 +101,14 @@ def _rule_fwd(x: RuleArrays, scale: float, options: Options):
         q, k = _normalized(x.q, x.k)
         plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
     o, final, residuals = _forward(plain, scale, options)
-    residuals = residuals._replace(t=checkpoint_name(residuals.t, INVERSE_NAME))
-    return (o, final), (floored, residuals)
+    segments = residuals.segments
+    if segments is not None:
+        starts, m_t = (checkpoint_name(y, STATES_NAME) for y in (segments.starts, segments.m_t))
+        segments = segments._replace(starts=starts, m_t=m_t)
+    g2_cum, beta_t = (checkpoint_name(y, GATES_NAME) for y in (residuals.g2_cum, residuals.beta_t))
+    t = checkpoint_name(residuals.t, INVERSE_NAME)
+    residuals = residuals._replace(g2_cum=g2_cum, beta_t=beta_t, t=t, segments=segments)
+    return (checkpoint_name(o, OUTPUT_NAME), final), (floored, residuals)
 
 
 def _rule_bwd(scale: float, options: Options, saved, cotangents):
@@ -117,3 +129,32 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
+
+
+def short_conv_supported(x, weight) -> str | None:
+    """Why the kernel cannot take the backward of a convolution on JAX's default device; None if it can."""
+    from pallas_kernels.forward.rule import device_reason
+    from pallas_kernels.layer import short_conv
+
+    return short_conv.check_supported(x, weight) or device_reason()
+
+
+@jax.custom_vjp
+def short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """silu(conv(x)) of `conv.causal_conv1d` on whole rows; forward in plain JAX, backward by a kernel."""
+    return causal_conv1d(x, weight)[0]
+
+
+def _short_conv_fwd(x, weight):
+    return short_conv(x, weight), (x, weight)
+
+
+def _short_conv_bwd(saved, dy):
+    from pallas_kernels.layer.short_conv import short_conv_backward
+
+    x, weight = saved
+    dx, dweight = short_conv_backward(x, weight, dy)
+    return dx, dweight.astype(weight.dtype)
+
+
+short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

@@ -18,6 +18,9 @@ from gdn_jax.analysis import apply_householder, effective_rank, layer_half_lives
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":")
 
+TOKEN_SIZE = 9
+"""Points of the names of tokens. They need about 0.15 inches a token."""
+
 
 def attention_map(
     M: ArrayLike,
@@ -31,7 +34,7 @@ def attention_map(
 
     Args:
       M: [T, T], see `analysis.effective_attention`.
-      labels: names of the tokens, at most about 40.
+      labels: names of the tokens; a new figure is made large enough for them, `ax` should be 0.15 inches a token.
       largest: weight of the darkest colours, the largest of M by default; give it where maps are compared.
       bar: False leaves out the colour bar, where another map beside this one has it.
       ax: Axes to draw on.
@@ -39,7 +42,8 @@ def attention_map(
     from matplotlib.colors import TwoSlopeNorm
 
     M = _array("M", M, 2)
-    ax = _axes(ax, (4.4, 3.8))
+    side = max(3.4, 0.15 * len(labels or ()))
+    ax = _axes(ax, (side + 1.0, side + 0.4))
     largest = largest or float(np.abs(M).max()) or 1.0
     past = np.where(np.tril(np.ones_like(M, bool)), M, np.nan)
     image = ax.imshow(past, cmap="RdBu", norm=TwoSlopeNorm(0, -largest, largest), interpolation="nearest")
@@ -48,9 +52,8 @@ def attention_map(
     ax.set_xlabel("written at token")
     ax.set_ylabel("read at token")
     if labels is not None:
-        places = range(len(labels))
-        ax.set_xticks(places, labels, rotation=90, fontsize=7)
-        ax.set_yticks(places, labels, fontsize=7)
+        _name_tokens(ax.xaxis, labels)
+        _name_tokens(ax.yaxis, labels)
     ax.tick_params(length=0)
     return ax
 
@@ -104,7 +107,7 @@ def gate_over_tokens(
     ax.set_ylabel("head")
     ax.set_xlabel("token")
     if labels is not None:
-        ax.set_xticks(range(T), labels, fontsize=7)
+        _name_tokens(ax.xaxis, labels)
     ax.tick_params(length=0)
     return ax
 
@@ -224,6 +227,17 @@ def _axes(ax: Any, size: tuple[float, float]) -> Any:
         _, ax = pyplot.subplots(figsize=size, layout="constrained")
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def _name_tokens(axis: Any, labels: Sequence[str]) -> None:
+    """Names of tokens on an axis: letters below it on one line, longer names upright, where they would meet."""
+    style: dict[str, Any] = dict(fontsize=TOKEN_SIZE)
+    if axis.axis_name == "x" and max(map(len, labels)) > 1:
+        style["rotation"] = 90
+    elif axis.axis_name == "x":
+        style["verticalalignment"] = "baseline"
+        axis.set_tick_params(pad=TOKEN_SIZE + 2)
+    axis.set_ticks(range(len(labels)), labels, **style)
 
 
 def _color_bar(image: Any, ax: Any, label: str) -> None:

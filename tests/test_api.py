@@ -324,6 +324,16 @@ def test_run_time_checks(name, compiled, run_time_checks):
         finish(call, change(x))
 
 
+@pytest.mark.parametrize("name", RUN_TIME)
+def test_run_time_checks_of_chunk_states(name, run_time_checks):
+    change, text = RUN_TIME[name]
+    x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]
+    call = jax.jit(lambda x: gdn_jax.chunk_states(**{key: y for key, y in x.items() if key != "q"}))
+    finish(call, x)
+    with pytest.raises(Exception, match=text):
+        finish(call, change(x))
+
+
 def test_run_time_checks_are_off_by_default():
     for name, (change, _) in RUN_TIME.items():
         x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]

@@ -15,7 +15,7 @@ PACKAGES = ("gdn_jax", "pallas_kernels")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 KERNEL_PARTS = ("pallas_kernels.device", "pallas_kernels.work", "pallas_kernels.chunks")
-KERNELS = ("pallas_kernels.forward", "pallas_kernels.backward")
+KERNELS = ("pallas_kernels.forward", "pallas_kernels.backward", "pallas_kernels.layer")
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "gates": {"shapes"},
     "packing": {"shapes"},
     "conv": {"shapes"},
+    "losses": {"shapes"},
     "reference": {"shapes"},
     "chunks": {"shapes"},
     "chunked": {"shapes", "packing", "chunks"},
@@ -32,8 +33,10 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.chunks": {"pallas_kernels.device"},
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
-    "mosaic": {"shapes", "gates", "chunks", *KERNELS},
+    "mosaic": {"shapes", "gates", "conv", "chunks", *KERNELS},
+    "fused": {"mosaic", "conv"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "mosaic", "xla"},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
@@ -42,11 +45,11 @@ ROOMS: dict[str, set[str]] = {
     "rules": {"shapes", "gates", "packing", "chunks", "ops"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "ops", "rules", "blocks"},
-    "models": {"shapes", "ops", "rules", "blocks", "layers"},
+    "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
+    "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "layers", "models", "commands", "checks"},
+    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }

@@ -149,6 +149,24 @@ def test_dtypes():
         close(y[0], conv_oracle(x[0], weight, None, "silu", 0 * state[0])[0], 1e-14)
 
 
+@pytest.mark.parametrize("packing", ["cu_seqlens", "segment_ids", None])
+def test_a_float32_state_keeps_its_digits_beside_bfloat16(packing):
+    """One token of bfloat16 at a time, as in generation: what the state held is neither rounded where it is read nor
+    where it is handed on."""
+    rng = np.random.default_rng(2)
+    x, weight, _, state = make(rng, 1, 1, 4, 4)
+    x = x.astype(jnp.bfloat16)
+    packings = {"cu_seqlens": np.array([0, 1], np.int32), "segment_ids": np.zeros((1, 1), np.int32)}
+    options = {packing: packings[packing]} if packing else {}
+    y, final = jax.jit(causal_conv1d)(x, weight, initial_state=state, **options)
+    want, want_final = conv_oracle(x[0], weight, None, "silu", state[0])
+    np.testing.assert_array_equal(final[0], want_final.astype(np.float32))
+    close(y[0], want.astype(np.float32).astype(jnp.bfloat16), F32)  # rounded once, at the end
+    token, after = jax.jit(causal_conv1d_update)(x[:, 0], state, weight)
+    np.testing.assert_array_equal(after, final)
+    np.testing.assert_array_equal(token, y[:, 0])
+
+
 def _separate(x, weight, bias, state, cuts):
     """The packed result in plain slices and sums: an independent form to differentiate."""
     W = weight.shape[1]

@@ -66,6 +66,19 @@ def test_converters():
     assert_close(alpha, gdn_jax.alpha_from_log_decay(g), EXACT)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_converters_compute_in_float32(dtype):
+    """Whatever is given: g of a narrow alpha, and alpha of a narrow g, have the digits of float32."""
+    alpha = np.array([0.004, 0.3, 0.75, 0.99, 0.996], dtype)
+    g = gdn_jax.log_decay_from_alpha(jnp.asarray(alpha))
+    assert g.dtype == jnp.float32
+    assert_close(np.log(alpha.astype(np.float64)), g, EXACT)
+    narrow = np.array([-5.5, -0.3, -0.01, -0.004], dtype)
+    back = gdn_jax.alpha_from_log_decay(jnp.asarray(narrow))
+    assert back.dtype == jnp.float32
+    assert_close(np.exp(narrow.astype(np.float64)), back, EXACT)
+
+
 def test_double_precision():
     with jax.enable_x64(True):
         a = jnp.asarray(SAMPLE.standard_normal((2, 3)))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tolerances import FINITE_DIFFERENCES, assert_close, head_axis, rms_ratio, tolerance
+from tolerances import FINITE_DIFFERENCES, assert_close, differences, head_axis, rms_ratio, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
@@ -27,7 +27,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_adjoint_of_the_oracle(name):
-    """The oracle's gradients against central differences of its forward, coordinate by coordinate, in float64."""
+    """The oracle's gradients against differences of its forward, coordinate by coordinate, in float64."""
     case = SMALL[name]
     x = cases.inputs(case, "float64")
     options = {key: value for key, value in case.options.items() if key != "chunk_size"}
@@ -37,21 +37,23 @@ def test_adjoint_of_the_oracle(name):
         return (o * x.do).sum() + (h_T * x.dh_T).sum()
 
     gradients = oracle.gradients(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
-    step = 1e-5
     for primal, gradient in zip(harness.PRIMALS, gradients, strict=True):
         value = getattr(x, primal)
         if value is None:
             assert gradient is None
             continue
-        differences = np.zeros_like(value)
+        expected = np.zeros_like(value)
         for index in np.ndindex(value.shape):
             if np.isneginf(value[index]):
                 continue  # by definition 0: alpha = 0 can't be changed through g
-            moved = [value.copy(), value.copy()]
-            moved[0][index] += step
-            moved[1][index] -= step
-            differences[index] = (loss(**{primal: moved[0]}) - loss(**{primal: moved[1]})) / (2 * step)
-        assert rms_ratio(differences, gradient) < FINITE_DIFFERENCES, primal
+
+            def moved(by, index=index, value=value, primal=primal):
+                changed = value.copy()
+                changed[index] += by
+                return loss(**{primal: changed})
+
+            expected[index] = differences(moved)
+        assert rms_ratio(expected, gradient) < FINITE_DIFFERENCES, primal
 
 
 DOUBLE = (
@@ -154,17 +156,19 @@ def _bytes(tree) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_the_backward_keeps(dtype):
-    """The inputs, a C x C matrix and a state per chunk and head, and three gates' worth of sums."""
-    case = cases.Case("residuals", T=1024, B=2, heads=(2, 2, 4), K=32, V=48)
+    """The inputs, a C x C matrix and a state per chunk and head: all of them, and hardly more."""
+    case = cases.Case("residuals", T=1024, B=2, heads=(2, 2, 4), K=32, V=48, chunk_size=32)
     x = cases.inputs(case, dtype)
 
     def residuals(*primals):
         def call(*p):
-            return gdn_jax.gated_delta_rule(*p[:5], initial_state=p[5], implementation="chunked")
+            options = dict(chunk_size=case.chunk_size, implementation="chunked")
+            return gdn_jax.gated_delta_rule(*p[:5], initial_state=p[5], **options)
 
         return jax.vjp(call, *primals)[1]
 
     kept = _bytes(jax.eval_shape(residuals, *x[:6]))
     chunks = case.B * case.HO * case.T // case.chunk_size
-    per_chunk = 4 * (case.chunk_size**2 + case.K * case.V)
-    assert kept <= _bytes(x[:6]) + chunks * per_chunk + 3 * _bytes(x.g)
+    per_chunk = 4 * case.chunk_size**2 + x.q.dtype.itemsize * case.K * case.V
+    needed = _bytes(x[:6]) + chunks * per_chunk
+    assert needed <= kept <= 1.1 * needed  # a row computed in stretches keeps the state between them too

@@ -230,14 +230,14 @@ def forward(case, config, x, cu_seqlens):
     return forward_rule.forward(*arrays, **packing, **options, config=config, interpret=INTERPRET)
 
 
-def check(case, config):
+def check(case, config, dtype="bfloat16"):
     """Both outputs against the oracle."""
-    x = cases.inputs(case, "bfloat16")
+    x = cases.inputs(case, dtype)
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     o, final = oracle.forward(**x.arguments, **options)
     got_o, got_final, _ = forward(case, config, x, x.cu_seqlens)
-    assert_close(o, np.asarray(got_o), tolerance("o", "bfloat16"), "o", 2)
-    assert_close(final, np.asarray(got_final), tolerance("final_state", "bfloat16"), "final state", 1)
+    assert_close(o, np.asarray(got_o), tolerance("o", dtype), "o", 2)
+    assert_close(final, np.asarray(got_final), tolerance("final_state", dtype), "final state", 1)
 
 
 @pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
@@ -246,6 +246,11 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
         forward_rule, "known_lengths", lambda cu_seqlens: None
     )  # as under jit, where the interpreter hangs
     check(case, config)
+
+
+def test_float16_in_the_interpreter():
+    """T and N are 16 times as large in float16: here over three chunks."""
+    check(cases.Case("float16", T=130, B=1, heads=(1, 1, 1), K=64, V=64), SMALL, "float16")
 
 
 KNOWN = (
@@ -258,6 +263,21 @@ KNOWN = (
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KNOWN])
 def test_lengths_known_while_tracing(case):
     check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
+
+
+def test_padding_where_lengths_are_known():
+    """A sequence of whole chunks, and one that shares its last chunk with padding of NaN."""
+    case = cases.Case("padding", T=128, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(64, 36))
+    config = forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse)
+    x = cases.inputs(case, "bfloat16")
+    dirty = {name: getattr(x, name).copy() for name in ("q", "k", "v", "g", "beta")}
+    for y in dirty.values():
+        y[:, 100:] = np.nan
+    clean = forward(case, config, x, x.cu_seqlens)
+    got = forward(case, config, x._replace(**dirty), x.cu_seqlens)
+    for a, b in zip(clean[:2], got[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not np.asarray(got[0])[:, 100:].any()
 
 
 @pytest.mark.parametrize("segment_chunks", [None, 2, 3])
@@ -305,6 +325,18 @@ def test_split_uses_the_whole_gpu():
     n, chunks = split(1, 32768, 8)  # 8 heads: segments
     assert chunks is not None and 32768 // 64 // chunks * 8 * (3 - n) > 100
     assert split(1, 32768, 8, segment_chunks=0) == (1, None)
+
+
+def test_segments_of_a_cut():
+    """Their lengths, how many there are of each, and how many of them hand a state on: as counted one by one."""
+    for chunks, length in ((np.array([12, 5, 1]), 4), (np.array([7]), 7), (np.array([9, 8]), 2)):
+        counts = np.arange(2, 2 + len(chunks))
+        sequences = np.repeat(chunks, counts)
+        segments = [min(length, n - start) for n in sequences for start in range(0, n, length)]
+        lengths, how_many, inner = work_split.cut(chunks, counts, length)
+        got = np.repeat(lengths, how_many)
+        np.testing.assert_array_equal(np.sort(got), np.sort(segments))
+        assert inner == len(segments) - len(sequences)
 
 
 def test_split_of_packed_rows():

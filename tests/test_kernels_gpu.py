@@ -3,10 +3,11 @@ next to the data. Runs without beartype too, then without run-time checks of sha
 
 import jax
 import jax.numpy as jnp
+import missed
 import numpy as np
 import pytest
 from harness import named, truth
-from tolerances import GRADIENTS, STATES, assert_close, head_axis, kernel_tolerance
+from tolerances import STATES
 
 import gdn_jax
 from gdn_jax.checks import cases
@@ -44,21 +45,6 @@ def parameters(*tuples):
 
 TABLE = [case for case in cases.TABLE if case.chunk_size == 64]
 
-MISSED = {
-    ("K1-V1", "bfloat16"): "o 9.2e-3 instead of 8e-3",
-    ("groupings-that-do-not-nest", "bfloat16"): "final_state 6.5e-3 instead of 5e-3, a head of 8 x 8",
-    ("beta-2-no-decay", "bfloat16"): "o 1.3e-2 instead of 1.2e-2",
-    ("repeated-keys-beta-2", "bfloat16"): "o 2.5: the inverse's float16 operands lose everything",
-    ("K1-V1", "float16"): "o 1.2e-3 instead of 1.0e-3",
-    ("beta-2", "float16"): "o 1.05e-3 instead of 0.8e-3",
-    ("beta-2-no-decay", "float16"): "o 2.7e-3 instead of 1.5e-3",
-    ("beta-up-to-2", "float16"): "o 6.9e-4 instead of 6.3e-4",
-    ("groupings-that-do-not-nest", "float16"): "o 6.7e-4 instead of 6.3e-4",
-    ("repeated-keys", "float16"): "o 2.1e-3 instead of 1.0e-3",
-    ("repeated-keys-beta-2", "float16"): "o 2.1e-2 instead of 4.9e-3",
-}
-"""Bounds that the kernels do not hold, as measured on an H200: these tests must fail until they do."""
-
 
 def forward(case: cases.Case, config: forward_rule.Config | None = None):
     """The kernels' forward of a case as a compiled function of its array arguments."""
@@ -75,18 +61,12 @@ def forward(case: cases.Case, config: forward_rule.Config | None = None):
 
 def check_outputs(case: cases.Case, x: cases.Inputs, dtype: str, outputs) -> None:
     """o and the final state against the oracle."""
-    expected = truth(case.options, x)
-    for name, y in zip(STATES, outputs, strict=True):
-        assert_close(
-            expected[name], np.asarray(y), kernel_tolerance(name, dtype, case), name, head_axis(name)
-        )
+    missed.check(case, dtype, truth(case.options, x), dict(zip(STATES, outputs, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", parameters(TABLE, WIDE, ODD))
-def test_public_call(case, dtype, request):
-    if (case.name, dtype) in MISSED:
-        request.applymarker(pytest.mark.xfail(reason=MISSED[case.name, dtype], strict=True))
+def test_public_call(case, dtype):
     x = cases.inputs(case, dtype)
     arguments = {name: jnp.asarray(y) for name, y in x.arguments.items()}
 
@@ -97,24 +77,13 @@ def test_public_call(case, dtype, request):
     check_outputs(case, x, dtype, run(arguments))
 
 
-MISSED_GRADIENTS = {"scale-0": "dh_0 1.5e-2 instead of 8e-3"}
-"""The same for gradients of the public call; more of them are in test_kernels_backward_gpu.py."""
-
-
 @pytest.mark.parametrize("case", parameters(TABLE[::3], [cases.CASES["scale-0"]], WIDE[1:]))
-def test_gradients_of_the_public_call(case, request):
-    reason = MISSED.get((case.name, "bfloat16")) or MISSED_GRADIENTS.get(case.name)
-    if reason is not None:
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_gradients_of_the_public_call(case):
+    """Outputs too; more gradients are in test_kernels_backward_gpu.py."""
     x = cases.inputs(case, "bfloat16")
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
-    check_outputs(case, x, "bfloat16", [got[name] for name in STATES])
-    expected = truth(case.options, x)
-    for name in GRADIENTS:
-        if expected[name] is not None and not case.ill_conditioned:
-            y, reference = got[name], expected[name]
-            assert_close(reference, y, kernel_tolerance(name, "bfloat16", case), name, head_axis(name))
+    missed.check(case, "bfloat16", truth(case.options, x), got)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

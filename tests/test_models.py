@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.experiments import options as options_lib
@@ -234,6 +235,46 @@ def test_initialisers():
         3.0: (model.embedding, model.head),
     }.items():
         assert all(np.all(np.asarray(p[...]) == value) for p in params), value
+
+
+def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
+    """A deeper model begins with the weights of a shallow one; blocks differ; a traced seed gives what a number
+    does."""
+
+    def params(seed, num_layers):
+        init = nnx.initializers.normal(1.0)  # the default divides by the depth
+        config = ModelConfig(**{**SIZES, "num_layers": num_layers})
+        model = LanguageModel(config, out_kernel_init=init, rngs=nnx.Rngs(jax.random.key(seed)))
+        return nnx.to_pure_dict(nnx.state(model))
+
+    shallow, deep = params(0, 2), params(0, 3)
+    deep["blocks"].pop(2)
+    jax.tree.map(np.testing.assert_array_equal, shallow, deep)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), shallow, jax.jit(lambda seed: params(seed, 2))(0))
+    first, second = shallow["blocks"][0], shallow["blocks"][1]
+    for path, same in jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda a, b: np.mean(a == b), first, second)
+    ):
+        norm = "norm" in jax.tree_util.keystr(path)
+        assert same == 1 if norm else same < 0.1, (path, same)
+
+
+def test_initialising_a_deeper_model_compiles_no_more_draws():
+    """Draws are what XLA compiles slowly: as many operations of random bits with six blocks as with two."""
+
+    def count(jaxpr):
+        inner = [x for eqn in jaxpr.eqns for x in eqn.params.values() if isinstance(x, ClosedJaxpr)]
+        here = sum(eqn.primitive.name == "random_bits" for eqn in jaxpr.eqns)
+        return here + sum(count(x.jaxpr) for x in inner)
+
+    def draws(num_layers):
+        config = ModelConfig(**{**SIZES, "num_layers": num_layers})
+        init = jax.jit(lambda seed: nnx.state(LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))))
+        return count(init.trace(0).jaxpr)
+
+    assert (
+        draws(2) == draws(6) == 15
+    )  # q k v a b g o, convolution, A_log, dt_bias, gate, up, down; embedding, head
 
 
 class Shift(nnx.Module):

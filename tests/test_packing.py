@@ -1,5 +1,7 @@
 """Packed sequences and segments: the same as each alone, and nothing crosses a boundary."""
 
+import itertools
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax import chunked, packing
 from gdn_jax.checks import cases, oracle
 
 
@@ -36,6 +39,39 @@ def test_oracle_packs_as_it_separates():
         for name in ("dq", "dk", "dv", "dg", "dbeta"):
             np.testing.assert_array_equal(getattr(gradients, name), getattr(packed, name)[:, s])
         np.testing.assert_array_equal(gradients.dh_0[0], packed.dh_0[n])
+
+
+def test_length_of_the_chunk_table():
+    """It is what the worst lengths of N sequences need and no more: all lengths are tried."""
+    for T, N, C in itertools.product(range(1, 9), (1, 2, 3), (2, 3, 4)):
+        lengths = [some for some in itertools.product(range(T + 1), repeat=N) if sum(some) <= T]
+        needed = max(sum(-(-length // C) for length in some) for some in lengths)
+        assert packing.max_packed_chunks(T, N, C) == needed
+
+
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_the_fullest_chunk_table(implementation):
+    """One sequence that fills its row: every chunk of the table is used."""
+    case = cases.Case("full", T=100, B=1, lengths=(100,))
+    x = cases.inputs(case)
+    harness.check(case, x, "float32", harness.evaluate(implementation, case.options, x))
+
+
+def test_lanes_of_packed_rows():
+    """Chunks walked in four lanes, as on a GPU: sequences begin and end in any of them."""
+    case = cases.Case("packed-lanes", T=190, B=1, lengths=(5, 0, 64, 33, 1, 80), K=8, V=8, chunk_size=16)
+    x = cases.inputs(case)
+
+    def call(*primals):
+        packing = dict(cu_seqlens=jnp.asarray(x.cu_seqlens), chunk_size=case.chunk_size, lanes=4)
+        return chunked.chunked_rule(*primals, scale=case.K**-0.5, **packing)
+
+    @jax.jit
+    def value_and_gradients(primals, cotangents):
+        outputs, vjp = jax.vjp(call, *primals)
+        return outputs, vjp(cotangents)
+
+    harness.check(case, x, "float32", harness.named(value_and_gradients(x[:6], (x.do, x.dh_T))))
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)

@@ -48,6 +48,7 @@ STEPS = {
     "l2norm-scale": dict(heads=(2, 2, 2), use_qk_l2norm=True, scale=0.5),
     "no-g": dict(heads=(2, 2, 2), g=None),
     "no-beta": dict(heads=(2, 2, 2), beta=None),
+    "scale-0": dict(heads=(1, 1, 2), scale=0.0),
 }
 
 

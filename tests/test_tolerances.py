@@ -1,5 +1,8 @@
 """The metric and the computed bounds: what they must catch, and that exceptions are earned."""
 
+import re
+
+import missed
 import numpy as np
 import pytest
 import tolerances
@@ -57,3 +60,34 @@ def test_condition_of_equal_keys():
     expected = (entries @ entries).sum(1).max()
     assert tolerances.condition(cases.CASES["repeated-keys-beta-2"]) == pytest.approx(expected)
     assert tolerance("o", "float32", cases.CASES["slow-decay"]) == bound("o", "float32")
+
+
+def test_known_misses_are_of_cases_that_are_run():
+    for name, dtype, output in missed.MISSED:
+        assert cases.CASES[name] in cases.TABLE and cases.CASES[name].chunk_size == 64
+        assert dtype in ("bfloat16", "float16") and output in NAMES
+
+
+def test_known_misses_have_a_floor_and_a_ceiling(monkeypatch):
+    """All that is wrong is told at once: a miss that is not known, one that is no more, and one that has grown."""
+    case = cases.CASES["slow-decay"]
+    bounds = {name: kernel_tolerance(name, "bfloat16", case) for name in NAMES}
+    known = {("slow-decay", "bfloat16", name): 3 * bounds[name] for name in ("dq", "dk", "dv")}
+    monkeypatch.setattr(missed, "MISSED", known)
+    expected = {name: np.ones((2, 4, 2, 8)) for name in NAMES} | {"dg": None, "dbeta": None}
+    errors = {"o": 0.9, "final_state": 1.1, "dq": 0.9, "dk": 3.6, "dv": 3.9}
+    got = {name: np.full((2, 4, 2, 8), 1 + factor * bounds[name]) for name, factor in errors.items()}
+    got |= {"dg": np.ones((2, 4, 2)), "dbeta": None, "dh_0": np.full((2, 4, 2, 8), np.nan)}
+    lines = missed.misses(case, "bfloat16", expected, got)
+    wrong = (
+        r"'final_state'\): ",
+        r"'dq'\): .* no longer missed",
+        r"'dv'\): .* more than 1.25",
+        "dg is there",
+        r"'dh_0'\): inf",
+    )
+    assert len(lines) == len(wrong)
+    for line, pattern in zip(lines, wrong, strict=True):
+        assert re.search(pattern, line), line
+    with pytest.raises(AssertionError, match="final_state"):
+        missed.check(case, "bfloat16", expected, got)

@@ -49,6 +49,9 @@ class RunOptions:
     """On a GPU, leave out operations that do not repeat bit for bit."""
     keep: int = 2
     """Checkpoints kept."""
+    compilation_cache: bool = True
+    """On an accelerator, keep compiled programs for the next run: in JAX_COMPILATION_CACHE_DIR, without it in the
+    user's cache directory."""
     max_minutes: float | None = None
     """Save and stop after this many minutes of training, finished or not. --resume continues."""
 
@@ -92,12 +95,16 @@ class ModelOptions(SizeOptions):
     """What the token mixers do with q, k, v, g and beta."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
+    remat: Literal["none", "rule", "full"] = "none"
+    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the residual stream between the blocks."""
 
 
 NOT_IN_CONFIG = {"time_step"}
 """Options of a model that are no fields of a ModelConfig: they change its initial weights."""
 
-NOT_OPTIONS = {"vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "remat"}
+NOT_OPTIONS = {"vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"}
 """Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
 
 
@@ -152,7 +159,7 @@ TASKS: dict[str, TrainOptions] = {
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {"out", "resume", "max_minutes"}  # belong to one start of a run
+_NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache"}  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 
 _POSITIVE = (

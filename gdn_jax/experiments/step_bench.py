@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -49,6 +49,7 @@ PEAK_FLOPS = 989e12
 RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients")
 KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
+    ("convolution", re.compile("^short_conv")),
     ("products", re.compile("nvjet|gemm|cutlass|cublas|xmma|splitK", re.IGNORECASE)),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
@@ -181,13 +182,14 @@ def _times(once: Callable[[], None], repeats: int) -> list[float]:
 
 def _kinds(once: Callable[[], None], calls: int = 3) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by kind, and of the thirty kernels that take longest."""
-    by_kind: Counter[str] = Counter()
-    by_name: Counter[str] = Counter()
+    by_kind: dict[str, float] = defaultdict(float)
+    by_name: dict[str, float] = defaultdict(float)
     for kernel in device_time.kernels(device_time.profile(once, calls)):
         ms = (kernel.end_ns - kernel.start_ns) / 1e6 / calls
         by_kind[next(kind for kind, names in KINDS if names.search(kernel.name))] += ms
         by_name[kernel.name] += ms
-    return dict(by_kind), dict(by_name.most_common(30))
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:30]
+    return dict(by_kind), dict(longest)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import ModelOptions, ScheduleOptions, config_values
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.losses import linear_softmax_cross_entropy
 
 
 class TrainState(NamedTuple):
@@ -106,10 +107,11 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
 
 
 def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
-    logits, _ = model(jnp.asarray(batch.tokens))
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
-    correct = (jnp.argmax(logits, -1) == batch.targets).astype(jnp.float32)
-    return Sums(*(jnp.sum(x * batch.weights) for x in (nll, correct, jnp.ones_like(nll))))
+    x, _ = model.hidden_states(jnp.asarray(batch.tokens))
+    sums = linear_softmax_cross_entropy(
+        x, model.head_weight(), jnp.asarray(batch.targets), label_weights=jnp.asarray(batch.weights)
+    )
+    return Sums(sums.loss, sums.correct, sums.weight)
 
 
 def loss_sum(

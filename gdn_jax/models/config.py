@@ -13,6 +13,7 @@ from gdn_jax.layers import check_options, check_positive
 from gdn_jax.shapes import check_choice
 
 DTYPES = ("float32", "bfloat16")
+REMAT = ("none", "rule", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,19 @@ class ModelConfig:
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
       norm_eps: of every RMSNorm.
-      dtype: compute dtype, float32 or bfloat16, kept as its name. Parameters, residual stream, norms, gates, states
-        and logits are float32 in any case.
+      dtype: compute dtype, float32 or bfloat16, kept as its name. Parameters, norms, gates, states and logits are
+        float32 in any case.
+      residual_dtype: of the residual stream between the blocks, float32 or bfloat16, kept as its name. bfloat16 is
+        half the traffic, and rounds the small contribution of a late block to a large sum away.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call.
-      remat: keep only the residual stream between blocks for the backward pass and compute the rest again, which
-        costs about one more forward pass.
+      remat: what a block keeps for the backward pass; the rest is computed again there.
+        "none": all that its derivative reads.
+        "rule": its input and what the rule's own derivative keeps, so that no rule is run twice: projections,
+          convolution, norms and SwiGLU are. The implementation "recurrent" and the other rules keep nothing here.
+        "full": its input alone, which costs about one more forward pass.
+      scan_layers: compile one block and scan over the weights of all: a deep model compiles as fast as a shallow one,
+        for a copy of the weights in each pass. What it costs on a GPU was not measured, so it is off by default. A
+        call with a cache, or with `around`, walks block by block in any case.
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -61,12 +70,16 @@ class ModelConfig:
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     dtype: DTypeLike = "float32"
+    residual_dtype: DTypeLike = "float32"
     implementation: str | None = None
-    remat: bool = False
+    remat: str = "none"
+    scan_layers: bool = False
 
     def __post_init__(self):
-        dtype = self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name
-        object.__setattr__(self, "dtype", dtype)  # what a frozen dataclass leaves to its own constructor
+        for name in ("dtype", "residual_dtype"):
+            dtype = getattr(self, name)
+            dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+            object.__setattr__(self, name, dtype)  # what a frozen dataclass leaves to its own constructor
         check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
         check_options(**self.options_of(check_options))
         if self.intermediate_size is not None:
@@ -77,6 +90,9 @@ class ModelConfig:
                 f"of at least 1, got {self.mlp_ratio}"
             )
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("residual_dtype", self.residual_dtype, DTYPES)
+        check_choice("remat", self.remat, REMAT)
+        check_choice("scan_layers", self.scan_layers, (True, False))
 
     @property
     def mlp_size(self) -> int:

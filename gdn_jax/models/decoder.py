@@ -1,13 +1,15 @@
 """A language model of token mixers and SwiGLU blocks."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from gdn_jax import chunked, mosaic
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.config import ModelConfig
@@ -15,6 +17,12 @@ from gdn_jax.shapes import check_array
 
 Cache = tuple[Any, ...]
 """Cache of a LanguageModel: one entry per block, made by its mixer."""
+
+REMAT_POLICIES = {
+    "rule": jax.checkpoint_policies.save_only_these_names(*chunked.RESIDUAL_NAMES, *mosaic.RESIDUAL_NAMES),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a block keeps beside its input, by `ModelConfig.remat`."""
 
 Around = Callable[..., tuple[Array, Any]]
 """What an analysis puts in the place of the mixers: `around(i, mixer, x, **options)` for `mixer(x, **options)` of
@@ -34,7 +42,7 @@ def make_mixer(
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)), on a float32 residual stream.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the sums are in the dtype of the residual stream x.
 
     Args:
       config: of the model.
@@ -71,7 +79,7 @@ class Block(nnx.Module):
         """Applies the block.
 
         Args:
-          x: residual stream [B, T, hidden_size], float32.
+          x: residual stream [B, T, hidden_size].
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 
@@ -83,12 +91,52 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache
 
 
+def _make_alike(make: Callable[[nnx.Rngs], Block], number: int, key: PRNGKeyArray) -> list[Block]:
+    """Blocks with fresh weights; those of block i are a function of the key and of i.
+
+    Every array is drawn for all blocks at once: compiling one draw takes XLA half a second on a GPU, and a deep model
+    has hundreds of arrays.
+    """
+    graphdef = None
+
+    def draw(i):
+        nonlocal graphdef
+        graphdef, state = nnx.split(make(nnx.Rngs(jax.random.fold_in(key, i))))
+        return state
+
+    arrays, treedef = jax.tree.flatten(jax.vmap(draw)(jnp.arange(number)))
+    assert graphdef is not None
+    per_block = zip(*(jnp.unstack(x) for x in arrays), strict=True)
+    return [nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)) for leaves in per_block]
+
+
+@jax.custom_jvp
+def _stack(xs: tuple[Array, ...]) -> Array:
+    """jnp.stack(xs), with a derivative that compiles fast."""
+    return jnp.stack(xs)
+
+
+@_stack.defjvp
+def _stack_jvp(primals, tangents):
+    """Reads the cotangents of the parts by an index that the compiler does not know.
+
+    With known ones XLA compiles as many slices as the model has arrays, with unknown ones one for each shape.
+    """
+    stacked = _stack(*primals)
+    zeros = jnp.zeros_like(stacked)
+
+    def place(i, x):
+        index = jax.lax.optimization_barrier(jnp.int32(i))
+        return jax.lax.dynamic_update_index_in_dim(zeros, x, index, 0)
+
+    return stacked, reduce(jnp.add, [place(i, x) for i, x in enumerate(*tangents)])
+
+
 class LanguageModel(nnx.Module):
     """Next-token logits: embedding, blocks of GatedDeltaNet and SwiGLU, RMSNorm, output projection.
 
-    The residual stream is float32 with any compute dtype: in bfloat16 the small contribution of a late block
-    to a large sum would be rounded away. Projections run in config.dtype, the last one with float32 sums and
-    float32 logits.
+    The residual stream is float32 with any compute dtype, unless the config says otherwise. Projections run in
+    config.dtype, the last one with float32 sums and float32 logits.
 
     Initial weights: projections LeCun normal (variance 1 / inputs); those that write to the residual stream
     divided by sqrt(2 * num_layers), so that the stream keeps its size with depth; embedding and head normal with
@@ -119,12 +167,11 @@ class LanguageModel(nnx.Module):
         scale = config.hidden_size**-0.5 / (3 if config.tie_embeddings else 1)
         init = embedding_init or nnx.initializers.normal(scale)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
-        self.blocks = nnx.List(
-            [
-                Block(config, make_mixer(config, **inits, rngs=rngs), **inits, rngs=rngs)
-                for _ in range(config.num_layers)
-            ]
-        )
+
+        def make_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, make_mixer(config, **inits, rngs=rngs), **inits, rngs=rngs)
+
+        self.blocks = nnx.List(_make_alike(make_block, config.num_layers, rngs.params()))
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=jnp.dtype(config.dtype))
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, jnp.float32)
         self.head = None if head is None else nnx.Param(head)
@@ -188,21 +235,53 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill") * self.config.hidden_size**0.5
 
+        x = x.astype(self.config.residual_dtype)
+
         def run(i, block, x, past):
             mix = None if around is None else partial(around, i, block.mixer)
             return block(
                 x, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
             )
 
-        if self.config.remat and around is None:  # what `around` keeps of a block would not outlive remat
-            run = nnx.remat(run, static_argnums=0)
+        walks = cache is not None or return_cache or around is not None
+        stacked = None if walks else self._stacked_blocks()
+        if self.config.remat != "none" and around is None:  # what `around` keeps would not outlive remat
+            # A loop's body cannot be merged with its recomputation, which is what prevent_cse is against.
+            options = {"policy": REMAT_POLICIES[self.config.remat], "prevent_cse": stacked is None}
+            run = nnx.remat(run, static_argnums=0, **options)
+        if stacked is not None:
+            graphdef, states = stacked
+            x, _ = jax.lax.scan(lambda x, state: run(0, nnx.merge(graphdef, state), x, None), x, states)
+            return self.norm(x), None
         caches = []
         for i, block in enumerate(self.blocks):
             x, new = run(i, block, x, None if cache is None else cache[i])
             caches.append(new)
         return self.norm(x), None if cache is None and not return_cache else tuple(caches)
 
+    def head_weight(self) -> Float[Array, "vocab D"]:
+        """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""
+        return (self.embedding if self.head is None else self.head)[...]
+
+    def _stacked_blocks(self) -> tuple[nnx.GraphDef, nnx.State] | None:
+        """One block's structure and the weights of all, stacked along a new first axis; None without scan_layers.
+
+        Raises:
+          ValueError: the config asks for a scan, and blocks differ in more than their weights.
+        """
+        if not self.config.scan_layers:
+            return None
+        graphdefs, states, others = zip(*(nnx.split(b, nnx.Param, ...) for b in self.blocks), strict=True)
+        kinds = [jax.tree.map(jax.typeof, state) for state in states]
+        if jax.tree.leaves(others):
+            reason = "a block with state beside its parameters"
+        elif any(x != graphdefs[0] for x in graphdefs) or any(x != kinds[0] for x in kinds):
+            reason = "blocks that differ"
+        else:
+            return graphdefs[0], jax.tree.map(lambda *xs: _stack(xs), *states)
+        raise ValueError(f"scan_layers: expected blocks that differ in their weights alone, got {reason}")
+
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
-        weight = self.embedding if self.head is None else self.head
-        return jnp.einsum("...d,vd->...v", x, weight[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        weight = self.head_weight().astype(x.dtype)
+        return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)

@@ -14,7 +14,7 @@ Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO,
 and k_rstd [B, H, NT C] f32 (optional), h_0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed
 rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32.
-Shared memory: `_memory`, 212 KB at K = V = 128 with two state warpgroups and three stages.
+Shared memory: `_memory`, 214 KB at K = V = 128 with two state warpgroups and three stages.
 Barriers, hardware, limits, source: `forward.walk`.
 """
 

@@ -15,6 +15,7 @@ from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.forward import outputs, transitions
+from pallas_kernels.layer.short_conv import short_conv_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -137,6 +138,12 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
+def short_conv_case(dtype: Any = jnp.bfloat16):
+    """A function and its argument shapes: short_conv_backward."""
+    x = _shape(2, 1024, 256, dtype=dtype)
+    return short_conv_backward, (x, _shape(256, 4), x)
+
+
 def gates_case(packed=False):
     """A function and its argument shapes: chunk_gates."""
     g = _shape(1, 256, 16)
@@ -144,6 +151,7 @@ def gates_case(packed=False):
 
 
 CASES = {
+    "short convolution": short_conv_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "inverse": inverse_case,

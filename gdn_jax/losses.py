@@ -1,0 +1,214 @@
+"""The loss of a language model from hidden states, without the logits of all tokens in memory.
+
+Token t with hidden state x_t, target c_t and label weight a_t has
+
+    logits  l_t = W x_t                    [V]
+    lse_t = log sum_v exp(l_t[v])
+    loss = sum_t a_t (lse_t - l_t[c_t]  +  z lse_t^2)
+    dl_t = a_t ((1 + 2 z lse_t) softmax(l_t) - onehot(c_t)),   dx_t = W^T dl_t,   dW = sum_t dl_t x_t^T
+
+The logits' cotangent dl is known as soon as the logits are, so one walk over tiles of tokens gives the loss and both
+gradients, and no logits are kept or computed again. All this is of unit cotangent: the backward pass only scales.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
+
+TILE_LOGITS = 2**26
+"""Logits of a tile where the caller gives no tile: 256 MiB in float32.
+
+A choice, to be replaced by a measured one: a tile's three products must be large enough to keep a GPU busy (2048
+tokens for V = 32768), and dW, which every tile reads and writes once in float32, must be small beside the tile's
+logits. More than that costs memory and gains nothing.
+"""
+
+
+class LossSums(NamedTuple):
+    """Sums over tokens, each times its label weight. Gradients flow through `loss` and `weight` only."""
+
+    loss: Float[Array, ""]  # nats, and z_loss
+    z_loss: Float[Array, ""]  # its part of loss
+    correct: Float[Array, ""]  # 1 where the largest logit, the first of equal ones, is the target's
+    weight: Float[Array, ""]  # 1 for each token
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the loss, for a unit cotangent."""
+
+    x: Float[Array, "T D"]
+    weight: Float[Array, "V D"]
+    label_weights: Float[Array, " T"]
+
+
+def linear_softmax_cross_entropy(
+    x: Float[Array, "*S D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "*S"],
+    *,
+    label_weights: Float[Array, "*S"] | None = None,
+    z_loss: float = 0.0,
+    tile: int | None = None,
+) -> LossSums:
+    """Sum of the weighted cross entropies of logits W x; the module docstring has the equations.
+
+    Memory holds the logits of one tile of tokens. When it is differentiated, dx and dW are computed in the forward
+    pass and kept for the backward pass, which scales them; when it is not, they are not computed.
+
+    Args:
+      x: hidden states [.., D], bfloat16, float32 or float64, finite, also where the label weight is 0.
+      weight: output projection [V, D], any floating dtype; used in x's dtype.
+      targets: [..] integers in [0, V). Another value gives NaN where its label weight is not 0.
+      label_weights: [..] any floating dtype; 0 leaves a token out, whatever its target. Default: 1 for every token.
+      z_loss: coefficient z >= 0 of lse^2.
+      tile: tokens whose logits are in memory at once. Default: the power of two with at most TILE_LOGITS logits.
+
+    Returns:
+      LossSums of scalars in float32 (float64 for float64 x). `z_loss` and `correct` are constants to a
+      differentiation; `loss` can be differentiated, once, in x, weight and label_weights (whose gradient is 0 at an
+      impossible target).
+
+    Raises:
+      ValueError: an argument has a wrong shape, dtype or value; names it.
+      NotImplementedError: x is float16, in which the small probabilities of dl vanish.
+
+    Numerics: bfloat16: all three products multiply bfloat16 and sum in float32; dl is rounded to bfloat16 for the two
+      of the gradients. float32: products with precision HIGHEST. Softmax and sums are float32 (float64 for float64
+      x); dW is summed over the tiles in it and rounded to weight's dtype at the end. The same bits in every call,
+      for a tile.
+    Source: the one-pass gradient is that of Liger's `fused_linear_cross_entropy`.
+    """
+    _check(x, weight, targets, label_weights, z_loss, tile)
+    dtype = accumulation_dtype(x)
+    if label_weights is None:
+        label_weights = jnp.ones(targets.shape, dtype)
+    loss, z, correct = _loss(
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        targets.reshape(-1),
+        label_weights.reshape(-1),
+        float(z_loss),
+        default_tile(weight.shape[0]) if tile is None else tile,
+    )
+    # Constants, because the two parts of the loss would need gradients of their own.
+    z, correct = jax.lax.stop_gradient((z, correct))
+    return LossSums(loss, z, correct, jnp.sum(label_weights.astype(dtype)))
+
+
+def default_tile(vocab_size: int) -> int:
+    """Tokens of a tile: the largest power of two with at most TILE_LOGITS logits, at least 1."""
+    return 1 << max(0, (TILE_LOGITS // vocab_size).bit_length() - 1)
+
+
+def _check(x, weight, targets, label_weights, z_loss, tile) -> None:
+    if getattr(x, "ndim", 0) < 1:
+        raise ValueError(f"x: expected an array [.., D], got {getattr(x, 'shape', type(x).__name__)}")
+    check_floating("x", x)
+    if x.dtype == jnp.float16:
+        raise NotImplementedError(
+            "x: float16 holds no number below 6e-8, so small probabilities in the cotangent of the logits would "
+            "vanish; use bfloat16 or float32"
+        )
+    check_array("weight", weight, (None, x.shape[-1]), "V, D")
+    check_floating("weight", weight)
+    if weight.shape[0] < 1:
+        raise ValueError("weight: expected at least one row, got 0")
+    check_array("targets", targets, x.shape[:-1], "..")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets: expected an integer dtype, got {targets.dtype}")
+    if label_weights is not None:
+        check_array("label_weights", label_weights, x.shape[:-1], "..")
+        check_floating("label_weights", label_weights)
+    if not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss: expected a finite number >= 0, got {z_loss}")
+    if tile is not None and (not isinstance(tile, int) or tile < 1):
+        raise ValueError(f"tile: expected a whole number of tokens >= 1, got {tile}")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(x, weight, targets, label_weights, z_loss, tile):
+    """(loss, z_loss, correct) of tokens x [T, D]."""
+    return _walk(x, weight, targets, label_weights, z_loss, tile, gradients=False)[0]
+
+
+def _loss_forward(x, weight, targets, label_weights, z_loss, tile):
+    return _walk(x, weight, targets, label_weights, z_loss, tile, gradients=True)
+
+
+def _loss_backward(z_loss, tile, gradients, cotangents):
+    scale = cotangents[0]
+    dx, dweight, dlabel_weights = ((scale * g.astype(scale.dtype)).astype(g.dtype) for g in gradients)
+    return dx, dweight, None, dlabel_weights
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+def _walk(x, weight, targets, label_weights, z_loss, tile, *, gradients) -> tuple[Any, _Gradients | None]:
+    """(loss, z_loss, correct) over tiles of tokens, and the gradients if they are asked for."""
+    T, dtype = x.shape[0], accumulation_dtype(x)
+    tokens = (x, targets, label_weights)
+    of_tile = partial(_tile, weight.astype(x.dtype), z_loss, gradients)
+    if T <= tile:
+        (sums, dweight), per_token = of_tile(tokens)
+    else:
+        # What is padded has label weight 0 and so adds nothing.
+        pieces = jax.tree.map(lambda a: _pad(a, -T % tile).reshape(-1, tile, *a.shape[1:]), tokens)
+        zero = jnp.zeros((), dtype)
+        start = ((zero, zero, zero), jnp.zeros(weight.shape, dtype) if gradients else None)
+
+        def step(total, piece):
+            summed, per_token = of_tile(piece)
+            return jax.tree.map(jnp.add, total, summed), per_token
+
+        (sums, dweight), per_token = jax.lax.scan(step, start, pieces)
+        per_token = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:T], per_token)
+    if dweight is None:
+        return sums, None
+    dx, dlabel_weights = per_token
+    return sums, _Gradients(dx, dweight.astype(weight.dtype), dlabel_weights)
+
+
+def _pad(a, count):
+    return jnp.pad(a, ((0, count), *((0, 0),) * (a.ndim - 1)))
+
+
+def _tile(weight, z_loss, gradients, tokens) -> tuple[Any, Any]:
+    """What a tile adds to the sums and to dW, and its dx and dlabel_weights; None for gradients not asked for."""
+    x, targets, label_weights = tokens
+    dtype = accumulation_dtype(x)
+    dot = partial(
+        jnp.einsum,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=dtype,
+    )
+    logits = dot("td,vd->tv", x, weight)
+    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))[:, None]
+    # The largest logit by its index: one pass over the logits gives both.
+    best = jnp.argmax(logits, -1, keepdims=True)
+    largest = jnp.take_along_axis(logits, best, -1)
+    exps = jnp.exp(logits - largest)
+    total = jnp.sum(exps, -1, keepdims=True)
+    inside = (targets >= 0) & (targets < weight.shape[0])
+    of_target = jnp.take_along_axis(logits, jnp.where(inside, targets, 0), -1)
+    a = label_weights.astype(dtype)[:, None]
+    a = jnp.where(inside | (a == 0), a, jnp.nan)
+    # Not lse - of_target: their difference would lose the digits of the nats of a sure prediction.
+    nats = jnp.log(total) + (largest - of_target)
+    lse = largest + jnp.log(total)
+    z = z_loss * lse**2
+    losses = jnp.where(inside, nats + z, 0)
+    sums = (jnp.sum(a * losses), jnp.sum(a * z), jnp.sum(a * (best == targets)))
+    if not gradients:
+        return (sums, None), None
+    onehot = jnp.arange(weight.shape[0])[None] == targets
+    dlogits = (a * ((1 + 2 * z_loss * lse) / total * exps - onehot)).astype(x.dtype)
+    dx = dot("tv,vd->td", dlogits, weight).astype(x.dtype)
+    dweight = dot("tv,td->vd", dlogits, x)
+    return (sums, dweight), (dx, losses[:, 0].astype(label_weights.dtype))

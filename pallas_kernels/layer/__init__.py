@@ -1,0 +1,1 @@
+"""Kernels of what stands around the rule in a layer."""

@@ -1,0 +1,168 @@
+"""Faults that the tests must notice: each was put in once, went unnoticed, and has had a test of its own since.
+
+A fault is a text that stands at exactly one place of the two packages, what takes its place, and the test that must
+then fail: a file, or one test of it where the file takes long.
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A fault: `find`, found exactly once, is replaced by `put`, and `test` must fail."""
+
+    name: str
+    find: str
+    put: str
+    test: str
+
+
+FAULTS = (
+    # The plain forms.
+    Fault(
+        "the chunk table is one chunk short",
+        "return max(1, min(T, (T + N * (C - 1)) // C))",
+        "return max(1, min(T, (T + N * (C - 1)) // C) - 1)",
+        "tests/test_packing.py::test_the_fullest_chunk_table",
+    ),
+    Fault(
+        "lanes of packed rows are not swapped back",
+        "return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[table.last_chunk]",
+        "return x.reshape(-1, *x.shape[3:])[table.last_chunk]",
+        "tests/test_packing.py::test_lanes_of_packed_rows",
+    ),
+    Fault(
+        "the inverse is not kept for the backward",
+        "A = checkpoint_name(solve_tril(kkt), INVERSE_NAME)",
+        "A = solve_tril(kkt)",
+        "tests/test_gradients.py::test_what_the_backward_keeps",
+    ),
+    Fault(
+        "the states are not kept for the backward",
+        "h = checkpoint_name(solution.h, STATES_NAME)",
+        "h = solution.h",
+        "tests/test_gradients.py::test_what_the_backward_keeps",
+    ),
+    Fault(
+        "chunk_states ignores segment_ids",
+        """
+    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    if x.segment_ids is not None:
+""",
+        """
+    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    if False:
+""",
+        "tests/test_stages.py::test_chunk_states",
+    ),
+    Fault(
+        "chunk_states ignores the norm",
+        "k = gates.l2norm(x.k) if use_k_l2norm else x.k",
+        "k = x.k",
+        "tests/test_stages.py::test_chunk_states",
+    ),
+    Fault(
+        "chunk_states ignores debug checks",
+        """
+    _known_lengths(cu_seqlens, dims.T)
+    if _debug_checks:
+""",
+        """
+    _known_lengths(cu_seqlens, dims.T)
+    if False:
+""",
+        "tests/test_api.py::test_run_time_checks_of_chunk_states",
+    ),
+    Fault(
+        "a scale of 0 is taken for none",
+        "    if scale is None:\n        return dims.K**-0.5\n",
+        "    if scale is None or (isinstance(scale, float) and not scale):\n        return dims.K**-0.5\n",
+        "tests/test_reference.py::test_steps_equal_oracle",
+    ),
+    Fault(
+        "a float32 state of the convolution is rounded to its input's dtype",
+        "dtype = jnp.promote_types(x.dtype, initial_state.dtype)",
+        "dtype = x.dtype",
+        "tests/test_conv.py",
+    ),
+    Fault(
+        "the logarithm of a bfloat16 alpha is computed in bfloat16",
+        "return jnp.log(alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)))",
+        "return jnp.log(alpha)",
+        "tests/test_gates.py",
+    ),
+    # The kernels and the seam to them.
+    Fault(
+        "write strengths have no floor",
+        "x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))",
+        "x",
+        "tests/test_mosaic.py",
+    ),
+    Fault(
+        "gradients do not go through the L2 norm",
+        "    if through_norm is not None:\n",
+        "    if False:\n",
+        "tests/test_mosaic.py",
+    ),
+    Fault(
+        "float16 decays lack the factor of the inverse",
+        "jnp.exp2(smem.g2[stage, CHUNK - 1] - cta.t_log2 - g_rows)",
+        "jnp.exp2(smem.g2[stage, CHUNK - 1] - g_rows)",
+        "tests/test_kernels.py::test_float16_in_the_interpreter",
+    ),
+    Fault(
+        "padding is ignored where lengths are known",
+        "starts = cu_seqlens[:-1] if cu_seqlens[-1] == T else cu_seqlens",
+        "starts = cu_seqlens[:-1]",
+        "tests/test_kernels.py::test_padding_where_lengths_are_known",
+    ),
+    Fault(
+        "the last segment of a sequence is taken for an inner one",
+        "inner = int(((-(-values // length) - 1) * counts).sum())",
+        "inner = int((-(-values // length) * counts).sum())",
+        "tests/test_kernels.py::test_segments_of_a_cut",
+    ),
+    # Layers, models and experiments.
+    Fault(
+        "the dtype of the state in a cache is lost",
+        "state if cache is None else state.astype(cache.state.dtype)",
+        "state",
+        "tests/test_layers.py",
+    ),
+    Fault(
+        "shared value heads are tiled, not repeated",
+        "return jnp.repeat(v, HO // v.shape[2], axis=2)",
+        "return jnp.tile(v, (1, 1, HO // v.shape[2], 1))",
+        "tests/test_rules.py",
+    ),
+    Fault(
+        "all tokens are drawn with one random key",
+        "key = jax.random.fold_in(rng, i)",
+        "key = rng",
+        "tests/test_models.py",
+    ),
+    Fault(
+        "training batches reach into the held-out text",
+        "tokens, targets = text.windows(self.corpus.train, starts, self.length)",
+        "both = np.concatenate([self.corpus.val, self.corpus.train])\n"
+        "        tokens, targets = text.windows(both, starts, self.length)",
+        "tests/test_tasks.py",
+    ),
+    Fault(
+        "validation draws with the keys of training",
+        "for key in self._keys(1, size)]",
+        "for key in self._keys(0, size)]",
+        "tests/test_tasks.py",
+    ),
+    Fault(
+        "gradients are not clipped",
+        "        optax.clip_by_global_norm(options.clip),\n",
+        "",
+        "tests/test_experiments.py",
+    ),
+    Fault(
+        "files are written in place",
+        "    with replacing(path) as file:\n        file.write(content.encode())\n",
+        "    path.write_text(content)\n",
+        "tests/test_experiments.py",
+    ),
+)

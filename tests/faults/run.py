@@ -1,0 +1,104 @@
+"""Puts faults into a copy of the project, one at a time, and runs the test that must notice each.
+
+    python tests/faults/run.py [PART OF A NAME ...]
+
+Prints what became of every fault and exits with 1 if one survives, if its text is no longer found, or if its test
+fails without it. The working tree is not touched.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("gdn_jax", "pallas_kernels")
+SECONDS = 900
+"""Of one test run: a fault may make a kernel wait for ever."""
+
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; all others are errors of collection or of the call."""
+
+
+class Verdict(NamedTuple):
+    """What became of a fault, and why."""
+
+    caught: bool
+    text: str
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    """What the tests read, without what is hidden, installed or written by runs."""
+    copy = folder / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info"))
+    return copy
+
+
+def place(copy: Path, fault: Fault) -> Path | str:
+    """The file that holds a fault's text, or why there is not exactly one place."""
+    files = [path for package in PACKAGES for path in sorted((copy / package).rglob("*.py"))]
+    counts = {path: path.read_text().count(fault.find) for path in files}
+    found = [path for path, count in counts.items() if count]
+    if sum(counts.values()) != 1:
+        where = ", ".join(str(path.relative_to(copy)) for path in found)
+        return f"text found {sum(counts.values())} times{where and f': {where}'}"
+    return found[0]
+
+
+def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
+    """Exit code of the tests of the copy (None: they did not end), and the first failure or the last line."""
+    # The copy comes first on the path, before an installed project. No bytecode: it is taken for that of a file which
+    # was changed within the same second and kept its size.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "160"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    options = dict(cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        done = subprocess.run(command, text=True, timeout=SECONDS, **options)
+    except subprocess.TimeoutExpired:
+        return None, f"{' '.join(tests)} did not end in {SECONDS} s"
+    lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
+    failures = [line.removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
+    return done.returncode, failures[0] if failures else lines[-1]
+
+
+def verdict(copy: Path, fault: Fault) -> Verdict:
+    """Puts a fault in, runs its test, and takes it out again."""
+    path = place(copy, fault)
+    if isinstance(path, str):
+        return Verdict(False, path)
+    whole = path.read_text()
+    path.write_text(whole.replace(fault.find, fault.put))
+    try:
+        code, text = pytest(copy, fault.test)
+    finally:
+        path.write_text(whole)
+    return Verdict(False, f"{fault.test} passes") if code == PASSED else Verdict(code == FAILED, text)
+
+
+def main(parts: list[str]) -> int:
+    chosen = [fault for fault in FAULTS if not parts or any(part in fault.name for part in parts)]
+    if not chosen:
+        print(f"expected parts of names of faults, got {' '.join(parts)}")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_project(Path(folder))
+        code, text = pytest(copy, *dict.fromkeys(fault.test for fault in chosen))
+        if code != PASSED:
+            print(f"without any fault: {text}")
+            return 1
+        survivors = 0
+        for fault in chosen:
+            caught, text = verdict(copy, fault)
+            survivors += not caught
+            print(f"{'caught  ' if caught else 'SURVIVED'}  {fault.name}\n          {text}", flush=True)
+    print(f"{len(chosen)} faults, {survivors} survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The seam to the GPU kernels without a GPU: the derivative that a public call has, with the kernels interpreted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+
+from gdn_jax import mosaic
+from gdn_jax.checks import cases, oracle
+from gdn_jax.shapes import RuleArrays
+from pallas_kernels.backward import gradients as gradients_kernel
+from pallas_kernels.backward import rule as backward
+from pallas_kernels.chunks import inverse
+from pallas_kernels.forward import rule as forward
+
+INTERPRET = plgpu.InterpretGPUParams()
+TINY = dict(T=66, B=1, heads=(1, 1, 1), K=16, V=16)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Both rules in the interpreter, of few warpgroups, for each takes a thread. What they compute is the same."""
+    small_forward = forward.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
+    small_backward = backward.Config(gradients=gradients_kernel.Config(ctas=1))
+    run_forward = functools.partial(forward.forward, config=small_forward, interpret=INTERPRET)
+    run_backward = functools.partial(backward.backward, interpret=INTERPRET)
+
+    def backward_of(*arguments, config, **options):
+        assert config == backward.Config(), "the seam asks for something else than the default"
+        return run_backward(*arguments, config=small_backward, **options)
+
+    monkeypatch.setattr(forward, "forward", run_forward)
+    monkeypatch.setattr(backward, "backward", backward_of)
+
+
+def value_and_gradients(case: cases.Case, x: cases.Inputs) -> dict:
+    """Outputs and gradients of `mosaic.rule` by name; outside jit, for inside the interpreter hangs."""
+    arrays = RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8]))
+    options = mosaic.Options(case.use_qk_l2norm, case.state_layout, None, 1)
+    scale = case.K**-0.5 if case.scale is None else case.scale
+
+    def call(*primals):
+        return mosaic.rule(RuleArrays(*primals, *arrays[6:]), scale, options)
+
+    outputs, vjp = jax.vjp(call, *arrays[:6])
+    gradients = vjp((jnp.asarray(x.do), jnp.asarray(x.dh_T)))
+    return dict(zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case("seam-floor", beta="some 0", **TINY),
+        cases.Case("seam-norm", use_qk_l2norm=True, keys="any", state_layout="vk", **TINY),
+        cases.Case("seam-scale-20", scale=20.0, **TINY),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.usefixtures("interpreted")
+def test_public_gradient(case):
+    """Against the oracle: with the floor of beta, through the L2 norm, with a scale that the kernels do not hold."""
+    x = cases.inputs(case, "bfloat16")
+    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    for name, y in value_and_gradients(case, x).items():
+        assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
