@@ -1,6 +1,9 @@
-"""Runs an implementation on a case, forward and backward in one compiled function, once per case and dtype."""
+"""Runs an implementation on a case, forward and backward in one compiled function, once per case and dtype; which
+cases are quick tests, and which are slow ones."""
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -75,6 +78,51 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)
 
 
+def tiers(parameters: Iterable, quick: Iterable[str]) -> list:
+    """pytest parameters: cases, tuples that begin with one, or names. Those whose name is not in quick are slow."""
+    found, quick = [], set(quick)
+    for values in parameters:
+        values = values if isinstance(values, tuple) else (values,)
+        name = values[0] if isinstance(values[0], str) else values[0].name
+        marks = () if name in quick else pytest.mark.slow
+        found.append(pytest.param(*values, id=name, marks=marks))
+    assert quick <= {parameter.id for parameter in found}, "a quick test that there is not"
+    return found
+
+
+QUICK = (
+    "one-token",
+    "chunk-and-one-l2norm-K96-V192",
+    "values-grouped-over-two-chunk-32",
+    "no-gates-no-initial-state",
+    "packed",
+    "packed-nothing",
+    "packed-one-long",
+    "packed-reset",
+    "packed-strong-decay",
+    "segments",
+    "segments-of-one-token",
+    "segments-one-each",
+    "segments-reset",
+    "segments-no-state-three-groupings",
+)
+"""Cases of the table that quick tests run in one dtype: each program once that has something of its own."""
+
+
+def _shares_a_program(case: cases.Case) -> bool:
+    """Whether a case differs from the table's first one in values only: it needs no compilation then."""
+    plain = dict(name="", g="slow", beta="sigmoid", keys="unit", ill_conditioned=False)
+    same = dataclasses.replace(case, **plain) == dataclasses.replace(cases.TABLE[0], **plain)
+    return same and case.g is not None and case.beta is not None
+
+
 def table(dtypes: tuple[str, ...]) -> list:
-    """pytest parameters (case, dtype) for the whole table."""
-    return [pytest.param(case, dtype, id=f"{dtype}-{case.name}") for dtype in dtypes for case in cases.TABLE]
+    """pytest parameters (case, dtype) for the whole table. Cases of one program are quick in every dtype, those of
+    QUICK in the first one."""
+    found = []
+    for dtype in dtypes:
+        for case in cases.TABLE:
+            quick = _shares_a_program(case) or (case.name in QUICK and dtype == dtypes[0])
+            marks = () if quick else pytest.mark.slow
+            found.append(pytest.param(case, dtype, id=f"{dtype}-{case.name}", marks=marks))
+    return found

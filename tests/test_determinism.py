@@ -12,7 +12,7 @@ from gdn_jax.checks import cases
 
 @pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["slow-decay", "packed"])
+@pytest.mark.parametrize("name", harness.tiers(("slow-decay", "packed"), ("slow-decay",)))
 def test_bit_equal_repeats(implementation, name):
     """A hundred calls of one function, compiled as users compile it: outputs and gradients."""
     case = cases.CASES[name]
@@ -25,6 +25,7 @@ def test_bit_equal_repeats(implementation, name):
         jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 def test_compiling_again_gives_the_same_bits(implementation):

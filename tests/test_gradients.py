@@ -65,11 +65,13 @@ DOUBLE = (
     "beta-2",
     "packed",
     "segments",
+    "one-chunk-one-key-head",
+    "packed-vk-l2norm-scale-1-no-state",
 )
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", (*DOUBLE, "one-chunk-one-key-head", "packed-vk-l2norm-scale-1-no-state"))
+@pytest.mark.parametrize("name", harness.tiers(DOUBLE, (*DOUBLE[:6], "packed")))
 def test_double_precision(implementation, name):
     """With x64 on, nothing inside is computed in less than float64."""
     case = cases.CASES[name]

@@ -2,6 +2,7 @@
 
 import re
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,12 +88,19 @@ OVER_HEADS = (*(HEADS,) * 5, PartitionSpec(None, "shard"))
 @pytest.mark.parametrize(
     ("options", "sums"),
     [
-        (dict(specs=(ROWS,) * 6), 0),
-        (dict(specs=(ROWS,) * 6, transform=jax.vmap), 0),
-        (dict(specs=(HEADS, REPLICATED, *OVER_HEADS[2:]), heads=(2, 1, 2), dtype=jnp.float16), 1),
-        (dict(specs=OVER_HEADS, N=3, T=32768), 0),
+        pytest.param(dict(specs=(ROWS,) * 6), 0, id="rows"),
+        pytest.param(
+            dict(specs=(ROWS,) * 6, transform=jax.vmap), 0, id="rows, vmap inside", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dict(specs=(HEADS, REPLICATED, *OVER_HEADS[2:]), heads=(2, 1, 2), dtype=jnp.float16),
+            1,
+            id="heads, one key head for all",
+        ),
+        pytest.param(
+            dict(specs=OVER_HEADS, N=3, T=32768), 0, id="heads, packed in segments", marks=pytest.mark.slow
+        ),
     ],
-    ids=["rows", "rows, vmap inside", "heads, one key head for all", "heads, packed in segments"],
 )
 def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     """With gradients, of which those of a replicated input are summed over the devices."""
@@ -116,8 +124,10 @@ def test_slices_of_heads_of_the_public_call(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(transform=jax.vmap), dict(N=30, T=2048, dtype=jnp.float16)],
-    ids=["vmap", "packed"],
+    [
+        pytest.param(dict(transform=jax.vmap), id="vmap"),
+        pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed", marks=pytest.mark.slow),
+    ],
 )
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
     monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
@@ -240,7 +250,10 @@ def check(case, config, dtype="bfloat16"):
     assert_close(final, np.asarray(got_final), tolerance("final_state", dtype), "final state", 1)
 
 
-@pytest.mark.parametrize(("case", "config"), [pytest.param(*c, id=c[0].name) for c in CASES])
+QUICK = ("one tile, kv padded, grouped queries", "segments", "packed", "segment ids")
+
+
+@pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK))
 def test_forward_in_the_interpreter(case, config, monkeypatch):
     monkeypatch.setattr(
         forward_rule, "known_lengths", lambda cu_seqlens: None
@@ -260,7 +273,7 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KNOWN])
+@pytest.mark.parametrize("case", harness.tiers(KNOWN, ("equal",)))
 def test_lengths_known_while_tracing(case):
     check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
 
@@ -302,6 +315,7 @@ def test_longest_sequences_come_first():
         np.testing.assert_array_equal(tables.longest_first(x), [4, 2, 0, 3, 1, 5])
 
 
+@pytest.mark.slow
 def test_sequences_in_another_order(monkeypatch):
     monkeypatch.setattr(forward_rule, "NUM_SMS", 1)
     monkeypatch.setattr(forward_rule, "choose_split", lambda *_, **__: (1, None))
@@ -376,7 +390,7 @@ PROGRAMS = list({signature(c): c for c in cases.TABLE if c.chunk_size == 64}.val
 """One case for each program that the table has."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in PROGRAMS])
+@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("one-token", "packed-strong-decay")))
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""

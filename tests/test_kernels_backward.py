@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,17 +197,18 @@ def check(case: cases.Case, config, segment_chunks=None, dtype="bfloat16"):
             assert_close(e, np.asarray(x), bound, name, head_axis(name))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+@pytest.mark.parametrize("case", harness.tiers(CASES, ("padded, two rows", "packed", "segments")))
 def test_gradients_in_the_interpreter(case):
     check(case, SMALL)
 
 
+@pytest.mark.slow
 def test_two_state_warpgroups_in_the_interpreter():
     case = C("packed, two tiles, grouped", T=100, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(1, 0, 69, 20))
     check(case, dataclasses.replace(SMALL, state_warpgroups=2))
 
 
-@pytest.mark.parametrize(("case", "chunks"), [pytest.param(*c, id=c[0].name) for c in FLOAT16])
+@pytest.mark.parametrize(("case", "chunks"), harness.tiers(FLOAT16, ("repeated, slow decay",)))
 def test_float16_in_the_interpreter(case, chunks):
     config = backward.Config(segments=chunks is not None, gradients=gradients_kernel.Config(ctas=1))
     check(case, config, chunks, dtype="float16")
@@ -220,7 +222,7 @@ SEGMENTED = (
 )
 
 
-@pytest.mark.parametrize(("case", "chunks"), [pytest.param(*c, id=c[0].name) for c in SEGMENTED])
+@pytest.mark.parametrize(("case", "chunks"), harness.tiers(SEGMENTED, ("two rows, vk",)))
 def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
 
@@ -232,6 +234,7 @@ SLICED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype", "chunks"), [pytest.param(*c, id=c[0].name) for c in SLICED])
 def test_slices_of_heads_keep_every_bit(case, dtype, chunks):
     """Of all gradients, absent ones and their dtypes too."""
@@ -334,11 +337,11 @@ GROUPS, QUERIES, MIXED = (2, 2, 4), (4, 2, 2), (2, 3, 6)
 @pytest.mark.parametrize(
     ("heads", "K", "V", "packed", "dtype"),
     [
-        (GROUPS, 100, 256, True, jnp.bfloat16),
+        pytest.param(GROUPS, 100, 256, True, jnp.bfloat16, marks=pytest.mark.slow),
         (QUERIES, 64, 64, True, jnp.bfloat16),
         (MIXED, 96, 192, False, jnp.bfloat16),
-        (MIXED, 192, 128, True, jnp.bfloat16),
-        (QUERIES, 256, 64, False, jnp.float16),
+        pytest.param(MIXED, 192, 128, True, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(QUERIES, 256, 64, False, jnp.float16, marks=pytest.mark.slow),
     ],
 )
 def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
@@ -352,7 +355,10 @@ def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
 
 @pytest.mark.parametrize(
     ("K", "V", "packed", "dtype"),
-    [(60, 192, False, jnp.bfloat16), (256, 256, True, jnp.float16)],
+    [
+        (60, 192, False, jnp.bfloat16),
+        pytest.param(256, 256, True, jnp.float16, marks=pytest.mark.slow),
+    ],
 )
 def test_segments_lower_after_the_forward(K, V, packed, dtype):
     cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed, dtype)

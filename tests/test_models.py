@@ -1,5 +1,6 @@
 """The language model and its generation: with the cache and without, padded prompts and bare, packed and separate."""
 
+import collections
 import dataclasses
 import inspect
 
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.experiments import options as options_lib
@@ -31,6 +32,10 @@ SIZES = {
     "expand_v": 1.5,
     "implementation": "recurrent",  # compiles fast; tests/test_layers.py takes the chunked form too
 }
+
+
+KERNELS = ("mpmd_map", "core_map", "pallas_call")
+"""What a GPU kernel is traced to, by version of JAX."""
 
 
 def make(seed=0, **options):
@@ -68,6 +73,30 @@ def uncached(model, prompt, num_tokens):
     for t in range(prompt.shape[1], row.shape[1]):
         row[:, t] = call(model, row)[0][:, t - 1].argmax(-1)
     return row[:, prompt.shape[1] :]
+
+
+def loss_of(graphdef, row, **options):
+    def loss(params):
+        model = nnx.merge(graphdef, params)
+        return jnp.sum(jnp.sin(model(row, **options)[0]))
+
+    return loss
+
+
+def eqns(jaxpr):
+    """All operations of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for x in eqn.params.values():
+            for inner in x if isinstance(x, tuple | list) else (x,):
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                if isinstance(inner, Jaxpr):
+                    yield from eqns(inner)
+
+
+def operations(f, *args):
+    """How many operations of every name the program of f holds; a loop's body counts once."""
+    return collections.Counter(eqn.primitive.name for eqn in eqns(jax.make_jaxpr(f)(*args).jaxpr))
 
 
 def test_generation_equals_the_uncached_loop(model):
@@ -206,23 +235,6 @@ def test_training_step_moves_everything_and_decays_only_what_it_may():
         np.testing.assert_allclose(ratio, 1.0 if free else 0.95, rtol=1e-5, err_msg=name)
 
 
-def test_remat_keeps_less_and_changes_no_gradient():
-    row = jnp.asarray(tokens(2, 32))
-
-    def gradient(remat):
-        graphdef, params = nnx.split(LanguageModel(ModelConfig(**SIZES, remat=remat), rngs=nnx.Rngs(0)))
-
-        def loss(params):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(row)[0]))
-
-        kept = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
-        return sum(x.size for x in jax.tree.leaves(kept)), jax.jit(jax.grad(loss))(params)
-
-    (plain, want), (less, got) = gradient(False), gradient(True)
-    assert less < plain / 4, (less, plain)  # what two blocks compute, against their inputs and all parameters
-    jax.tree.map(lambda a, b: assert_close(a, b, F32), nnx.to_pure_dict(want), nnx.to_pure_dict(got))
-
-
 def test_initialisers():
     """Inner projections, projections to the residual stream, and embeddings, each by its own."""
     constants = {"kernel_init": 1.0, "out_kernel_init": 2.0, "embedding_init": 3.0}
@@ -238,8 +250,7 @@ def test_initialisers():
 
 
 def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
-    """A deeper model begins with the weights of a shallow one; blocks differ; a traced seed gives what a number
-    does."""
+    """A deeper model begins with the weights of a shallow one; blocks differ; the seed may be traced."""
 
     def params(seed, num_layers):
         init = nnx.initializers.normal(1.0)  # the default divides by the depth
@@ -262,15 +273,13 @@ def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
 def test_initialising_a_deeper_model_compiles_no_more_draws():
     """Draws are what XLA compiles slowly: as many operations of random bits with six blocks as with two."""
 
-    def count(jaxpr):
-        inner = [x for eqn in jaxpr.eqns for x in eqn.params.values() if isinstance(x, ClosedJaxpr)]
-        here = sum(eqn.primitive.name == "random_bits" for eqn in jaxpr.eqns)
-        return here + sum(count(x.jaxpr) for x in inner)
-
     def draws(num_layers):
         config = ModelConfig(**{**SIZES, "num_layers": num_layers})
-        init = jax.jit(lambda seed: nnx.state(LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))))
-        return count(init.trace(0).jaxpr)
+
+        def init(seed):
+            return nnx.state(LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed))))
+
+        return operations(init, 0)["random_bits"]
 
     assert (
         draws(2) == draws(6) == 15
@@ -298,6 +307,153 @@ def test_a_block_takes_any_mixer():
     more, cache = call(model, row[:, 5:], cache=cache)
     assert_close(want, np.concatenate([got, more], axis=1), F32)
     assert continued(model, row, 3).shape == (2, 3)
+
+
+def deep(**options):
+    """A model of three blocks, split."""
+    init = (
+        nnx.initializers.lecun_normal()
+    )  # the default divides by the depth: an order of blocks would not show
+    config = ModelConfig(**{**SIZES, "num_layers": 3, **options})
+    return nnx.split(LanguageModel(config, out_kernel_init=init, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("remat, masked", [("none", False), ("none", True), ("rule", True), ("full", False)])
+def test_a_scan_over_blocks_changes_nothing(remat, masked):
+    row, results = jnp.asarray(tokens(2, 16)), []
+    mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
+    options = {"mask": mask, "segment_ids": jnp.asarray(np.arange(32).reshape(2, 16) // 6)} if masked else {}
+    for scan in (False, True):
+        graphdef, params = deep(scan_layers=scan, remat=remat, implementation="chunked")
+        value, grads = jax.jit(jax.value_and_grad(loss_of(graphdef, row, **options)))(params)
+        results.append((value, nnx.to_pure_dict(grads)))
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), *results)
+
+
+def test_other_derivatives_of_a_scan_over_blocks():
+    """Forward mode, forward over reverse, and gradients side by side."""
+    row, results = jnp.asarray(tokens(2, 5)), []
+    for scan in (False, True):
+        graphdef, params = deep(scan_layers=scan, num_layers=2)
+        loss = loss_of(graphdef, row)
+        direction = jax.tree.map(jnp.cos, params)
+        both = jax.tree.map(lambda x, d: jnp.stack([x, x + 0.1 * d]), params, direction)
+        results.append(
+            jax.jit(
+                lambda params, direction, both, loss=loss: (
+                    jax.jvp(loss, (params,), (direction,)),
+                    jax.tree.leaves(jax.jvp(jax.grad(loss), (params,), (direction,))[1]),
+                    jax.tree.leaves(jax.vmap(jax.grad(loss))(both)),
+                )
+            )(params, direction, both)
+        )
+    jax.tree.map(lambda a, b: assert_close(a, b, F32), *results)
+
+
+def test_a_deeper_model_is_no_larger_a_program():
+    """Weights come in and gradients go out one by one, which costs a few operations each."""
+    row = jnp.asarray(tokens(2, 32))
+
+    def program(num_layers, **options):
+        graphdef, params = nnx.split(
+            nnx.eval_shape(lambda: make(num_layers=num_layers, implementation="chunked", **options))
+        )
+        return operations(jax.grad(loss_of(graphdef, row)), params)
+
+    shallow, deep, unrolled = program(8, scan_layers=True), program(16, scan_layers=True), program(8)
+    assert shallow["dot_general"] == deep["dot_general"] < unrolled["dot_general"] / 7
+    assert deep["slice"] == shallow["slice"]  # slices at known places: XLA compiles each
+    assert sum(deep.values()) < 2 * sum(shallow.values()) < sum(unrolled.values())
+
+
+def test_blocks_that_differ_are_not_scanned():
+    row = tokens(2, 8)
+    shifted = make(scan_layers=True)
+    shifted.blocks[1] = Block(shifted.config, Shift(), rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match=r"scan_layers: expected blocks that .*, got blocks that differ"):
+        call(shifted, row)
+    stateful = make(scan_layers=True)
+    stateful.blocks[1].seen = stateful.blocks[0].seen = nnx.BatchStat(jnp.zeros(()))
+    with pytest.raises(ValueError, match=r"scan_layers: .* got a block with state beside its parameters"):
+        call(stateful, row)
+
+
+def test_a_scanned_model_generates(model):
+    """With a cache the blocks are walked one by one: the weights are not copied for every token."""
+    prompt = tokens(2, 7)
+    scanned = make(scan_layers=True)
+    np.testing.assert_array_equal(continued(scanned, prompt, 4), continued(model, prompt, 4))
+
+
+@pytest.mark.usefixtures("compile_as_users_do")
+def test_what_remat_keeps():
+    """Bytes between the passes, and those of a compiled gradient, from below and from above."""
+    B, T, D, layers, HO, K = 2, 256, 64, 2, 2, 32
+    row = jnp.asarray(tokens(B, T))
+    kept, temporaries = {}, {}
+    for remat in ("none", "rule", "full"):
+        sizes = {"hidden_size": D, "num_layers": layers, "num_heads": HO, "head_dim": K, "expand_v": 1.0}
+        config = ModelConfig(vocab_size=31, **sizes, implementation="chunked", remat=remat)
+        graphdef, params = nnx.split(
+            nnx.eval_shape(lambda config=config: LanguageModel(config, rngs=nnx.Rngs(0)))
+        )
+        loss = loss_of(graphdef, row)
+        arrays = jax.tree.leaves(jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params))
+        kept[remat] = sum(x.size * x.dtype.itemsize for x in arrays)
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+        temporaries[remat] = compiled.memory_analysis().temp_size_in_bytes
+    stream = B * T * D * 4
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    chunk = 32  # of the chunked form on a CPU; a block keeps a matrix [chunk, chunk] and a state for each
+    residuals = B * HO * (T // chunk) * (chunk * chunk + K * K) * 4
+    least = weights + layers * stream
+    assert least <= kept["full"] <= least + 4 * stream  # the last norm and the logits keep theirs
+    assert layers * residuals <= kept["rule"] - kept["full"] <= 1.5 * layers * residuals
+    assert kept["none"] > 8 * kept["rule"]
+    # The backward pass of the last block begins before the others' residuals are used up.
+    assert (
+        0.8 * (layers - 1) * residuals
+        <= temporaries["rule"] - temporaries["full"]
+        <= 1.5 * layers * residuals
+    )
+    assert layers * stream <= temporaries["full"] <= 0.7 * temporaries["none"]
+
+
+@pytest.mark.parametrize("B, T", [(1, 4096), (64, 256)], ids=["cut into segments", "whole sequences"])
+def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
+    """The program on a GPU, traced only."""
+    from pallas_kernels.forward import rule
+
+    monkeypatch.setattr(rule, "device_reason", lambda: None)
+    row = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def program(remat):
+        sizes = {"vocab_size": 31, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "expand_v": 1.0}
+        config = ModelConfig(
+            **sizes, num_layers=1, dtype="bfloat16", implementation="mosaic_gpu", remat=remat
+        )
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+        return operations(jax.grad(lambda params, row: loss_of(graphdef, row)(params)), params, row)
+
+    plain, kept, again = (program(remat) for remat in ("none", "rule", "full"))
+    count = [sum(p[name] for name in KERNELS) for p in (plain, kept, again)]
+    assert 0 < count[0] == count[1] < count[2]
+    assert plain["dot_general"] < kept["dot_general"]  # projections are computed again
+
+
+def test_residual_stream_in_bfloat16():
+    """The stream between the blocks has the asked dtype; the float32 logits stay near those of a float32 stream."""
+    row, results = jnp.asarray(tokens(2, 9)), {}
+    for dtype in ("float32", "bfloat16"):
+        model = make(residual_dtype=dtype, scan_layers=True)
+        results[dtype] = call(model, row)[0]
+        graphdef, params = nnx.split(model)
+        program = jax.make_jaxpr(loss_of(graphdef, row))(params)
+        streams = [eqn.outvars[0].aval for eqn in eqns(program.jaxpr) if eqn.primitive.name == "scan"]
+        assert [x.dtype for x in streams if x.shape == (2, 9, SIZES["hidden_size"])] == [jnp.dtype(dtype)]
+    want, got = results.values()
+    assert got.dtype == np.float32 and np.any(want != got)
+    assert_close(want, got, BF16)
 
 
 def test_around_stands_in_the_place_of_every_mixer(model):
@@ -373,11 +529,13 @@ def test_every_field_is_an_option_or_fixed():
 
 def test_dtype_by_name_or_by_type():
     for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16")):
+        assert ModelConfig(residual_dtype=dtype).residual_dtype == "bfloat16"
         config = ModelConfig(dtype=dtype)
         assert config.dtype == "bfloat16" and isinstance(config.dtype, str)
         assert config == ModelConfig(dtype="bfloat16")
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     "message, options",
     [
@@ -394,6 +552,12 @@ def test_dtype_by_name_or_by_type():
         ("norm_eps: expected a positive number", {"norm_eps": 0.0}),
         ("dtype: expected one of 'float32', 'bfloat16', got 'float16'", {"dtype": "float16"}),
         ("dtype: expected one of 'float32', 'bfloat16', got 'float16'", {"dtype": jnp.float16}),
+        (
+            "residual_dtype: expected one of 'float32', 'bfloat16', got 'float16'",
+            {"residual_dtype": "float16"},
+        ),
+        ("remat: expected one of 'none', 'rule', 'full', got True", {"remat": True}),
+        ("scan_layers: expected True, False or None, got 'auto'", {"scan_layers": "auto"}),
         ("implementation: expected one of", {"implementation": "fast"}),
     ],
 )

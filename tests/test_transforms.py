@@ -93,8 +93,8 @@ def test_forward_mode(implementation, name):
     "name, order",
     [
         ("plain", "forward-over-reverse"),
-        ("plain", "reverse-over-reverse"),
-        ("packed-reset-l2norm", "forward-over-reverse"),
+        pytest.param("plain", "reverse-over-reverse", marks=pytest.mark.slow),
+        pytest.param("packed-reset-l2norm", "forward-over-reverse", marks=pytest.mark.slow),
     ],
 )
 def test_second_order(implementation, name, order):
@@ -249,7 +249,9 @@ def shard_mapped(implementation, case, x, specs, primals):
 
 
 @both
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", harness.tiers(PLACEMENTS, ("rows", "packed, heads, one key head for all, no state"))
+)
 def test_shard_map(implementation, placement):
     """Rows or heads spread over two devices, forward and gradients."""
     specs, own = PLACEMENTS[placement]

@@ -263,7 +263,7 @@ class LanguageModel(nnx.Module):
         """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""
         return (self.embedding if self.head is None else self.head)[...]
 
-    def _stacked_blocks(self) -> tuple[nnx.GraphDef, nnx.State] | None:
+    def _stacked_blocks(self) -> tuple[Any, Any] | None:
         """One block's structure and the weights of all, stacked along a new first axis; None without scan_layers.
 
         Raises:

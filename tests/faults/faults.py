@@ -126,26 +126,26 @@ FAULTS = (
         "the dtype of the state in a cache is lost",
         "state if cache is None else state.astype(cache.state.dtype)",
         "state",
-        "tests/test_layers.py",
+        "tests/test_layers.py::test_a_cache_keeps_its_dtype",
     ),
     Fault(
         "shared value heads are tiled, not repeated",
         "return jnp.repeat(v, HO // v.shape[2], axis=2)",
         "return jnp.tile(v, (1, 1, HO // v.shape[2], 1))",
-        "tests/test_rules.py",
+        "tests/test_rules.py::test_value_heads_shared_by_query_heads",
     ),
     Fault(
         "all tokens are drawn with one random key",
         "key = jax.random.fold_in(rng, i)",
         "key = rng",
-        "tests/test_models.py",
+        "tests/test_models.py::test_every_token_is_drawn_anew",
     ),
     Fault(
         "training batches reach into the held-out text",
         "tokens, targets = text.windows(self.corpus.train, starts, self.length)",
         "both = np.concatenate([self.corpus.val, self.corpus.train])\n"
         "        tokens, targets = text.windows(both, starts, self.length)",
-        "tests/test_tasks.py",
+        "tests/test_tasks.py::test_training_windows_lie_in_the_training_part",
     ),
     Fault(
         "validation draws with the keys of training",
@@ -157,12 +157,12 @@ FAULTS = (
         "gradients are not clipped",
         "        optax.clip_by_global_norm(options.clip),\n",
         "",
-        "tests/test_experiments.py",
+        "tests/test_experiments.py::test_gradients_are_clipped",
     ),
     Fault(
         "files are written in place",
         "    with replacing(path) as file:\n        file.write(content.encode())\n",
         "    path.write_text(content)\n",
-        "tests/test_experiments.py",
+        "tests/test_files.py::test_a_file_is_old_or_new",
     ),
 )

@@ -61,9 +61,17 @@ def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
         done = subprocess.run(command, text=True, timeout=SECONDS, **options)
     except subprocess.TimeoutExpired:
         return None, f"{' '.join(tests)} did not end in {SECONDS} s"
-    lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     failures = [line.removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
     return done.returncode, failures[0] if failures else lines[-1]
+
+
+def tests_that_fail(copy: Path, tests: list[str]) -> dict[str, str]:
+    """Those that fail without a fault, and so show nothing, and how."""
+    if pytest(copy, *tests)[0] == PASSED:
+        return {}
+    results = {test: pytest(copy, test) for test in tests}
+    return {test: text for test, (code, text) in results.items() if code != PASSED}
 
 
 def verdict(copy: Path, fault: Fault) -> Verdict:
@@ -87,13 +95,11 @@ def main(parts: list[str]) -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_project(Path(folder))
-        code, text = pytest(copy, *dict.fromkeys(fault.test for fault in chosen))
-        if code != PASSED:
-            print(f"without any fault: {text}")
-            return 1
+        without = tests_that_fail(copy, list(dict.fromkeys(fault.test for fault in chosen)))
         survivors = 0
         for fault in chosen:
-            caught, text = verdict(copy, fault)
+            broken = without.get(fault.test)
+            caught, text = verdict(copy, fault) if broken is None else Verdict(False, f"without it: {broken}")
             survivors += not caught
             print(f"{'caught  ' if caught else 'SURVIVED'}  {fault.name}\n          {text}", flush=True)
     print(f"{len(chosen)} faults, {survivors} survived")
