@@ -8,7 +8,6 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +47,7 @@ def train(options: TrainOptions, console: Console) -> int:
             if stored != config["options"]:  # where the data lies, or how many checkpoints are kept
                 config["options"] = stored
                 run.write_json("config.json", config)
-            return _work(trainer, run, config["versions"], compiled, console)
+            return _work(trainer, run, config["versions"], console)
     check_free(options.run.out)
     task = make_task(options)
     trainer = Trainer.make(options, task)
@@ -64,18 +63,11 @@ def train(options: TrainOptions, console: Console) -> int:
     run = RunFolder.create(options.run.out, options.task.task)
     with owned(run.path):
         run.write_json("config.json", config)
-        return _work(trainer, run, config["versions"], compiled, console)
+        return _work(trainer, run, config["versions"], console)
 
 
-def _work(
-    trainer: Trainer, run: RunFolder, then: dict[str, str], compiled: Path | None, console: Console
-) -> int:
-    """Trains to the end or until stopped; returns the exit status.
-
-    Args:
-      then: versions at the start of the run.
-      compiled: where compiled programs are kept, to be said.
-    """
+def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Console) -> int:
+    """Trains to the end or until stopped; returns the exit status. then: versions at the start of the run."""
     o, name = trainer.options.run, trainer.options.task.task
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "train", name, "--out", str(run.path), "--resume"])
@@ -93,8 +85,6 @@ def _work(
             say(
                 f"{trainer.parameters / 1e6:.2f}M parameters, {dtype} on {now['device']}, run folder {run.path}"
             )
-            if compiled is not None:
-                say(f"compiled programs are kept in {compiled}")
             with _drawing(trainer, run):
                 with listen() as asked, Reporter(console, o.steps, trainer.step) as reporter:
                     why = trainer.loop(run, store, reporter, asked)
