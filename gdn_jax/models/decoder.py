@@ -1,7 +1,7 @@
 """A language model of token mixers and SwiGLU blocks."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -132,7 +132,7 @@ def _stack_jvp(primals, tangents):
         index = jax.lax.optimization_barrier(jnp.int32(i))
         return jax.lax.dynamic_update_index_in_dim(zeros, x, index, 0)
 
-    return stacked, sum(place(i, x) for i, x in enumerate(*tangents))
+    return stacked, reduce(jnp.add, [place(i, x) for i, x in enumerate(*tangents)])
 
 
 class LanguageModel(nnx.Module):
