@@ -37,6 +37,8 @@ def train(options: TrainOptions, console: Console) -> int:
     """
     options_lib.check(options)
     compiled = keep_compiled(options.run.compilation_cache)
+    if compiled is not None:
+        console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
         with owned(run.path):
