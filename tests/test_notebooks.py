@@ -167,8 +167,7 @@ def visible_text(notebook) -> str:
 def test_every_notebook_is_listed():
     listed = re.findall(r"\]\((\w+\.ipynb)\)", (FOLDER / "README.md").read_text())
     assert listed == [path.name for path in NOTEBOOKS] != []
-    in_one_click = re.findall(r"\]\(notebooks/(\w+\.ipynb)\)", (FOLDER.parent / "README.md").read_text())
-    assert in_one_click == listed
+    assert "](notebooks/README.md)" in (FOLDER.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
