@@ -278,7 +278,7 @@ def test_least_memory_is_that_of_the_arrays():
         assert 0.85 * real < memory.parameters(o, 256) <= real
     o = options_lib.ModelOptions(hidden_size=8, num_layers=3, num_heads=1, head_dim=4)
     weights = 16 * memory.parameters(o, 10)
-    assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 4 * 2 * 5 * (10 + 3 * 8)
+    assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 2 * 5 * 2 * 3 * 8
 
 
 def test_out_of_memory_is_one_line(folder, tmp_path, monkeypatch, capsys):

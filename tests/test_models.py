@@ -557,7 +557,7 @@ def test_dtype_by_name_or_by_type():
             {"residual_dtype": "float16"},
         ),
         ("remat: expected one of 'none', 'rule', 'full', got True", {"remat": True}),
-        ("scan_layers: expected True, False or None, got 'auto'", {"scan_layers": "auto"}),
+        ("scan_layers: expected one of True, False, got 'auto'", {"scan_layers": "auto"}),
         ("implementation: expected one of", {"implementation": "fast"}),
     ],
 )

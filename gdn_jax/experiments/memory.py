@@ -9,6 +9,7 @@ from gdn_jax.experiments.options import SizeOptions, TrainOptions
 
 _GIB = 2**30
 _FLOAT = 4  # bytes of a float32 or an int32
+_HALF = 2  # bytes of a bfloat16, the narrowest that a residual stream can be
 
 
 def parameters(model: SizeOptions, vocab_size: int) -> int:
@@ -32,8 +33,8 @@ def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
     """
     weights = 4 * _FLOAT * parameters(model, vocab_size)  # with the gradient and two moments of Adam
     tokens = 3 * _FLOAT * batch * length  # with targets and weights
-    stream = model.num_layers * model.hidden_size  # the input of each block, kept for the gradient
-    return weights + tokens + _FLOAT * piece * length * (vocab_size + stream)
+    stream = _HALF * model.num_layers * model.hidden_size  # the input of each block, kept for the gradient
+    return weights + tokens + piece * length * stream
 
 
 def available() -> int:

@@ -234,7 +234,6 @@ class LanguageModel(nnx.Module):
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill") * self.config.hidden_size**0.5
-
         x = x.astype(self.config.residual_dtype)
 
         def run(i, block, x, past):
