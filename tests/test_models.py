@@ -318,7 +318,15 @@ def deep(**options):
     return nnx.split(LanguageModel(config, out_kernel_init=init, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("remat, masked", [("none", False), ("none", True), ("rule", True), ("full", False)])
+@pytest.mark.parametrize(
+    "remat, masked",
+    [
+        pytest.param("none", False, marks=pytest.mark.slow),
+        pytest.param("none", True, marks=pytest.mark.slow),
+        ("rule", True),
+        pytest.param("full", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_scan_over_blocks_changes_nothing(remat, masked):
     row, results = jnp.asarray(tokens(2, 16)), []
     mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
@@ -330,6 +338,7 @@ def test_a_scan_over_blocks_changes_nothing(remat, masked):
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), *results)
 
 
+@pytest.mark.slow
 def test_other_derivatives_of_a_scan_over_blocks():
     """Forward mode, forward over reverse, and gradients side by side."""
     row, results = jnp.asarray(tokens(2, 5)), []
@@ -385,6 +394,7 @@ def test_a_scanned_model_generates(model):
     np.testing.assert_array_equal(continued(scanned, prompt, 4), continued(model, prompt, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_as_users_do")
 def test_what_remat_keeps():
     """Bytes between the passes, and those of a compiled gradient, from below and from above."""
