@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax import chunked, mosaic
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
+from gdn_jax.fused.embedding import embed
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.shapes import check_array
@@ -87,8 +88,8 @@ class Block(nnx.Module):
           The stream after the block, and the mixer's cache.
         """
         y, cache = (self.mixer if mix is None else mix)(self.mixer_norm(x), **options)
-        x = x + y.astype(x.dtype)
-        return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache
+        x, normalized = self.mlp_norm.add(x, y)
+        return x + self.mlp(normalized).astype(x.dtype), cache
 
 
 def _make_alike(make: Callable[[nnx.Rngs], Block], number: int, key: PRNGKeyArray) -> list[Block]:
@@ -233,7 +234,7 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"tokens: expected an integer dtype, got {tokens.dtype}")
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill") * self.config.hidden_size**0.5
+        x = embed(self.embedding[...], tokens) * self.config.hidden_size**0.5
         x = x.astype(self.config.residual_dtype)
 
         def run(i, block, x, past):

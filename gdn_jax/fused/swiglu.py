@@ -1,0 +1,64 @@
+"""The second half of a SwiGLU: the product of its two branches and the projection down."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.fused.kernels import usable
+from gdn_jax.shapes import accumulation_dtype
+
+
+def swiglu_down(
+    gate: Float[Array, "*S F"],
+    up: Float[Array, "*S F"],
+    kernel: Float[Array, "F D"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*S D"]:
+    """(silu(gate) * up) @ kernel.
+
+    With the kernels, the product of the branches is not kept for the backward pass but made again there beside their
+    derivatives, and the result can be differentiated once, in reverse.
+
+    Args:
+      gate, up: [.., F], any floating dtype, both alike.
+      kernel: projection [F, D], any floating dtype, used in gate's.
+      implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
+        "recurrent" do not.
+
+    Returns:
+      [.., D] in gate's dtype. Numerics: the product of the branches in float32 (float64 when gate is), rounded once.
+    """
+    from pallas_kernels.layer import swiglu
+
+    kernel = kernel.astype(gate.dtype)
+    if usable(implementation, swiglu.check_supported(gate)):
+        return _swiglu_down(gate, up, kernel)
+    wide = accumulation_dtype(gate)
+    h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+    return h @ kernel
+
+
+@jax.custom_vjp
+def _swiglu_down(gate, up, kernel):
+    from pallas_kernels.layer import swiglu
+
+    h = swiglu.swiglu(gate.reshape(-1), up.reshape(-1))
+    return h.reshape(gate.shape) @ kernel
+
+
+def _swiglu_down_fwd(gate, up, kernel):
+    return _swiglu_down(gate, up, kernel), (gate, up, kernel)
+
+
+def _swiglu_down_bwd(saved, dy):
+    from pallas_kernels.layer import swiglu
+
+    gate, up, kernel = saved
+    dh = jnp.einsum("...d,fd->...f", dy, kernel)
+    parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
+    dgate, dup, h = (x.reshape(gate.shape) for x in parts)
+    return dgate, dup, jnp.einsum("...f,...d->fd", h, dy)
+
+
+_swiglu_down.defvjp(_swiglu_down_fwd, _swiglu_down_bwd)
