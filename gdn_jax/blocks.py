@@ -102,9 +102,9 @@ class RMSNorm(nnx.Module):
         return add_norm(x, None, self.weight[...], eps=self.eps, dtype=self.dtype)[1]
 
     def add(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"]
+        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
-        """x + y in x's dtype, and the sum normalised."""
+        """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         return add_norm(x, y, self.weight[...], eps=self.eps, dtype=self.dtype)
 
 

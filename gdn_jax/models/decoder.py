@@ -45,6 +45,9 @@ def make_mixer(
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the sums are in the dtype of the residual stream x.
 
+    The stream comes as two parts, x and what the block before adds to it, and leaves so: a sum is made together with
+    the norm of it.
+
     Args:
       config: of the model.
       mixer: the token mixer of this block.
@@ -75,21 +78,28 @@ class Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, mix: Callable[..., tuple[Array, Any]] | None = None, **options: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"] | None,
+        *,
+        mix: Callable[..., tuple[Array, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
         """Applies the block.
 
         Args:
           x: residual stream [B, T, hidden_size].
+          y: what is added to it first; None: nothing.
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 
         Returns:
-          The stream after the block, and the mixer's cache.
+          The stream after the mixer, what the MLP adds to it, and the mixer's cache.
         """
-        y, cache = (self.mixer if mix is None else mix)(self.mixer_norm(x), **options)
+        x, normalized = self.mixer_norm.add(x, y)
+        y, cache = (self.mixer if mix is None else mix)(normalized, **options)
         x, normalized = self.mlp_norm.add(x, y)
-        return x + self.mlp(normalized).astype(x.dtype), cache
+        return x, self.mlp(normalized), cache
 
 
 def _make_alike(make: Callable[[nnx.Rngs], Block], number: int, key: PRNGKeyArray) -> list[Block]:
@@ -237,11 +247,12 @@ class LanguageModel(nnx.Module):
         x = embed(self.embedding[...], tokens) * self.config.hidden_size**0.5
         x = x.astype(self.config.residual_dtype)
 
-        def run(i, block, x, past):
+        def run(i, block, stream, past):
             mix = None if around is None else partial(around, i, block.mixer)
-            return block(
-                x, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
+            x, y, new = block(
+                *stream, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
             )
+            return (x, y), new
 
         walks = cache is not None or return_cache or around is not None
         stacked = None if walks else self._stacked_blocks()
@@ -251,13 +262,16 @@ class LanguageModel(nnx.Module):
             run = nnx.remat(run, static_argnums=0, **options)
         if stacked is not None:
             graphdef, states = stacked
-            x, _ = jax.lax.scan(lambda x, state: run(0, nnx.merge(graphdef, state), x, None), x, states)
-            return self.norm(x), None
-        caches = []
+            stream = x, jnp.zeros(x.shape, self.config.dtype)
+            stream, _ = jax.lax.scan(
+                lambda stream, state: run(0, nnx.merge(graphdef, state), stream, None), stream, states
+            )
+            return self.norm.add(*stream)[1], None
+        caches, stream = [], (x, None)
         for i, block in enumerate(self.blocks):
-            x, new = run(i, block, x, None if cache is None else cache[i])
+            stream, new = run(i, block, stream, None if cache is None else cache[i])
             caches.append(new)
-        return self.norm(x), None if cache is None and not return_cache else tuple(caches)
+        return self.norm.add(*stream)[1], None if cache is None and not return_cache else tuple(caches)
 
     def head_weight(self) -> Float[Array, "vocab D"]:
         """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""

@@ -88,7 +88,7 @@ def embedding_gradient(
         inputs={"dx": dx, "order": order, "starts": starts},
         outputs={"out": jax.ShapeDtypeStruct((V, D), jnp.float32)},
         memory={},
+        auto_barriers=False,
         ctas=V * (D // _columns(D)),
-        warpgroups=None,
         interpret=interpret,
     )["out"]

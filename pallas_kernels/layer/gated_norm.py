@@ -52,7 +52,8 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
     def block(i, carry):
         first = i * rows
         o, z = r.load(gmem.o, first, V, rows), r.load(gmem.z, first, V, rows)
-        r.store(gmem.y, first, o * lax.rsqrt(r.row_mean(o * o) + eps) * w * (z * r.sigmoid(z)))
+        scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
+        r.store(gmem.y, first, o * scale * w * (z * r.sigmoid(z)))
         return carry
 
     r.walk(block, *_blocks(N * V))
@@ -67,11 +68,11 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         first = i * rows
         o, z, dy = (r.load(x, first, V, rows) for x in (gmem.o, gmem.z, gmem.dy))
         gate = r.sigmoid(z)
-        scale = lax.rsqrt(r.row_mean(o * o) + eps)
+        scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
         unit, t = o * scale, dy * (z * gate)
         through = t * w
         r.store(gmem.dz, first, dy * (unit * w) * (gate * (1.0 + z * (1.0 - gate))))
-        r.store(gmem.do, first, scale * (through - unit * r.row_mean(through * unit)))
+        r.store(gmem.do, first, scale * (through - unit * r.spread(r.row_sum(through * unit) / V, V)))
         return dw + t * unit
 
     dw = r.walk(block, *_blocks(N * V), r.zeros(V, rows))
@@ -106,6 +107,7 @@ def _run_forward(eps, interpret, o, z, weight):
         inputs={"o": o, "z": z, "w": weight.astype(jnp.float32)},
         outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
         memory={},
+        auto_barriers=False,
         ctas=_blocks(o.size)[1],
         interpret=interpret,
     )["y"]
@@ -137,6 +139,7 @@ def _run_backward(eps, interpret, o, z, weight, dy):
             "dw": jax.ShapeDtypeStruct((ctas, BLOCK // V, V), jnp.float32),
         },
         memory={},
+        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

@@ -60,7 +60,7 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
         if gmem.y is not None:
             s = s + r.load(gmem.y, first, D, rows)
             r.store(gmem.s, first, s)
-        r.store(gmem.n, first, s * lax.rsqrt(r.row_mean(s * s) + eps) * w)
+        r.store(gmem.n, first, s * r.spread(lax.rsqrt(r.row_sum(s * s) / D + eps), D) * w)
         return carry
 
     r.walk(block, *_blocks(N, D))
@@ -75,9 +75,10 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         first = i * rows
         s, dn = r.load(gmem.s, first, D, rows), r.load(gmem.dn, first, D, rows)
         ds = None if gmem.ds is None else r.load(gmem.ds, first, D, rows)
-        scale = lax.rsqrt(r.row_mean(s * s) + eps)
-        unit, through = s * scale, dn * w
-        dx = scale * (through - unit * r.row_mean(through * unit))
+        scale = lax.rsqrt(r.row_sum(s * s) / D + eps)
+        unit, through = s * r.spread(scale, D), dn * w
+        mean = r.spread(r.row_sum(through * unit) / D, D)
+        dx = r.spread(scale, D) * (through - unit * mean)
         dx = dx if ds is None else dx + ds
         r.store(gmem.dx, first, dx)
         if gmem.dy is not None:
@@ -122,6 +123,7 @@ def _run_forward(eps, dtype, interpret, x, y, weight):
             "n": jax.ShapeDtypeStruct(x.shape, dtype),
         },
         memory={},
+        auto_barriers=False,
         ctas=_blocks(N, D)[1],
         interpret=interpret,
     )
@@ -165,6 +167,7 @@ def _run_backward(eps, y_dtype, interpret, s, weight, ds, dn):
             "dw": jax.ShapeDtypeStruct((ctas, r.rows_at_once(D), D), jnp.float32),
         },
         memory={},
+        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

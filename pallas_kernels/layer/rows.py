@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.launch import NUM_SMS, grid_index
 from pallas_kernels.device.memory import store_any
 
-WARPS = 4
-"""Warps of a warpgroup."""
+WARPS, LANES = 4, 32
+"""Warps of a warpgroup, and threads of a warp."""
 
 WARP_WIDTH = 1024
 """Widest row that one warp takes: 32 numbers a thread."""
@@ -35,41 +35,46 @@ def rows_at_once(width: int) -> int:
 
 def width_reason(width: int) -> str | None:
     """Why rows of a width cannot be taken; None if they can."""
-    lanes = 32 if width <= WARP_WIDTH else 32 * WARPS
-    if width % lanes or not 0 < width <= WIDEST:
-        return f"rows of {width}; the kernel takes multiples of {lanes} up to {WIDEST}"
+    threads = LANES if width <= WARP_WIDTH else LANES * WARPS
+    if width % threads or not 0 < width <= WIDEST:
+        return f"rows of {width}; the kernel takes multiples of {threads} up to {WIDEST}"
     return None
 
 
-def layout(width: int) -> Any:
-    """Layout of rows of a width."""
-    lanes = 32 if width <= WARP_WIDTH else 32 * WARPS
-    piece = next(n for n in (4, 2, 1) if width % (lanes * n) == 0)
-    tiles = ((WARPS, 32 * piece), (piece,))
+def layout(width: int, lanes: int = LANES) -> Any:
+    """Layout of rows of a width, each in `lanes` threads of a warp if one warp takes it."""
     if width > WARP_WIDTH:
-        tiles = ((1, WARPS * 32 * piece), (32 * piece,), (piece,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        piece = _piece(width, WARPS * LANES)
+        tiles, dims = ((1, WARPS * LANES * piece), (LANES * piece,), (piece,)), ((-3,), (-2,))
+    elif lanes == LANES:
+        piece = _piece(width, lanes)
+        tiles, dims = ((WARPS, lanes * piece), (piece,)), ((-3,), (-2,))
+    else:
+        piece, per_warp = _piece(width, lanes), LANES // lanes
+        tiles, dims = ((WARPS * per_warp, lanes * piece), (per_warp, piece)), ((-4,), (-3, -2))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=dims[0], lane_dims=dims[1], vector_dim=-1)
+
+
+def _piece(width: int, threads: int) -> int:
+    """Neighbouring numbers of a thread."""
+    return next(n for n in (8, 4, 2, 1) if width % (threads * n) == 0 and (n < 8 or threads < LANES))
 
 
 def load(ref, first, width: int, rows: int) -> jax.Array:
     """Rows `first` to first + rows - 1 of a global array [.., width] as float32."""
-    return _read(ref.at[pl.ds(first, rows)], layout(width))
+    return load_whole(ref.at[pl.ds(first, rows)]).astype(jnp.float32)
 
 
-def load_whole(ref) -> jax.Array:
-    """A global array [rows, width] as float32."""
-    return _read(ref, layout(ref.shape[-1]))
+def load_whole(ref, lanes: int = LANES) -> jax.Array:
+    """A global array [rows, width] in its own dtype."""
+    return plgpu.load(ref, layout=layout(ref.shape[-1], lanes), optimized=False)
 
 
 def load_along(ref, rows: int) -> jax.Array:
     """A global vector [width] as float32, repeated for every row."""
     width = ref.shape[0]
-    x = _read(ref, layout(width).reduce(0))
+    x = plgpu.load(ref, layout=layout(width).reduce(0), optimized=False).astype(jnp.float32)
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, width), [1]), layout(width))
-
-
-def _read(ref, as_layout) -> jax.Array:
-    return plgpu.load(ref, layout=as_layout, optimized=False).astype(jnp.float32)
 
 
 def store(ref, first, x: jax.Array) -> None:
@@ -77,15 +82,19 @@ def store(ref, first, x: jax.Array) -> None:
     store_any(ref.at[pl.ds(first, x.shape[0])], x.astype(ref.dtype))
 
 
-def zeros(width: int, rows: int) -> jax.Array:
+def zeros(width: int, rows: int, lanes: int = LANES) -> jax.Array:
     """Rows of zeros."""
-    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width))
+    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width, lanes))
 
 
-def row_mean(x: jax.Array) -> jax.Array:
-    """Mean of each row, repeated along it."""
-    mean = jnp.sum(x, axis=1) * (1.0 / x.shape[1])
-    return plgpu.layout_cast(lax.broadcast_in_dim(mean, x.shape, [0]), layout(x.shape[1]))
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum of each row, [rows]."""
+    return jnp.sum(x, axis=1)
+
+
+def spread(x: jax.Array, width: int, lanes: int = LANES) -> jax.Array:
+    """[rows] repeated along rows of a width."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width, lanes))
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

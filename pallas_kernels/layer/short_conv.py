@@ -37,11 +37,11 @@ from pallas_kernels.layer import rows
 WIDTH = 4
 """Taps."""
 
-HEADS = rows.WARPS
-"""Heads of a CTA: one for each warp, so that the sums of a head stay inside one."""
+HEADS = 4
+"""Heads of a CTA, or twice as many: one or two for each warp, so that the sums of a head stay inside a warp."""
 
 AHEAD = 8
-"""Tokens that are read before the first is computed."""
+"""Tokens that a strip is a multiple of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,15 @@ class Config:
 
     strip: int = 256
     """Tokens of a strip, a multiple of AHEAD."""
+    ahead: int = 8
+    """Tokens that are read before the first is computed: divides AHEAD."""
+    wide: bool = True
+    """Two heads for each warp where the heads allow it."""
+
+
+def heads_at_once(config: Config, width: int, heads: Sequence[int]) -> int:
+    """Heads of a CTA, for parts of so many heads."""
+    return 2 * HEADS if config.wide and width <= 128 and all(n % (2 * HEADS) == 0 for n in heads) else HEADS
 
 
 def check_supported(
@@ -78,40 +87,50 @@ def check_supported(
 class _Strip:
     """What a CTA knows: its tokens `first` to `end`, and its heads."""
 
-    def __init__(self, gmem: Any, config: Config):
+    def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
         _, self.T, heads, self.width = gmem.x.shape
-        strips, groups = -(-self.T // config.strip), heads // HEADS
-        self.gmem = gmem
+        self.size = heads_at_once(config, self.width, [part.shape[2] for part in parts])
+        self.lanes = rows.LANES * rows.WARPS // self.size
+        strips, groups = -(-self.T // config.strip), heads // self.size
+        self.gmem, self.parts = gmem, parts
         self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
-        self.heads = pl.ds(group * HEADS, HEADS)
+        self.heads = pl.ds(group * self.size, self.size)
         self.row = lax.div(self.number, strips)
         self.first = lax.rem(self.number, strips) * config.strip
         self.end = jnp.minimum(self.first + config.strip, self.T)
-        self.w = [rows.load_whole(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
+        self.w = [self.load(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
+
+    def load(self, ref) -> jax.Array:
+        """Heads in memory."""
+        return rows.load_whole(ref, self.lanes)
 
     def x(self, token) -> jax.Array:
         """Inputs of a token; zeros before the row."""
-        x = rows.load_whole(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
-        return jnp.where(token >= 0, x, 0.0)
+        x = self.load(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
+        return jnp.where(token >= 0, x, jnp.zeros((), x.dtype))
 
     def linked(self, token) -> Any:
         """Whether a token sees the one before it, where the row has segments."""
         return self.gmem.fresh[self.row, jnp.clip(token, 0, self.T - 1)] == 0
 
     def unit(self, s: jax.Array) -> jax.Array:
-        """The factor that gives each head unit length, repeated along it."""
-        return lax.rsqrt(rows.row_mean(s * s) * self.width + L2NORM_EPS)
+        """The factor that gives each head unit length, [heads]."""
+        return lax.rsqrt(rows.row_sum(s * s) + L2NORM_EPS)
 
-    def of_parts(self, walk: Callable[[Any, bool], None], arrays: Sequence[Any], normalize: bool) -> None:
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A number of each head repeated along it."""
+        return rows.spread(x, self.width, self.lanes)
+
+    def of_parts(self, walk: Callable[[Any, bool], None], normalize: bool) -> None:
         """walk(at, normalize) for the array among those of q, k and v that has the heads of this CTA: at(token) are
         its heads of a token."""
         begin = 0
-        for n, array in enumerate(arrays):
+        for n, array in enumerate(self.parts):
             end = begin + array.shape[2]
             first = self.heads.start - begin
 
             def at(token, array=array, first=first):
-                return array.at[self.row, token, pl.ds(first, HEADS)]
+                return array.at[self.row, token, pl.ds(first, self.size)]
 
             inside = (self.heads.start >= begin) & (self.heads.start < end)
             pl.when(inside)(functools.partial(walk, at, normalize and n < 2))
@@ -129,33 +148,34 @@ def _cut(linked: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
-    strip = _Strip(gmem, config)
+    strip = _Strip(gmem, (gmem.q, gmem.k, gmem.v), config)
     segments = gmem.fresh is not None
-    past = [strip.x(strip.first - j) for j in (3, 2, 1)]
+    past = [strip.x(strip.first - j).astype(jnp.float32) for j in (3, 2, 1)]
     if segments:  # the tokens before the strip may have borders among them
         for n in (1, 2):
             past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])
 
     def walk(at, normalize: bool):
         def some(i, past):
-            token = strip.first + i * AHEAD
-            ahead = [strip.x(token + j) for j in range(AHEAD)]
+            token = strip.first + i * config.ahead
+            ahead = [strip.x(token + j) for j in range(config.ahead)]
             past = list(past)
             for j, x in enumerate(ahead):
+                x = x.astype(jnp.float32)
                 if segments:
                     past = _cut(strip.linked(token + j), past)
                 z = _dot(strip.w, [*past, x])
                 y = z * rows.sigmoid(z)
                 if normalize:
-                    y = y * strip.unit(y)
+                    y = y * strip.spread(strip.unit(y))
                 out = at(token + j)
                 store_any(out, y.astype(out.dtype))
                 past = [*past[1:], x]
             return tuple(past)
 
-        lax.fori_loop(0, lax.div(strip.end - strip.first, AHEAD), some, tuple(past))
+        lax.fori_loop(0, lax.div(strip.end - strip.first, config.ahead), some, tuple(past))
 
-    strip.of_parts(walk, (gmem.q, gmem.k, gmem.v), normalize)
+    strip.of_parts(walk, normalize)
 
 
 def _cotangent(strip: _Strip, taps: list[jax.Array], dy: jax.Array, normalize: bool) -> jax.Array:
@@ -165,13 +185,13 @@ def _cotangent(strip: _Strip, taps: list[jax.Array], dy: jax.Array, normalize: b
     if normalize:
         s = z * gate
         scale = strip.unit(s)
-        y = s * scale
-        dy = scale * (dy - y * (rows.row_mean(dy * y) * strip.width))
+        along = scale * scale * rows.row_sum(dy * s)
+        dy = strip.spread(scale) * (dy - s * strip.spread(along))
     return dy * (gate * (1.0 + z * (1.0 - gate)))
 
 
 def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
-    strip = _Strip(gmem, config)
+    strip = _Strip(gmem, (gmem.dq, gmem.dk, gmem.dv), config)
     segments, T = gmem.fresh is not None, strip.T
 
     def visible(x: Sequence[jax.Array], token) -> list[jax.Array]:
@@ -185,10 +205,10 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
     def walk(at, normalize: bool):
         # dz of the tokens behind the strip, nearest first; zeros behind the row.
         behind = []
-        inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)) for j in range(6)]
+        inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)).astype(jnp.float32) for j in range(6)]
         for n in range(WIDTH - 1):
             token = strip.end + n
-            dy = rows.load_whole(at(jnp.minimum(token, T - 1)))
+            dy = strip.load(at(jnp.minimum(token, T - 1))).astype(jnp.float32)
             dz = _cotangent(strip, visible(inputs[n : n + WIDTH], token), dy, normalize)
             behind.append(jnp.where(token < T, dz, 0.0))
         if segments:
@@ -197,9 +217,10 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 
         def some(i, carry):
             inputs, behind, dw = carry
-            last = strip.end - 1 - i * AHEAD
-            ahead = [(strip.x(last - j - 3), rows.load_whole(at(last - j))) for j in range(AHEAD)]
+            last = strip.end - 1 - i * config.ahead
+            ahead = [(strip.x(last - j - 3), strip.load(at(last - j))) for j in range(config.ahead)]
             for j, (x, dy) in enumerate(ahead):
+                x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
                 token, inputs = last - j, [x, *inputs]  # inputs of tokens t - 3 to t
                 taps = visible(inputs, token)
                 if segments:
@@ -213,14 +234,14 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
                 inputs, behind = inputs[: WIDTH - 1], around[: WIDTH - 1]
             return tuple(inputs), tuple(behind), tuple(dw)
 
-        start = tuple(strip.x(strip.end - 3 + j) for j in range(3)), tuple(behind)
-        zero = rows.zeros(strip.width, HEADS)
-        steps = lax.div(strip.end - strip.first, AHEAD)
+        start = tuple(inputs[:3]), tuple(behind)
+        zero = rows.zeros(strip.width, strip.size, strip.lanes)
+        steps = lax.div(strip.end - strip.first, config.ahead)
         *_, dw = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH))
         for j in range(WIDTH):
             store_any(gmem.dw.at[strip.number, j, strip.heads], dw[j])
 
-    strip.of_parts(walk, (gmem.dq, gmem.dk, gmem.dv), normalize)
+    strip.of_parts(walk, normalize)
 
 
 def short_conv(
@@ -250,7 +271,7 @@ def short_conv(
     return run(heads, width, normalize, config or Config(), interpret, x, weight, fresh)
 
 
-def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shared(width, heads, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs that both kernels take, and how they are launched."""
     B, T, D = x.shape
     inputs = {
@@ -258,13 +279,13 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
         "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
-    ctas = B * -(-T // config.strip) * (D // width // HEADS)
-    return inputs, {"memory": {}, "ctas": ctas}
+    ctas = B * -(-T // config.strip) * (D // width // heads_at_once(config, width, heads))
+    return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
 
 
 def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
     B, T, D = x.shape
-    inputs, options = _shared(width, config, x, weight, fresh)
+    inputs, options = _shared(width, (heads, D // width - 2 * heads), config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
     value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
     body = functools.partial(_forward, config=config, normalize=normalize)
@@ -298,7 +319,8 @@ def short_conv_backward(
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
     B, T, D = x.shape
     width = dq.shape[-1]
-    inputs, options = _shared(width, config, x, weight, fresh)
+    heads = dq.shape[2], D // width - 2 * dq.shape[2]
+    inputs, options = _shared(width, heads, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
     like = inputs["x"]
     results = launch(

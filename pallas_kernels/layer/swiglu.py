@@ -79,11 +79,15 @@ def swiglu(a: Float[Array, " N"], b: Float[Array, " N"], *, interpret: Any = Non
 
 
 def _run_forward(interpret, a, b):
-    outputs = {"h": jax.ShapeDtypeStruct(a.shape, a.dtype)}
-    inputs = {"a": a, "b": b}
-    ctas = _blocks(a.size)[1]
     return launch(
-        "swiglu", _forward, inputs=inputs, outputs=outputs, memory={}, ctas=ctas, interpret=interpret
+        "swiglu",
+        _forward,
+        inputs={"a": a, "b": b},
+        outputs={"h": jax.ShapeDtypeStruct(a.shape, a.dtype)},
+        memory={},
+        auto_barriers=False,
+        ctas=_blocks(a.size)[1],
+        interpret=interpret,
     )["h"]
 
 
@@ -103,6 +107,7 @@ def _run_backward(interpret, a, b, dh):
         inputs={"a": a, "b": b, "dh": dh},
         outputs={"da": like, "db": like, "h": like},
         memory={},
+        auto_barriers=False,
         ctas=_blocks(a.size)[1],
         interpret=interpret,
     )

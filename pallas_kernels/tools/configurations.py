@@ -15,10 +15,10 @@ from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.forward import outputs, transitions
+from pallas_kernels.layer import short_conv
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
-from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
@@ -142,14 +142,15 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
-def short_conv_case(segments=False, backwards=False):
+def short_conv_case(heads=8, segments=False, backwards=False, **options):
     """A function and its argument shapes: short_conv, or short_conv_backward."""
-    x = functools.partial(_shape, dtype=jnp.bfloat16)
+    x, config = functools.partial(_shape, dtype=jnp.bfloat16), short_conv.Config(**options)
     fresh = _shape(1, 512, dtype=jnp.int32) if segments else None
-    arguments = (x(1, 512, 12 * 128), _shape(12 * 128, 4), fresh)
+    arguments = (x(1, 512, 3 * heads * 128), _shape(3 * heads * 128, 4), fresh)
     if backwards:
-        return short_conv_backward, (*arguments, x(1, 512, 4, 128), x(1, 512, 4, 128), x(1, 512, 512))
-    return functools.partial(short_conv, heads=4, width=128), arguments
+        key, value = x(1, 512, heads, 128), x(1, 512, heads * 128)
+        return functools.partial(short_conv.short_conv_backward, config=config), (*arguments, key, key, value)
+    return functools.partial(short_conv.short_conv, heads=heads, width=128, config=config), arguments
 
 
 def gates_case(packed=False):
@@ -187,6 +188,11 @@ def embedding_case():
 
 CASES = {
     "short convolution": short_conv_case,
+    "short convolution, 4 heads": functools.partial(short_conv_case, heads=4),
+    "short convolution, backwards, 4 heads": functools.partial(short_conv_case, heads=4, backwards=True),
+    "short convolution, backwards A4": functools.partial(short_conv_case, ahead=4, backwards=True),
+    "short convolution, backwards A2": functools.partial(short_conv_case, ahead=2, backwards=True),
+    "short convolution, A4": functools.partial(short_conv_case, ahead=4),
     "short convolution, segments": functools.partial(short_conv_case, segments=True),
     "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
     "short convolution, backwards, segments": functools.partial(
