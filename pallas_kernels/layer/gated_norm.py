@@ -21,10 +21,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.layer import rows as r
 
-BLOCK = 4096
-"""Numbers of a block: 32 a thread."""
+BLOCK = 1024
+"""Numbers of a block: 8 a thread. Blocks of 4096 take 16 % more time backward (H200, 2026-11-22)."""
 
-CTAS_PER_SM = 4
+CTAS_PER_SM = 8
 
 
 def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:

@@ -41,23 +41,20 @@ def width_reason(width: int) -> str | None:
     return None
 
 
-def layout(width: int, lanes: int = LANES) -> Any:
-    """Layout of rows of a width, each in `lanes` threads of a warp if one warp takes it."""
-    if width > WARP_WIDTH:
-        piece = _piece(width, WARPS * LANES)
-        tiles, dims = ((1, WARPS * LANES * piece), (LANES * piece,), (piece,)), ((-3,), (-2,))
-    elif lanes == LANES:
-        piece = _piece(width, lanes)
-        tiles, dims = ((WARPS, lanes * piece), (piece,)), ((-3,), (-2,))
+def layout(width: int) -> Any:
+    """Layout of rows of a width."""
+    if width <= WARP_WIDTH:
+        piece = _piece(width, LANES)
+        tiles = ((WARPS, LANES * piece), (piece,))
     else:
-        piece, per_warp = _piece(width, lanes), LANES // lanes
-        tiles, dims = ((WARPS * per_warp, lanes * piece), (per_warp, piece)), ((-4,), (-3, -2))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=dims[0], lane_dims=dims[1], vector_dim=-1)
+        piece = _piece(width, WARPS * LANES)
+        tiles = ((1, WARPS * LANES * piece), (LANES * piece,), (piece,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def _piece(width: int, threads: int) -> int:
     """Neighbouring numbers of a thread."""
-    return next(n for n in (8, 4, 2, 1) if width % (threads * n) == 0 and (n < 8 or threads < LANES))
+    return next(n for n in (4, 2, 1) if width % (threads * n) == 0)
 
 
 def load(ref, first, width: int, rows: int) -> jax.Array:
@@ -65,9 +62,9 @@ def load(ref, first, width: int, rows: int) -> jax.Array:
     return load_whole(ref.at[pl.ds(first, rows)]).astype(jnp.float32)
 
 
-def load_whole(ref, lanes: int = LANES) -> jax.Array:
+def load_whole(ref) -> jax.Array:
     """A global array [rows, width] in its own dtype."""
-    return plgpu.load(ref, layout=layout(ref.shape[-1], lanes), optimized=False)
+    return plgpu.load(ref, layout=layout(ref.shape[-1]), optimized=False)
 
 
 def load_along(ref, rows: int) -> jax.Array:
@@ -82,9 +79,9 @@ def store(ref, first, x: jax.Array) -> None:
     store_any(ref.at[pl.ds(first, x.shape[0])], x.astype(ref.dtype))
 
 
-def zeros(width: int, rows: int, lanes: int = LANES) -> jax.Array:
+def zeros(width: int, rows: int) -> jax.Array:
     """Rows of zeros."""
-    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width, lanes))
+    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width))
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -92,9 +89,9 @@ def row_sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=1)
 
 
-def spread(x: jax.Array, width: int, lanes: int = LANES) -> jax.Array:
+def spread(x: jax.Array, width: int) -> jax.Array:
     """[rows] repeated along rows of a width."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width, lanes))
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width))
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ WIDTH = 4
 """Taps."""
 
 HEADS = 4
-"""Heads of a CTA, or twice as many: one or two for each warp, so that the sums of a head stay inside a warp."""
+"""Heads of a CTA: one for each warp, so that the sums of a head stay inside a warp."""
 
 AHEAD = 8
 """Tokens that a strip is a multiple of."""
@@ -52,13 +52,6 @@ class Config:
     """Tokens of a strip, a multiple of AHEAD."""
     ahead: int = 8
     """Tokens that are read before the first is computed: divides AHEAD."""
-    wide: bool = True
-    """Two heads for each warp where the heads allow it."""
-
-
-def heads_at_once(config: Config, width: int, heads: Sequence[int]) -> int:
-    """Heads of a CTA, for parts of so many heads."""
-    return 2 * HEADS if config.wide and width <= 128 and all(n % (2 * HEADS) == 0 for n in heads) else HEADS
 
 
 def check_supported(
@@ -89,24 +82,18 @@ class _Strip:
 
     def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
         _, self.T, heads, self.width = gmem.x.shape
-        self.size = heads_at_once(config, self.width, [part.shape[2] for part in parts])
-        self.lanes = rows.LANES * rows.WARPS // self.size
-        strips, groups = -(-self.T // config.strip), heads // self.size
+        strips, groups = -(-self.T // config.strip), heads // HEADS
         self.gmem, self.parts = gmem, parts
         self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
-        self.heads = pl.ds(group * self.size, self.size)
+        self.heads = pl.ds(group * HEADS, HEADS)
         self.row = lax.div(self.number, strips)
         self.first = lax.rem(self.number, strips) * config.strip
         self.end = jnp.minimum(self.first + config.strip, self.T)
-        self.w = [self.load(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
-
-    def load(self, ref) -> jax.Array:
-        """Heads in memory."""
-        return rows.load_whole(ref, self.lanes)
+        self.w = [rows.load_whole(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
 
     def x(self, token) -> jax.Array:
         """Inputs of a token; zeros before the row."""
-        x = self.load(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
+        x = rows.load_whole(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
         return jnp.where(token >= 0, x, jnp.zeros((), x.dtype))
 
     def linked(self, token) -> Any:
@@ -119,7 +106,7 @@ class _Strip:
 
     def spread(self, x: jax.Array) -> jax.Array:
         """A number of each head repeated along it."""
-        return rows.spread(x, self.width, self.lanes)
+        return rows.spread(x, self.width)
 
     def of_parts(self, walk: Callable[[Any, bool], None], normalize: bool) -> None:
         """walk(at, normalize) for the array among those of q, k and v that has the heads of this CTA: at(token) are
@@ -130,7 +117,7 @@ class _Strip:
             first = self.heads.start - begin
 
             def at(token, array=array, first=first):
-                return array.at[self.row, token, pl.ds(first, self.size)]
+                return array.at[self.row, token, pl.ds(first, HEADS)]
 
             inside = (self.heads.start >= begin) & (self.heads.start < end)
             pl.when(inside)(functools.partial(walk, at, normalize and n < 2))
@@ -159,18 +146,19 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
         def some(i, past):
             token = strip.first + i * config.ahead
             ahead = [strip.x(token + j) for j in range(config.ahead)]
-            past = list(past)
+            past, ys = list(past), []
             for j, x in enumerate(ahead):
-                x = x.astype(jnp.float32)
                 if segments:
                     past = _cut(strip.linked(token + j), past)
-                z = _dot(strip.w, [*past, x])
-                y = z * rows.sigmoid(z)
-                if normalize:
-                    y = y * strip.spread(strip.unit(y))
+                past = [*past, x.astype(jnp.float32)]
+                z = _dot(strip.w, past)
+                past, ys = past[1:], [*ys, z * rows.sigmoid(z)]
+            # Sums of all tokens one after another: each waits long for its threads, none for another.
+            scales = [strip.unit(y) for y in ys] if normalize else None
+            for j, y in enumerate(ys):
+                y = y if scales is None else y * strip.spread(scales[j])
                 out = at(token + j)
                 store_any(out, y.astype(out.dtype))
-                past = [*past[1:], x]
             return tuple(past)
 
         lax.fori_loop(0, lax.div(strip.end - strip.first, config.ahead), some, tuple(past))
@@ -178,16 +166,18 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
     strip.of_parts(walk, normalize)
 
 
-def _cotangent(strip: _Strip, taps: list[jax.Array], dy: jax.Array, normalize: bool) -> jax.Array:
-    """dz of a token from its inputs and dy."""
-    z = _dot(strip.w, taps)
-    gate = rows.sigmoid(z)
+def _cotangents(strip: _Strip, tokens: Sequence[tuple[list[jax.Array], jax.Array]], normalize: bool) -> list:
+    """dz of several tokens from their inputs and dy."""
+    zs = [_dot(strip.w, taps) for taps, _ in tokens]
+    gates = [rows.sigmoid(z) for z in zs]
+    dys = [dy.astype(jnp.float32) for _, dy in tokens]
     if normalize:
-        s = z * gate
-        scale = strip.unit(s)
-        along = scale * scale * rows.row_sum(dy * s)
-        dy = strip.spread(scale) * (dy - s * strip.spread(along))
-    return dy * (gate * (1.0 + z * (1.0 - gate)))
+        ss = [z * gate for z, gate in zip(zs, gates, strict=True)]
+        # Sums of all tokens one after another: each waits long for its threads, none for another.
+        sums = [(strip.unit(s), rows.row_sum(dy * s)) for s, dy in zip(ss, dys, strict=True)]
+        for n, (scale, along) in enumerate(sums):
+            dys[n] = strip.spread(scale) * (dys[n] - ss[n] * strip.spread(scale * scale * along))
+    return [dy * (g * (1.0 + z * (1.0 - g))) for z, g, dy in zip(zs, gates, dys, strict=True)]
 
 
 def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
@@ -204,13 +194,14 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 
     def walk(at, normalize: bool):
         # dz of the tokens behind the strip, nearest first; zeros behind the row.
-        behind = []
         inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)).astype(jnp.float32) for j in range(6)]
+        tokens = []
         for n in range(WIDTH - 1):
             token = strip.end + n
-            dy = strip.load(at(jnp.minimum(token, T - 1))).astype(jnp.float32)
-            dz = _cotangent(strip, visible(inputs[n : n + WIDTH], token), dy, normalize)
-            behind.append(jnp.where(token < T, dz, 0.0))
+            dy = rows.load_whole(at(jnp.minimum(token, T - 1)))
+            tokens.append((visible(inputs[n : n + WIDTH], token), dy))
+        behind = _cotangents(strip, tokens, normalize)
+        behind = [jnp.where(strip.end + n < T, dz, 0.0) for n, dz in enumerate(behind)]
         if segments:
             for n in range(1, WIDTH - 1):
                 behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])
@@ -218,24 +209,25 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
         def some(i, carry):
             inputs, behind, dw = carry
             last = strip.end - 1 - i * config.ahead
-            ahead = [(strip.x(last - j - 3), strip.load(at(last - j))) for j in range(config.ahead)]
-            for j, (x, dy) in enumerate(ahead):
-                x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
-                token, inputs = last - j, [x, *inputs]  # inputs of tokens t - 3 to t
-                taps = visible(inputs, token)
+            loaded = [(strip.x(last - j - 3), rows.load_whole(at(last - j))) for j in range(config.ahead)]
+            tokens = []
+            for j, (x, dy) in enumerate(loaded):
+                inputs = [x.astype(jnp.float32), *inputs]  # of tokens t - 3 to t
+                tokens.append((visible(inputs, last - j), dy))
+                inputs = inputs[: WIDTH - 1]
+            dzs = _cotangents(strip, tokens, normalize)
+            for j, (dz, (taps, _)) in enumerate(zip(dzs, tokens, strict=True)):
                 if segments:
-                    behind = _cut(strip.linked(token + 1), behind)
-                dz = _cotangent(strip, taps, dy, normalize)
+                    behind = _cut(strip.linked(last - j + 1), behind)
                 dw = [a + dz * tap for a, tap in zip(dw, taps, strict=True)]
                 around = [dz, *behind]  # dz of tokens t to t + 3
-                dx = _dot(strip.w[::-1], around)
-                out = gmem.dx.at[strip.row, token, strip.heads]
-                store_any(out, dx.astype(out.dtype))
-                inputs, behind = inputs[: WIDTH - 1], around[: WIDTH - 1]
+                out = gmem.dx.at[strip.row, last - j, strip.heads]
+                store_any(out, _dot(strip.w[::-1], around).astype(out.dtype))
+                behind = around[: WIDTH - 1]
             return tuple(inputs), tuple(behind), tuple(dw)
 
         start = tuple(inputs[:3]), tuple(behind)
-        zero = rows.zeros(strip.width, strip.size, strip.lanes)
+        zero = rows.zeros(strip.width, HEADS)
         steps = lax.div(strip.end - strip.first, config.ahead)
         *_, dw = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH))
         for j in range(WIDTH):
@@ -271,7 +263,7 @@ def short_conv(
     return run(heads, width, normalize, config or Config(), interpret, x, weight, fresh)
 
 
-def _shared(width, heads, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs that both kernels take, and how they are launched."""
     B, T, D = x.shape
     inputs = {
@@ -279,13 +271,13 @@ def _shared(width, heads, config, x, weight, fresh) -> tuple[dict[str, Any], dic
         "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
-    ctas = B * -(-T // config.strip) * (D // width // heads_at_once(config, width, heads))
+    ctas = B * -(-T // config.strip) * (D // width // HEADS)
     return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
 
 
 def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
     B, T, D = x.shape
-    inputs, options = _shared(width, (heads, D // width - 2 * heads), config, x, weight, fresh)
+    inputs, options = _shared(width, config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
     value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
     body = functools.partial(_forward, config=config, normalize=normalize)
@@ -319,8 +311,7 @@ def short_conv_backward(
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
     B, T, D = x.shape
     width = dq.shape[-1]
-    heads = dq.shape[2], D // width - 2 * dq.shape[2]
-    inputs, options = _shared(width, heads, config, x, weight, fresh)
+    inputs, options = _shared(width, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
     like = inputs["x"]
     results = launch(

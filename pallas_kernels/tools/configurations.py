@@ -188,8 +188,7 @@ def embedding_case():
 
 CASES = {
     "short convolution": short_conv_case,
-    "short convolution, 4 heads": functools.partial(short_conv_case, heads=4),
-    "short convolution, backwards, 4 heads": functools.partial(short_conv_case, heads=4, backwards=True),
+    "short convolution, backwards A1": functools.partial(short_conv_case, ahead=1, backwards=True),
     "short convolution, backwards A4": functools.partial(short_conv_case, ahead=4, backwards=True),
     "short convolution, backwards A2": functools.partial(short_conv_case, ahead=2, backwards=True),
     "short convolution, A4": functools.partial(short_conv_case, ahead=4),
