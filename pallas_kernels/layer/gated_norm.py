@@ -24,7 +24,7 @@ from pallas_kernels.layer import rows as r
 BLOCK = 1024
 """Numbers of a block: 8 a thread. Blocks of 4096 take 16 % more time backward (H200, 2026-11-22)."""
 
-CTAS_PER_SM = 8
+CTAS_PER_SM = 12
 
 
 def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:

@@ -48,10 +48,14 @@ AHEAD = 8
 class Config:
     """How the kernels run, not what they compute."""
 
-    strip: int = 256
+    strip: int
     """Tokens of a strip, a multiple of AHEAD."""
-    ahead: int = 8
-    """Tokens that are read before the first is computed: divides AHEAD."""
+    ahead: int
+    """Tokens that are computed at once, while as many are read: divides AHEAD."""
+
+
+FORWARD, BACKWARD = Config(256, 4), Config(128, 2)
+"""Defaults."""
 
 
 def check_supported(
@@ -143,11 +147,16 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
             past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])
 
     def walk(at, normalize: bool):
-        def some(i, past):
+        def load(i):
+            """Inputs of the i-th few tokens; behind the row those of its last token, which nobody uses."""
             token = strip.first + i * config.ahead
-            ahead = [strip.x(token + j) for j in range(config.ahead)]
+            return tuple(strip.x(jnp.minimum(token + j, strip.T - 1)) for j in range(config.ahead))
+
+        def some(i, carry):
+            past, loaded = carry
+            following, token = load(i + 1), strip.first + i * config.ahead
             past, ys = list(past), []
-            for j, x in enumerate(ahead):
+            for j, x in enumerate(loaded):
                 if segments:
                     past = _cut(strip.linked(token + j), past)
                 past = [*past, x.astype(jnp.float32)]
@@ -159,9 +168,9 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
                 y = y if scales is None else y * strip.spread(scales[j])
                 out = at(token + j)
                 store_any(out, y.astype(out.dtype))
-            return tuple(past)
+            return tuple(past), following
 
-        lax.fori_loop(0, lax.div(strip.end - strip.first, config.ahead), some, tuple(past))
+        lax.fori_loop(0, lax.div(strip.end - strip.first, config.ahead), some, (tuple(past), load(0)))
 
     strip.of_parts(walk, normalize)
 
@@ -206,10 +215,15 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
             for n in range(1, WIDTH - 1):
                 behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])
 
-        def some(i, carry):
-            inputs, behind, dw = carry
+        def load(i):
+            """Inputs and cotangents of the i-th few tokens; before the row those of its first, which nobody uses."""
             last = strip.end - 1 - i * config.ahead
-            loaded = [(strip.x(last - j - 3), rows.load_whole(at(last - j))) for j in range(config.ahead)]
+            dys = (rows.load_whole(at(jnp.maximum(last - j, 0))) for j in range(config.ahead))
+            return tuple((strip.x(last - j - 3), dy) for j, dy in enumerate(dys))
+
+        def some(i, carry):
+            inputs, behind, dw, loaded = carry
+            following, last = load(i + 1), strip.end - 1 - i * config.ahead
             tokens = []
             for j, (x, dy) in enumerate(loaded):
                 inputs = [x.astype(jnp.float32), *inputs]  # of tokens t - 3 to t
@@ -224,12 +238,12 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
                 out = gmem.dx.at[strip.row, last - j, strip.heads]
                 store_any(out, _dot(strip.w[::-1], around).astype(out.dtype))
                 behind = around[: WIDTH - 1]
-            return tuple(inputs), tuple(behind), tuple(dw)
+            return tuple(inputs), tuple(behind), tuple(dw), following
 
         start = tuple(inputs[:3]), tuple(behind)
         zero = rows.zeros(strip.width, HEADS)
         steps = lax.div(strip.end - strip.first, config.ahead)
-        *_, dw = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH))
+        *_, dw, _ = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH, load(0)))
         for j in range(WIDTH):
             store_any(gmem.dw.at[strip.number, j, strip.heads], dw[j])
 
@@ -260,7 +274,7 @@ def short_conv(
     run = (
         _compiled_forward if interpret is None else _run_forward
     )  # the interpreter hangs inside a compiled function
-    return run(heads, width, normalize, config or Config(), interpret, x, weight, fresh)
+    return run(heads, width, normalize, config or FORWARD, interpret, x, weight, fresh)
 
 
 def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -305,7 +319,7 @@ def short_conv_backward(
       dq, dk, dv: cotangents of its results, in x's dtype.
     """
     run = _compiled_backward if interpret is None else _run_backward
-    return run(normalize, config or Config(), interpret, x, weight, fresh, dq, dk, dv)
+    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv)
 
 
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):

@@ -26,7 +26,7 @@ PIECE = 8
 BLOCK = 2 * PIECE * 128
 """Numbers of a block."""
 
-CTAS_PER_SM = 8
+CTAS_PER_SM = 4
 
 
 def check_supported(a: jax.ShapeDtypeStruct | jax.Array) -> str | None:

@@ -142,15 +142,15 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
-def short_conv_case(heads=8, segments=False, backwards=False, **options):
+def short_conv_case(segments=False, backwards=False):
     """A function and its argument shapes: short_conv, or short_conv_backward."""
-    x, config = functools.partial(_shape, dtype=jnp.bfloat16), short_conv.Config(**options)
+    x, heads = functools.partial(_shape, dtype=jnp.bfloat16), 4
     fresh = _shape(1, 512, dtype=jnp.int32) if segments else None
     arguments = (x(1, 512, 3 * heads * 128), _shape(3 * heads * 128, 4), fresh)
     if backwards:
         key, value = x(1, 512, heads, 128), x(1, 512, heads * 128)
-        return functools.partial(short_conv.short_conv_backward, config=config), (*arguments, key, key, value)
-    return functools.partial(short_conv.short_conv, heads=heads, width=128, config=config), arguments
+        return short_conv.short_conv_backward, (*arguments, key, key, value)
+    return functools.partial(short_conv.short_conv, heads=heads, width=128), arguments
 
 
 def gates_case(packed=False):
@@ -188,10 +188,6 @@ def embedding_case():
 
 CASES = {
     "short convolution": short_conv_case,
-    "short convolution, backwards A1": functools.partial(short_conv_case, ahead=1, backwards=True),
-    "short convolution, backwards A4": functools.partial(short_conv_case, ahead=4, backwards=True),
-    "short convolution, backwards A2": functools.partial(short_conv_case, ahead=2, backwards=True),
-    "short convolution, A4": functools.partial(short_conv_case, ahead=4),
     "short convolution, segments": functools.partial(short_conv_case, segments=True),
     "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
     "short convolution, backwards, segments": functools.partial(
