@@ -80,6 +80,7 @@ class RMSNorm(nnx.Module):
       eps: added to the mean square.
       dtype: dtype of the result; the input's when None.
       param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
+      zero_centred: multiply by 1 + weight, which starts at 0.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class RMSNorm(nnx.Module):
         eps: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        zero_centred: bool = False,
     ):
-        self.weight = NoDecayParam(jnp.ones(features, param_dtype))
+        self.weight = NoDecayParam((jnp.zeros if zero_centred else jnp.ones)(features, param_dtype))
+        self.zero_centred = zero_centred
         self.eps = eps
         self.dtype = dtype
 
@@ -99,7 +102,12 @@ class RMSNorm(nnx.Module):
         dtype = self.dtype or x.dtype
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (x * scale * self.weight[...].astype(x.dtype)).astype(dtype)
+        return (x * scale * self.factor(x.dtype)).astype(dtype)
+
+    def factor(self, dtype: DTypeLike) -> Float[Array, " D"]:
+        """What the normalised x is multiplied by: the weight, or 1 + weight."""
+        weight = self.weight[...].astype(dtype)
+        return 1 + weight if self.zero_centred else weight
 
 
 class SwiGLU(nnx.Module):
