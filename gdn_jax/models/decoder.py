@@ -244,6 +244,7 @@ class LanguageModel(nnx.Module):
         self.norm = _norm(config)
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, dtype)
         self.head = None if head is None else nnx.Param(head)
+        self.origin: Any = None  # of a model that was loaded, see `gdn_jax.hf.load_hf`
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """The cache before the first token.
