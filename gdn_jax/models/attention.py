@@ -186,7 +186,7 @@ class Attention(nnx.Module):
 
     def heads(
         self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T Hkv D"], Float[Array, "B T Hkv D"]]:
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T Hkv K"], Float[Array, "B T Hkv K"]]:
         """Queries, keys and values of tokens: projected, normalised and rotated.
 
         Args:
