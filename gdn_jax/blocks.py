@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import swiglu_down
+from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
 
@@ -83,6 +84,7 @@ class RMSNorm(nnx.Module):
       eps: added to the mean square.
       dtype: dtype of the result; the input's when None.
       param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
+      zero_centred: multiply by 1 + weight, which starts at 0.
     """
 
     def __init__(
@@ -92,20 +94,28 @@ class RMSNorm(nnx.Module):
         eps: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        zero_centred: bool = False,
     ):
-        self.weight = NoDecayParam(jnp.ones(features, param_dtype))
+        self.weight = NoDecayParam((jnp.zeros if zero_centred else jnp.ones)(features, param_dtype))
+        self.zero_centred = zero_centred
         self.eps = eps
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The normalised x [..., features]."""
-        return add_norm(x, None, self.weight[...], eps=self.eps, dtype=self.dtype)[1]
+        return self.add(x, None)[1]
 
     def add(
         self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
-        return add_norm(x, y, self.weight[...], eps=self.eps, dtype=self.dtype)
+        factor = self.factor(accumulation_dtype(x))
+        return add_norm(x, y, factor, eps=self.eps, dtype=self.dtype)
+
+    def factor(self, dtype: DTypeLike) -> Float[Array, " D"]:
+        """What the normalised x is multiplied by: the weight, or 1 + weight."""
+        weight = self.weight[...].astype(dtype)
+        return 1 + weight if self.zero_centred else weight
 
 
 class SwiGLU(nnx.Module):

@@ -273,7 +273,7 @@ class GatedDeltaNet(nnx.Module):
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
         else:
-            gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.weight[...]
+            gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
             o = gated_norm(o, gate, weight, eps=self.o_norm.eps, implementation=self.implementation)
         return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
 
@@ -289,7 +289,7 @@ class GatedDeltaNet(nnx.Module):
         if mask is None:
             options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
             return short_conv(qkv, weight, bias, **heads, **options, implementation=self.implementation)
-        begin, end = _run_of_tokens(mask)
+        begin, end = run_of_tokens(mask)
         token = jnp.arange(mask.shape[1])
         fresh = (token == 0) | (token == begin[:, None])
         if segment_ids is not None:
@@ -329,14 +329,7 @@ class GatedDeltaNet(nnx.Module):
         if segment_ids is not None:
             check_array("segment_ids", segment_ids, (B, T), "B T")
         if mask is not None:
-            check_array("mask", mask, (B, T), "B T")
-            if mask.dtype != jnp.bool_:
-                raise ValueError(f"mask: expected dtype bool, got {mask.dtype}")
-            if not isinstance(mask, jax.core.Tracer):
-                rises = np.diff(np.asarray(mask).astype(np.int8), axis=1, prepend=0) > 0
-                if (rises.sum(axis=1) > 1).any():
-                    row = int(np.argmax(rises.sum(axis=1) > 1))
-                    raise ValueError(f"mask: expected one run of tokens in each row, got a gap in row {row}")
+            check_mask(mask, B, T)
         if cache is not None:
             N = B
             if cu_seqlens is not None:
@@ -376,6 +369,18 @@ def check_options(
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
 
+def check_mask(mask: Bool[Array, "B T"], B: int, T: int) -> None:
+    """Raises ValueError unless mask is bool [B, T] with one run of tokens in each row, where its values are known."""
+    check_array("mask", mask, (B, T), "B T")
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: expected dtype bool, got {mask.dtype}")
+    if not isinstance(mask, jax.core.Tracer):
+        rises = np.diff(np.asarray(mask).astype(np.int8), axis=1, prepend=0) > 0
+        if (rises.sum(axis=1) > 1).any():
+            row = int(np.argmax(rises.sum(axis=1) > 1))
+            raise ValueError(f"mask: expected one run of tokens in each row, got a gap in row {row}")
+
+
 def check_positive(**sizes: int) -> None:
     """Raises ValueError for the first size that is not a positive integer."""
     for name, value in sizes.items():
@@ -407,13 +412,13 @@ def _clear_padding(x, mask, segment_ids, cu_seqlens):
     if mask is None:
         return x, segment_ids
     if segment_ids is not None:
-        begin, end = _run_of_tokens(mask)
+        begin, end = run_of_tokens(mask)
         nearest = jnp.clip(jnp.arange(T), begin[:, None], jnp.maximum(end - 1, begin)[:, None])
         segment_ids = jnp.take_along_axis(segment_ids, nearest, axis=1)
     return jnp.where(mask[..., None], x, 0), segment_ids
 
 
-def _run_of_tokens(mask):
+def run_of_tokens(mask):
     """First True and one past the last True of each row [B]; 0, 0 where there is none."""
     T = mask.shape[1]
     any_token = mask.any(axis=1)

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "mosaic", "xla"},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
-    "blocks": {"fused"},
+    "blocks": {"shapes", "fused"},
     "small_layer": {"shapes", "gates", "ops"},
     "rules": {"shapes", "gates", "packing", "chunks", "ops"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
