@@ -22,7 +22,8 @@ ROOMS: dict[str, set[str]] = {
     "shapes": set(),
     "gates": {"shapes"},
     "packing": {"shapes"},
-    "conv": {"shapes"},
+    "partitioning": {"shapes"},
+    "conv": {"shapes", "partitioning"},
     "losses": {"shapes"},
     "reference": {"shapes"},
     "chunks": {"shapes"},
@@ -35,10 +36,10 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
-    "mosaic": {"shapes", "gates", "conv", "chunks", *KERNELS},
+    "mosaic": {"shapes", "gates", "partitioning", "conv", "chunks", "pallas_kernels.work", *KERNELS},
     "fused": {"mosaic", "conv"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
-    "ops": {"shapes", "mosaic", "xla"},
+    "ops": {"shapes", "partitioning", "mosaic", "xla"},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
     "blocks": set(),
     "small_layer": {"shapes", "gates", "ops"},
@@ -75,7 +76,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
-    *(("mosaic", name) for name in KERNELS),
+    *(("mosaic", name) for name in ("pallas_kernels.work", *KERNELS)),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
