@@ -92,14 +92,8 @@ def gated_delta_rule(
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
     """
     arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    dims = _check(arrays, state_layout, chunk_size, implementation)
-    scale = _check_scale(scale, dims)
-    mosaic.check_head_slices(backward_head_slices, dims)
-    supported = _supported(dims, arrays, chunk_size)
-    if implementation is None:
-        implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
-    elif supported[implementation] is not None:
-        raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
+    options = scale, state_layout, chunk_size, implementation, backward_head_slices
+    dims, scale, implementation = check_call(arrays, *options)
     known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
@@ -114,6 +108,30 @@ def gated_delta_rule(
     if isinstance(scale, jax.Array):
         return run(arrays, scale, None, options)
     return run(arrays, None, scale, options)
+
+
+def check_call(
+    arrays: RuleArrays,
+    scale: Any,
+    state_layout: str,
+    chunk_size: int,
+    implementation: str | None,
+    backward_head_slices: int,
+) -> tuple[Dims, float | jax.Array, str]:
+    """Dimensions, scale and implementation of a call of `gated_delta_rule`.
+
+    Raises:
+      ValueError, NotImplementedError: as `gated_delta_rule`.
+    """
+    dims = _check(arrays, state_layout, chunk_size, implementation)
+    scale = _check_scale(scale, dims)
+    mosaic.check_head_slices(backward_head_slices, dims)
+    supported = _supported(dims, arrays, chunk_size)
+    if implementation is None:
+        implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
+    elif supported[implementation] is not None:
+        raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
+    return dims, scale, implementation
 
 
 def gated_delta_step(
