@@ -1,27 +1,24 @@
-"""The rule and the short convolution over tokens that are split over the devices of a mesh axis, exactly.
+"""The rule over tokens that are split over the devices of a mesh axis, exactly.
 
 Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state that
 enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow with the
 length. In the backward pass the cotangent of the state travels the other way through the same maps, and every device
 then differentiates its own tokens alone.
 
-The functions are those of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
+The function is that of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import xla
-from gdn_jax.conv import causal_conv1d
-from gdn_jax.fused import short_conv as local_short_conv
 from gdn_jax.ops import check_call
-from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous, reset_across
+from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import RuleArrays, accumulation_dtype
