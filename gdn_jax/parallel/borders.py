@@ -79,7 +79,9 @@ def last_states(
     mine = (end > begin) & (end > index * T) & (end <= (index + 1) * T)
     shape = (-1,) + (1,) * (local.ndim - 1)
     final = lax.psum(jnp.where(mine.reshape(shape), local, 0), axis_name)
-    return jnp.where((end > begin).reshape(shape), final, 0 if initial is None else initial).astype(local.dtype)
+    return jnp.where((end > begin).reshape(shape), final, 0 if initial is None else initial).astype(
+        local.dtype
+    )
 
 
 def reset_across(
@@ -87,7 +89,11 @@ def reset_across(
 ) -> Float[Array, "B T HO"]:
     """Sets the log decay to -inf at every token whose segment differs from that of the token before."""
     changes = jnp.concatenate(
-        [segment_ids[:, :1] != previous(segment_ids[:, -1:], axis_name), segment_ids[:, 1:] != segment_ids[:, :-1]], 1
+        [
+            segment_ids[:, :1] != previous(segment_ids[:, -1:], axis_name),
+            segment_ids[:, 1:] != segment_ids[:, :-1],
+        ],
+        1,
     )
     token = lax.axis_index(axis_name) * g.shape[1] + jnp.arange(g.shape[1])
     return jnp.where((changes & (token > 0))[..., None], -jnp.inf, g)

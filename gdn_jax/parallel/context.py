@@ -14,10 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import xla
 from gdn_jax.ops import check_call
+from gdn_jax.parallel import kernels
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
@@ -69,7 +71,9 @@ def gated_delta_rule(
     if h_0 is not None and state_layout == "vk":
         h_0 = jnp.swapaxes(h_0, -1, -2)
     if segment_ids is not None:
-        g = reset_across(jnp.zeros_like(q, dtype, (dims.B, dims.T, dims.HO)) if g is None else g, segment_ids, axis_name)
+        g = reset_across(
+            jnp.zeros_like(q, dtype, (dims.B, dims.T, dims.HO)) if g is None else g, segment_ids, axis_name
+        )
     if cu_seqlens is None:
         local_cu, borders = None, Borders.of_rows(axis_name)
     else:
@@ -78,7 +82,11 @@ def gated_delta_rule(
         borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
     x, borders = vary_alike((RuleArrays(q, k, v, g, beta, starts, local_cu, None), borders))
-    o, final = _rule(_Static(axis_name, number, use_qk_l2norm, chunk_size, implementation), x, borders)
+    o, final = _rule(
+        _Static(axis_name, number, use_qk_l2norm, chunk_size, implementation, backward_head_slices),
+        x,
+        borders,
+    )
     final = last_states(final, h_0, cu_seqlens, dims.T, axis_name)
     if factor is not None:
         o = (factor * o).astype(o.dtype)
@@ -93,6 +101,7 @@ class _Static(NamedTuple):
     use_qk_l2norm: bool
     chunk_size: int
     implementation: str
+    backward_head_slices: int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,57 +111,81 @@ def _rule(static: _Static, x: RuleArrays, borders: Borders) -> tuple[jax.Array, 
 
 
 def _rule_fwd(static: _Static, x: RuleArrays, borders: Borders):
-    own = _affine(static, x, borders)
-    enters = entering(own, static.axis_name)
-    start = borders.put(x.initial_state, borders.first, enters, borders.enters)
-    rest = x[6:]
-
-    def run(*primals):
-        return _local(static, RuleArrays(*primals, *rest))
-
-    outputs, vjp = jax.vjp(run, *x[:5], start)
-    return outputs, (vjp, own.m, borders)
+    own, rest = (_forward_by_kernels if static.implementation == "mosaic_gpu" else _forward_by_xla)(
+        static, x, borders
+    )
+    own = Affine(jnp.where(borders.leaves, own.e, 0), jnp.where(borders.passes, own.m, 0))
+    start = borders.put(x.initial_state, borders.first, entering(own, static.axis_name), borders.enters)
+    outputs, saved = rest(start)
+    return outputs, (saved, own.m, borders)
 
 
-def _rule_bwd(static: _Static, saved, cotangents):
-    vjp, m, borders = saved
+def _rule_bwd(static: _Static, kept, cotangents):
+    saved, m, borders = kept
     do, dfinal = cotangents
-    ends = borders.put(dfinal, borders.last, jnp.zeros_like(borders.pick(dfinal, borders.last)), borders.leaves)
-    e = borders.pick(vjp((do, ends))[5], borders.first)
-    leaves = entering(Affine(e, m), static.axis_name, backwards=True)
-    ends = borders.put(dfinal, borders.last, leaves, borders.leaves)
-    *gradients, dstart = vjp((do, ends))
-    dinitial = borders.put(dstart, borders.first, jnp.zeros_like(leaves), borders.enters)
-    return RuleArrays(*gradients, dinitial, None, None), None
+    nothing = jnp.zeros_like(borders.pick(dfinal, borders.last))
+    ends = borders.put(dfinal, borders.last, nothing, borders.leaves)
+    if static.implementation == "mosaic_gpu":
+        options = dict(
+            scale=static.scale, use_qk_l2norm=static.use_qk_l2norm, head_slices=static.backward_head_slices
+        )
+        de, rest = kernels.backward(saved, borders, do, ends, **options)
+    else:
+        de = borders.pick(saved((do, ends))[5], borders.first)
+
+        def rest(ends):
+            return saved((do, ends))
+
+    own = Affine(jnp.where(borders.enters, de, 0), m)
+    behind = entering(own, static.axis_name, backwards=True)
+    *gradients, dstart = rest(borders.put(dfinal, borders.last, behind, borders.leaves))
+    return RuleArrays(
+        *gradients, borders.put(dstart, borders.first, nothing, borders.enters), None, None
+    ), None
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
-def _local(static: _Static, x: RuleArrays) -> tuple[jax.Array, jax.Array]:
-    """The rule of this device's tokens."""
-    return xla.rule(
-        x,
-        static.scale,
-        implementation=static.implementation,
-        use_qk_l2norm=static.use_qk_l2norm,
-        state_layout="kv",
-        chunk_size=static.chunk_size,
-    )
+def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
+    """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
+    own, rest = kernels.forward(x, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
+    begins = borders.pick(_beginning(x.initial_state, borders), borders.last)
+    through = jnp.einsum("...kj,...jv->...kv", own.m, begins, precision=lax.Precision.HIGHEST)
+
+    def saved(start):
+        o, final, saved = rest(start)
+        return (o, final), saved
+
+    return own._replace(e=own.e + through), saved
 
 
-def _affine(static: _Static, x: RuleArrays, borders: Borders) -> Affine:
-    """What this device's tokens do to the states that enter: to those that leave.
-
-    The rule from zeros beside the identity as one wide state, over values beside zeros. States that start on this device
-    are part of e, and where no state passes through m is 0.
-    """
-    K, V = x.k.shape[3], x.v.shape[3]
-    start = borders.put(x.initial_state, borders.first, jnp.zeros_like(borders.pick(x.initial_state, borders.first)), borders.enters)
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=start.dtype), (*start.shape[:2], K, K))
+def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):
+    """The same in plain JAX: the rule from zeros beside the identity as one wide state, over values beside zeros."""
+    (HO, K, V), rest = (x.initial_state.shape[1], x.k.shape[3], x.v.shape[3]), x[6:]
+    start = _beginning(x.initial_state, borders)
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=start.dtype), (start.shape[0], HO, K, K))
     wide = x._replace(
         v=jnp.concatenate([x.v, jnp.zeros_like(x.v, shape=(*x.v.shape[:3], K))], 3),
         initial_state=jnp.concatenate([start, identity], 3),
     )
-    final = borders.pick(_local(static, wide)[1], borders.last)
-    return Affine(final[..., :V], jnp.where(borders.passes, final[..., V:], 0))
+
+    def run(*primals):
+        return xla.rule(
+            RuleArrays(*primals, *rest),
+            static.scale,
+            implementation=static.implementation,
+            use_qk_l2norm=static.use_qk_l2norm,
+            state_layout="kv",
+            chunk_size=static.chunk_size,
+        )
+
+    final = borders.pick(run(*wide[:6])[1], borders.last)
+    return Affine(final[..., :V], final[..., V:]), lambda start: jax.vjp(run, *x[:5], start)
+
+
+def _beginning(states: jax.Array, borders: Borders) -> jax.Array:
+    """The states of sequences that begin on this device, zeros where one enters."""
+    return borders.put(
+        states, borders.first, jnp.zeros_like(borders.pick(states, borders.first)), borders.enters
+    )

@@ -35,7 +35,9 @@ def short_conv(
     """
     (_, T, _), W = x.shape, weight.shape[1]
     if T < W - 1:
-        raise ValueError(f"x: expected at least W - 1 = {W - 1} tokens on every device of {axis_name!r}, got {T}")
+        raise ValueError(
+            f"x: expected at least W - 1 = {W - 1} tokens on every device of {axis_name!r}, got {T}"
+        )
     if cu_seqlens is not None:
         return _packed(x, weight, bias, axis_name, initial_state, cu_seqlens, segment_ids)
     state = _entering(x, W, axis_name, initial_state, segment_ids)
