@@ -135,10 +135,10 @@ class _ResidualArrays(NamedTuple):
         """Those of the forward's residuals."""
         segments = residuals.segments
         if segments is None:
-            return cls(*residuals[:3], None, None, None)
+            return cls(residuals.g2_cum, residuals.beta_t, residuals.t, None, None, None)
         rows = residuals.t.shape[0]
         starts, m_t = (y.reshape(rows, -1, *y.shape[1:]) for y in segments[:2])
-        return cls(*residuals[:3], starts, m_t, segments.items.tables)
+        return cls(residuals.g2_cum, residuals.beta_t, residuals.t, starts, m_t, segments.items.tables)
 
     def residuals(self, segment_chunks: int | None) -> Any:
         """The residuals again, of segments of so many chunks."""
@@ -210,7 +210,7 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
     if through_norm is not None:
         dq, dk = through_norm((out.dq, out.dk))
         out = out._replace(dq=dq, dk=dk)
-    return (RuleArrays(*out, None, None),)
+    return (RuleArrays._make((*out, None, None)),)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import mosaic, xla
-from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, vary_alike
+from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, vary_alike, warn_of_gathers
 from gdn_jax.shapes import Dims, RuleArrays, check_array, check_choice, check_floating, rule_dims
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
@@ -25,10 +25,12 @@ _debug_checks = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Switches checks of values on or off, for functions traced from now on: g <= 0, cu_seqlens ascending.
+    """Switches checks on or off, for functions traced from now on.
 
-    Under jit the check runs on the host while the program runs and raises there (jax reports it as a
-    `JaxRuntimeError` that carries the ValueError's text). It costs a transfer per call; off by default.
+    Values, g <= 0 and cu_seqlens ascending: under jit they are checked on the host while the program runs, which
+    raises there (jax reports it as a `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per
+    call. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split, tokens or heads
+    that do not divide, is a UserWarning while the program is compiled. Off by default.
     """
     global _debug_checks
     _debug_checks = enabled
@@ -97,6 +99,7 @@ def gated_delta_rule(
     known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
+        _check_shardings(arrays)
     arrays = vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
     if implementation == "mosaic_gpu":
         options: Any = mosaic.Options(
@@ -214,6 +217,7 @@ def chunk_states(
     _known_lengths(cu_seqlens, dims.T)
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
+        _check_shardings(arrays)
     cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     arrays = vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
     return _chunk_states(arrays, (use_k_l2norm, state_layout, chunk_size))
@@ -286,7 +290,7 @@ def _on_explicit_shards(rule, arrays: RuleArrays, scale, head_slices: int = 1):
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _step(arrays, scale, number: float | None, static):
     use_qk_l2norm, state_layout = static
-    axes = RuleAxes.of(RuleArrays(*arrays, None, None))
+    axes = RuleAxes.of(RuleArrays._make((*arrays, None, None)))
 
     def step(arrays, scale):
         return xla.step(
@@ -353,6 +357,12 @@ def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | Non
     known = np.asarray(cu_seqlens).astype(np.int64)
     _check_ascending(T, known)
     return known.tobytes()
+
+
+def _check_shardings(x: RuleArrays) -> None:
+    axes = RuleAxes.of(x)
+    arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
+    warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
 
 
 def _check_values(T: int, g: Any, cu_seqlens: Any) -> None:

@@ -9,7 +9,9 @@ of the arrays' types and `on_explicit_shards` reads them there.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +45,8 @@ class RuleAxes(NamedTuple):
         heads = math.gcd(*(y.shape[2] for y in x[:3] if y is not None)) // head_slices
         tokens = "b t h k", "b t h k", "b t h v", "b t h", "b t h"
         state = "b h . ." if x.cu_seqlens is None else ". h . ."
-        return cls({"b": x.k.shape[0], "h": heads}, RuleArrays(*tokens, state, ".", "b t"))
+        q, k, v, g, beta = tokens
+        return cls({"b": x.k.shape[0], "h": heads}, RuleArrays(q, k, v, g, beta, state, ".", "b t"))
 
     @property
     def outputs(self) -> tuple[str, str]:
@@ -61,7 +64,7 @@ class RuleAxes(NamedTuple):
             shape = [n // parts.get(name, 1) for n, name in zip(y.shape, names.split(), strict=True)]
             return jax.ShapeDtypeStruct(shape, y.dtype)
 
-        return RuleArrays(*map(one, x, self.inputs))
+        return RuleArrays._make(map(one, x, self.inputs))
 
 
 def on_shards(
@@ -166,6 +169,52 @@ def on_explicit_shards(
     return jax.shard_map(
         shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=explicit
     )(*leaves)
+
+
+def warn_of_gathers(
+    names: Sequence[str], args: Sequence[Any], operands: Sequence[str], sizes: Mapping[str, int]
+) -> None:
+    """Warns, while the program is compiled, of each array that lies split along a dimension that cannot be: every
+    device gathers the whole of it.
+
+    Args:
+      names: of the arrays, for the text.
+      args: arrays or None.
+      operands, sizes: see `on_shards`.
+    """
+
+    def check(name: str, axes: Axes, sharding: Any) -> None:
+        if not isinstance(sharding, NamedSharding):
+            return
+        for axis, entry in zip(axes, sharding.spec, strict=False):
+            over = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            if (
+                _parts(sharding.mesh.shape, over) == 1
+                or _prefix(sharding.mesh.shape, sizes.get(axis, 1), set(), over) == over
+            ):
+                continue
+            limit = f", which can be split {sizes[axis]} ways" if axis in sizes else ", which cannot be split"
+            text = f"{name}: its {_MEANING.get(axis, axis)} lie on mesh axes {', '.join(over)}{limit}; it is gathered"
+            warnings.warn(text, stacklevel=2)
+
+    for name, x, axes in zip(names, args, operands, strict=True):
+        if x is None:
+            continue
+        told = partial(check, name, tuple(axes.split()))
+        if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+            told(jax.typeof(x).sharding)
+        else:
+            jax.debug.inspect_array_sharding(x, callback=told)
+
+
+_MEANING = {
+    "b": "rows",
+    "h": "heads",
+    "t": "tokens",
+    "k": "keys' widths",
+    "v": "values' widths",
+    ".": "inner dimensions",
+}
 
 
 def vary_alike(arrays: Any) -> Any:

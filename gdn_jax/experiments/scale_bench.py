@@ -1,9 +1,9 @@
 """`gdn bench --what scale`: how much faster several devices are than one, and what they send each other.
 
-Times the rule, forward and backward, on meshes that split its rows, its heads or its tokens, beside one device on the
-same arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared before a
-time counts: over rows and heads all bits, over tokens within the rounding of the maps that travel. A time is the mean of
-calls that follow one another without a pause, by the clock.
+Times the rule, forward and backward, on meshes that split its rows, its heads or its tokens, beside one device on
+the same arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared
+before a time counts: over rows and heads all bits, over tokens within the rounding of the maps that travel. A time is
+the mean of calls that follow one another without a pause, by the clock.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gdn_jax import gated_delta_rule
-from gdn_jax.checks.rows import Inputs, Row
 from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.rows import Inputs, Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
@@ -117,9 +117,7 @@ def _time(call: Callable[[], Any], options: ScaleBenchOptions) -> list[float]:
     jax.block_until_ready(call())
     for _ in range(options.repeats):
         started = time.perf_counter()
-        for _ in range(options.calls):
-            out = call()
-        jax.block_until_ready(out)
+        jax.block_until_ready([call() for _ in range(options.calls)][-1])
         times.append((time.perf_counter() - started) * 1e3 / options.calls)
     return times
 
@@ -153,7 +151,7 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
         placed = Inputs(*(jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)))
         with jax.set_mesh(mesh):
             compiled = jax.jit(partial(_call, options, where)).lower(placed).compile()
-        sent = traffic(compiled.as_text())
+        sent = traffic(compiled.as_text() or "")
         out = compiled(placed)
         first = jax.devices()[0]
         if where == one:
@@ -164,7 +162,7 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
         del out
         key = (rows, length)
         if where != one or key not in alone:
-            times = _time(lambda: compiled(placed), options)
+            times = _time(partial(compiled, placed), options)
             ms = float(np.median(times))
             if where == one:
                 alone[key] = ms
@@ -195,7 +193,9 @@ def main(argv: list[str] | None = None) -> int:
     count = jax.device_count()
     try:
         shapes = [MeshShape.parse(text) for text in options.mesh] or [
-            MeshShape(**{axis: count}) for axis in (DATA, HEAD, CONTEXT)
+            MeshShape(data=count),
+            MeshShape(head=count),
+            MeshShape(context=count),
         ]
     except ValueError as error:
         fail("mesh", "axes and devices", error)

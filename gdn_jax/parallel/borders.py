@@ -1,4 +1,4 @@
-"""Where sequences lie beside the borders of a device's tokens, for tokens that are split over a mesh axis in order."""
+"""How sequences lie across the borders of a device's tokens, which are split over a mesh axis in order."""
 
 from typing import NamedTuple
 

@@ -44,8 +44,8 @@ def traffic(program: str) -> Traffic:
     """What one device sends in a run of a compiled program.
 
     Bytes are those of the cheapest known algorithm for n devices and an array of N bytes on each: N for
-    `collective-permute`, (n - 1) N for `all-gather` of parts of N, (n - 1) / n N for `reduce-scatter` and `all-to-all`,
-    2 (n - 1) / n N for `all-reduce`.
+    `collective-permute`, (n - 1) N for `all-gather` of parts of N, (n - 1) / n N for `reduce-scatter` and
+    `all-to-all`, 2 (n - 1) / n N for `all-reduce`.
 
     Args:
       program: `jax.jit(f).lower(...).compile().as_text()`.

@@ -1,9 +1,9 @@
 """The rule over tokens that are split over the devices of a mesh axis, exactly.
 
-Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state that
-enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow with the
-length. In the backward pass the cotangent of the state travels the other way through the same maps, and every device
-then differentiates its own tokens alone.
+Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state
+that enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow
+with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and every
+device then differentiates its own tokens alone.
 
 The function is that of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
 """
@@ -46,8 +46,8 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
-    Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens; initial_state
-      and cu_seqlens are those of the whole rows, the same on every device of the axis.
+    Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
+      initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
       axis_name: the mesh axis.
 
     Returns:
@@ -139,9 +139,8 @@ def _rule_bwd(static: _Static, kept, cotangents):
     own = Affine(jnp.where(borders.enters, de, 0), m)
     behind = entering(own, static.axis_name, backwards=True)
     *gradients, dstart = rest(borders.put(dfinal, borders.last, behind, borders.leaves))
-    return RuleArrays(
-        *gradients, borders.put(dstart, borders.first, nothing, borders.enters), None, None
-    ), None
+    dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
+    return RuleArrays._make((*gradients, dinitial, None, None)), None
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
@@ -172,7 +171,7 @@ def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):
 
     def run(*primals):
         return xla.rule(
-            RuleArrays(*primals, *rest),
+            RuleArrays._make((*primals, *rest)),
             static.scale,
             implementation=static.implementation,
             use_qk_l2norm=static.use_qk_l2norm,

@@ -1,4 +1,4 @@
-"""The short convolution over tokens that are split over the devices of a mesh axis: W - 1 tokens cross each border."""
+"""The short convolution over tokens that are split over a mesh axis: W - 1 tokens cross each border."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The steps of the rule over split tokens by the GPU kernels: what tokens do to a state, and the rest from known states.
+"""The rule over split tokens by the GPU kernels: what tokens do to a state, and the rest from known states.
 
 The kernels cut long rows into segments anyway and find what each segment does to a state. Merged over a device's
 segments that is what the whole device does, so that splitting tokens costs hardly more than what is sent.
@@ -76,8 +76,8 @@ def backward(
       ends: cotangents of the final states, zeros for a sequence that leaves.
 
     Returns:
-      The cotangent of the states that entered; and a function from the cotangents of all final states to those of q, k,
-      v, g, beta and the states that the tokens started from.
+      The cotangent of the states that entered; and a function from the cotangents of all final states to those of q,
+      k, v, g, beta and the states that the tokens started from.
     """
     from pallas_kernels.backward import rule
 

@@ -6,6 +6,7 @@ context   tokens of every row
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,8 @@ class MeshShape:
 
     Fields:
       data, head, context: devices along each axis, at least 1.
-      shard_parameters: each device of the data axis keeps a part of the parameters and of the optimiser's state, which
-        are gathered where they are used.
+      shard_parameters: each device of the data axis keeps a part of the parameters and of the optimiser's state,
+        which are gathered where they are used.
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -45,7 +46,7 @@ class MeshShape:
         Raises:
           ValueError: the text is no such list.
         """
-        values: dict[str, int | bool] = {}
+        values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             name, _, number = part.strip().partition("=")
             if name == "sharded" and not number and "shard_parameters" not in values:
@@ -54,10 +55,10 @@ class MeshShape:
                 values[name] = int(number)
             else:
                 raise ValueError(
-                    f"mesh: expected axes out of {', '.join(AXES)} with their devices, and sharded, each at most once, "
-                    f"as in data=2,head=2,context=2,sharded; got {part!r}"
+                    f"mesh: expected axes out of {', '.join(AXES)} with their devices, and sharded, each at most "
+                    f"once, as in data=2,head=2,context=2,sharded; got {part!r}"
                 )
-        return cls(**values)  # pyrefly: ignore[bad-argument-type]
+        return cls(**values)
 
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]

@@ -4,8 +4,8 @@ Each device d holds what its tokens do to a state, h -> M_d h + E_d. What enters
 
     h_d = E_{d-1} + M_{d-1} (E_{d-2} + M_{d-2} (... E_0))
 
-Neighbouring maps are merged and sent on, over distances 1, 2, 4...: each device sends ceil(log2(D - 1)) merged maps and
-one state, for D devices, however long their shards are. Cotangents of states go the other way through the same maps,
+Neighbouring maps are merged and sent on, over distances 1, 2, 4...: each of D devices sends at most ceil(log2(D - 1))
+merged maps and one state, however long their shards are. Cotangents of states go the other way through the same maps,
 transposed, and need no derivative of the prefix.
 """
 

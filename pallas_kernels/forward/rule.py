@@ -302,15 +302,15 @@ def prepare_open(
     config: Config | None = None,
     interpret=None,
 ) -> tuple[Prepared, Callable[[Float[Array, "N HO K V"]], tuple[jax.Array, jax.Array, Residuals]]]:
-    """The forward of rows that go on elsewhere, up to where their initial states [K, V] are needed, and the rest of it.
+    """The forward of rows that go on elsewhere, up to where initial states [K, V] are needed, and the rest of it.
 
     Args: those of `forward`, without the L2 norm.
       cu_seqlens: of packed rows, not known while tracing.
       open_sequence: the packed sequence that goes on.
 
     Returns:
-      What was prepared: m_t and e of every segment of what goes on, behind which lies an empty segment; and a function
-      from initial states to the results of `forward`.
+      What was prepared: m_t and e of every segment of what goes on, behind which lies an empty segment; and a
+      function from initial states to the results of `forward`.
     """
     config = config or Config()
     (B, T, Hk, K), (Hq, HV, V) = k.shape, (q.shape[2], *v.shape[2:])
