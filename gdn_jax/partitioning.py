@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gdn_jax.shapes import RuleArrays
@@ -90,11 +92,22 @@ def on_shards(
       f(*args). Under vmap f runs unsplit.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
-    shapes = jax.eval_shape(f, *args)
+    traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    # Constants of f as operands, for which `custom_partitioning` has no other place. A shard has its own.
+    constants = [jnp.asarray(x) for x in traced.consts]
     ins, outs = _flat_axes(tuple(args), tuple(operands)), _flat_axes(shapes, results(shapes))
+    ins = (*ins, *((".",) * x.ndim for x in constants))
+
+    def whole(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        arrays, constants = (
+            leaves[: len(leaves) - len(traced.consts)],
+            leaves[len(leaves) - len(traced.consts) :],
+        )
+        return tuple(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*arrays))
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(f(*jax.tree.unflatten(treedef, leaves))))
+        arrays = leaves[: len(leaves) - len(traced.consts)]
+        return tuple(jax.tree.leaves(f(*jax.tree.unflatten(treedef, arrays))))
 
     def choose(mesh: Mesh, arrays, names: Sequence[Axes]) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
         given = [x.sharding for x in arrays]
@@ -120,7 +133,7 @@ def on_shards(
     def rule(mesh, operand_types, result_types) -> SdyShardingRule:
         return _rule((ins, operand_types), (outs, result_types))
 
-    partitioned = custom_partitioning(flat)
+    partitioned = custom_partitioning(whole)
     partitioned.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
 
     @custom_vmap
@@ -132,7 +145,7 @@ def on_shards(
         in_axes = tuple(0 if b else None for b in batched)
         return jax.vmap(flat, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
 
-    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves))
+    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves, *constants))
 
 
 def on_explicit_shards(
