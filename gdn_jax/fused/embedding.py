@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import run, token_axes, usable
+from gdn_jax.partitioning import on_explicit_shards
 
 
 def embed(
@@ -27,7 +28,9 @@ def embed(
     from pallas_kernels.layer import embedding as kernel
 
     if usable(implementation, kernel.check_supported(embedding)):
-        return _embed(embedding, tokens)
+        names, sizes = token_axes(jax.ShapeDtypeStruct((*tokens.shape, 1), embedding.dtype), 1)
+        operands = (". .", names.removesuffix(" ."))
+        return on_explicit_shards(_embed, (embedding, tokens), operands, names, sizes)
     return _take(embedding, tokens)
 
 
@@ -47,12 +50,18 @@ def _embed_bwd(saved, dx):
 
     tokens, like = saved
     V = like.shape[0]
-    ids = tokens.reshape(-1).astype(jnp.int32)
-    ids = jnp.where(ids < 0, ids + V, ids)
-    ids = jnp.where(ids < 0, V, ids)  # those that name no row come last
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    starts = jnp.searchsorted(ids[order], jnp.arange(V + 1, dtype=jnp.int32)).astype(jnp.int32)
-    gradient = embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
+
+    def kernel(tokens, dx):
+        ids = tokens.reshape(-1).astype(jnp.int32)
+        ids = jnp.where(ids < 0, ids + V, ids)
+        ids = jnp.where(ids < 0, V, ids)  # those that name no row come last
+        order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+        starts = jnp.searchsorted(ids[order], jnp.arange(V + 1, dtype=jnp.int32)).astype(jnp.int32)
+        return embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
+
+    names, sizes = token_axes(dx, 1)
+    operands = (names.removesuffix(" ."), names)
+    gradient = run(kernel, (tokens, dx), operands, ". . +b +t", sizes)
     return gradient.astype(like.dtype), None
 
 

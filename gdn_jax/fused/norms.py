@@ -3,6 +3,7 @@
 The kernels' results can be differentiated once, in reverse.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -45,7 +47,9 @@ def add_norm(
     from pallas_kernels.layer import norm
 
     if usable(implementation, norm.check_supported(x)):
-        return _add_norm(x, y, weight, eps, dtype)
+        names, sizes = _norm_axes(x)
+        call = partial(_add_norm, eps=eps, dtype=dtype)
+        return on_explicit_shards(call, (x, y, weight), (names, names, "."), (names, names), sizes)
     wide = accumulation_dtype(x)
     s = x.astype(wide) if y is None else x.astype(wide) + y.astype(wide)
     scale = jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
@@ -79,20 +83,31 @@ def gated_norm(
     from pallas_kernels.layer import gated_norm as kernel
 
     if usable(implementation, kernel.check_supported(o)):
-        return _gated_norm(o, gate, weight, eps)
+        names, sizes = _head_axes(o)
+        call = partial(_gated_norm, eps=eps)
+        return on_explicit_shards(call, (o, gate, weight), (names, names, "."), names, sizes)
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
     return (n * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+
+
+def _norm_axes(x) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer import rows
+
+    return token_axes(x, rows.rows_at_once(x.shape[-1]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_norm(x, y, weight, eps, dtype):
     from pallas_kernels.layer import norm
 
-    D = x.shape[-1]
-    rows = None if y is None else y.reshape(-1, D)
-    s, n = norm.add_norm(x.reshape(-1, D), rows, weight, eps=eps, dtype=dtype)
-    return s.reshape(x.shape), n.reshape(x.shape)
+    def kernel(x, y, weight):
+        flat = None if y is None else _rows(y)
+        s, n = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype)
+        return s.reshape(x.shape), n.reshape(x.shape)
+
+    names, sizes = _norm_axes(x)
+    return run(kernel, (x, y, weight), (names, names, "."), (names, names), sizes)
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
@@ -104,22 +119,37 @@ def _add_norm_bwd(eps, dtype, saved, cotangents):
     from pallas_kernels.layer import norm
 
     s, weight, like_y = saved
-    ds, dn = (x.reshape(-1, s.shape[-1]) for x in cotangents)
-    y_dtype = None if like_y is None else like_y.dtype
-    dx, dy, dweight = norm.add_norm_backward(s.reshape(ds.shape), weight, ds, dn, eps=eps, y_dtype=y_dtype)
-    dy = None if dy is None else dy.reshape(s.shape)
-    return dx.reshape(s.shape), dy, dweight.astype(weight.dtype)
+
+    def kernel(s, weight, ds, dn):
+        y_dtype = None if like_y is None else like_y.dtype
+        out = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
+        dx, dy, dweight = out
+        return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
+
+    names, sizes = _norm_axes(s)
+    results = (names, None if like_y is None else names, ". +b +t")
+    dx, dy, dweight = run(kernel, (s, weight, *cotangents), (names, ".", names, names), results, sizes)
+    return dx, dy, dweight.astype(weight.dtype)
 
 
 _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gated_norm(o, gate, weight, eps):
+def _head_axes(o) -> tuple[str, dict[str, int]]:
     from pallas_kernels.layer import gated_norm as kernel
 
-    V = o.shape[-1]
-    return kernel.gated_norm(o.reshape(-1, V), gate.reshape(-1, V), weight, eps=eps).reshape(o.shape)
+    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernel.BLOCK))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gated_norm(o, gate, weight, eps):
+    from pallas_kernels.layer import gated_norm as kernels
+
+    def kernel(o, gate, weight):
+        return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
+
+    names, sizes = _head_axes(o)
+    return run(kernel, (o, gate, weight), (names, names, "."), names, sizes)
 
 
 def _gated_norm_fwd(o, gate, weight, eps):
@@ -127,12 +157,20 @@ def _gated_norm_fwd(o, gate, weight, eps):
 
 
 def _gated_norm_bwd(eps, saved, dy):
-    from pallas_kernels.layer import gated_norm as kernel
+    from pallas_kernels.layer import gated_norm as kernels
 
-    o, gate, weight = saved
-    rows = (x.reshape(-1, o.shape[-1]) for x in (o, gate))
-    do, dgate, dweight = kernel.gated_norm_backward(*rows, weight, dy.reshape(-1, o.shape[-1]), eps=eps)
-    return do.reshape(o.shape), dgate.reshape(gate.shape), dweight.astype(weight.dtype)
+    def kernel(o, gate, weight, dy):
+        out = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
+        return out[0].reshape(o.shape), out[1].reshape(o.shape), out[2]
+
+    names, sizes = _head_axes(dy)
+    results = (names, names, ". +b +t")
+    do, dgate, dweight = run(kernel, (*saved, dy), (names, names, ".", names), results, sizes)
+    return do, dgate, dweight.astype(saved[2].dtype)
 
 
 _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])

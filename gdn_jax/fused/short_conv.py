@@ -6,8 +6,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import causal_conv1d, last_inputs, segment_starts
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import run, usable
 from gdn_jax.gates import l2norm
+from gdn_jax.partitioning import on_explicit_shards
 
 
 def short_conv(
@@ -44,7 +45,9 @@ def short_conv(
     plain = bias is None and initial_state is None and cu_seqlens is None
     if plain and usable(implementation, kernel.check_supported(x, weight, heads, width)):
         fresh = None if segment_ids is None else segment_starts(segment_ids)
-        q, k, v = _short_conv(x, weight, fresh, heads, width, normalize)
+        call = partial(_short_conv, heads=heads, width=width, normalize=normalize)
+        args, operands, results = (x, weight, fresh), ("b . .", ". .", "b ."), ("b . . .", "b . . .", "b . .")
+        q, k, v = on_explicit_shards(call, args, operands, results, {"b": x.shape[0]})
         return q, k, v, last_inputs(x, segment_ids, weight.shape[1])
     options = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
     y, state = causal_conv1d(x, weight, bias, **options)
@@ -63,9 +66,13 @@ def split_normalized(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _short_conv(x, weight, fresh, heads, width, normalize):
-    from pallas_kernels.layer import short_conv as kernel
+    from pallas_kernels.layer import short_conv as kernels
 
-    return kernel.short_conv(x, weight, fresh, heads=heads, width=width, normalize=normalize)
+    def kernel(x, weight, fresh):
+        return kernels.short_conv(x, weight, fresh, heads=heads, width=width, normalize=normalize)
+
+    results = ("b . . .", "b . . .", "b . .")
+    return run(kernel, (x, weight, fresh), ("b . .", ". .", "b ."), results, {"b": x.shape[0]})
 
 
 def _short_conv_fwd(x, weight, fresh, heads, width, normalize):
@@ -73,11 +80,15 @@ def _short_conv_fwd(x, weight, fresh, heads, width, normalize):
 
 
 def _short_conv_bwd(heads, width, normalize, saved, cotangents):
-    from pallas_kernels.layer import short_conv as kernel
+    from pallas_kernels.layer import short_conv as kernels
 
-    x, weight, fresh = saved
-    dx, dweight = kernel.short_conv_backward(x, weight, fresh, *cotangents, normalize=normalize)
-    return dx, dweight.astype(weight.dtype), None
+    def kernel(x, weight, fresh, dq, dk, dv):
+        return kernels.short_conv_backward(x, weight, fresh, dq, dk, dv, normalize=normalize)
+
+    operands = ("b . .", ". .", "b .", "b . . .", "b . . .", "b . .")
+    sizes = {"b": saved[0].shape[0]}
+    dx, dweight = run(kernel, (*saved, *cotangents), operands, ("b . .", ". . +b"), sizes)
+    return dx, dweight.astype(saved[1].dtype), None
 
 
 _short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

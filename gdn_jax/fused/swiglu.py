@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -33,18 +34,28 @@ def swiglu_down(
 
     kernel = kernel.astype(gate.dtype)
     if usable(implementation, swiglu.check_supported(gate)):
-        return _swiglu_down(gate, up, kernel)
+        names, sizes = _axes(gate)
+        return on_explicit_shards(_swiglu_down, (gate, up, kernel), (names, names, ". ."), names, sizes)
     wide = accumulation_dtype(gate)
     h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
     return h @ kernel
+
+
+def _axes(gate) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer import swiglu
+
+    return token_axes(gate, tokens_of(gate.shape[-1], swiglu.BLOCK))
 
 
 @jax.custom_vjp
 def _swiglu_down(gate, up, kernel):
     from pallas_kernels.layer import swiglu
 
-    h = swiglu.swiglu(gate.reshape(-1), up.reshape(-1))
-    return h.reshape(gate.shape) @ kernel
+    def product(gate, up):
+        return swiglu.swiglu(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
+
+    names, sizes = _axes(gate)
+    return run(product, (gate, up), (names, names), names, sizes) @ kernel
 
 
 def _swiglu_down_fwd(gate, up, kernel):
@@ -56,8 +67,13 @@ def _swiglu_down_bwd(saved, dy):
 
     gate, up, kernel = saved
     dh = jnp.einsum("...d,fd->...f", dy, kernel)
-    parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
-    dgate, dup, h = (x.reshape(gate.shape) for x in parts)
+
+    def derivative(gate, up, dh):
+        parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
+        return tuple(x.reshape(gate.shape) for x in parts)
+
+    names, sizes = _axes(gate)
+    dgate, dup, h = run(derivative, (gate, up, dh), (names,) * 3, (names,) * 3, sizes)
     return dgate, dup, jnp.einsum("...f,...d->fd", h, dy)
 
 
