@@ -1,0 +1,23 @@
+"""Serving: prefill, decode and verification of drafts over pools of states.
+
+Every operation takes a pool and returns it. The pool that went in is donated, and only the slots that are named
+change.
+"""
+
+from gdn_jax.serving.drafts import verify
+from gdn_jax.serving.ring import RingPool, accept, flush, make_ring_pool, snapshot
+from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
+from gdn_jax.serving.step import decode
+
+__all__ = [
+    "RingPool",
+    "accept",
+    "copy_slots",
+    "decode",
+    "flush",
+    "make_ring_pool",
+    "put_slots",
+    "snapshot",
+    "take_slots",
+    "verify",
+]
