@@ -1,4 +1,4 @@
-"""Random requests for the tests of serving, and what becomes of them by the oracle, in float64 from the raw gates on."""
+"""Random requests for the tests of serving, and what becomes of them by the oracle: float64 from the raw gates on."""
 
 import functools
 from typing import NamedTuple

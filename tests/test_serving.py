@@ -1,4 +1,4 @@
-"""Decode over a pool of states against the oracle: layouts, dtypes, heads, slots that are read, written and left alone."""
+"""Decode over a pool of states against the oracle: layouts, dtypes, heads, slots read, written and left alone."""
 
 import functools
 
@@ -156,7 +156,7 @@ def test_a_decay_beyond_every_exponential_is_a_reset():
 
 
 def test_gates_are_not_rounded():
-    """bfloat16 inputs, dt_bias too, beside a float32 pool: states to float32's digits, so no gate went through bfloat16."""
+    """bfloat16 inputs, dt_bias too, beside a float32 pool: states have float32's digits, so no gate was rounded."""
     x = draw(4, 1, dtype=BF16)
     x = x._replace(dt_bias=x.dt_bias.astype(BF16))
     pool = draw_pool(4)
@@ -175,7 +175,7 @@ def test_float64():
 
 
 def test_a_pool_of_several_layers():
-    """A layer's slots are strided in a pool of the whole model; the layer may be known at run time only, as in a scan."""
+    """A layer's slots are strided in a pool of the whole model; the layer may be known only at run time."""
     x, pools = draw(2, 1), np.stack([draw_pool(4, seed) for seed in range(3)], 1)
     slots = np.array([3, 1])
     for layer in range(3):

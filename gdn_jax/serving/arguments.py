@@ -155,6 +155,19 @@ def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool
             )
 
 
+def check_cu_seqlens(cu_seqlens: Any, T: int) -> None:
+    """Raises ValueError for known offsets of T packed tokens that do not ascend from 0."""
+    check_values(partial(_check_ascending, T), cu_seqlens)
+
+
+def _check_ascending(T: int, cu_seqlens) -> None:
+    cu = np.asarray(cu_seqlens)
+    if cu[0] != 0 or (cu[1:] < cu[:-1]).any() or cu[-1] > T:
+        raise ValueError(
+            f"cu_seqlens: expected ascending values from 0 to at most T = {T}, got {cu.tolist()}"
+        )
+
+
 def check_range(name: str, x: Any, least: int, most: int) -> None:
     """Raises ValueError for known numbers outside least to most."""
     check_values(partial(_check_range, name, least, most), x)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_integers, check_range, check_slots, slot_count
 from gdn_jax.serving.slots import Address, Indices
-from gdn_jax.serving.tokens import Options, Raw, Tokens, by_row, prepare, step
+from gdn_jax.serving.tokens import Options, Raw, Tokens, alone, by_row, prepare, step
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice, split_heads
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -341,7 +341,8 @@ def decode(
     def renew(rows, carry):
         states, o = carry
         some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
-        h, new_o = step(_present(some), x, options)
+        take_token = alone(lambda entry, x: step(_present(entry), x, options))
+        h, new_o = take_token(some, x)
         return slots.put(states, read.rows(rows), options.swap(h)), o.at[rows].set(new_o, mode="drop")
 
     carry = (pool.state, out.o[:, 0])
@@ -379,7 +380,7 @@ def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Arra
     return h if state_layout == STATE_LAYOUTS[0] else jnp.swapaxes(h, -1, -2)
 
 
-def put_states(pool: RingPool, at: Address, states: Float[Array, "N HO _ _"]) -> RingPool:
+def put_states(pool: RingPool, at: Address, states: Float[Array, "*N HO _ _"]) -> RingPool:
     """The pool with whole states in some slots, and nothing in their rings."""
     pool = pool._replace(state=slots.put(pool.state, at, states))
     return _put_counts(pool, at, 0, -1)

@@ -52,6 +52,12 @@ class Address(NamedTuple):
         return (self.slot,) if self.layer is None else (self.slot, self.layer)
 
 
+def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
+    """Which tokens of packed sequences belong to one that has a slot."""
+    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right") - 1
+    return rows_of(at.is_slot, jnp.where(owner < 0, BEYOND, owner), False)
+
+
 def rows_of(x: Array, rows: Int[Array, "..."], fill: Any = 0) -> Array:
     """x[rows], with `fill` for rows that x does not have."""
     return x.at[rows].get(mode="fill", fill_value=fill)
