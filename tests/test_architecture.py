@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
     "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
-    "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
+    "models": {"shapes", "gates", "chunked", "mosaic", "ops", "serving", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
     "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},

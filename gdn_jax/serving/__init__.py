@@ -4,6 +4,7 @@ Every operation takes a pool and returns it. The pool that went in is donated, a
 change.
 """
 
+from gdn_jax.serving.batching import QueueFull, Server
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
 from gdn_jax.serving.drafts import verify
 from gdn_jax.serving.packed import prefill_packed
@@ -13,7 +14,9 @@ from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
 from gdn_jax.serving.step import decode
 
 __all__ = [
+    "QueueFull",
     "RingPool",
+    "Server",
     "accept",
     "causal_conv1d",
     "causal_conv1d_update",
