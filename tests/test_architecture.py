@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
     "models": {"shapes", "gates", "chunked", "mosaic", "ops", "serving", "rules", "blocks", "layers"},
     "commands": set(),
-    "checks": {"gdn_jax", "commands", *KERNELS},
+    "checks": {"gdn_jax", "serving", "commands", *KERNELS},
     "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
