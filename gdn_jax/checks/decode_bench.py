@@ -31,7 +31,7 @@ from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
-"""Largest error of an output whose inputs have this dtype. bfloat16 is twice that of its own rounding and a ring's."""
+"""Largest error of an output, by the dtype of the inputs."""
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
