@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from serving_cases import (
-    HV,
     K,
     Requests,
     V,
@@ -263,16 +262,25 @@ def test_slots_are_kept_elsewhere():
     assert not np.asarray(back[1:]).any()
 
 
-@pytest.mark.slow
-def test_slots_beyond_two_gibibytes():
-    """The last slot of a pool of more than 2^31 bytes."""
-    slots = 2**31 // (HV * 128 * 128 * 4) + 3
-    x, pool = draw(2, 1, widths=(128, 128)), jnp.zeros((slots, HV, 128, 128), jnp.float32)
+def beyond(elements: int) -> None:
+    """decode on the last slots of a pool of more than so many numbers."""
+    heads, widths = (16, 32), (128, 128)
+    slots = elements // (32 * 128 * 128) + 3
+    x, state = draw(2, 1, heads=heads, widths=widths), draw_pool(2, HV=32, widths=widths)
     read = np.array([slots - 1, slots - 2])
-    state = draw_pool(2, widths=(128, 128))
-    pool = serving.put_slots(pool, read, jnp.asarray(state))
+    pool = serving.put_slots(jnp.zeros((slots, 32, 128, 128), jnp.float32), read, jnp.asarray(state))
     o, pool = serving.decode(*one(x), pool, **x.gates, read_slots=read)
     want_o, want = expected(x, state)
     assert_close(want_o[:, 0], o, STATE_F32)
     assert_close(want, np.asarray(pool[-2:])[::-1], STATE_F32)
     assert not pool[: slots - 2].any()
+
+
+@pytest.mark.slow
+def test_slots_beyond_two_gibibytes():
+    beyond(2**31 // 4)
+
+
+@pytest.mark.gpu
+def test_slots_beyond_two_to_the_31_numbers():
+    beyond(2**31)

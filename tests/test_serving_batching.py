@@ -1,6 +1,7 @@
 """The loop over requests: uneven lengths, slots used again, preemption; each request as if it were alone."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def test_the_queue_is_bounded():
 
 def test_preempted_requests_go_on_where_they_were():
     """At every stage: within a prompt, after it, among new tokens; the slot serves others meanwhile."""
-    server = make_server(max_batch=2)
+    server = make_server()
     numbers = {server.submit(prompts()[i], REQUESTS[i][1]): i for i in range(len(REQUESTS))}
     rng = np.random.default_rng(3)
     got, preempted = {}, 0
@@ -139,6 +140,36 @@ def test_a_stop_token_ends_a_request():
     first = int(np.argmax(want[3] == stop))
     want[3] = want[3][: first + 1]
     assert_same_tokens(want, {numbers[number]: tokens for number, tokens in server.run().items()})
+
+
+@pytest.mark.parametrize("ring", [None, 9])
+def test_speculative_decoding(ring):
+    """Three drafts a step, some of which are wrong: what is accepted is what `generate` gives, token for token. The
+    convolution is rolled back with the recurrent states, or with the cursors of their rings."""
+    chosen, T = [0, 3, 5], 4
+    lengths = [REQUESTS[i][0] for i in chosen]
+    slots = np.random.default_rng(1).permutation(12).reshape(3, T).astype(np.int32)
+    pools = dirty(served().make_pools(12, ring=ring))
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    row = np.concatenate([prompts()[i] for i in chosen])[None].astype(np.int32)
+    newest, pools = jax.jit(served().prefill)(row, cu, slots[:, 0], np.zeros(3, bool), pools)
+    got = [[int(token)] for token in newest]
+    verify, rng = jax.jit(served().verify), np.random.default_rng(2)
+    accepted, seen = np.ones(3, np.int32), set()
+    for _ in range(12):
+        known = [np.r_[wanted()[i], np.zeros(64, int)] for i in chosen]
+        right = [each[len(new) : len(new) + T - 1] for each, new in zip(known, got, strict=True)]
+        drafts = np.where(rng.random((3, T - 1)) < 0.7, right, rng.integers(0, CONFIG.vocab_size, (3, T - 1)))
+        tokens = np.concatenate([[[new[-1]] for new in got], drafts], 1).astype(np.int32)
+        after, pools = verify(tokens, slots, accepted, pools)
+        accepted = 1 + np.cumprod(drafts == np.asarray(after)[:, :-1], 1).sum(1).astype(np.int32)
+        for n in range(3):
+            got[n] += np.asarray(after)[n, : accepted[n]].tolist()
+        seen |= set(accepted.tolist())
+    assert seen == {1, 2, 3, 4}
+    for i, new in zip(chosen, got, strict=True):
+        number = REQUESTS[i][1]
+        np.testing.assert_array_equal(wanted()[i], new[:number], err_msg=f"request {i}")
 
 
 def recording(logits: dict):
@@ -228,7 +259,8 @@ def test_errors():
         server.preempt(5)
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_a_mixer_that_cannot_be_served_is_refused():
-    config = ModelConfig(vocab_size=5, hidden_size=8, num_layers=1, num_heads=1, head_dim=8, rule="mamba2")
+    other = types.SimpleNamespace(blocks=[types.SimpleNamespace(mixer=object())])
     with pytest.raises(NotImplementedError, match="model: expected GatedDeltaNets"):
-        ServedModel(LanguageModel(config, rngs=nnx.Rngs(0)))
+        ServedModel(other)

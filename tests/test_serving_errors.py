@@ -92,6 +92,8 @@ SHAPES = {
         "q: expected at most 1 tokens, the length of the ring, got 2",
     ),
     "starts": (prefill, dict(has_initial_state=np.ones(2, bool)), "has_initial_state: expected shape [N] = [3]"),
+    "starts as numbers": (prefill, dict(has_initial_state=np.ones(3, int)), "has_initial_state: expected dtype bool"),
+    "offsets": (prefill, dict(cu_seqlens=None), "cu_seqlens: expected an array [N + 1], got NoneType"),
     "sequences": (prefill, dict(read_slots=SLOTS[:2]), "read_slots: expected shape [N] = [3], got [2]"),
     "no cu_seqlens": (prefill, dict(cu_seqlens=np.array([0])), "cu_seqlens: expected at least two entries"),
     "checkpoints": (prefill, dict(checkpoint_every=64), "checkpoint_slots: expected together with checkpoint_every"),

@@ -121,6 +121,45 @@ class ServedModel:
         x, new = model.hidden_states(tokens[:, None], around=mix, return_cache=True)
         return jnp.argmax(model.logits(x[:, 0]), -1).astype(jnp.int32), new or ()
 
+    def verify(
+        self,
+        tokens: Int[Array, "N T"],
+        state_slots: Int[Array, "N T"],
+        num_accepted_tokens: Int[Array, " N"],
+        pools: tuple,
+    ) -> tuple[Int[Array, "N T"], tuple]:
+        """The last sampled token and drafts of every request: the likeliest token after each, and the pools.
+
+        Args:
+          tokens: [N, T].
+          state_slots: [N, T], see `serving.verify`. With rings the recurrent states use the first slot of a request.
+          num_accepted_tokens: [N], of the call before.
+        """
+        spans = dict(num_accepted_tokens=num_accepted_tokens)
+
+        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+            qkv, conv = serving.causal_conv1d_verify(
+                _project(mixer, x), pools[i].conv, *_filter(mixer), state_slots=state_slots, **spans
+            )
+            is_ring = isinstance(pools[i].state, serving.RingPool)
+            o, state = serving.verify(
+                *_heads(mixer, qkv),
+                mixer.a_proj(x),
+                mixer.b_proj(x),
+                pools[i].state,
+                A_log=mixer.A_log[...],
+                dt_bias=mixer.dt_bias[...],
+                state_slots=state_slots[:, 0] if is_ring else state_slots,
+                allow_neg_eigval=mixer.allow_neg_eigval,
+                batch_invariant=self._batch_invariant,
+                **spans,
+            )
+            return mixer.rule_output(o, x), LayerPools(conv, state)
+
+        model = nnx.merge(self._graphdef, self._params)
+        x, new = model.hidden_states(tokens, around=mix, return_cache=True)
+        return jnp.argmax(model.logits(x), -1).astype(jnp.int32), new or ()
+
 
 def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
     """Queries, keys and values of every token side by side, before the convolution."""

@@ -155,9 +155,14 @@ def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool
             )
 
 
-def check_cu_seqlens(cu_seqlens: Any, T: int) -> None:
-    """Raises ValueError for known offsets of T packed tokens that do not ascend from 0."""
+def check_sequences(cu_seqlens: Any, T: int, has_initial_state: Any) -> None:
+    """Raises ValueError for wrong offsets of T packed tokens, and for a wrong mask of their sequences."""
+    check_integers("cu_seqlens", cu_seqlens, (None,), "N + 1")
     check_values(partial(_check_ascending, T), cu_seqlens)
+    if has_initial_state is not None:
+        check_array("has_initial_state", has_initial_state, (cu_seqlens.shape[0] - 1,), "N")
+        if has_initial_state.dtype != jnp.bool_:
+            raise ValueError(f"has_initial_state: expected dtype bool, got {has_initial_state.dtype}")
 
 
 def _check_ascending(T: int, cu_seqlens) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from gdn_jax import conv
 from gdn_jax.serving import slots
-from gdn_jax.serving.arguments import check_cu_seqlens, check_pool, check_slots, slot_count
+from gdn_jax.serving.arguments import check_pool, check_sequences, check_slots, slot_count
 from gdn_jax.serving.drafts import check_spans, span_addresses, token_mask, walk
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.shapes import check_array
@@ -55,15 +55,12 @@ def causal_conv1d(
     """
     check_array("x", x, (1, None, None), "1, T, D")
     _check(x.shape[2], pool, weight, layer)
-    check_array("cu_seqlens", cu_seqlens, (None,), "N + 1")
+    check_sequences(cu_seqlens, x.shape[1], has_initial_state)
     N = cu_seqlens.shape[0] - 1
-    check_cu_seqlens(cu_seqlens, x.shape[1])
     check = partial(check_slots, size=slot_count(pool), null_slot=null_slot)
     check("read_slots", read_slots, (N,), "N", unique=write_slots is None)
     if write_slots is not None:
         check("write_slots", write_slots, (N,), "N", unique=True)
-    if has_initial_state is not None:
-        check_array("has_initial_state", has_initial_state, (N,), "N")
     indices = (cu_seqlens, read_slots, write_slots, has_initial_state)
     indices = tuple(None if y is None else jnp.asarray(y) for y in indices)
     return _prompts(pool, x, weight, bias, *indices, layer, (activation, null_slot))

@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from gdn_jax import ops, packing
 from gdn_jax.serving import ring, slots
 from gdn_jax.serving.arguments import (
-    check_cu_seqlens,
+    check_integers,
     check_pool,
     check_scale,
+    check_sequences,
     check_slots,
     check_values,
     slot_count,
@@ -23,7 +24,7 @@ from gdn_jax.serving.arguments import (
 from gdn_jax.serving.ring import RingPool
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import alone
-from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims
+from gdn_jax.shapes import accumulation_dtype, rule_dims
 
 Pool = Float[Array, "slots *state"] | RingPool
 
@@ -93,20 +94,19 @@ def prefill(
       in float32.
     Source: FlashInfer's `chunk_gated_delta_rule` with `state_indices` and `checkpoint_every_n_tokens`.
     """
-    offsets = cu_seqlens if cu_seqlens is None else jax.ShapeDtypeStruct(cu_seqlens.shape, cu_seqlens.dtype)
+    check_integers("cu_seqlens", cu_seqlens, (None,), "N + 1")
+    offsets = jax.ShapeDtypeStruct(cu_seqlens.shape, cu_seqlens.dtype)
     dims = rule_dims(q, k, v, g, beta, None, offsets, None, state_layout)
     is_ring = isinstance(pool, RingPool)
     check_pool(pool.state if is_ring else pool, *state_shape(dims, state_layout), layer)
     if is_ring:
         ring.check_ring(pool, dims, layer)
-    check_cu_seqlens(cu_seqlens, dims.T)
+    check_sequences(cu_seqlens, dims.T, has_initial_state)
     size = slot_count(pool)
     check = partial(check_slots, size=size, null_slot=null_slot)
     check("read_slots", read_slots, (dims.N,), "N", unique=write_slots is None)
     if write_slots is not None:
         check("write_slots", write_slots, (dims.N,), "N", unique=True)
-    if has_initial_state is not None:
-        check_array("has_initial_state", has_initial_state, (dims.N,), "N")
     if (checkpoint_every is None) != (checkpoint_slots is None):
         raise ValueError("checkpoint_slots: expected together with checkpoint_every, got one of the two")
     if checkpoint_every is not None:

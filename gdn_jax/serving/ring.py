@@ -30,7 +30,15 @@ from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_integers, check_range, check_slots, slot_count
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, Tokens, alone, by_row, prepare, step
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice, split_heads
+from gdn_jax.shapes import (
+    STATE_LAYOUTS,
+    Dims,
+    accumulation_dtype,
+    check_array,
+    check_choice,
+    check_floating,
+    split_heads,
+)
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -105,6 +113,8 @@ def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
     check_array("pool.k", pool.k, (*leading, dims.Hk, L, dims.K), f"{axes}, Hk, L, K")
     check_array("pool.u", pool.u, (*leading, dims.HO, L, dims.V), f"{axes}, HO, L, V")
     check_array("pool.g", pool.g, (*leading, dims.HO, L), f"{axes}, HO, L")
+    for name, x in (("pool.k", pool.k), ("pool.u", pool.u), ("pool.g", pool.g)):
+        check_floating(name, x)
     for name, x in (("pool.count", pool.count), ("pool.before", pool.before)):
         check_integers(name, x, leading, axes)
 

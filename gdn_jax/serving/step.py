@@ -60,7 +60,7 @@ def decode(
       A_log, dt_bias: parameters of the decay [HO], see `log_decay`.
       read_slots: [B] integers, where the states are. -1 is padding: output 0, and nothing is read or written.
       write_slots: [B] integers, where the new states go; by default where they were. No slot twice. At -1 the output
-        is computed and the state dropped.
+        is computed and the state dropped. A `RingPool` gets whole states there, beside empty rings.
       scale: factor of the output, K ** -0.5 by default.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6), in float32.
       allow_neg_eigval: beta = 2 sigmoid(b).
