@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw, draw_pool, fresh
+from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw, draw_pool
 from tolerances import assert_close, tolerance
 
 from gdn_jax import serving
@@ -185,9 +185,3 @@ def test_two_passes_from_packed_qkv():
     assert_close(want, np.asarray(new)[READ], 5e-3, "states", 1)
     last = x[0, CU[3] - W + 1 : CU[3]].T
     np.testing.assert_array_equal(conv_pool[READ[2]], last.astype(BF16))
-
-
-def test_pool_is_donated():
-    pool = fresh(draw_pool(9))
-    serving.prefill(*map(jnp.asarray, tokens()), jnp.asarray(CU), pool, read_slots=READ)
-    assert pool.is_deleted()

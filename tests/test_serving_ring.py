@@ -53,8 +53,10 @@ def test_decode(length, state_layout):
         assert_same_bits(pool[others], np.asarray(new.state)[others])
 
 
-@pytest.mark.parametrize("optimised", [False, True])
-@pytest.mark.parametrize("pool_dtype", [np.float32, BF16])
+@pytest.mark.parametrize(
+    "pool_dtype, optimised",
+    [(np.float32, True), (BF16, False), pytest.param(BF16, True, marks=pytest.mark.slow)],
+)
 def test_a_ring_of_one_token_is_plain_decoding(pool_dtype, optimised, request):
     """Bit for bit, outputs and states, whatever the dtype of the ring."""
     widths = (32, 16)

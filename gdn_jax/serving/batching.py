@@ -95,6 +95,8 @@ class Server:
         self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
         self._finished: dict[int, np.ndarray] = {}
         self._number = 0
+        self.occupied: dict[int | None, int] = {}
+        """The number of the request that each slot served in the last step."""
 
     def submit(
         self, prompt: Sequence[int] | np.ndarray, num_tokens: int, *, stop_token: int | None = None
@@ -134,6 +136,7 @@ class Server:
         """
         started = len(self._unread)
         self._admit()
+        self.occupied = {request.slot: request.number for request in self._running}
         self._start_prompts()
         self._start_tokens()
         for _ in range(started):
