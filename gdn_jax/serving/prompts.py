@@ -66,7 +66,8 @@ def prefill(
         padding with output 0. Other lengths do not compile again.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
         `RingPool`, whose rings are empty afterwards.
-      read_slots: [N] integers, where the states are. -1 is padding: output 0, and nothing is read or written.
+      read_slots: [N] integers, where the states are. -1 is padding: output 0, and nothing is read or written. The
+        tokens of such a sequence are finite.
       write_slots: [N] integers, where the new states go; by default where they were. No slot twice. At -1 the output
         is computed and the state dropped.
       has_initial_state: [N], False for a new request: it starts from zeros, whatever its slot holds. By default all
@@ -153,6 +154,13 @@ def _prefill(
     )
     if has_initial_state is not None:
         initial = jnp.where(has_initial_state[:, None, None, None], initial, 0)
+    # A sequence without a slot starts from zeros; if it writes nothing either, its outputs are zeros. The gates are
+    # the smallest arrays by which that can be said.
+    q, k, v, g, beta = tokens
+    is_real = slots.is_real(cu_seqlens, read, q.shape[1])[:, None]
+    if beta is None:
+        beta = jnp.ones_like(initial, shape=(1, q.shape[1], initial.shape[1]))
+    tokens = (q, k, v, g, jnp.where(is_real, beta, 0))
     keep = checkpoint_slots is not None
     if batch_invariant:
         o, final, h = _by_chunks(tokens, cu_seqlens, initial, keep, options)
@@ -169,7 +177,7 @@ def _prefill(
         at = Address.of(checkpoint_slots, pool, null_slot, layer)
         pool = _store(pool, at.only((after <= length) & read.is_slot[:, None]), states)
     pool = _store(pool, write, final)
-    return jnp.where(slots.is_real(cu_seqlens, read, o.shape[1])[:, None, None], o, 0), pool
+    return o, pool
 
 
 def _states(pool, at: Address, dtype, state_layout: str) -> Array:
@@ -208,13 +216,7 @@ def _by_chunks(
     T = tokens[0].shape[1]
     table = packing.packed_chunks(cu_seqlens, T, GRID)
     chunks = [None if x is None else packing.gather_chunks(x, table) for x in tokens]
-    shape = (*table.owned.shape[:1], 1, GRID, initial.shape[1])
-    # Rows without a token neither decay the state nor write to it; without gates they need one that says so.
-    g = jnp.zeros(shape, initial.dtype) if chunks[3] is None else chunks[3]
-    beta = chunks[4]
-    if beta is None:
-        beta = jnp.broadcast_to(table.owned[:, None, :, None], shape).astype(initial.dtype)
-    work = (table.sequence, table.owned.any(1), (*chunks[:3], g, beta))
+    work = (table.sequence, table.owned.any(1), chunks)
 
     def chunk(states, x):
         n, is_used, x = x

@@ -299,15 +299,21 @@ def _respond(entry: Entry, x: Tokens, options: Options, ring_dtype: Any) -> Appe
 
 
 def _append(pool: RingPool, at: Address, position: Int[Array, "B T"], k, u, g) -> RingPool:
-    """The pool with tokens [B, T, ...] in their rings at some positions."""
-    slot = at.slot[:, None]
-    index = (slot,) if at.layer is None else (slot, at.layer)
-    index = (*index, slice(None), position)
-    new = [
-        ring.at[index].set(x.astype(ring.dtype), mode="drop")
-        for ring, x in zip(pool[1:4], (k, u, g), strict=True)
-    ]
-    return pool._replace(k=new[0], u=new[1], g=new[2])
+    """The pool with tokens [B, T, heads, ...] in their rings at some positions.
+
+    Heads are indexed too: with a slice in their place, XLA would transpose the whole ring for it, there and back.
+    """
+    k, u, g, pool = lax.optimization_barrier(
+        (k, u, g, pool)
+    )  # XLA copies what may be read after it is written
+    slot = at.slot[:, None, None]
+    slot = (slot,) if at.layer is None else (slot, at.layer)
+
+    def written(ring: Array, x: Array) -> Array:
+        index = (*slot, jnp.arange(x.shape[2]), position[:, :, None])
+        return ring.at[index].set(x.astype(ring.dtype), mode="drop")
+
+    return pool._replace(k=written(pool.k, k), u=written(pool.u, u), g=written(pool.g, g))
 
 
 def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, Any], Any], carry: Any) -> Any:
