@@ -14,6 +14,7 @@ from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.decode.step import step
 from pallas_kernels.forward import outputs, transitions
 from pallas_kernels.layer.short_conv import short_conv_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
@@ -150,7 +151,33 @@ def gates_case(packed=False):
     return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
 
 
+def step_case(
+    T=1, K=128, V=128, kv_layout=True, pool_dtype: Any = jnp.float32, dtype: Any = jnp.bfloat16, uneven=False
+):
+    """A function and its argument shapes: step, with the pool in place."""
+    N, Hk, HV, i32 = 4, 2, 4, functools.partial(_shape, dtype=jnp.int32)
+    x: Any = functools.partial(_shape, dtype=dtype)
+    pool = _shape(8, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
+    gates, heads = x(N, T, HV), _shape(HV)
+
+    def run(q, k, v, a, b, pool, A_log, dt_bias, read_slots, write_slots, num_tokens):
+        slots = dict(read_slots=read_slots, write_slots=write_slots, num_tokens=num_tokens)
+        static: Any = dict(scale=0.1, kv_layout=kv_layout)
+        return step(q, k, v, a, b, pool, A_log=A_log, dt_bias=dt_bias, **slots, **static)
+
+    vectors = (x(N, T, Hk, K), x(N, T, Hk, K), x(N, T, HV, V))
+    return run, (*vectors, gates, gates, pool, heads, heads, i32(N), i32(N, T), i32(N) if uneven else None)
+
+
 CASES = {
+    "decode": step_case,
+    "decode, bfloat16": functools.partial(step_case, pool_dtype=jnp.bfloat16),
+    "decode, vk": functools.partial(step_case, kv_layout=False),
+    "decode, vk, bfloat16": functools.partial(step_case, kv_layout=False, pool_dtype=jnp.bfloat16),
+    "decode, K 256": functools.partial(step_case, K=256),
+    "verify, 4 tokens": functools.partial(step_case, T=4),
+    "verify, 4 tokens, bfloat16": functools.partial(step_case, T=4, pool_dtype=jnp.bfloat16),
+    "verify, 4 tokens, vk, uneven": functools.partial(step_case, T=4, kv_layout=False, uneven=True),
     "short convolution": short_conv_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),

@@ -1,0 +1,123 @@
+"""Cases for the serving kernels: a few tokens of some requests on states in a pool, and the truth in float64."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from tolerances import assert_close
+
+from gdn_jax.checks import oracle
+from gdn_jax.checks.accuracy import BOUNDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes and options of a call; the pool has three slots more than states are written."""
+
+    name: str
+    N: int = 3
+    T: int = 1
+    heads: tuple[int, int, int] = (1, 1, 2)
+    K: int = 128
+    V: int = 128
+    kv_layout: bool = True
+    dtype: str = "bfloat16"
+    pool_dtype: str = "float32"
+    padding: bool = True
+    """Whether row 1 is padding, and a state of row 0 is dropped."""
+    uneven: bool = False
+    """Whether rows have from 0 to T tokens."""
+    elsewhere: bool = False
+    """Whether states are written to other slots than they are read from."""
+    use_qk_l2norm: bool = True
+    allow_neg_eigval: bool = False
+    null_slot: int | None = None
+    gate_shift: float = -3.0
+    seed: int = 0
+
+    @property
+    def options(self) -> dict:
+        names = ("kv_layout", "use_qk_l2norm", "allow_neg_eigval", "null_slot")
+        return {name: getattr(self, name) for name in names} | {"scale": self.K**-0.5}
+
+
+def draw(case: Case) -> dict:
+    """Arguments of a kernel."""
+    rng = np.random.default_rng(case.seed)
+    N, T, K, V = case.N, case.T, case.K, case.V
+    Hq, Hk, HV = case.heads
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), case.dtype)
+
+    slots = N * (T + 1) + 3
+    order = rng.permutation(slots).astype(np.int32)
+    read, write = order[:N].copy(), order[N : N + N * T].reshape(N, T).copy()
+    if T == 1 and not case.elsewhere:
+        write = read[:, None].copy()
+    if case.padding:
+        read[1] = slots + 5 if case.null_slot is None else case.null_slot
+        write[0, T // 2] = -1
+    q = normal(N, T, Hq, K) if case.use_qk_l2norm else normal(N, T, Hq, K) * K**-0.5
+    k = normal(N, T, Hk, K) if case.use_qk_l2norm else normal(N, T, Hk, K) * K**-0.5
+    shape = (slots, HV, K, V) if case.kv_layout else (slots, HV, V, K)
+    x = {
+        "q": q,
+        "k": k,
+        "v": normal(N, T, HV, V),
+        "a": normal(N, T, HV),
+        "b": normal(N, T, HV),
+        "pool": jnp.asarray(rng.normal(size=shape), case.pool_dtype),
+        "A_log": np.log(rng.uniform(0.01, 16, HV)).astype(np.float32),
+        "dt_bias": (rng.normal(size=HV) + case.gate_shift).astype(np.float32),
+        "read_slots": read,
+        "write_slots": write,
+        "num_tokens": rng.integers(0, T + 1, N).astype(np.int32) if case.uneven else None,
+    }
+    return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
+
+
+def _f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and the pool, in float64."""
+    swap = (lambda h: h) if case.kv_layout else (lambda h: np.swapaxes(h, -1, -2))
+    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + x["dt_bias"])
+    beta = (1 + case.allow_neg_eigval) / (1 + np.exp(-_f64(x["b"])))
+    before = _f64(x["pool"])
+    o, after = np.zeros(x["v"].shape), before.copy()
+
+    def is_slot(slot):
+        return 0 <= slot < len(before) and slot != case.null_slot
+
+    read, write = np.asarray(x["read_slots"]), np.asarray(x["write_slots"])
+    for n, slot in enumerate(read):
+        if not is_slot(slot):
+            continue
+        h = swap(before[slot])[None]
+        for t in range(case.T if x["num_tokens"] is None else int(x["num_tokens"][n])):
+            token = [_f64(x[name])[n, t][None, None] for name in ("q", "k", "v")]
+            options = dict(scale=case.K**-0.5, use_qk_l2norm=case.use_qk_l2norm, initial_state=h)
+            out, h = oracle.forward(*token, g[n, t][None, None], beta[n, t][None, None], **options)
+            o[n, t] = out[0, 0]
+            if is_slot(write[n, t]):
+                after[write[n, t]] = swap(h[0])
+    return o, after
+
+
+def assert_right(case: Case, x: dict, o, pool) -> None:
+    """Outputs and written states are near the truth; padding gives zeros; every other slot keeps its bits."""
+    expected_o, expected_pool = truth(case, x)
+    o, pool, before = np.asarray(o), np.asarray(pool), np.asarray(x["pool"])
+    written = (expected_pool != _f64(before)).any(axis=(1, 2, 3))
+    assert (pool[~written].view(np.uint8) == before[~written].view(np.uint8)).all(), (
+        f"{case.name}: another slot changed"
+    )
+    zero = (expected_o == 0).all(axis=(2, 3))
+    assert (o[zero] == 0).all(), f"{case.name}: padding is not 0"
+    assert written.any(), f"{case.name}: no state is written"
+    assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
+    bound = BOUNDS[case.pool_dtype][0]["final_state"]
+    assert_close(expected_pool[written], pool[written], bound, f"{case.name} pool", axis=1)
