@@ -125,9 +125,10 @@ class Tile:
 
     def vectors(self, q: Any, k: Any, v: Any) -> Vectors:
         """Loads q [K], k [K] and the tile's entries of v."""
-        whole = _vector_layout(self.rule.K)
-        along_k = [load(x, self.k_layout) for x in (q, k)]
-        return Vectors(*along_k, *(load(x, whole) for x in (q, k)), load(v, self.v_layout))
+        along_k, whole = self.k_layout, _vector_layout(self.rule.K)
+        return Vectors(
+            load(q, along_k), load(k, along_k), load(q, whole), load(k, whole), load(v, self.v_layout)
+        )
 
     def over_v(self, x: jax.Array) -> jax.Array:
         """A vector along K, repeated along V."""
