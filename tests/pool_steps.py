@@ -121,3 +121,78 @@ def assert_right(case: Case, x: dict, o, pool) -> None:
     assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
     bound = BOUNDS[case.pool_dtype][0]["final_state"]
     assert_close(expected_pool[written], pool[written], bound, f"{case.name} pool", axis=1)
+
+
+LENGTH = 16
+"""Tokens of a ring."""
+
+
+def draw_ring(case: Case, counts: list[int], ring_dtype: str = "bfloat16") -> dict:
+    """Arguments of a kernel whose slots are states and rings; row n has counts[n] tokens in its ring.
+
+    What lies behind a ring's tokens is not a number.
+    """
+    x = draw(dataclasses.replace(case, padding=False))
+    rng = np.random.default_rng(case.seed + 1)
+    _, Hk, HV = case.heads
+    slots, read = x["pool"].shape[0], np.asarray(x["read_slots"]).copy()
+    count = rng.integers(0, LENGTH, slots).astype(np.int32)
+    count[read] = counts
+    if case.padding:
+        read[1] = -1
+    k = rng.normal(size=(slots, Hk, LENGTH, case.K))
+    k /= np.sqrt((k * k).sum(-1, keepdims=True))
+    u = rng.normal(size=(slots, HV, LENGTH, case.V))
+    g = -np.abs(rng.normal(size=(slots, HV, LENGTH))) / 8
+    left_over = np.arange(LENGTH) >= count[:, None, None]
+    k, u = (np.where(left_over[..., None], np.nan, y) for y in (k, u))
+    x |= {
+        "state": x["pool"],
+        "ring_k": jnp.asarray(k, ring_dtype),
+        "ring_u": jnp.asarray(u, ring_dtype),
+        "ring_g": jnp.asarray(np.where(left_over, np.nan, g), jnp.float32),
+        "read_slots": jnp.asarray(read),
+        "count": jnp.asarray(count),
+    }
+    return {name: y for name, y in x.items() if name not in ("pool", "write_slots")}
+
+
+def present(case: Case, state, k, u, g, count) -> np.ndarray:
+    """The states [slots, HV, K, V] that slots stand for, in float64."""
+    state, k, u, g = (_f64(y) for y in (state, k, u, g))
+    state = state if case.kv_layout else np.swapaxes(state, -1, -2)
+    real = np.arange(LENGTH) < np.asarray(count)[:, None, None]
+    k, u = (np.where(real[..., None], y, 0) for y in (k, u))
+    g = np.where(real, g, 0)
+    since = g.sum(-1, keepdims=True) - np.cumsum(g, -1)
+    k = np.repeat(k, u.shape[1] // k.shape[1], axis=1)
+    written = np.einsum("shjk,shjv->shkv", k, np.exp(since)[..., None] * u)
+    return np.exp(g.sum(-1))[..., None, None] * state + written
+
+
+def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> None:
+    """Outputs and what the slots of the call stand for are near the truth; every other slot keeps its bits."""
+    o, *after = results
+    before = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
+    read = np.asarray(x["read_slots"])
+    rows = np.flatnonzero(read >= 0)
+    count = np.asarray(x["count"]).copy()
+    start = present(case, *before, count)
+    plain = dataclasses.replace(case, kv_layout=True, null_slot=None)
+    last = np.full((case.N, case.T), -1)
+    tokens = np.full(case.N, case.T) if x["num_tokens"] is None else np.asarray(x["num_tokens"])
+    last[rows[tokens[rows] > 0], tokens[rows[tokens[rows] > 0]] - 1] = read[rows[tokens[rows] > 0]]
+    expected_o, expected = truth(plain, x | {"pool": start, "write_slots": last})
+    count[read[rows]] = np.asarray(counts_after)[rows]
+    got = present(case, *after, count)
+    others = np.setdiff1d(np.arange(len(count)), read[rows])
+    for old, new in zip(before, after, strict=True):
+        old, new = np.asarray(old), np.asarray(new)
+        same = old[others].view(np.uint8) == new[others].view(np.uint8)
+        assert same.all(), f"{case.name}: another slot changed"
+    zero = (expected_o == 0).all(axis=(2, 3))
+    o = np.asarray(o)
+    assert (o[zero] == 0).all(), f"{case.name}: padding is not 0"
+    assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
+    bound = BOUNDS["bfloat16"][0]["final_state"]
+    assert_close(expected[read[rows]], got[read[rows]], bound, f"{case.name} states", axis=1)

@@ -7,8 +7,10 @@ import pool_steps
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from pool_steps import Case
+from tolerances import assert_close
 
-from pallas_kernels.decode import step, tiles
+from gdn_jax.checks.accuracy import BOUNDS
+from pallas_kernels.decode import ring_flush, ring_step, step, tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -74,3 +76,55 @@ def test_refusals_say_why(change, reason):
     x = pool_steps.draw(case)
     got = step.check_supported(x["q"], x["k"], x["v"], x["pool"], case.kv_layout)
     assert got is None if reason is None else reason in str(got)
+
+
+RING_CASES = (
+    (Case("ring"), (0, 3, 15)),
+    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=64), (7, 3, 15)),
+    (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
+)
+
+
+@pytest.mark.parametrize(("case", "counts"), RING_CASES, ids=lambda x: getattr(x, "name", ""))
+def test_deferred(case, counts):
+    x = pool_steps.draw_ring(case, counts)
+    results = ring_step.ring_step(**x, **case.options, deferred=True, interpret=INTERPRET)
+    after = [0 if n + 1 >= pool_steps.LENGTH else n + 1 for n in counts]
+    pool_steps.assert_ring_right(case, x, after, results)
+
+
+DRAFT_CASES = (
+    (Case("drafts", T=4, V=32), (0, 3, 12)),
+    (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
+    (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
+)
+
+
+@pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
+def test_verify_on_a_ring(case, counts):
+    x = pool_steps.draw_ring(case, counts)
+    results = ring_step.ring_step(**x, **case.options, deferred=False, interpret=INTERPRET)
+    tokens = [case.T] * case.N if x["num_tokens"] is None else x["num_tokens"].tolist()
+    after = [n + m for n, m in zip(counts, tokens, strict=True)]
+    pool_steps.assert_ring_right(case, x, after, results)
+
+
+@pytest.mark.parametrize("case", [case for case, _ in RING_CASES], ids=lambda case: case.name)
+def test_flush(case):
+    """Rings without room for four tokens go, others stay."""
+    counts = (12, 13, 16)
+    x = pool_steps.draw_ring(case, counts)
+    rings = {name: x[name] for name in ("state", "ring_k", "ring_u", "ring_g")}
+    before = pool_steps.present(case, *rings.values(), x["count"])
+    slots = {name: x[name] for name in ("read_slots", "count")}
+    options = {"kv_layout": case.kv_layout, "room": 4}
+    state = ring_flush.ring_flush(**rings, **slots, **options, interpret=INTERPRET)
+    read = np.asarray(x["read_slots"])
+    flushed = [int(slot) for slot, n in zip(read, counts, strict=True) if slot >= 0 and n + 4 > 16]
+    assert flushed
+    others = np.setdiff1d(np.arange(len(state)), flushed)
+    assert (np.asarray(state)[others] == np.asarray(x["state"])[others]).all()
+    got = np.asarray(state).astype(np.float64)
+    got = got if case.kv_layout else np.swapaxes(got, -1, -2)
+    bound = BOUNDS[case.pool_dtype][0]["final_state"]
+    assert_close(before[flushed], got[flushed], bound, case.name, axis=1)

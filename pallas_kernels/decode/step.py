@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.tiles import GRANULE, Rule, Tile, gates, load
+from pallas_kernels.decode.tiles import GRANULE, Rule, Tile, load, log_decay, write_strength
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
 
@@ -92,8 +92,9 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
         # The next token's vectors are on their way while this one is worked on.
         following = vectors(jnp.minimum(t + 1, T - 1)) if T > 1 else x
         write = gmem.write_slots[row, t]
-        decay = gates(rule, gmem.a[row, t, head], gmem.b[row, t, head], gmem.A_log[head], gmem.dt_bias[head])
-        S, o = tile.token(S, x, *decay)
+        alpha = jnp.exp(log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head]))
+        beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
+        S, o = tile.token(S, x, alpha, beta)
         store_o(t, o)
 
         @pl.when(rule.is_slot(write))

@@ -61,7 +61,7 @@ class Rule:
         return inside if self.null_slot is None else inside & (slot != self.null_slot)
 
 
-def _layout(lanes: int, width: int) -> Any:
+def lane_layout(lanes: int, width: int) -> Any:
     """Of an array [rows, columns]: a thread has `width` neighbours of a row, `lanes` threads lie along it, the other
     threads of a warp in the rows below, and the warps below each other."""
     rows = WARP // lanes
@@ -74,7 +74,7 @@ def _layout(lanes: int, width: int) -> Any:
 
 def _vector_layout(n: int) -> Any:
     """Of [n]: all of it in every warp, so that sums need no other warp."""
-    return _layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
+    return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
@@ -109,8 +109,8 @@ class Tile:
         self.rule, self.block = rule, block
         self.k_axis = 0 if rule.kv_layout else 1
         self.shape = (rule.K, block) if rule.kv_layout else (block, rule.K)
-        width, lanes = threads_of_row(rule.kv_layout, self.shape[1], itemsize)
-        self.layout = _layout(lanes, width)
+        self.width, self.lanes = threads_of_row(rule.kv_layout, self.shape[1], itemsize)
+        self.layout = lane_layout(self.lanes, self.width)
         self.k_layout, self.v_layout = self.layout.reduce(1 - self.k_axis), self.layout.reduce(self.k_axis)
 
     def where(self, number: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -182,12 +182,14 @@ def threads_of_row(kv_layout: bool, columns: int, itemsize: int) -> tuple[int, i
     return width, min(columns // width, WARP)
 
 
-def gates(
-    rule: Rule, a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Decay alpha = exp(g) and write strength beta of one head, from scalars of any floating dtype, in float32."""
-    a, b, A_log, dt_bias = (x.astype(jnp.float32) for x in (a, b, A_log, dt_bias))
+def log_decay(a: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
+    """g = -exp(A_log) softplus(a + dt_bias) of one head, in float32 from scalars of any floating dtype."""
+    a, A_log, dt_bias = (x.astype(jnp.float32) for x in (a, A_log, dt_bias))
     x = a + dt_bias
-    softplus = jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x)))
-    beta = 1.0 / (1.0 + jnp.exp(-b))
-    return jnp.exp(-jnp.exp(A_log) * softplus), 2.0 * beta if rule.allow_neg_eigval else beta
+    return -jnp.exp(A_log) * (jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x))))
+
+
+def write_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:
+    """beta = sigmoid(b), or twice that, likewise."""
+    beta = 1.0 / (1.0 + jnp.exp(-b.astype(jnp.float32)))
+    return 2.0 * beta if allow_neg_eigval else beta
