@@ -22,7 +22,7 @@ Hardware: compute capability 9.0. Limits: those of `step`; L = 16; T at most L.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,16 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
     lax.fori_loop(jnp.where(rule.is_slot(slot), tokens, 0), T, lambda t, _: store_o(t, tile.zeros()), None)
 
 
+class Results(NamedTuple):
+    """Outputs, and states and rings after them."""
+
+    o: Float[Array, "N T HV V"]
+    state: Float[Array, "slots HV rows columns"]
+    ring_k: Float[Array, "slots Hk L K"]
+    ring_u: Float[Array, "slots HV L V"]
+    ring_g: Float[Array, "slots HV L"]
+
+
 def ring_step(
     q: Float[Array, "N T Hq K"],
     k: Float[Array, "N T Hk K"],
@@ -145,13 +155,7 @@ def ring_step(
     null_slot: int | None = None,
     config: Config | None = None,
     interpret=None,
-) -> tuple[
-    Float[Array, "N T HV V"],
-    Float[Array, "slots HV rows columns"],
-    Float[Array, "slots Hk L K"],
-    Float[Array, "slots HV L V"],
-    Float[Array, "slots HV L"],
-]:
+) -> Results:
     """T tokens of N requests: o, and the states and rings after them. All other slots keep their bits.
 
     Args:
@@ -196,4 +200,4 @@ def ring_step(
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )
-    return results["o"], *(jax.freeze(x) for x in in_place)
+    return Results(results["o"], *(jax.freeze(x) for x in in_place))
