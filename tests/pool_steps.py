@@ -12,7 +12,7 @@ from gdn_jax.checks.accuracy import BOUNDS
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes and options of a call; the pool has three slots more than states are written."""
+    """Shapes and options of a call."""
 
     name: str
     N: int = 3
@@ -33,6 +33,8 @@ class Case:
     allow_neg_eigval: bool = False
     null_slot: int | None = None
     gate_shift: float = -3.0
+    slots: int | None = None
+    """Slots of the pool; three more than are read and written by default."""
     seed: int = 0
 
     @property
@@ -50,11 +52,13 @@ def draw(case: Case) -> dict:
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), case.dtype)
 
-    slots = N * (T + 1) + 3
+    slots = case.slots or N * (T + 1) + 3
     order = rng.permutation(slots).astype(np.int32)
-    read, write = order[:N].copy(), order[N : N + N * T].reshape(N, T).copy()
+    read = order[:N].copy()
     if T == 1 and not case.elsewhere:
         write = read[:, None].copy()
+    else:
+        write = order[N : N * (T + 1)].reshape(N, T).copy()
     if case.padding:
         read[1] = slots + 5 if case.null_slot is None else case.null_slot
         write[0, T // 2] = -1
@@ -196,3 +200,29 @@ def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> 
     assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
     bound = BOUNDS["bfloat16"][0]["final_state"]
     assert_close(expected[read[rows]], got[read[rows]], bound, f"{case.name} states", axis=1)
+
+
+CASES = (
+    Case("plain"),
+    Case("vk", kv_layout=False, pool_dtype="bfloat16"),
+    Case("kv-bfloat16", pool_dtype="bfloat16", elsewhere=True),
+    Case("float32-in-no-norm", dtype="float32", use_qk_l2norm=False, K=64, V=32, kv_layout=False),
+    Case("float16-null-slot", dtype="float16", null_slot=0, allow_neg_eigval=True, K=96, V=96),
+    Case("heads", N=2, heads=(1, 2, 4), K=32, V=32, padding=False),
+    Case("tokens", T=4, V=64),
+    Case("tokens-uneven", N=4, T=3, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16"),
+    Case("saturated-gate", V=32, gate_shift=200.0),
+)
+
+RING_CASES = (
+    (Case("ring"), (0, 3, 15)),
+    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=64), (7, 3, 15)),
+    (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
+)
+"""With the tokens that each row's ring holds."""
+
+DRAFT_CASES = (
+    (Case("drafts", T=4, V=32), (0, 3, 12)),
+    (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
+    (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
+)

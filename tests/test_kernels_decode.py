@@ -6,25 +6,13 @@ import numpy as np
 import pool_steps
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from pool_steps import Case
+from pool_steps import CASES, DRAFT_CASES, RING_CASES, Case
 from tolerances import assert_close
 
 from gdn_jax.checks.accuracy import BOUNDS
 from pallas_kernels.decode import ring_flush, ring_step, step, tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-
-CASES = (
-    Case("plain"),
-    Case("vk", kv_layout=False, pool_dtype="bfloat16"),
-    Case("kv-bfloat16", pool_dtype="bfloat16", elsewhere=True),
-    Case("float32-in-no-norm", dtype="float32", use_qk_l2norm=False, K=64, V=32, kv_layout=False),
-    Case("float16-null-slot", dtype="float16", null_slot=0, allow_neg_eigval=True, K=96, V=96),
-    Case("heads", N=2, heads=(1, 2, 4), K=32, V=32, padding=False),
-    Case("tokens", T=4, V=64),
-    Case("tokens-uneven", N=4, T=3, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16"),
-    Case("saturated-gate", V=32, gate_shift=200.0),
-)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -78,26 +66,12 @@ def test_refusals_say_why(change, reason):
     assert got is None if reason is None else reason in str(got)
 
 
-RING_CASES = (
-    (Case("ring"), (0, 3, 15)),
-    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=64), (7, 3, 15)),
-    (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
-)
-
-
 @pytest.mark.parametrize(("case", "counts"), RING_CASES, ids=lambda x: getattr(x, "name", ""))
 def test_deferred(case, counts):
     x = pool_steps.draw_ring(case, counts)
     results = ring_step.ring_step(**x, **case.options, deferred=True, interpret=INTERPRET)
     after = [0 if n + 1 >= pool_steps.LENGTH else n + 1 for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
-
-
-DRAFT_CASES = (
-    (Case("drafts", T=4, V=32), (0, 3, 12)),
-    (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
-    (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
-)
 
 
 @pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
