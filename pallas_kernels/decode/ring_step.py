@@ -73,21 +73,24 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
 
         def token(t, held):
             q_ref, k_ref = gmem.q.at[row, t, q_head], gmem.k.at[row, t, k_head]
-            x = tile.vectors(q_ref, k_ref, gmem.v.at[row, t, head, entries])
-            along_k = ring.k_layout.reduce(0)
-            q_column, k_column = (load(ref, along_k).astype(jnp.float32) for ref in (q_ref, k_ref))
+            v = load(gmem.v.at[row, t, head, entries], tile.v_layout)
+            q_column, k_column = (
+                load(ref, ring.k_layout.reduce(0)).astype(jnp.float32) for ref in (q_ref, k_ref)
+            )
             g = log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head])
             beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
-            q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
-            rq, rk, qk = tile.norms(q_whole, k_whole)
+            rq, rk, qk = tile.norms(q_column, k_column)
             held = held._replace(since=held.since + g, total=held.total + g)
             decay = jnp.exp(held.since)
             found, read = ring.recall(held, decay, k_column, rk), ring.recall(held, decay, q_column, rq)
+            stored_k = (k_column * rk).astype(gmem.ring_k.dtype)
+            # Loaded again, in the other layout: registers are what limits the bytes in flight.
+            q, k = (load(ref, tile.k_layout).astype(jnp.float32) for ref in (q_ref, k_ref))
             y, z = tile.products(S.astype(jnp.float32), [k, q])
             total = jnp.exp(held.total)
-            u = beta * (v - ((total * rk) * y + found))
+            u = beta * (v.astype(jnp.float32) - ((total * rk) * y + found))
             store_o(t, rule.scale * ((total * rq) * z + read + (rq * rk * qk) * u))
-            stored_k, stored_u = (k_column * rk).astype(gmem.ring_k.dtype), u.astype(gmem.ring_u.dtype)
+            stored_u = u.astype(gmem.ring_u.dtype)
             is_full = held.count + 1 >= LENGTH if deferred else held.count >= LENGTH
 
             @pl.when(~is_full)
