@@ -30,6 +30,29 @@ def test_padding_batch_leaves_the_pool():
     assert (np.asarray(pool) == np.asarray(x["pool"])).all()
 
 
+def test_pool_of_a_whole_model():
+    """The second of three layers, in every kind of pool; the others keep their bits."""
+    case, counts = Case("layers", V=32), (0, 3, 15)
+
+    def with_layers(x, names):
+        return x | {
+            name: jnp.stack([jnp.zeros_like(x[name]), x[name], jnp.ones_like(x[name])], 1) for name in names
+        }
+
+    def layer(y):
+        assert not np.asarray(y[:, 0]).any() and (np.asarray(y[:, 2]) == 1).all()
+        return y[:, 1]
+
+    x = pool_steps.draw(case)
+    options = {**case.options, "layer": jnp.int32(1), "interpret": INTERPRET}
+    o, pool = step.step(**with_layers(x, ["pool"]), **options)
+    pool_steps.assert_right(case, x, o, layer(pool))
+    x = pool_steps.draw_ring(case, counts)
+    layered = with_layers(x, ["state", "ring_k", "ring_u", "ring_g", "count"])
+    o, *pool = ring_step.ring_step(**layered, **options, deferred=True)
+    pool_steps.assert_ring_right(case, x, (1, 4, 0), (o, *map(layer, pool)))
+
+
 def test_slow_gates_keep_their_digits():
     """softplus of -12 is 6.1e-6: in float32, log(1 + 6.1e-6) is off by a hundredth of it."""
     x = np.linspace(-40, 40, 801, dtype=np.float32)
@@ -62,7 +85,7 @@ def test_pool_is_updated_in_place():
 def test_refusals_say_why(change, reason):
     case = Case("refused", **change)
     x = pool_steps.draw(case)
-    got = step.check_supported(x["q"], x["k"], x["v"], x["pool"], case.kv_layout)
+    got = step.check_supported(x["q"], x["k"], x["v"], x["pool"])
     assert got is None if reason is None else reason in str(got)
 
 

@@ -117,11 +117,11 @@ class Slot:
     """What belongs to a slot and a tile."""
 
     def __init__(
-        self, gmem: Any, tile: Tile, slot: jax.Array, head: jax.Array, k_head: jax.Array, entries: Any
+        self, gmem: Any, tile: Tile, place: jax.Array, head: jax.Array, k_head: jax.Array, entries: Any
     ):
-        self.state = tile.state(gmem.state, slot, head, entries)
-        self.k, self.g = gmem.ring_k.at[slot, k_head], gmem.ring_g.at[slot, head]
-        self.u = gmem.ring_u.at[slot, head, :, entries]
+        self.state = tile.state(gmem.state, place, head, entries)
+        self.k, self.g = gmem.ring_k.at[place, k_head], gmem.ring_g.at[place, head]
+        self.u = gmem.ring_u.at[place, head, :, entries]
 
     def folded(self, tile: Tile, S: jax.Array, count: jax.Array, total: jax.Array, g: Any) -> jax.Array:
         """D S + sum_j D_j k_j u_j^T, for the log decay `total` since the checkpoint, and g after the last token."""

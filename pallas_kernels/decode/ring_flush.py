@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.ring import LENGTH, Ring, Slot
 from pallas_kernels.decode.step import Config
-from pallas_kernels.decode.tiles import Rule, Tile, load
+from pallas_kernels.decode.tiles import Rule, Tile, load, one_for_all_layers
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
 
@@ -35,50 +35,55 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int) -> None:
 
     @pl.when(rule.is_slot(slot))
     def _():
-        count = gmem.count[slot]
+        place = rule.place(slot, gmem.layer)
+        count = gmem.count[place]
 
         @pl.when(count + room > LENGTH)
         def _():
-            here = Slot(gmem, tile, slot, head, lax.div(head, rule.HV // rule.Hk), entries)
+            here = Slot(gmem, tile, place, head, lax.div(head, rule.HV // rule.Hk), entries)
             S = load(here.state, tile.layout)
             total = jnp.sum(ring.decays(here.g, count))
             store_any(here.state, here.folded(tile, S, count, total, 0.0).astype(S.dtype))
 
 
 def ring_flush(
-    state: Float[Array, "slots HV rows columns"],
-    ring_k: Float[Array, "slots Hk L K"],
-    ring_u: Float[Array, "slots HV L V"],
-    ring_g: Float[Array, "slots HV L"],
+    state: Float[Array, "slots *layers HV rows columns"],
+    ring_k: Float[Array, "slots *layers Hk L K"],
+    ring_u: Float[Array, "slots *layers HV L V"],
+    ring_g: Float[Array, "slots *layers HV L"],
     *,
     read_slots: Int[Array, " N"],
-    count: Int[Array, " slots"],
+    count: Int[Array, "slots *layers"],
     room: int,
     kv_layout: bool = True,
     null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
-) -> Float[Array, "slots HV rows columns"]:
+) -> Float[Array, "slots *layers HV rows columns"]:
     """The states, where count + room > L with what the rings hold. All other slots keep their bits.
 
     Args:
-      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, config, interpret: as for `ring_step`.
+      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, layer, config, interpret: as for
+        `ring_step`.
       room: tokens that must find room; L for every ring that is not empty.
     """
-    slots, Hk, _, K = ring_k.shape
-    HV, V = ring_u.shape[1], ring_u.shape[3]
-    rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot)
+    (Hk, _, K), (HV, _, V) = ring_k.shape[-3:], ring_u.shape[-3:]
+    slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
+    rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
     config = config or Config.default(V, state.dtype)
-    in_place = jax.new_ref(state)
-    inputs = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "read_slots": read_slots, "count": count}
+    in_place = jax.new_ref(one_for_all_layers(state, layer))
+    rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "count": count}
+    inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}
+    at = {"read_slots": read_slots, "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None]}
     launch(
         "ring_flush",
         functools.partial(_body, rule=rule, config=config, room=room),
-        inputs=inputs | {"state": in_place},
+        inputs=inputs | at | {"state": in_place},
         outputs={},
         memory={},
         ctas=read_slots.shape[0] * HV * (V // config.block),
         auto_barriers=False,
         interpret=interpret,
     )
-    return jax.freeze(in_place)
+    return jax.freeze(in_place).reshape(state.shape)

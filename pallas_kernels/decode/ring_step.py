@@ -33,12 +33,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode import step
 from pallas_kernels.decode.ring import LENGTH, Ring, Slot
 from pallas_kernels.decode.step import REDUCTION_BYTES, Config
-from pallas_kernels.decode.tiles import Rule, Tile, load, log_decay, write_strength
+from pallas_kernels.decode.tiles import Rule, Tile, load, log_decay, one_for_all_layers, write_strength
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import Buffer, store_any
 
 
-def check_supported(q, k, v, state, ring_k, ring_u, kv_layout: bool) -> str | None:
+def check_supported(q, k, v, state, ring_k, ring_u) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
     length = ring_u.shape[-2]
     if length != LENGTH:
@@ -47,7 +47,7 @@ def check_supported(q, k, v, state, ring_k, ring_u, kv_layout: bool) -> str | No
         return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(step.POOL_DTYPES)}"
     if q.ndim == 4 and q.shape[1] > LENGTH:
         return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
-    return step.check_supported(q, k, v, state, kv_layout)
+    return step.check_supported(q, k, v, state)
 
 
 def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool) -> None:
@@ -66,9 +66,10 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
 
     @pl.when(rule.is_slot(slot))
     def _():
-        here = Slot(gmem, tile, slot, head, k_head, entries)
+        place = rule.place(slot, gmem.layer)
+        here = Slot(gmem, tile, place, head, k_head, entries)
         S = load(here.state, tile.layout)
-        count = gmem.count[slot]
+        count = gmem.count[place]
         held = ring.load(here.k, here.u, here.g, count)
 
         def token(t, held):
@@ -128,10 +129,10 @@ class Results(NamedTuple):
     """Outputs, and states and rings after them."""
 
     o: Float[Array, "N T HV V"]
-    state: Float[Array, "slots HV rows columns"]
-    ring_k: Float[Array, "slots Hk L K"]
-    ring_u: Float[Array, "slots HV L V"]
-    ring_g: Float[Array, "slots HV L"]
+    state: Float[Array, "slots *layers HV rows columns"]
+    ring_k: Float[Array, "slots *layers Hk L K"]
+    ring_u: Float[Array, "slots *layers HV L V"]
+    ring_g: Float[Array, "slots *layers HV L"]
 
 
 def ring_step(
@@ -140,15 +141,15 @@ def ring_step(
     v: Float[Array, "N T HV V"],
     a: Float[Array, "N T HV"],
     b: Float[Array, "N T HV"],
-    state: Float[Array, "slots HV rows columns"],
-    ring_k: Float[Array, "slots Hk L K"],
-    ring_u: Float[Array, "slots HV L V"],
-    ring_g: Float[Array, "slots HV L"],
+    state: Float[Array, "slots *layers HV rows columns"],
+    ring_k: Float[Array, "slots *layers Hk L K"],
+    ring_u: Float[Array, "slots *layers HV L V"],
+    ring_g: Float[Array, "slots *layers HV L"],
     *,
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
-    count: Int[Array, " slots"],
+    count: Int[Array, "slots *layers"],
     deferred: bool,
     num_tokens: Int[Array, " N"] | None = None,
     scale: float,
@@ -156,6 +157,7 @@ def ring_step(
     allow_neg_eigval: bool = False,
     kv_layout: bool = True,
     null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
 ) -> Results:
@@ -164,7 +166,8 @@ def ring_step(
     Args:
       q, k, v, a, b, state: inputs that `check_supported` accepts.
       ring_k, ring_u, ring_g: keys, values and log decays since the states, oldest first.
-      A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, config, interpret: as for `step`.
+      A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, layer, config, interpret: as for
+        `step`.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
       count: how many entries of each ring are tokens. It is not advanced.
       deferred: decodes one token; one that fills the ring is flushed with it. The count after it is count + 1, or 0.
@@ -174,11 +177,12 @@ def ring_step(
     N, T, Hq, K = q.shape
     HV, V = v.shape[2:]
     assert T == 1 or not deferred
-    rule = Rule(
-        Hq, k.shape[2], HV, K, V, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, state.shape[0], null_slot
-    )
+    slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
+    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
+    rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(V, state.dtype)
-    in_place = [jax.new_ref(x) for x in (state, ring_k, ring_u, ring_g)]
+    pool = (state, ring_k, ring_u, ring_g)
+    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
     exchange = None if kv_layout else Buffer((config.block,))
     results = launch(
         "decode_deferred" if deferred else "verify_ring",
@@ -192,8 +196,9 @@ def ring_step(
             "A_log": A_log,
             "dt_bias": dt_bias,
             "read_slots": read_slots,
-            "count": count,
+            "count": one_for_all_layers(count, layer),
             "num_tokens": num_tokens,
+            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
         }
         | dict(zip(("state", "ring_k", "ring_u", "ring_g"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
@@ -203,4 +208,5 @@ def ring_step(
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )
-    return Results(results["o"], *(jax.freeze(x) for x in in_place))
+    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
+    return Results(results["o"], *after)

@@ -8,7 +8,8 @@ its own, and stays in float32 between the tokens.
 
 Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
 floating dtype; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N] int32.
-In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16.
+In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; with an axis of layers after the
+first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
 the bytes in flight are those of all the warpgroups that fit on an SM.
@@ -27,7 +28,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.tiles import GRANULE, Rule, Tile, load, log_decay, write_strength
+from pallas_kernels.decode.tiles import (
+    GRANULE,
+    Rule,
+    Tile,
+    load,
+    log_decay,
+    one_for_all_layers,
+    write_strength,
+)
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
 
@@ -54,7 +63,7 @@ class Config:
         return cls(block if V % block == 0 else GRANULE)
 
 
-def check_supported(q, k, v, pool, kv_layout: bool) -> str | None:
+def check_supported(q, k, v, pool) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
     (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
     if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
@@ -65,8 +74,8 @@ def check_supported(q, k, v, pool, kv_layout: bool) -> str | None:
         return f"K = {K}, V = {V}; the kernel takes multiples of {GRANULE}, K up to {MAX_K}"
     if HV % Hq or HV % Hk:
         return f"{HV} value heads, {Hq} and {Hk} of q and k; the kernel takes whole groups of value heads"
-    if pool.ndim != 4 or pool.shape[1] != HV:
-        return f"the pool is {pool.shape}; the kernel takes [slots, {HV}, ...]"
+    if pool.shape[-3] != HV:
+        return f"the pool is {pool.shape}; the kernel takes as many states as value heads, {HV}"
     if not v.shape[0] or not pool.shape[0]:
         return "there are no requests, or no slots"
     return None
@@ -99,7 +108,9 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
 
         @pl.when(rule.is_slot(write))
         def _():
-            store_any(tile.state(gmem.pool, write, head, entries), S.astype(gmem.pool.dtype))
+            store_any(
+                tile.state(gmem.pool, rule.place(write, gmem.layer), head, entries), S.astype(gmem.pool.dtype)
+            )
 
         return S, following
 
@@ -107,7 +118,7 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
 
     @pl.when(rule.is_slot(slot))
     def _():
-        S = load(tile.state(gmem.pool, slot, head, entries), tile.layout)
+        S = load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
         if T == 1 and gmem.num_tokens is None:
             token(0, (S, first))
         else:
@@ -124,7 +135,7 @@ def step(
     v: Float[Array, "N T HV V"],
     a: Float[Array, "N T HV"],
     b: Float[Array, "N T HV"],
-    pool: Float[Array, "slots HV rows columns"],
+    pool: Float[Array, "slots *layers HV rows columns"],
     *,
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
@@ -136,9 +147,10 @@ def step(
     allow_neg_eigval: bool = False,
     kv_layout: bool = True,
     null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
-) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots HV rows columns"]]:
+) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
     """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
 
     The pool is updated in place where it is donated to the compiled function around this call; else XLA copies it.
@@ -156,16 +168,17 @@ def step(
       allow_neg_eigval: beta = 2 sigmoid(b).
       kv_layout: whether states are [K, V]; else [V, K].
       null_slot: a slot that is padding too.
+      layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     N, T, Hq, K = q.shape
     HV, V = v.shape[2:]
-    rule = Rule(
-        Hq, k.shape[2], HV, K, V, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, pool.shape[0], null_slot
-    )
+    slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
+    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
+    rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(V, pool.dtype)
-    in_place = jax.new_ref(pool)
+    in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",
         functools.partial(_body, rule=rule, config=config, T=T),
@@ -180,6 +193,7 @@ def step(
             "read_slots": read_slots,
             "write_slots": write_slots,
             "num_tokens": num_tokens,
+            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
             "pool": in_place,
         },
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
@@ -189,4 +203,4 @@ def step(
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )
-    return results["o"], jax.freeze(in_place)
+    return results["o"], jax.freeze(in_place).reshape(pool.shape)

@@ -54,11 +54,17 @@ class Rule:
     slots: int = 1
     """Slots of the pool. A slot number outside of it, or equal to null_slot, is padding."""
     null_slot: int | None = None
+    layers: int = 1
+    """States of a slot, one for each layer of a model, where the pool serves them all."""
 
     def is_slot(self, slot: jax.Array) -> jax.Array:
         """Whether a slot number names a slot of the pool."""
         inside = (slot >= 0) & (slot < self.slots)
         return inside if self.null_slot is None else inside & (slot != self.null_slot)
+
+    def place(self, slot: jax.Array, layer: Any) -> jax.Array:
+        """Where a slot's state of a layer lies in a pool [slots * layers, ...]; layer: a reference [1], or None."""
+        return slot if layer is None else slot * self.layers + layer[0]
 
 
 def lane_layout(lanes: int, width: int) -> Any:
@@ -119,9 +125,9 @@ class Tile:
         head, part = lax.div(number, parts), lax.rem(number, parts)
         return lax.div(head, self.rule.HV), lax.rem(head, self.rule.HV), pl.ds(part * self.block, self.block)
 
-    def state(self, pool: Any, slot: jax.Array, head: jax.Array, entries: Any) -> Any:
+    def state(self, pool: Any, place: jax.Array, head: jax.Array, entries: Any) -> Any:
         """The tile in the pool."""
-        return pool.at[slot, head, :, entries] if self.rule.kv_layout else pool.at[slot, head, entries]
+        return pool.at[place, head, :, entries] if self.rule.kv_layout else pool.at[place, head, entries]
 
     def vectors(self, q: Any, k: Any, v: Any) -> Vectors:
         """Loads q [K], k [K] and the tile's entries of v."""
@@ -193,3 +199,8 @@ def write_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:
     """beta = sigmoid(b), or twice that, likewise."""
     beta = 1.0 / (1.0 + jnp.exp(-b.astype(jnp.float32)))
     return 2.0 * beta if allow_neg_eigval else beta
+
+
+def one_for_all_layers(x: jax.Array, layer: Any) -> jax.Array:
+    """An array [slots, layers, ...] of a pool that serves a whole model, as [slots * layers, ...]."""
+    return x if layer is None else x.reshape(-1, *x.shape[2:])
