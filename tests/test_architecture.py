@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "commands": set(),
     "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
+    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "hf", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -68,7 +68,7 @@ OUTSIDE: dict[str, set[str]] = {
     "small_layer": {"flax"},
     "layers": {"flax"},
     "models": {"flax"},
-    "hf": {"flax"},
+    "hf": {"flax", "tokenizers"},
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
     "experiments": {"flax", "matplotlib", "optax", "orbax", "rich"},
@@ -80,6 +80,7 @@ INSIDE_FUNCTIONS = {
     *(("mosaic", name) for name in KERNELS),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
+    ("hf", "tokenizers"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
 }
 
