@@ -25,7 +25,8 @@ USAGE = """usage: gdn COMMAND ...
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
-  gdn bench          time the implementations of the rule on this device, or (--what step) a whole training step
+  gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
+                     or (--what scale) several devices beside one
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -98,10 +99,17 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    if "--what=step" in argv or ("--what", "step") in itertools.pairwise(argv):  # another room's
+    def asks(what: str) -> bool:
+        return f"--what={what}" in argv or ("--what", what) in itertools.pairwise(argv)
+
+    if asks("step"):  # another room's
         from gdn_jax.experiments import step_bench
 
         return step_bench.main(argv)
+    if asks("scale"):
+        from gdn_jax.experiments import scale_bench
+
+        return scale_bench.main(argv)
     from gdn_jax.checks import bench
 
     return bench.main(argv)

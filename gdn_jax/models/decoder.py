@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax import chunked, mosaic
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
+from gdn_jax.fused.embedding import embed
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ModelConfig
@@ -84,6 +85,9 @@ def make_block(
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the sums are in the dtype of the residual stream x.
 
+    The stream comes as two parts, x and what the block before adds to it, and leaves so: a sum is made together with
+    the norm of it.
+
     Args:
       config: of the model.
       mixer: the token mixer of this block.
@@ -111,21 +115,28 @@ class Block(nnx.Module):
         self.mlp = mlp
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, mix: Callable[..., tuple[Array, Any]] | None = None, **options: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"] | None,
+        *,
+        mix: Callable[..., tuple[Array, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
         """Applies the block.
 
         Args:
           x: residual stream [B, T, hidden_size].
+          y: what is added to it first; None: nothing.
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 
         Returns:
-          The stream after the block, and the mixer's cache.
+          The stream after the mixer, what the MLP adds to it, and the mixer's cache.
         """
-        y, cache = (self.mixer if mix is None else mix)(self.mixer_norm(x), **options)
-        x = x + y.astype(x.dtype)
-        return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache
+        x, normalized = self.mixer_norm.add(x, y)
+        y, cache = (self.mixer if mix is None else mix)(normalized, **options)
+        x, normalized = self.mlp_norm.add(x, y)
+        return x, self.mlp(normalized), cache
 
 
 class ReorderedBlock(Block):
@@ -135,13 +146,19 @@ class ReorderedBlock(Block):
     """
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, mix: Callable[..., tuple[Array, Any]] | None = None, **options: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"] | None,
+        *,
+        mix: Callable[..., tuple[Array, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
         """Applies the block, see `Block`."""
         dtype = self.mixer_norm.dtype
+        x = x if y is None else x + y.astype(x.dtype)
         y, cache = (self.mixer if mix is None else mix)(x.astype(dtype), **options)
         x = x + self.mixer_norm(y).astype(x.dtype)
-        return x + self.mlp_norm(self.mlp(x.astype(dtype))).astype(x.dtype), cache
+        return x, self.mlp_norm(self.mlp(x.astype(dtype))), cache
 
 
 def _make_alike(make: Callable[[nnx.Rngs], Block], layers: list[int], key: PRNGKeyArray) -> list[Block]:
@@ -313,16 +330,17 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"tokens: expected an integer dtype, got {tokens.dtype}")
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill").astype(jnp.float32)
+        x = embed(self.embedding[...], tokens).astype(jnp.float32)
         if self.config.scale_embedding:
             x = x * self.config.hidden_size**0.5
         x = x.astype(self.config.residual_dtype)
 
-        def run(i, block, x, past):
+        def run(i, block, stream, past):
             mix = None if around is None else partial(around, i, block.mixer)
-            return block(
-                x, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
+            x, y, new = block(
+                *stream, mix=mix, cache=past, mask=mask, segment_ids=segment_ids, return_cache=return_cache
             )
+            return (x, y), new
 
         walks = cache is not None or return_cache or around is not None
         stacked = None if walks else self._stacked_blocks()
@@ -333,17 +351,18 @@ class LanguageModel(nnx.Module):
         if stacked is not None:
             graphdefs, states = stacked
 
-            def run_period(x, states):
+            def run_period(stream, states):
                 for graphdef, state in zip(graphdefs, states, strict=True):
-                    x, _ = run(0, nnx.merge(graphdef, state), x, None)
-                return x, None
+                    stream, _ = run(0, nnx.merge(graphdef, state), stream, None)
+                return stream, None
 
-            return self.norm(jax.lax.scan(run_period, x, states)[0]), None
-        caches = []
+            stream, _ = jax.lax.scan(run_period, (x, jnp.zeros(x.shape, self.config.dtype)), states)
+            return self.norm.add(*stream)[1], None
+        caches, stream = [], (x, None)
         for i, block in enumerate(self.blocks):
-            x, new = run(i, block, x, None if cache is None else cache[i])
+            stream, new = run(i, block, stream, None if cache is None else cache[i])
             caches.append(new)
-        return self.norm(x), None if cache is None and not return_cache else tuple(caches)
+        return self.norm.add(*stream)[1], None if cache is None and not return_cache else tuple(caches)
 
     def head_weight(self) -> Float[Array, "vocab D"]:
         """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""
