@@ -26,7 +26,8 @@ USAGE = """usage: gdn COMMAND ...
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
-                     or (--what scale) several devices beside one
+                     (--what decode) a token of every request that is served, or (--what scale) several devices
+                     beside one
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -110,6 +111,10 @@ def _bench(argv: list[str]) -> int:
         from gdn_jax.experiments import scale_bench
 
         return scale_bench.main(argv)
+    if asks("decode"):
+        from gdn_jax.checks import decode_bench
+
+        return decode_bench.main(argv)
     from gdn_jax.checks import bench
 
     return bench.main(argv)

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from gdn_jax import cli
-from gdn_jax.hf import load_hf
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments.load import load_run
+from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.text import Tokenizer, stop_tokens
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, costs, generate
 
@@ -160,3 +162,65 @@ def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
     assert "the checkpoint of step 3 is damaged, using step 2" in err
     status, _, err = run(capsys, "generate", tmp_path, "--dtype", "float32")
     assert status == 1 and "--dtype: expected auto for a run" in err
+
+
+HYBRID = (
+    "--model",
+    "hybrid",
+    "--num-layers",
+    "2",
+    "--attention-every",
+    "2",
+    "--hidden-size",
+    "16",
+    "--head-dim",
+    "8",
+)
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_trained_and_written_as_a_checkpoint(folder, tmp_path, capsys):
+    """gdn train, gdn info, save_hf, and gdn generate on what was written."""
+    from tiny_runs import metrics, train
+
+    out = tmp_path / "run"
+    assert train(folder, out, *HYBRID) == 0
+    lines = metrics(out)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    model = load_run(out).model
+    assert model.config.types == ("gated_delta_net", "attention")
+    capsys.readouterr()
+    status, text, _ = run(capsys, "info", out)
+    assert status == 0 and "2 layers of width 16: 1 x (1 x GatedDeltaNet 1 x attention)" in text
+    save_hf(model, tmp_path / "saved")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(model)),
+        nnx.to_pure_dict(nnx.state(load_hf(tmp_path / "saved"))),
+    )
+    argv = ("--prompt", "def f", "--temperature", 0, "--tokens", 5)
+    status, text, err = run(capsys, "generate", tmp_path / "saved", *argv)
+    assert status == 0 and text.startswith("def f") and "its 256 tokens are taken as bytes" in err
+    assert run(capsys, "generate", out, *argv)[:2] == (0, text)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("--attention-every: expected 2 to --num-layers 2, got 3", ("--attention-every", "3")),
+        ("--attention-every: expected 2 to --num-layers 2, got 1", ("--attention-every", "1")),
+        ("--rule: expected gated_delta in a hybrid, got delta", ("--rule", "delta")),
+        ("--allow-neg-eigval: expected False in a hybrid, got True", ("--allow-neg-eigval",)),
+    ],
+)
+def test_hybrids_that_cannot_be_had(message, options, capsys):
+    status, _, err = run(capsys, "train", "bytes", *HYBRID, *options)
+    assert status == 1 and message in err
+
+
+def test_an_older_run_is_no_hybrid():
+    """Its config.json does not say what a model is."""
+    stored = options_lib.to_json(options_lib.TASKS["bytes"])
+    del stored["model"], stored["attention_every"]
+    options = options_lib.from_json("bytes", stored, options_lib.RunOptions())
+    assert options.model == options_lib.ModelOptions()
