@@ -14,8 +14,11 @@ from gdn_jax import cli
 from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.load import load_run
 from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf.fields import Fields
+from gdn_jax.hf.save import own_family
 from gdn_jax.hf.text import Tokenizer, stop_tokens
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, costs, generate
+from gdn_jax.models.presets import PRESETS
 
 WORDS = [f"word{i}" for i in range(64)]
 
@@ -132,6 +135,31 @@ def test_costs_are_those_of_the_model(config):
     else:
         idle = 3 * (5 - 2) * 3 * 8 * config.hidden_size  # layers, experts, projections
         assert costs.active_parameters(config) == count - idle
+
+
+@pytest.mark.parametrize(
+    "name, total, active",
+    [
+        ("qwen3.5-0.8b", 0.752e9, 0.752e9),
+        ("qwen3.5-35b-a3b", 34.66e9, 3.455e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.875e9),
+        ("olmo-hybrid-7b", 7.431e9, 7.431e9),
+    ],
+)
+def test_published_sizes(name, total, active):
+    """Parameters without images and the prediction of several tokens; the experts' numbers are in the names."""
+    config = PRESETS[name]
+    assert sum(costs.parameters(config).values()) == pytest.approx(total, rel=1e-3)
+    assert costs.active_parameters(config) == pytest.approx(active, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_family_has_every_preset(name):
+    """`save_hf` can write it: its configuration is that of a family, and comes back."""
+    family, fields, _ = own_family(PRESETS[name])
+    config = family.config(Fields(fields, family.defaults, name))
+    told = {"num_v_heads": config.num_v_heads, "layer_types": config.layer_types}
+    assert config == dataclasses.replace(PRESETS[name], intermediate_size=config.intermediate_size, **told)
 
 
 def test_costs_grow_as_they_should():
