@@ -75,8 +75,9 @@ ROOMS: dict[str, set[str]] = {
         "layers",
     },
     "commands": set(),
+    "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "serving", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
+    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "hf", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -94,6 +95,7 @@ OUTSIDE: dict[str, set[str]] = {
     "small_layer": {"flax"},
     "layers": {"flax"},
     "models": {"flax"},
+    "hf": {"flax", "tokenizers"},
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
     "experiments": {"flax", "matplotlib", "optax", "orbax", "rich"},
@@ -106,6 +108,7 @@ INSIDE_FUNCTIONS = {
     *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer")),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
+    ("hf", "tokenizers"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
 }
 
@@ -173,9 +176,9 @@ def test_rooms():
 
 
 def test_folders_hold_no_names():
-    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the three
+    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the four
     rooms whose names users import."""
-    exporting = [ROOT / "gdn_jax", ROOT / "gdn_jax" / "models", ROOT / "gdn_jax" / "serving"]
+    exporting = [ROOT / "gdn_jax", *(ROOT / "gdn_jax" / name for name in ("models", "hf", "serving"))]
     for path in FILES:
         if path.name == "__init__.py" and path.parent not in exporting:
             assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path
