@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import causal_conv1d, last_inputs, segment_starts
@@ -43,7 +44,7 @@ def short_conv(
 
     plain = bias is None and initial_state is None and cu_seqlens is None
     if plain and usable(implementation, kernel.check_supported(x, weight, heads, width)):
-        fresh = None if segment_ids is None else segment_starts(segment_ids)
+        fresh = None if segment_ids is None else segment_starts(segment_ids).astype(jnp.int32)
         q, k, v = _short_conv(x, weight, fresh, heads, width, normalize)
         return q, k, v, last_inputs(x, segment_ids, weight.shape[1])
     options = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
