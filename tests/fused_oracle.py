@@ -3,6 +3,7 @@
 Nothing is shared with the project. Arguments of any dtype are taken as the numbers that they hold.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ def pieces_of_ids(segment_ids: np.ndarray) -> list[Piece]:
     pieces = []
     for row, ids in enumerate(np.asarray(segment_ids)):
         borders = [0, *(t for t in range(1, len(ids)) if ids[t] != ids[t - 1]), len(ids)]
-        for start, stop in zip(borders[:-1], borders[1:], strict=True):
+        for start, stop in itertools.pairwise(borders):
             pieces.append(Piece(row, start, stop, row, start == 0, stop == len(ids)))
     return pieces
 

@@ -103,9 +103,9 @@ def test_short_conv(packing, dtype, with_state, normalize):
     for name, value in zip("qkv", values, strict=False):
         assert_close(getattr(expected, name), value, bound(dtype, 1 if name == "v" else 2), name)
     np.testing.assert_array_equal(values[3], expected.final_state.astype(values[3].dtype))
-    # Into dz go the convolution's own rounding, in the length and the direction of q and k (3 times: the factor, and y
-    # on both sides of its projection), and that of its cotangent. Each of the taps' parts of dx is then rounded, and
-    # so are their sums, whose parts are independent draws and so smaller than the whole.
+    # Into dz go the convolution's own rounding, in the length and the direction of q and k (3 times: the factor, and
+    # y on both sides of its projection), and that of its cotangent. Each of the taps' parts of dx is then rounded,
+    # and so are their sums, whose parts are independent draws and so smaller than the whole.
     roundings = {"dx": 4 + 2 * W, "dweight": 4, "dbias": 4, "dstate": 4 + 2 * W}
     for (name, n), gradient in zip(roundings.items(), gradients, strict=True):
         if gradient is not None:
@@ -115,8 +115,8 @@ def test_short_conv(packing, dtype, with_state, normalize):
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("T", [3, 12])
 def test_last_inputs_are_the_final_state(segments, T):
-    """Beside the kernels the state comes from `last_inputs`: bit for bit that of the convolution, also in rows that are
-    just as long as what the filter remembers."""
+    """Beside the kernels the state comes from `last_inputs`: bit for bit that of the convolution, also in rows that
+    are just as long as what the filter remembers."""
     draw, ids = draws(T), jnp.asarray(IDS[:, -T:]) if segments else None
     x, weight = draw(3, T, CHANNELS), draw(CHANNELS, W)
     got, expected = jax.jit(
@@ -185,7 +185,7 @@ def test_gated_norm(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_down(dtype):
     draw = draws(4)
-    # A CPU rounds every addition of a bfloat16 product over two axes, which dkernel would be: then one axis of tokens.
+    # One axis of tokens in bfloat16: a CPU rounds every addition of a product over two axes, as dkernel would be.
     tokens = (2, 9) if dtype == "float32" else (18,)
     gate, up, dy = (draw(*tokens, size, dtype=dtype) for size in (40, 40, 24))
     kernel = draw(40, 24, dtype=dtype).astype(jnp.float32)  # the numbers that the product uses
