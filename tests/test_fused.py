@@ -5,48 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tolerances import assert_close
+from fused_harness import close, draws, value_and_vjp
 
 from gdn_jax.conv import causal_conv1d, last_inputs
 from gdn_jax.fused import embedding, kernels, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv, split_normalized
 
 DTYPES = ("float32", "bfloat16")
-
-# One rounding to bfloat16 is off by at most half a unit of the last place, 2^-8 of a number whose significand is 1
-# and 2^-9 of one just below 2. It is as likely anywhere in between: its rms, 3^(-1/2) of that, is below 2^-9.
-# Several roundings, independent of each other, add in squares, so n times this bounds n of them with room.
-ROUNDING = 2.0**-9
-
-# float32: sums of at most some hundred terms, in which errors of 2^-24 = 6e-8 of a term add in squares, and about ten
-# roundings of the sigmoid, root and products.
-SUMS = 1e-6
-
-
-def bound(dtype, roundings=1):
-    """Largest rms ratio of a result after so many roundings to the dtype."""
-    return SUMS if dtype == "float32" else SUMS + roundings * ROUNDING
-
-
-def draws(seed):
-    """A function that draws arrays of a shape and dtype."""
-    rng = np.random.default_rng(seed)
-    return lambda *shape, dtype="float32", scale=1.0: jnp.asarray(scale * rng.standard_normal(shape), dtype)
-
-
-def value_and_vjp(f, cotangents, *primals):
-    """Results and gradients in one compiled function, as NumPy arrays. `jax.vjp` leaves out primals of None."""
-
-    @jax.jit
-    def run(cotangents, *primals):
-        values, back = jax.vjp(f, *primals)
-        return values, back(cotangents)
-
-    values, gradients = run(cotangents, *primals)
-    for primal, gradient in zip(primals, gradients, strict=True):
-        assert primal is None or gradient.dtype == primal.dtype, "a gradient has not the dtype of its primal"
-    return jax.device_get((values, gradients))
-
 
 HEADS, WIDTH, VALUES, W = 3, 8, 12, 4
 CHANNELS = 2 * HEADS * WIDTH + VALUES
@@ -101,7 +66,7 @@ def test_short_conv(packing, dtype, with_state, normalize):
     # The convolution is rounded, and q and k again once they have unit length: a vector that is off by a part of its
     # length in any direction is off by at most that part of 1 when its length is made 1.
     for name, value in zip("qkv", values, strict=False):
-        assert_close(getattr(expected, name), value, bound(dtype, 1 if name == "v" else 2), name)
+        close(getattr(expected, name), value, name, 1 if name == "v" else 2)
     np.testing.assert_array_equal(values[3], expected.final_state.astype(values[3].dtype))
     # Into dz go the convolution's own rounding, in the length and the direction of q and k (3 times: the factor, and
     # y on both sides of its projection), and that of its cotangent. Each of the taps' parts of dx is then rounded,
@@ -109,7 +74,7 @@ def test_short_conv(packing, dtype, with_state, normalize):
     roundings = {"dx": 4 + 2 * W, "dweight": 4, "dbias": 4, "dstate": 4 + 2 * W}
     for (name, n), gradient in zip(roundings.items(), gradients, strict=True):
         if gradient is not None:
-            assert_close(getattr(expected, name), gradient, bound(dtype, n), name)
+            close(getattr(expected, name), gradient, name, n, dtype=dtype)
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -153,13 +118,13 @@ def test_add_norm(dtype, with_y):
     expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
     expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected_s, weight, ds, dn)
     if with_y:
-        assert_close(expected_s, s, bound(dtype), "s")
-        assert_close(expected_dx, dy, bound(other), "dy")
+        close(expected_s, s, "s")
+        close(expected_dx, dy, "dy")
     else:
         np.testing.assert_array_equal(s, x)
-    assert_close(expected_n, n, bound("bfloat16"), "n")  # of the sum before it is rounded
-    assert_close(expected_dx, dx, bound(dtype), "dx")
-    assert_close(expected_dweight, dweight, SUMS, "dweight")
+    close(expected_n, n, "n")  # of the sum before it is rounded
+    close(expected_dx, dx, "dx")
+    close(expected_dweight, dweight, "dweight")
 
 
 def test_the_norm_has_the_dtype_of_the_stream_and_its_eps():
@@ -167,7 +132,7 @@ def test_the_norm_has_the_dtype_of_the_stream_and_its_eps():
     x, weight = draw(4, 16, scale=1e-3), draw(16)
     s, n = jax.jit(lambda x, weight: norms.add_norm(x, None, weight, eps=1e-6))(x, weight)
     assert n.dtype == s.dtype == jnp.float32
-    assert_close(fused_oracle.add_norm(x, None, weight, 1e-6)[1], n, SUMS)
+    close(fused_oracle.add_norm(x, None, weight, 1e-6)[1], n, "n")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,10 +141,10 @@ def test_gated_norm(dtype):
     o, gate, dy = (draw(2, 9, 3, 24, dtype=dtype) for _ in range(3))
     weight = draw(24)
     y, gradients = value_and_vjp(lambda *x: norms.gated_norm(*x, eps=1e-3), dy, o, gate, weight)
-    assert_close(fused_oracle.gated_norm(o, gate, weight, 1e-3), y, bound(dtype), "y")
+    close(fused_oracle.gated_norm(o, gate, weight, 1e-3), y, "y")
     expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy, 1e-3)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
-        assert_close(a, b, SUMS if name == "dweight" else bound(dtype), name)
+        close(a, b, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,10 +156,10 @@ def test_swiglu_down(dtype):
     kernel = draw(40, 24, dtype=dtype).astype(jnp.float32)  # the numbers that the product uses
     y, gradients = value_and_vjp(swiglu.swiglu_down, dy, gate, up, kernel)
     # The product of the branches is rounded, or its cotangent, and then the result.
-    assert_close(fused_oracle.swiglu_down(gate, up, kernel), y, bound(dtype, 2), "y")
+    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
     expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
     for name, a, b in zip(("dgate", "dup", "dkernel"), expected, gradients, strict=True):
-        assert_close(a, b, bound(dtype, 2), name)
+        close(a, b, name, 2, dtype=dtype)
 
 
 SIZE = 9
@@ -212,7 +177,7 @@ def test_embed(dtype):
     assert np.isnan(rows[~named].astype(np.float32)).all()
     expected = fused_oracle.embedding_gradient(TOKENS, dx, SIZE)
     most = np.bincount(TOKENS[named] % SIZE).max()  # each addition to a row is rounded
-    assert_close(expected, gradient, bound(dtype, most), "gradient")
+    close(expected, gradient, "gradient", most)
     assert not gradient[[2, 4, 5, 6, 7]].astype(np.float32).any()
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fused_harness import close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from tolerances import assert_close
 
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused import embedding as fused_embedding
@@ -24,26 +24,6 @@ from pallas_kernels.device import launch
 from pallas_kernels.layer import embedding, gated_norm, norm, rows, short_conv, swiglu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-
-# What a kernel writes is rounded once. The error is at most half a unit of the last place, 2^-8 of a bfloat16 number
-# whose significand is 1 and 2^-9 of one just below 2; it is as likely anywhere in between, so its rms, 3^(-1/2) of
-# that, is below 2^-9. float16 has three digits more. Everything inside is float32, and so are the sums of weights'
-# gradients: about ten roundings of 2^-24 = 6e-8, and sums of at most some hundred terms.
-SUMS = 1e-6
-ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 0.0}
-
-
-def close(expected, got, name, roundings=1):
-    """Within what rounding to the result's dtype leaves."""
-    got = np.asarray(got)
-    assert_close(expected, got, SUMS + roundings * ROUNDING[got.dtype.name], name)
-
-
-def draws(seed):
-    """A function that draws arrays of a shape and dtype."""
-    rng = np.random.default_rng(seed)
-    return lambda *shape, dtype="float32", scale=1.0: jnp.asarray(scale * rng.standard_normal(shape), dtype)
-
 
 # Each has a piece of its own: rows of one warp with four numbers a thread side by side, and with one; rows over four
 # warps, two of them at once, and one; more rows than CTAs take at once, in unequal shares.
@@ -227,7 +207,7 @@ def test_seam_of_add_norm(interpreted):
     expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected[0], weight, ds, dn)
     close(expected_dx, dx, "dx", 2)
     np.testing.assert_array_equal(dx, dy)
-    assert_close(expected_dweight, dweight, SUMS + ROUNDING["bfloat16"], "dweight")
+    close(expected_dweight, dweight, "dweight", dtype="bfloat16")
 
 
 def test_seam_of_gated_norm(interpreted):
@@ -257,7 +237,7 @@ def test_seam_of_swiglu_down(interpreted):
     expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
     close(expected[0], dgate, "dgate", 2)
     close(expected[1], dup, "dup", 2)
-    assert_close(expected[2], dkernel, SUMS + 2 * ROUNDING["bfloat16"], "dkernel")
+    close(expected[2], dkernel, "dkernel", 2, dtype="bfloat16")
     assert interpreted == {"swiglu": 1, "swiglu_backward": 1}
 
 
