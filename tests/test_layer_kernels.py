@@ -120,11 +120,11 @@ BORDERS = (3, 5, 6, 15, 16, 17, 25, 31, 32)
 
 # Rows that end inside a strip, without segments and with; a strip longer than the row, and no norm.
 CONVOLUTIONS = {
-    "strips": (dict(B=2, T=40, HV=8), short_conv.Config(16, 4), "bfloat16"),
+    "strips": (dict(B=2, T=24, HV=4), short_conv.Config(16, 4), "bfloat16"),
     "segments": (dict(B=1, T=40, HV=4, borders=BORDERS), short_conv.Config(16, 2), "bfloat16"),
     "one strip": (
-        dict(B=2, T=8, HV=4, width=64, borders=(1, 2, 4), normalize=False),
-        short_conv.Config(64, 8),
+        dict(B=1, T=8, HV=8, width=64, borders=(1, 2, 4), normalize=False),
+        short_conv.Config(64, 4),
         "float16",
     ),
 }
@@ -254,9 +254,9 @@ def test_seam_of_embed(tokens, interpreted):
 
 def test_seam_of_short_conv(interpreted):
     """Segments by their ids, and a final state through which gradients flow."""
-    sizes = dict(B=2, T=8, HV=4, borders=(1, 2, 4))
+    sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4))
     (x, weight, segments), cotangents, options, _ = convolution("bfloat16", **sizes)
-    dfinal = draws(5)(2, x.shape[2], short_conv.WIDTH - 1, dtype="bfloat16")
+    dfinal = draws(5)(1, x.shape[2], short_conv.WIDTH - 1, dtype="bfloat16")
     (*parts, final), back = jax.vjp(
         lambda x, weight: fused_short_conv(x, weight, **options, segment_ids=segments), x, weight
     )
