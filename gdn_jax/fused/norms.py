@@ -130,8 +130,8 @@ def _gated_norm_bwd(eps, saved, dy):
     from pallas_kernels.layer import gated_norm as kernel
 
     o, gate, weight = saved
-    rows = (x.reshape(-1, o.shape[-1]) for x in (o, gate))
-    do, dgate, dweight = kernel.gated_norm_backward(*rows, weight, dy.reshape(-1, o.shape[-1]), eps=eps)
+    o_rows, gate_rows, dy_rows = (x.reshape(-1, o.shape[-1]) for x in (o, gate, dy))
+    do, dgate, dweight = kernel.gated_norm_backward(o_rows, gate_rows, weight, dy_rows, eps=eps)
     return do.reshape(o.shape), dgate.reshape(gate.shape), dweight.astype(weight.dtype)
 
 
