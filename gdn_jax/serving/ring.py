@@ -215,8 +215,10 @@ def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, A
     One row in L is wanted of most calls: what f does costs as much as there is to do, not as much as there might be.
     """
     B = wanted.shape[0]
+    if B == 0:
+        return carry
     order = jnp.where(jnp.sort(~wanted, stable=True), slots.BEYOND, jnp.argsort(~wanted, stable=True))
-    order = jnp.pad(order, (0, block - B % block), constant_values=slots.BEYOND)
+    order = jnp.pad(order, (0, -B % block), constant_values=slots.BEYOND)
     number = jnp.sum(wanted)
 
     def body(state):
