@@ -23,8 +23,9 @@ USAGE = """usage: gdn COMMAND ...
   gdn eval RUN     bits per byte of a text under that model
   gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check        compare the implementations of the rule on this device with the definition
-  gdn bench        time the implementations of the rule on this device, or (--what step) a whole training step,
-                   or (--what decode) a token of every request that is served
+  gdn bench        time the implementations of the rule on this device, (--what step) a whole training step,
+                   (--what decode) a token of every request that is served, or (--what scale) several devices
+                   beside one
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -97,14 +98,18 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    def asks_for(what: str) -> bool:
+    def asks(what: str) -> bool:
         return f"--what={what}" in argv or ("--what", what) in itertools.pairwise(argv)
 
-    if asks_for("step"):  # another room's
+    if asks("step"):  # another room's
         from gdn_jax.experiments import step_bench
 
         return step_bench.main(argv)
-    if asks_for("decode"):
+    if asks("scale"):
+        from gdn_jax.experiments import scale_bench
+
+        return scale_bench.main(argv)
+    if asks("decode"):
         from gdn_jax.checks import decode_bench
 
         return decode_bench.main(argv)

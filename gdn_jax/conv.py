@@ -7,10 +7,13 @@ Every channel d of a sequence is filtered by its own W numbers, the last of whic
 The state of a sequence is its last W - 1 inputs, oldest first, [D, W - 1]: what the next token still sees.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype, check_array, check_choice, check_floating
 
 ACTIVATIONS = ("silu", None)
@@ -77,7 +80,21 @@ def causal_conv1d(
         check_array("initial_state", initial_state, (N, D, W - 1), "N D W-1")
         check_floating("initial_state", initial_state)
 
+    state = "b d w" if cu_seqlens is None else ". d w"
+    return on_explicit_shards(
+        partial(_convolve, activation),
+        (x, weight, bias, initial_state, cu_seqlens, segment_ids),
+        ("b t d", "d w", "d", state, ".", "b t"),
+        ("b t d", state),
+        {"b": B, "d": D},
+    )
+
+
+def _convolve(activation, x, weight, bias, initial_state, cu_seqlens, segment_ids):
+    """`causal_conv1d` of arguments that are right."""
+    (B, T, D), W = x.shape, weight.shape[1]
     if T == 0:
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         empty = jnp.zeros((N, D, W - 1), x.dtype)
         return x, empty if initial_state is None else initial_state
     if cu_seqlens is not None:
@@ -158,6 +175,18 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """True at the first token of every segment: token 0 and every change of id."""
     change = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+
+
+def last_inputs(
+    x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None, width: int
+) -> Float[Array, "B D W1"]:
+    """Final state of `causal_conv1d` without an initial state, of rows of at least width - 1 tokens."""
+    last = x[:, 1 - width :]
+    if segment_ids is not None:
+        linked = ~segment_starts(segment_ids)[:, 2 - width :]
+        seen = jnp.cumprod(linked[:, ::-1], axis=1)[:, ::-1].astype(bool)
+        last = jnp.where(jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[..., None], last, 0)
+    return jnp.swapaxes(last, 1, 2)
 
 
 def convolve_spans(

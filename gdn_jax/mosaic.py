@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax import gates
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
-from gdn_jax.conv import causal_conv1d
+from gdn_jax.partitioning import RuleAxes, on_shards
 from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
 
 GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
@@ -33,6 +33,9 @@ class Options(NamedTuple):
     known_lengths: bytes | None
     """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
     backward_head_slices: int
+    shards: int | None = None
+    """Devices that XLA is expected to split the call over, by rows and by heads; None where it is not to split it.
+    Any other number of shards is right too, but has its sequences cut into segments as suits this one."""
 
     def kernel_arguments(self, x: RuleArrays) -> dict[str, Any]:
         """What forward and backward both take beside the arrays."""
@@ -46,12 +49,13 @@ class Options(NamedTuple):
 
 def check_supported(dims: Dims, q, g, beta, initial_state, *, chunk_size: int, packed: bool) -> str | None:
     """Why the kernels cannot run a call, forward and backward, on JAX's default device; None if they can."""
+    from pallas_kernels.device import launch
     from pallas_kernels.forward import rule
 
     reason = rule.check_supported(dims, q.dtype, chunk_size=chunk_size, packed=packed)
     if reason is None and accumulation_dtype(q, g, beta, initial_state) != jnp.float32:
         reason = "a gate or the state is float64; the kernels compute in float32"
-    return reason or rule.device_reason()
+    return reason or launch.device_reason()
 
 
 def check_head_slices(slices: int, dims: Dims) -> None:
@@ -81,10 +85,76 @@ def _rule(x: RuleArrays, scale: float, options: Options) -> tuple[jax.Array, jax
 
 
 def _forward(x: RuleArrays, scale: float, options: Options):
+    """Outputs, final states and residuals of the kernels, on the shards of the arguments."""
     from pallas_kernels.forward import rule
 
-    arguments = options.kernel_arguments(x)
-    return rule.forward(*x[:6], scale=scale, use_qk_l2norm=options.use_qk_l2norm, **arguments)
+    static = dict(scale=scale, use_qk_l2norm=options.use_qk_l2norm)
+
+    def forward(x: RuleArrays, config: rule.Config | None):
+        return rule.forward(*x[:6], **static, **options.kernel_arguments(x), config=config)
+
+    if options.shards is None:
+        return forward(x, None)
+    axes = RuleAxes.of(x, options.backward_head_slices)
+    # What is kept of the segments has a shape: all shards are cut alike, as is best for those that are expected.
+    expected = jax.eval_shape(lambda x: forward(x, None)[2], axes.shard(x, options.shards))
+    segment_chunks = _segment_chunks(expected)
+
+    def on_shard(x: RuleArrays):
+        o, final, residuals = forward(x, rule.Config(segment_chunks=segment_chunks or 0))
+        return o, final, _ResidualArrays.of(residuals)
+
+    def results(shapes):
+        return *axes.outputs, _residual_axes(axes, shapes[2])
+
+    o, final, arrays = on_shards(on_shard, (x,), (axes.inputs,), results, axes.sizes)
+    return o, final, arrays.residuals(segment_chunks)
+
+
+def _residual_axes(axes: RuleAxes, arrays: "_ResidualArrays") -> "_ResidualArrays":
+    """Names of the dimensions of what the forward leaves. Packed sequences of equal lengths are its rows."""
+    matrices = axes.inputs.initial_state
+    gates, segments = matrices.removesuffix(" ."), matrices.replace("h", ". h")
+    tables = jax.tree.map(lambda _: ".", arrays.tables)
+    return _ResidualArrays(gates, gates, matrices, segments, segments, tables)
+
+
+class _ResidualArrays(NamedTuple):
+    """The arrays of the forward's residuals, with the segments of each row along an axis of their own (of packed rows
+    all of them), and without the static number of items, which differs from shard to whole."""
+
+    g2_cum: Any
+    beta_t: Any
+    t: Any
+    starts: Any
+    m_t: Any
+    tables: Any
+
+    @classmethod
+    def of(cls, residuals: Any) -> "_ResidualArrays":
+        """Those of the forward's residuals."""
+        segments = residuals.segments
+        if segments is None:
+            return cls(residuals.g2_cum, residuals.beta_t, residuals.t, None, None, None)
+        rows = residuals.t.shape[0]
+        starts, m_t = (y.reshape(rows, -1, *y.shape[1:]) for y in segments[:2])
+        return cls(residuals.g2_cum, residuals.beta_t, residuals.t, starts, m_t, segments.items.tables)
+
+    def residuals(self, segment_chunks: int | None) -> Any:
+        """The residuals again, of segments of so many chunks."""
+        from pallas_kernels.work.residuals import Residuals, Segments
+        from pallas_kernels.work.tables import Items, Split
+
+        segments = None
+        if segment_chunks is not None:
+            starts, m_t = (y.reshape(-1, *y.shape[2:]) for y in (self.starts, self.m_t))
+            items = Items(Split(starts.shape[0], segment_chunks), self.tables)
+            segments = Segments(starts, m_t, items)
+        return Residuals(self.g2_cum, self.beta_t, self.t, segments)
+
+
+def _segment_chunks(residuals: Any) -> int | None:
+    return None if residuals.segments is None else residuals.segments.items.split.segment_chunks
 
 
 def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,43 +188,29 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
     q, k, through_norm = x.q, x.k, None
     if options.use_qk_l2norm:
         (q, k), through_norm = jax.vjp(_normalized, q, k)
-    primals = (q, k, x.v, x.g, x.beta, x.initial_state)
+    plain = x._replace(q=q, k=k)
     config = rule.Config(head_slices=options.backward_head_slices)
-    arguments = options.kernel_arguments(x)
-    out = rule.backward(*primals, residuals, *cotangents, scale=scale, config=config, **arguments)
+
+    def backward(x: RuleArrays, residuals, cotangents):
+        arguments = options.kernel_arguments(x)
+        return rule.backward(*x[:6], residuals, *cotangents, scale=scale, config=config, **arguments)
+
+    if options.shards is None:
+        out = backward(plain, residuals, cotangents)
+    else:
+        axes = RuleAxes.of(x, options.backward_head_slices)
+        arrays, segment_chunks = _ResidualArrays.of(residuals), _segment_chunks(residuals)
+
+        def on_shard(x: RuleArrays, arrays: _ResidualArrays, cotangents):
+            return backward(x, arrays.residuals(segment_chunks), cotangents)
+
+        operands = axes.inputs, _residual_axes(axes, arrays), axes.outputs
+        gradients = rule.Cotangents(*axes.inputs[:6])
+        out = on_shards(on_shard, (plain, arrays, cotangents), operands, lambda _: gradients, axes.sizes)
     if through_norm is not None:
         dq, dk = through_norm((out.dq, out.dk))
         out = out._replace(dq=dq, dk=dk)
-    return (RuleArrays(*out, None, None),)
+    return (RuleArrays._make((*out, None, None)),)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
-
-
-def short_conv_supported(x, weight) -> str | None:
-    """Why the kernel cannot take the backward of a convolution on JAX's default device; None if it can."""
-    from pallas_kernels.forward.rule import device_reason
-    from pallas_kernels.layer import short_conv
-
-    return short_conv.check_supported(x, weight) or device_reason()
-
-
-@jax.custom_vjp
-def short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """silu(conv(x)) of `conv.causal_conv1d` on whole rows; forward in plain JAX, backward by a kernel."""
-    return causal_conv1d(x, weight)[0]
-
-
-def _short_conv_fwd(x, weight):
-    return short_conv(x, weight), (x, weight)
-
-
-def _short_conv_bwd(saved, dy):
-    from pallas_kernels.layer.short_conv import short_conv_backward
-
-    x, weight = saved
-    dx, dweight = short_conv_backward(x, weight, dy)
-    return dx, dweight.astype(weight.dtype)
-
-
-short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import mosaic, xla
+from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, vary_alike, warn_of_gathers
 from gdn_jax.shapes import Dims, RuleArrays, check_array, check_choice, check_floating, rule_dims
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
@@ -25,10 +25,12 @@ _debug_checks = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Switches checks of values on or off, for functions traced from now on: g <= 0, cu_seqlens ascending.
+    """Switches checks on or off, for functions traced from now on.
 
-    Under jit the check runs on the host while the program runs and raises there (jax reports it as a
-    `JaxRuntimeError` that carries the ValueError's text). It costs a transfer per call; off by default.
+    Values, g <= 0 and cu_seqlens ascending: under jit they are checked on the host while the program runs, which
+    raises there (jax reports it as a `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per
+    call. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split, tokens or heads
+    that do not divide, is a UserWarning while the program is compiled. Off by default.
     """
     global _debug_checks
     _debug_checks = enabled
@@ -97,6 +99,38 @@ def gated_delta_rule(
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
     """
     arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    options = scale, state_layout, chunk_size, implementation, backward_head_slices
+    dims, scale, implementation = check_call(arrays, *options)
+    known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
+    if _debug_checks:
+        _check_values(dims.T, g, cu_seqlens)
+        _check_shardings(arrays)
+    arrays = vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
+    if implementation == "mosaic_gpu":
+        options: Any = mosaic.Options(
+            use_qk_l2norm, state_layout, known, backward_head_slices, expected_shards(arrays)
+        )
+    else:
+        options = (implementation, use_qk_l2norm, state_layout, chunk_size)
+    run = _by_kernels if implementation == "mosaic_gpu" else _by_xla
+    if isinstance(scale, jax.Array):
+        return run(arrays, scale, None, options)
+    return run(arrays, None, scale, options)
+
+
+def check_call(
+    arrays: RuleArrays,
+    scale: Any,
+    state_layout: str,
+    chunk_size: int,
+    implementation: str | None,
+    backward_head_slices: int,
+) -> tuple[Dims, float | jax.Array, str]:
+    """Dimensions, scale and implementation of a call of `gated_delta_rule`.
+
+    Raises:
+      ValueError, NotImplementedError: as `gated_delta_rule`.
+    """
     dims = _check(arrays, state_layout, chunk_size, implementation)
     scale = _check_scale(scale, dims)
     mosaic.check_head_slices(backward_head_slices, dims)
@@ -105,18 +139,7 @@ def gated_delta_rule(
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
     elif supported[implementation] is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {supported[implementation]}")
-    known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
-    if _debug_checks:
-        _check_values(dims.T, g, cu_seqlens)
-    arrays = _vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
-    if implementation == "mosaic_gpu":
-        options: Any = mosaic.Options(use_qk_l2norm, state_layout, known, backward_head_slices)
-    else:
-        options = (implementation, use_qk_l2norm, state_layout, chunk_size)
-    run = _by_kernels if implementation == "mosaic_gpu" else _by_xla
-    if isinstance(scale, jax.Array):
-        return run(arrays, scale, None, options)
-    return run(arrays, None, scale, options)
+    return dims, scale, implementation
 
 
 def gated_delta_step(
@@ -157,7 +180,7 @@ def gated_delta_step(
     check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
     check_floating("state", state)
     scale = _check_scale(scale, dims)
-    arrays, static = (q, k, v, g, beta, state), (dims, use_qk_l2norm, state_layout)
+    arrays, static = (q, k, v, g, beta, state), (use_qk_l2norm, state_layout)
     if isinstance(scale, jax.Array):
         return _step(arrays, scale, None, static)
     return _step(arrays, None, scale, static)
@@ -199,9 +222,10 @@ def chunk_states(
     _known_lengths(cu_seqlens, dims.T)
     if _debug_checks:
         _check_values(dims.T, g, cu_seqlens)
+        _check_shardings(arrays)
     cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
-    arrays = _vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
-    return _chunk_states(arrays, (dims, use_k_l2norm, state_layout, chunk_size))
+    arrays = vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
+    return _chunk_states(arrays, (use_k_l2norm, state_layout, chunk_size))
 
 
 def supported_implementations(
@@ -241,38 +265,60 @@ def supported_implementations(
 def _by_xla(arrays: RuleArrays, scale, number: float | None, options):
     """The call in plain JAX. The factor of the output is an array, or a number that the program is made for."""
     implementation, use_qk_l2norm, state_layout, chunk_size = options
-    return xla.rule(
-        arrays,
-        scale if number is None else number,
-        implementation=implementation,
-        use_qk_l2norm=use_qk_l2norm,
-        state_layout=state_layout,
-        chunk_size=chunk_size,
-    )
+
+    def rule(arrays: RuleArrays, scale):
+        return xla.rule(
+            arrays,
+            scale if number is None else number,
+            implementation=implementation,
+            use_qk_l2norm=use_qk_l2norm,
+            state_layout=state_layout,
+            chunk_size=chunk_size,
+        )
+
+    return _on_explicit_shards(rule, arrays, scale)
 
 
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _by_kernels(arrays: RuleArrays, scale, number: float | None, options: mosaic.Options):
-    return mosaic.rule(arrays, scale if number is None else number, options)
+    def rule(arrays: RuleArrays, scale):
+        return mosaic.rule(arrays, scale if number is None else number, options)
+
+    return _on_explicit_shards(rule, arrays, scale, options.backward_head_slices)
+
+
+def _on_explicit_shards(rule, arrays: RuleArrays, scale, head_slices: int = 1):
+    axes = RuleAxes.of(arrays, head_slices)
+    return on_explicit_shards(rule, (arrays, scale), (axes.inputs, ""), axes.outputs, axes.sizes)
 
 
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _step(arrays, scale, number: float | None, static):
-    dims, use_qk_l2norm, state_layout = static
-    return xla.step(
-        *arrays,
-        scale=scale if number is None else number,
-        dims=dims,
-        use_qk_l2norm=use_qk_l2norm,
-        state_layout=state_layout,
-    )
+    use_qk_l2norm, state_layout = static
+    axes = RuleAxes.of(RuleArrays._make((*arrays, None, None)))
+
+    def step(arrays, scale):
+        return xla.step(
+            *arrays,
+            scale=scale if number is None else number,
+            use_qk_l2norm=use_qk_l2norm,
+            state_layout=state_layout,
+        )
+
+    results = "b h v", axes.inputs.initial_state
+    return on_explicit_shards(step, (arrays, scale), (axes.inputs[:6], ""), results, axes.sizes)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _chunk_states(arrays: RuleArrays, static):
-    dims, use_k_l2norm, state_layout, chunk_size = static
+    use_k_l2norm, state_layout, chunk_size = static
     options = dict(use_k_l2norm=use_k_l2norm, state_layout=state_layout, chunk_size=chunk_size)
-    return xla.chunk_states(arrays, dims=dims, **options)
+    axes = RuleAxes.of(arrays)
+
+    def chunk_states(arrays: RuleArrays):
+        return xla.chunk_states(arrays, **options)
+
+    return on_explicit_shards(chunk_states, (arrays,), (axes.inputs,), "b . h . .", axes.sizes)
 
 
 def _check(arrays: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
@@ -304,21 +350,6 @@ def _supported(dims: Dims, x: RuleArrays, chunk_size: int) -> dict[str, str | No
     return {"mosaic_gpu": reason, "chunked": None, "recurrent": None}
 
 
-def _vary_alike(arrays: Any) -> Any:
-    """The arrays of a pytree, inside jax.shard_map all varying over the mesh axes that one of them varies over.
-
-    A loop's carry must be of one type, and so must a primal and the cotangent that a custom_vjp gives for it. In
-    reverse mode this sums the cotangents of an array that came replicated. Outside shard_map it
-    does nothing, nor with check_vma=False.
-    """
-
-    def varying(x) -> frozenset:
-        return jax.typeof(x).manual_axis_type.varying
-
-    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying"), arrays)
-
-
 def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None:
     """cu_seqlens as int64 where its values are known while tracing, and checked there.
 
@@ -331,6 +362,12 @@ def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | Non
     known = np.asarray(cu_seqlens).astype(np.int64)
     _check_ascending(T, known)
     return known.tobytes()
+
+
+def _check_shardings(x: RuleArrays) -> None:
+    axes = RuleAxes.of(x)
+    arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
+    warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
 
 
 def _check_values(T: int, g: Any, cu_seqlens: Any) -> None:

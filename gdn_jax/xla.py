@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import chunked, gates, packing, reference
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype, split_heads
+from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype, split_heads
 
 
 def rule(
@@ -47,28 +47,27 @@ def step(
     state: jax.Array,
     *,
     scale: float | jax.Array,
-    dims: Dims,
     use_qk_l2norm: bool,
     state_layout: str,
 ) -> tuple[jax.Array, jax.Array]:
     """`gated_delta_step`; q, k, v, g and beta have a token axis of length 1."""
     if use_qk_l2norm:
         q, k = gates.l2norm(q), gates.l2norm(k)
-    g, beta = _full_gates(dims.HO, q, g, beta, state)
-    counts = (dims.Hq, dims.Hk, dims.HV, dims.HO)
+    (B, HO), (K, V) = state.shape[:2], (q.shape[3], v.shape[3])
+    g, beta = _full_gates(HO, q, g, beta, state)
+    counts = (q.shape[2], k.shape[2], v.shape[2], HO)
     tokens = (split_heads(x[:, 0].astype(g.dtype), 1, counts) for x in (q, k, v, g, beta))
     h = split_heads(_kv(state.astype(g.dtype), state_layout), 1, counts)
     h, o = reference.recurrent_step(h, *tokens, scale=scale)
-    h = h.reshape(dims.B, dims.HO, dims.K, dims.V)
-    return o.reshape(dims.B, dims.HO, dims.V).astype(v.dtype), _kv(h, state_layout).astype(state.dtype)
+    h = h.reshape(B, HO, K, V)
+    return o.reshape(B, HO, V).astype(v.dtype), _kv(h, state_layout).astype(state.dtype)
 
 
-def chunk_states(
-    x: RuleArrays, *, dims: Dims, use_k_l2norm: bool, state_layout: str, chunk_size: int
-) -> jax.Array:
+def chunk_states(x: RuleArrays, *, use_k_l2norm: bool, state_layout: str, chunk_size: int) -> jax.Array:
     """`chunk_states`; q is not read."""
+    HO = next((y.shape[2] for y in (x.g, x.beta) if y is not None), max(x.k.shape[2], x.v.shape[2]))
     k = gates.l2norm(x.k) if use_k_l2norm else x.k
-    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
     if x.segment_ids is not None:
         g = packing.reset_at_segments(g, x.segment_ids)
     h_0 = x.initial_state

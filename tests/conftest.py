@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: run-time shape checks, two CPU devices, and tests that need a GPU."""
+"""Set-up shared by all tests: run-time shape checks, eight CPU devices, and tests that need a GPU."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
 if CHECKS_SHAPES:
     jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
 
-jax.config.update("jax_num_cpu_devices", 2)  # for meshes; the first one is used unless a test says otherwise
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; the first one is used unless a test says otherwise
 # On a CPU the same operations of XLA without LLVM's optimisations: compilation is nearly all that the suite does, and
 # this halves it. In the environment too, for the processes that tests start. JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
 # environment compiles as users do; tests that mean just that ask for `compile_as_users_do`.

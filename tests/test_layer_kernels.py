@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
 from gdn_jax.layers import GatedDeltaNet
-from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.device import launch
 from pallas_kernels.layer import short_conv
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -68,7 +68,7 @@ def test_refusals_say_why(shape, dtype, W, reason):
 @pytest.mark.parametrize(("implementation", "expected"), [(None, True), ("chunked", False)])
 def test_layer_uses_the_kernel(implementation, expected, monkeypatch):
     """Once for all of q, k and v, whose shapes are equal: their calls share what is compiled."""
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     options = dict(num_heads=2, head_dim=64, expand_v=1.0, dtype=jnp.bfloat16)
     layer = GatedDeltaNet(64, **options, implementation=implementation, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)

@@ -432,9 +432,9 @@ def test_what_remat_keeps():
 @pytest.mark.parametrize("B, T", [(1, 4096), (64, 256)], ids=["cut into segments", "whole sequences"])
 def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
     """The program on a GPU, traced only."""
-    from pallas_kernels.forward import rule
+    from pallas_kernels.device import launch
 
-    monkeypatch.setattr(rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     row = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
     def program(remat):

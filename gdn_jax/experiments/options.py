@@ -104,7 +104,11 @@ class ModelOptions(SizeOptions):
 NOT_IN_CONFIG = {"time_step"}
 """Options of a model that are no fields of a ModelConfig: they change its initial weights."""
 
-NOT_OPTIONS = {"vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"}
+NOT_OPTIONS = {
+    *("vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"),
+    *("layer_types", "attention", "experts", "dense_layers", "mixer_norm_eps", "zero_centred_norms"),
+    *("scale_embedding", "weight_dtype"),
+}
 """Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
 
 

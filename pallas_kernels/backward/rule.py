@@ -90,6 +90,7 @@ def backward(
     segment_ids: Int[Array, "B T"] | None = None,
     state_layout: str = "kv",
     config: Config | None = None,
+    adjoints: Float[Array, "items HO V64 K64"] | None = None,
     interpret=None,
 ) -> Cotangents:
     """Gradients of <do, o> + <dfinal, final state> for a call that forward.rule.check_supported accepts.
@@ -98,6 +99,7 @@ def backward(
       residuals: of forward.rule.forward on the same arguments. Its beta_t and t are those of max(beta, BETA_FLOOR).
       do, dfinal: cotangents of both outputs; dfinal None for zeros.
       config: None for a choice from the shapes.
+      adjoints: e of `segment_states(backwards=True)`, where it is known; else it is found here.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
@@ -151,7 +153,45 @@ def backward(
         config = dataclasses.replace(config, state_warpgroups=warpgroups)
     static = _Static(float(scale), state_layout == "kv", config, interpret)
     run = _compiled if interpret is None else _run_slices  # the interpreter hangs inside a compiled function
-    return run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
+    return run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables, adjoints)
+
+
+def open_adjoints(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    do: Float[Array, "B T HO V"],
+    residuals: Residuals,
+    dfinal: Float[Array, "N HO K V"],
+    *,
+    scale: float,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    interpret=None,
+) -> Float[Array, "items HO V64 K64"]:
+    """The cotangent at the start of every segment from zeros, or from dfinal, at its end; of a forward over segments.
+
+    Args: those of `backward`; cu_seqlens is not known while tracing.
+    """
+    T, K64, V64 = q.shape[1], round_up(q.shape[3], GRANULE), round_up(do.shape[3], GRANULE)
+    T8, tables = round_up(T, 8), None
+    if cu_seqlens is not None:
+        tables = visit_tables(borders(cu_seqlens, None), T8)
+    q8, k8, do8 = (pad(x, (x.shape[0], T8, x.shape[2], round_up(x.shape[3], GRANULE))) for x in (q, k, do))
+    assert residuals.segments is not None
+    return segment_adjoints(
+        q8,
+        k8,
+        do8.astype(k.dtype),
+        residuals.g2_cum,
+        residuals.t,
+        pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64)),
+        tables,
+        scale=scale,
+        kv_layout=True,
+        items=residuals.segments.items,
+        with_first=True,
+        config=chain.Config.default(K64, 1),
+        interpret=interpret,
+    )
 
 
 class _Static(NamedTuple):
@@ -164,7 +204,19 @@ class _Static(NamedTuple):
 
 
 def _run(
-    static: _Static, q, k, v, g, beta, initial_state, residuals: Residuals, do, dfinal, segment_ids, tables
+    static: _Static,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    residuals: Residuals,
+    do,
+    dfinal,
+    segment_ids,
+    tables,
+    adjoints,
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
     (B, T, Hk, K), Hq, (HV, V) = k.shape, q.shape[2], v.shape[2:]
@@ -189,7 +241,9 @@ def _run(
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
         items, gates, t = segments.items, residuals.g2_cum, residuals.t
-        e = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
+        e = adjoints
+        if e is None:
+            e = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
         dh_T = segment_states(
             e,
             segments.m_t,
@@ -253,12 +307,26 @@ def _run(
 
 
 def _run_slices(
-    static: _Static, q, k, v, g, beta, initial_state, residuals: Residuals, do, dfinal, segment_ids, tables
+    static: _Static,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    residuals: Residuals,
+    do,
+    dfinal,
+    segment_ids,
+    tables,
+    adjoints,
 ) -> Cotangents:
     """_run for one slice of the heads after another, in a loop: the next one's states take the last one's place."""
     slices = static.config.head_slices
     if slices == 1:
-        return _run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables)
+        return _run(
+            static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables, adjoints
+        )
 
     def cut(i, axis: int, arrays) -> Any:
         """Slice i of arrays whose heads lie along an axis."""
@@ -282,8 +350,8 @@ def _run_slices(
             segments = segments._replace(starts=states(segments.starts), m_t=states(segments.m_t))
         saved = Residuals._make((*states(residuals[:3]), segments))
         q_i, k_i, v_i, g_i, beta_i, do_i = tokens((q, k, v, g, beta, do))
-        start, end = states((initial_state, dfinal))
-        part = _run(static, q_i, k_i, v_i, g_i, beta_i, start, saved, do_i, end, segment_ids, tables)
+        start, end, e = states((initial_state, dfinal, adjoints))
+        part = _run(static, q_i, k_i, v_i, g_i, beta_i, start, saved, do_i, end, segment_ids, tables, e)
         return Cotangents._make((*paste(i, 2, out[:5], part[:5]), paste(i, 1, out.dh_0, part.dh_0)))
 
     zeros = jax.tree.map(jnp.zeros_like, Cotangents(q, k, v, g, beta, initial_state))

@@ -9,6 +9,7 @@ Outputs (GMEM): e [items, HO, V, K] f32; items that are a sequence's first are n
 Shared memory, barriers, hardware, limits, source: `backward.chain`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from pallas_kernels.device.memory import load_state
 from pallas_kernels.work.tables import Items, VisitTables
 
 
-def _adjoints(cta: Cta) -> None:
+def _adjoints(cta: Cta, with_first: bool) -> None:
     """The role of a state warpgroup."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     dh_T = cta.gmem.dh_T
@@ -33,7 +34,7 @@ def _adjoints(cta: Cta) -> None:
         n = jnp.minimum(cta.span.sequence, dh_T.shape[0] - 1)  # the padding reads any
         dh = load_state(dh_T.at[n, cta.head], cta.rows, cta.sizes.kv_layout)
     dh = walk(cta, jnp.where(cta.item.is_last, dh, 0.0), adjoint_step)
-    writes = jnp.logical_not(cta.item.is_first)
+    writes = with_first | jnp.logical_not(cta.item.is_first)
     if cta.packed:
         writes = writes & jnp.logical_not(cta.span.is_padding)
 
@@ -44,11 +45,12 @@ def _adjoints(cta: Cta) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _body(gmem: Any, smem: Any, **static) -> None:
+def _body(gmem: Any, smem: Any, *, with_first: bool, **static) -> None:
     cta = Cta(gmem, smem, **static)
-    cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
+    if not with_first:
+        cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
     pl.when(cta.wg == cta.num_state)(lambda: helper(cta))
-    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: _adjoints(cta))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: _adjoints(cta, with_first))
 
 
 def segment_adjoints(
@@ -63,12 +65,14 @@ def segment_adjoints(
     scale: float,
     kv_layout: bool = False,
     items: Items,
+    with_first: bool = False,
     config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "items HO V K"]:
     """The cotangent at the start of every segment but a sequence's first, from zeros or dh_T at its end.
 
     Args: those of `chains`; dh_T always of sequences.
+      with_first: also at the start of a sequence's first segment.
 
     Returns:
       e of segment_states(backwards=True), float32.
@@ -80,4 +84,5 @@ def segment_adjoints(
         return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
-    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["e"]
+    body = functools.partial(_body, with_first=with_first)
+    return start("segment_adjoints", body, inputs, outputs, items, visits, chains=1, **options)["e"]

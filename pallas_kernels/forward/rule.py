@@ -7,6 +7,7 @@ into segments, whose effect on a state is computed for all of them at once. That
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,15 +89,6 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
 
 def _padded(width: int) -> int:
     return round_up(width, GRANULE)
-
-
-def device_reason() -> str | None:
-    """Why JAX's default device cannot run the kernels; None if it can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
-    capability = str(getattr(device, "compute_capability", None))
-    return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
 
 
 def forward(
@@ -191,12 +183,32 @@ class _Static(NamedTuple):
     interpret: Any
 
 
+class Prepared(NamedTuple):
+    """What is found before any state is known, padded."""
+
+    q: Float[Array, "B T8 Hq K64"]
+    k: Float[Array, "B T8 Hk K64"]
+    v: Float[Array, "B T8 HV V64"]
+    g2_cum: Float[Array, "B HO T64"]
+    beta_t: Float[Array, "B HO T64"]
+    t: Float[Array, "B HO T64 C"]
+    rstd: tuple[jax.Array, jax.Array] | None
+    e: Float[Array, "items HO V64 K64"] | None
+    m_t: Float[Array, "items HO K64 K64"] | None
+    items: Items
+
+
 def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: Items, first):
     """The kernels in order, with the padding around them."""
+    prepared = _prepare(static, q, k, v, g, beta, segment_ids, items, first)
+    return _finish(static, prepared, initial_state, (*k.shape[1::2], v.shape[3]))
+
+
+def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first) -> Prepared:
+    """The kernels up to what segments do to states."""
     B, T, Hk, K = k.shape
     Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
     HO = max(Hq, HV)
-    N = B if items.tables is None else items.tables.cu_seqlens.shape[0] - 1
     f32, interpret, config = jnp.float32, static.interpret, static.config
 
     normalize = static.use_qk_l2norm
@@ -209,17 +221,29 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: I
         g = jnp.where(changes[..., None], -jnp.inf, g)
     K64, V64, T8 = _padded(K), _padded(V), round_up(T, 8)
     q, k, v = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64)), pad(v, (B, T8, HV, V64))
-    h_0 = initial_state
-    if h_0 is not None:
-        h_0 = pad(h_0.astype(f32), (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64))
-
     g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
     inverse_options = dict(normalize=normalize, config=config.inverse, interpret=interpret)
     t, k_rstd = gated_inverse(k, beta_t, g2_cum, first, **inverse_options)
     rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
-    segments, options = None, dict(items=items, interpret=interpret)
+    e = m_t = None
     if items.split.segment_chunks is not None:
-        e, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, **options)
+        e, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, items=items, interpret=interpret)
+    return Prepared(q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items)
+
+
+def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int, int, int]):
+    """The kernels from the states on: outputs, final states and residuals, for T, K and V without padding."""
+    (q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items), (T, K, V) = prepared, sizes
+    T8, K64, V64 = q.shape[1], q.shape[3], v.shape[3]
+    N = q.shape[0] if items.tables is None else items.tables.cu_seqlens.shape[0] - 1
+    interpret, config = static.interpret, static.config
+    h_0 = initial_state
+    if h_0 is not None:
+        h_0 = pad(
+            h_0.astype(jnp.float32), (*h_0.shape[:2], *((K64, V64) if static.kv_layout else (V64, K64)))
+        )
+    segments = None
+    if e is not None and m_t is not None:
         starts = segment_states(
             e,
             m_t,
@@ -242,7 +266,8 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: I
         kv_layout=static.kv_layout,
         h_0_kv_layout=static.kv_layout and segments is None,
         config=config.outputs,
-        **options,
+        items=items,
+        interpret=interpret,
     )
     if (T8, V64) != (T, V):
         o = o[:, :T, :, :V]
@@ -253,6 +278,58 @@ def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: I
 
 _compiled = jax.jit(_run, static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
+
+
+def prepare_open(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None,
+    beta: Float[Array, "B T HO"] | None,
+    *,
+    scale: float,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    open_sequence: Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret=None,
+) -> tuple[Prepared, Callable[[Float[Array, "N HO K V"]], tuple[jax.Array, jax.Array, Residuals]]]:
+    """The forward of rows that go on elsewhere, up to where initial states [K, V] are needed, and the rest of it.
+
+    Args: those of `forward`, without the L2 norm.
+      cu_seqlens: of packed rows, not known while tracing.
+      open_sequence: the packed sequence that goes on.
+
+    Returns:
+      What was prepared: m_t and e of every segment of what goes on, behind which lies an empty segment; and a
+      function from initial states to the results of `forward`.
+    """
+    config = config or Config()
+    (B, T, Hk, K), (Hq, HV, V) = k.shape, (q.shape[2], *v.shape[2:])
+    packed = cu_seqlens is not None
+    N = cu_seqlens.shape[0] - 1 if packed else B
+    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=max(Hq, HV), K=K, V=V)
+    K64, V64 = _padded(K), _padded(V)
+    warpgroups, segment_chunks = choose_split(
+        dims,
+        K64,
+        V64,
+        work_of(dims, packed, None),
+        state_warpgroups=config.state_warpgroups,
+        segment_chunks=config.segment_chunks,
+    )
+    segment_chunks, first = segment_chunks or -(-T // CHUNK), None
+    if packed:
+        starts = borders(cu_seqlens, None)
+        items, first = (
+            packed_items(starts, T, segment_chunks, open_sequence=open_sequence),
+            first_rows(starts, T),
+        )
+    else:
+        items = row_items(B, T, segment_chunks, is_open=True)
+    config = dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups))
+    static = _Static(float(scale), False, True, config, interpret)
+    prepared = _prepare(static, q, k, v, g, beta, None, items, first)
+    return prepared, lambda initial_state: _finish(static, prepared, initial_state, (T, K, V))
 
 
 def _l2norm(x: jax.Array) -> jax.Array:

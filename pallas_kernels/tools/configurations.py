@@ -15,7 +15,11 @@ from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.forward import outputs, transitions
-from pallas_kernels.layer.short_conv import short_conv_backward
+from pallas_kernels.layer import short_conv
+from pallas_kernels.layer.embedding import embedding_gradient
+from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.norm import add_norm, add_norm_backward
+from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -138,10 +142,15 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
-def short_conv_case(dtype: Any = jnp.bfloat16):
-    """A function and its argument shapes: short_conv_backward."""
-    x = _shape(2, 1024, 256, dtype=dtype)
-    return short_conv_backward, (x, _shape(256, 4), x)
+def short_conv_case(segments=False, backwards=False):
+    """A function and its argument shapes: short_conv, or short_conv_backward."""
+    x, heads = functools.partial(_shape, dtype=jnp.bfloat16), 4
+    fresh = _shape(1, 512, dtype=jnp.int32) if segments else None
+    arguments = (x(1, 512, 3 * heads * 128), _shape(3 * heads * 128, 4), fresh)
+    if backwards:
+        key, value = x(1, 512, heads, 128), x(1, 512, heads * 128)
+        return short_conv.short_conv_backward, (*arguments, key, key, value)
+    return functools.partial(short_conv.short_conv, heads=heads, width=128), arguments
 
 
 def gates_case(packed=False):
@@ -150,8 +159,50 @@ def gates_case(packed=False):
     return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
 
 
+def norm_case(width=1024, backwards=False):
+    """A function and its argument shapes: add_norm, or add_norm_backward."""
+    x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width)
+    if backwards:
+        return functools.partial(add_norm_backward, eps=1e-5, y_dtype=jnp.bfloat16), (x, weight, x, y)
+    return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16), (x, y, weight)
+
+
+def gated_norm_case(width=128, backwards=False):
+    """A function and its argument shapes: gated_norm, or gated_norm_backward."""
+    o, weight = _shape(2048, width, dtype=jnp.bfloat16), _shape(width)
+    if backwards:
+        return functools.partial(gated_norm_backward, eps=1e-5), (o, o, weight, o)
+    return functools.partial(gated_norm, eps=1e-5), (o, o, weight)
+
+
+def swiglu_case(backwards=False):
+    """A function and its argument shapes: swiglu, or swiglu_backward."""
+    a = _shape(2**16, dtype=jnp.bfloat16)
+    return (swiglu_backward, (a, a, a)) if backwards else (swiglu, (a, a))
+
+
+def embedding_case():
+    """A function and its argument shapes: embedding_gradient."""
+    return embedding_gradient, (_shape(64, 1024), _shape(64, dtype=jnp.int32), _shape(33, dtype=jnp.int32))
+
+
 CASES = {
     "short convolution": short_conv_case,
+    "short convolution, segments": functools.partial(short_conv_case, segments=True),
+    "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
+    "short convolution, backwards, segments": functools.partial(
+        short_conv_case, segments=True, backwards=True
+    ),
+    "norm": norm_case,
+    "norm, 4096": functools.partial(norm_case, width=4096),
+    "norm, backwards": functools.partial(norm_case, backwards=True),
+    "norm, backwards, 2048": functools.partial(norm_case, width=2048, backwards=True),
+    "norm, backwards, 5120": functools.partial(norm_case, width=5120, backwards=True),
+    "gated norm": gated_norm_case,
+    "gated norm, backwards": functools.partial(gated_norm_case, backwards=True),
+    "swiglu": swiglu_case,
+    "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
+    "embedding": embedding_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "inverse": inverse_case,

@@ -129,12 +129,16 @@ def longest_first(chunks: Any) -> Any:
     return jnp.sum(jnp.where(place == at, n, 0), axis=1, dtype=jnp.int32) + jnp.where(at[:, 0] == N, N, 0)
 
 
-def packed_items(cu_seqlens: Any, T: int, segment_chunks: int | None, by_length: bool = False) -> Items:
+def packed_items(
+    cu_seqlens: Any, T: int, segment_chunks: int | None, by_length: bool = False, open_sequence: Any = None
+) -> Items:
     """Items of packed rows.
 
     Args:
       segment_chunks: of a segment, None for whole sequences.
       by_length: whether whole sequences are started the longest first.
+      open_sequence: a sequence that goes on behind the row, where sequences are cut: an empty segment of it follows
+        its last one, so that what each of its tokens does to a state is found.
     """
     N = cu_seqlens.shape[0] - 1
     xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
@@ -144,8 +148,10 @@ def packed_items(cu_seqlens: Any, T: int, segment_chunks: int | None, by_length:
         order = longest_first(chunks) if by_length else None
         return Items(Split(N + 1, None), ItemTables(cu_seqlens, order, None))
     segments = xp.maximum(-(-chunks // segment_chunks), 1)
+    if open_sequence is not None:
+        segments = segments + (np.arange(N) == open_sequence)
     # Sum of ceil(c / s) <= (sum of c) / s + N, and every border between sequences lies in at most one more chunk.
-    num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1
+    num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1 + (open_sequence is not None)
     item = xp.arange(num_items, dtype=np.int32)
     if N <= UNROLLED:
         first_items, sequence = [0 * chunks[0]], xp.zeros_like(item)
@@ -163,12 +169,16 @@ def packed_items(cu_seqlens: Any, T: int, segment_chunks: int | None, by_length:
     return Items(Split(num_items, segment_chunks), tables)
 
 
-def row_items(B: int, T: int, segment_chunks: int | None) -> Items:
-    """Items of a batch whose rows are one sequence each."""
+def row_items(B: int, T: int, segment_chunks: int | None, is_open: bool = False) -> Items:
+    """Items of a batch whose rows are one sequence each.
+
+    Args:
+      is_open: the rows go on, as `open_sequence` of `packed_items`.
+    """
     if segment_chunks is None:
         return Items(Split(B, None), None)
     num_chunks = -(-T // CHUNK)
-    return Items(Split(B * -(-num_chunks // segment_chunks), segment_chunks), None)
+    return Items(Split(B * (-(-num_chunks // segment_chunks) + is_open), segment_chunks), None)
 
 
 def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:

@@ -1,0 +1,253 @@
+"""`gdn bench --what scale`: how much faster several devices are than one, and what they send each other.
+
+Times the rule, forward and backward, on meshes that split its rows, its heads or its tokens, beside one device on
+the same arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared
+before a time counts: over rows and heads all bits, over tokens within the rounding of the maps that travel. A time is
+the mean of calls that follow one another without a pause, by the clock.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from gdn_jax import gated_delta_rule
+from gdn_jax.checks import rows as bench_rows
+from gdn_jax.checks.rows import Inputs, Row
+from gdn_jax.commands.errors import fail, one_line
+from gdn_jax.commands.files import check_writable, write_text
+from gdn_jax.commands.parsing import parse
+from gdn_jax.commands.versions import versions
+from gdn_jax.parallel import context
+from gdn_jax.parallel.communication import traffic
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleBenchOptions:
+    """Options of `gdn bench --what scale`."""
+
+    what: Literal["scale"] = "scale"
+    """The rule on meshes of several devices."""
+    mesh: tuple[str, ...] = ()
+    """Meshes to time, as in data=2 head=2 context=2. Default: all devices along each axis."""
+    tokens: tuple[int, ...] = (262144,)
+    """Tokens of all rows together, one group of lines for each."""
+    rows: int = 8
+    """Rows that the tokens are cut into where the mesh has a data axis; else they are one row."""
+    heads: tuple[int, int] = (16, 32)
+    """Key heads and value heads."""
+    width: int = 128
+    """Width K = V of a head."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """dtype of q, k, v."""
+    implementation: str | None = None
+    """Of the rule; default: the fastest that supports the call."""
+    calls: int = 8
+    """Calls that follow one another in one measurement."""
+    repeats: int = 5
+    """Measurements."""
+    json: Path | None = None
+    """File for all numbers, rewritten after every line."""
+
+
+class Result(NamedTuple):
+    """One mesh."""
+
+    mesh: str
+    rows: int
+    length: int
+    devices: int
+    ms: float
+    fastest_ms: float
+    slowest_ms: float
+    efficiency: float
+    sent_mib: float
+    collectives: dict[str, int]
+    temporary_gib: float
+    differs: float
+    """The largest relative difference of an output or gradient from one device's, rms over rms."""
+
+
+def _call(options: ScaleBenchOptions, shape: MeshShape, x: Inputs):
+    """Outputs and gradients; on shards of tokens where the mesh has a context axis."""
+    rule = partial(gated_delta_rule, implementation=options.implementation)
+    if shape.context > 1:
+        mesh = jax.sharding.get_abstract_mesh()
+        tokens, states = _specs(shape)
+        local = partial(context.gated_delta_rule, axis_name=CONTEXT, implementation=options.implementation)
+
+        def rule(*tokens_, initial_state):
+            def run(*args):
+                return local(*args[:5], initial_state=args[5])
+
+            specs = (tokens,) * 5 + (states,)
+            return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(tokens, states))(
+                *tokens_, initial_state
+            )
+
+    outputs, vjp = jax.vjp(lambda *a: rule(*a[:5], initial_state=a[5]), *x.tokens, x.initial_state)
+    return outputs, vjp((x.do, x.dh_T))
+
+
+def _specs(shape: MeshShape) -> tuple[PartitionSpec, PartitionSpec]:
+    tokens = PartitionSpec(DATA, CONTEXT, HEAD)
+    return tokens, PartitionSpec(DATA, HEAD)
+
+
+def _inputs(options: ScaleBenchOptions, rows: int, length: int) -> Inputs:
+    """Random arguments of `rows` rows, on the first device."""
+    whole = bench_rows.inputs(Row(*options.heads, (length,) * rows, width=options.width), options.dtype)
+    return Inputs(*(x if i in (5, 7) else x.reshape(rows, length, *x.shape[2:]) for i, x in enumerate(whole)))
+
+
+def _time(call: Callable[[], Any], options: ScaleBenchOptions) -> list[float]:
+    """Milliseconds of a call, once for each measurement."""
+    times = []
+    jax.block_until_ready(call())
+    for _ in range(options.repeats):
+        started = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(options.calls)][-1])
+        times.append((time.perf_counter() - started) * 1e3 / options.calls)
+    return times
+
+
+@jax.jit
+def _difference(got, want) -> jax.Array:
+    def one(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.sqrt(jnp.mean((a - b) ** 2) / jnp.mean(b**2))
+
+    return jnp.max(
+        jnp.stack([one(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)])
+    )
+
+
+def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: int) -> list[Result]:
+    """Times a mesh, and one device on the same arrays unless that is known already.
+
+    Args:
+      alone: times of one device by rows and length; filled here.
+    """
+    rows = options.rows if shape.data > 1 else 1
+    length = tokens // rows
+    x = _inputs(options, rows, length)
+    results, expected = [], None
+    one = MeshShape()
+    for where in (one, shape) if shape.size > 1 else (one,):
+        mesh = where.make(jax.devices()[: where.size])
+        tokens_spec, states_spec = _specs(where)
+        specs = [states_spec if i in (5, 7) else tokens_spec for i in range(8)]
+        placed = Inputs(*(jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)))
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(partial(_call, options, where)).lower(placed).compile()
+        sent = traffic(compiled.as_text() or "")
+        out = compiled(placed)
+        first = jax.devices()[0]
+        if where == one:
+            expected, differs = jax.device_put(out, first), 0.0
+        else:
+            differs = float(_difference(jax.device_put(out, first), expected))
+            expected = None
+        del out
+        key = (rows, length)
+        if where != one or key not in alone:
+            times = _time(partial(compiled, placed), options)
+            ms = float(np.median(times))
+            if where == one:
+                alone[key] = ms
+            memory = compiled.memory_analysis()
+            results.append(
+                Result(
+                    str(where),
+                    rows,
+                    length,
+                    where.size,
+                    ms,
+                    min(times),
+                    max(times),
+                    alone[key] / (where.size * ms),
+                    sent.total / 2**20,
+                    sent.count,
+                    memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
+                    differs,
+                )
+            )
+        del placed
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line for each mesh."""
+    options = parse(ScaleBenchOptions, argv, "gdn bench --what scale", ScaleBenchOptions(), __doc__)
+    count = jax.device_count()
+    try:
+        shapes = [MeshShape.parse(text) for text in options.mesh] or [
+            MeshShape(data=count),
+            MeshShape(head=count),
+            MeshShape(context=count),
+        ]
+    except ValueError as error:
+        fail("mesh", "axes and devices", error)
+    for shape in shapes:
+        if shape.size > count:
+            fail("mesh", f"at most {count} devices", shape)
+        for tokens in options.tokens:
+            rows = options.rows if shape.data > 1 else 1
+            if rows % shape.data or tokens % (rows * shape.context) or tokens < 1:
+                fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
+    if options.json is not None:
+        check_writable("json", options.json)
+    console, results = Console(), []
+    if not console.is_terminal:
+        console.width = 200
+    console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
+    for tokens in options.tokens:
+        alone: dict[tuple[int, int], float] = {}
+        for shape in shapes:
+            try:
+                found = measure(options, shape, alone, tokens)
+            except (
+                jax.errors.JaxRuntimeError
+            ) as error:  # out of memory, among others: the other meshes may fit
+                console.print(f"{shape}, {tokens} tokens: {one_line(error)}", highlight=False)
+                continue
+            results += found
+            for r in found:
+                console.print(f"{r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms", highlight=False)
+            if options.json is not None:
+                content = {"versions": versions(), "results": [r._asdict() for r in results]}
+                write_text(options.json, json.dumps(content, indent=1, default=str))
+    console.print(_table(results))
+    return 0 if results else 1
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table()
+    for name in ("mesh", "rows x tokens"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ms", "spread ms", "efficiency", "MiB sent", "collectives", "temporaries GiB", "differs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.mesh,
+            f"{r.rows}x{r.length}",
+            f"{r.ms:.3f}",
+            f"{r.fastest_ms:.3f} to {r.slowest_ms:.3f}",
+            f"{100 * r.efficiency:.1f} %",
+            f"{r.sent_mib:.2f}",
+            ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "none",
+            f"{r.temporary_gib:.2f}",
+            f"{r.differs:.1e}" if r.devices > 1 else "",
+        )
+    return table

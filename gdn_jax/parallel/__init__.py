@@ -1,0 +1,1 @@
+"""One program on many devices: meshes and shardings, and sequences that are longer than a device can hold."""

@@ -1,0 +1,104 @@
+"""How sequences lie across the borders of a device's tokens, which are split over a mesh axis in order."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Borders(NamedTuple):
+    """Sequences that cross the borders of this device's tokens: every row, or at most one of a packed row."""
+
+    first: Int[Array, ""] | None
+    """Packed rows: the sequence that the token before the first one belongs to, or any where none crosses."""
+    last: Int[Array, ""] | None
+    """Packed rows: the sequence of the last token, or any."""
+    enters: Bool[Array, ""]
+    """Whether the first sequence goes on from the device before."""
+    leaves: Bool[Array, ""]
+    """Whether the last sequence goes on at the device behind."""
+    passes: Bool[Array, ""]
+    """Whether the two are one sequence, which both enters and leaves."""
+
+    @classmethod
+    def of_rows(cls, axis_name: str) -> "Borders":
+        """Rows that are one sequence each."""
+        index, last = lax.axis_index(axis_name), lax.axis_size(axis_name) - 1
+        return cls(None, None, index > 0, index < last, (index > 0) & (index < last))
+
+    @classmethod
+    def of_packed(cls, cu_seqlens: Int[Array, " N1"], T: int, axis_name: str) -> "Borders":
+        """Sequences [cu[n], cu[n + 1]) of one row, of which this device holds T tokens."""
+        begin = lax.axis_index(axis_name) * T
+        N = cu_seqlens.shape[0] - 1
+
+        def across(token) -> tuple[jax.Array, jax.Array]:
+            """The sequence that tokens `token - 1` and `token` both belong to, and whether there is one."""
+            n = jnp.searchsorted(cu_seqlens, token - 1, side="right").astype(jnp.int32) - 1
+            inside = jnp.clip(n, 0, N - 1)
+            return inside, (n >= 0) & (n < N) & (token > 0) & (token < cu_seqlens[inside + 1])
+
+        first, enters = across(begin)
+        last, leaves = across(begin + T)
+        return cls(first, last, enters, leaves, enters & leaves & (first == last))
+
+    def pick(self, states: Array, sequence: Int[Array, ""] | None) -> Array:
+        """The states of sequences that cross a border: of all rows, or [1, ...] of one sequence."""
+        return states if sequence is None else lax.dynamic_slice_in_dim(states, sequence, 1)
+
+    def put(self, states: Array, sequence: Int[Array, ""] | None, crossing: Array, crosses: Array) -> Array:
+        """The states with those that cross a border in their places, if any does."""
+        if sequence is None:
+            return jnp.where(crosses, crossing, states)
+        own = lax.dynamic_slice_in_dim(states, sequence, 1)
+        return lax.dynamic_update_slice_in_dim(states, jnp.where(crosses, crossing, own), sequence, 0)
+
+
+def local_offsets(cu_seqlens: Int[Array, " N1"], T: int, axis_name: str) -> Int[Array, " N1"]:
+    """The part of packed sequences that lies on this device, of T tokens; sequences of other devices are empty."""
+    return jnp.clip(cu_seqlens - lax.axis_index(axis_name) * T, 0, T)
+
+
+def last_states(
+    local: Float[Array, "N ..."],
+    initial: Float[Array, "N ..."] | None,
+    cu_seqlens: Int[Array, " N1"] | None,
+    T: int,
+    axis_name: str,
+) -> Float[Array, "N ..."]:
+    """Final states of whole sequences, on every device, from those of this device's tokens.
+
+    A sum over the devices, one of which holds the end of each sequence; nothing is sent where nobody reads it.
+    """
+    index = lax.axis_index(axis_name)
+    if cu_seqlens is None:
+        return lax.psum(jnp.where(index == lax.axis_size(axis_name) - 1, local, 0), axis_name)
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    mine = (end > begin) & (end > index * T) & (end <= (index + 1) * T)
+    shape = (-1,) + (1,) * (local.ndim - 1)
+    final = lax.psum(jnp.where(mine.reshape(shape), local, 0), axis_name)
+    return jnp.where((end > begin).reshape(shape), final, 0 if initial is None else initial).astype(
+        local.dtype
+    )
+
+
+def reset_across(
+    g: Float[Array, "B T HO"], segment_ids: Int[Array, "B T"], axis_name: str
+) -> Float[Array, "B T HO"]:
+    """Sets the log decay to -inf at every token whose segment differs from that of the token before."""
+    changes = jnp.concatenate(
+        [
+            segment_ids[:, :1] != previous(segment_ids[:, -1:], axis_name),
+            segment_ids[:, 1:] != segment_ids[:, :-1],
+        ],
+        1,
+    )
+    token = lax.axis_index(axis_name) * g.shape[1] + jnp.arange(g.shape[1])
+    return jnp.where((changes & (token > 0))[..., None], -jnp.inf, g)
+
+
+def previous(x: jax.Array, axis_name: str) -> jax.Array:
+    """x of the device before this one, zeros at the first."""
+    return lax.ppermute(x, axis_name, [(d, d + 1) for d in range(lax.axis_size(axis_name) - 1)])

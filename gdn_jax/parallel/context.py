@@ -1,0 +1,190 @@
+"""The rule over tokens that are split over the devices of a mesh axis, exactly.
+
+Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state
+that enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow
+with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and every
+device then differentiates its own tokens alone.
+
+The function is that of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax import xla
+from gdn_jax.ops import check_call
+from gdn_jax.parallel import kernels
+from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
+from gdn_jax.parallel.prefix import Affine, entering
+from gdn_jax.partitioning import vary_alike
+from gdn_jax.shapes import RuleArrays, accumulation_dtype
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO"] | None = None,
+    beta: Float[Array, "B T HO"] | None = None,
+    *,
+    axis_name: str,
+    scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N HO _ _"] | None = None,
+    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    backward_head_slices: int = 1,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
+    """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
+
+    Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
+      initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
+      axis_name: the mesh axis.
+
+    Returns:
+      o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`.
+
+    Numerics: those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole devices
+      are merged in float32. Differentiable once, in reverse.
+    """
+    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    options = scale, state_layout, chunk_size, implementation, backward_head_slices
+    dims, scale, implementation = check_call(arrays, *options)
+    if isinstance(scale, jax.Array):
+        number, factor = 1.0, scale
+    else:
+        number, factor = scale, None
+    dtype = accumulation_dtype(q, g, beta, initial_state)
+    h_0 = initial_state
+    if h_0 is not None and state_layout == "vk":
+        h_0 = jnp.swapaxes(h_0, -1, -2)
+    if segment_ids is not None:
+        g = reset_across(
+            jnp.zeros_like(q, dtype, (dims.B, dims.T, dims.HO)) if g is None else g, segment_ids, axis_name
+        )
+    if cu_seqlens is None:
+        local_cu, borders = None, Borders.of_rows(axis_name)
+    else:
+        cu_seqlens = jnp.asarray(cu_seqlens)
+        local_cu = local_offsets(cu_seqlens, dims.T, axis_name)
+        borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
+    starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
+    x, borders = vary_alike((RuleArrays(q, k, v, g, beta, starts, local_cu, None), borders))
+    o, final = _rule(
+        _Static(axis_name, number, use_qk_l2norm, chunk_size, implementation, backward_head_slices),
+        x,
+        borders,
+    )
+    final = last_states(final, h_0, cu_seqlens, dims.T, axis_name)
+    if factor is not None:
+        o = (factor * o).astype(o.dtype)
+    return o, final if state_layout == "kv" else jnp.swapaxes(final, -1, -2)
+
+
+class _Static(NamedTuple):
+    """Static options of a call."""
+
+    axis_name: str
+    scale: float
+    use_qk_l2norm: bool
+    chunk_size: int
+    implementation: str
+    backward_head_slices: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(static: _Static, x: RuleArrays, borders: Borders) -> tuple[jax.Array, jax.Array]:
+    """o and the final states of this device's tokens. x.initial_state holds the states that start on this device."""
+    return _rule_fwd(static, x, borders)[0]
+
+
+def _rule_fwd(static: _Static, x: RuleArrays, borders: Borders):
+    own, rest = (_forward_by_kernels if static.implementation == "mosaic_gpu" else _forward_by_xla)(
+        static, x, borders
+    )
+    own = Affine(jnp.where(borders.leaves, own.e, 0), jnp.where(borders.passes, own.m, 0))
+    start = borders.put(x.initial_state, borders.first, entering(own, static.axis_name), borders.enters)
+    outputs, saved = rest(start)
+    return outputs, (saved, own.m, borders)
+
+
+def _rule_bwd(static: _Static, kept, cotangents):
+    saved, m, borders = kept
+    do, dfinal = cotangents
+    nothing = jnp.zeros_like(borders.pick(dfinal, borders.last))
+    ends = borders.put(dfinal, borders.last, nothing, borders.leaves)
+    if static.implementation == "mosaic_gpu":
+        options = dict(
+            scale=static.scale, use_qk_l2norm=static.use_qk_l2norm, head_slices=static.backward_head_slices
+        )
+        de, rest = kernels.backward(saved, borders, do, ends, **options)
+    else:
+        de = borders.pick(saved((do, ends))[5], borders.first)
+
+        def rest(ends):
+            return saved((do, ends))
+
+    own = Affine(jnp.where(borders.enters, de, 0), m)
+    behind = entering(own, static.axis_name, backwards=True)
+    *gradients, dstart = rest(borders.put(dfinal, borders.last, behind, borders.leaves))
+    dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
+    return RuleArrays._make((*gradients, dinitial, None, None)), None
+
+
+_rule.defvjp(_rule_fwd, _rule_bwd)
+
+
+def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
+    """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
+    own, rest = kernels.forward(x, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
+    begins = borders.pick(_beginning(x.initial_state, borders), borders.last)
+    through = jnp.einsum("...kj,...jv->...kv", own.m, begins, precision=lax.Precision.HIGHEST)
+
+    def saved(start):
+        o, final, saved = rest(start)
+        return (o, final), saved
+
+    return own._replace(e=own.e + through), saved
+
+
+def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):
+    """The same in plain JAX: the rule from zeros beside the identity as one wide state, over values beside zeros."""
+    (HO, K, V), rest = (x.initial_state.shape[1], x.k.shape[3], x.v.shape[3]), x[6:]
+    start = _beginning(x.initial_state, borders)
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=start.dtype), (start.shape[0], HO, K, K))
+    wide = x._replace(
+        v=jnp.concatenate([x.v, jnp.zeros_like(x.v, shape=(*x.v.shape[:3], K))], 3),
+        initial_state=jnp.concatenate([start, identity], 3),
+    )
+
+    def run(*primals):
+        return xla.rule(
+            RuleArrays._make((*primals, *rest)),
+            static.scale,
+            implementation=static.implementation,
+            use_qk_l2norm=static.use_qk_l2norm,
+            state_layout="kv",
+            chunk_size=static.chunk_size,
+        )
+
+    final = borders.pick(run(*wide[:6])[1], borders.last)
+    return Affine(final[..., :V], final[..., V:]), lambda start: jax.vjp(run, *x[:5], start)
+
+
+def _beginning(states: jax.Array, borders: Borders) -> jax.Array:
+    """The states of sequences that begin on this device, zeros where one enters."""
+    return borders.put(
+        states, borders.first, jnp.zeros_like(borders.pick(states, borders.first)), borders.enters
+    )

@@ -1,0 +1,80 @@
+"""The short convolution over tokens that are split over a mesh axis: W - 1 tokens cross each border."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.conv import causal_conv1d
+from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous
+
+
+def short_conv(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    axis_name: str,
+    initial_state: Float[Array, "N D W1"] | None = None,
+    cu_seqlens: Int[Array, " N1"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "N D W1"]]:
+    """`gdn_jax.fused.short_conv` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
+
+    Args: those of `gdn_jax.fused.short_conv`. x and segment_ids are this device's tokens, at least W - 1 of them;
+      weight, bias, initial_state and cu_seqlens are the same on every device of the axis.
+      axis_name: the mesh axis.
+
+    Returns:
+      y of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
+
+    Raises:
+      ValueError: an argument is wrong, or there are fewer than W - 1 tokens on a device.
+    """
+    (_, T, _), W = x.shape, weight.shape[1]
+    if T < W - 1:
+        raise ValueError(
+            f"x: expected at least W - 1 = {W - 1} tokens on every device of {axis_name!r}, got {T}"
+        )
+    if cu_seqlens is not None:
+        return _packed(x, weight, bias, axis_name, initial_state, cu_seqlens, segment_ids)
+    state = _entering(x, W, axis_name, initial_state, segment_ids)
+    ends = slice(None, W - 1), slice(1 - W, None)
+    head_ids, tail_ids = (None if segment_ids is None else segment_ids[:, end] for end in ends)
+    # The first tokens apart, so that the others are whole rows for the kernel.
+    head, _ = causal_conv1d(x[:, : W - 1], weight, bias, initial_state=state, segment_ids=head_ids)
+    y, _ = causal_conv1d(x, weight, bias, segment_ids=segment_ids)
+    _, final = causal_conv1d(x[:, 1 - W :], weight, segment_ids=tail_ids)
+    if initial_state is not None:
+        final = final.astype(initial_state.dtype)
+    return jnp.concatenate([head, y[:, W - 1 :]], 1), last_states(final, None, None, T, axis_name)
+
+
+def _entering(x, W: int, axis_name: str, initial_state, segment_ids) -> jax.Array:
+    """The W - 1 inputs before this device's tokens [B, D, W - 1], zeros where they belong to another segment."""
+    state = jnp.swapaxes(previous(x[:, 1 - W :], axis_name), 1, 2)
+    if segment_ids is not None:
+        ids = jnp.concatenate([previous(segment_ids[:, 1 - W :], axis_name), segment_ids[:, :1]], 1)
+        same = lax.cumprod((ids[:, 1:] == ids[:, :-1]).astype(jnp.int32), 1, reverse=True)
+        state = jnp.where(same[:, None] > 0, state, 0)
+    if initial_state is None:
+        return state  # zeros at the first device
+    dtype = jnp.promote_types(x.dtype, initial_state.dtype)
+    return jnp.where(lax.axis_index(axis_name) == 0, initial_state.astype(dtype), state.astype(dtype))
+
+
+def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_ids):
+    T, N = x.shape[1], cu_seqlens.shape[0] - 1
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    borders = Borders.of_packed(cu_seqlens, T, axis_name)
+    options = dict(cu_seqlens=local_offsets(cu_seqlens, T, axis_name), segment_ids=segment_ids)
+    starts = initial_state
+    if starts is None:
+        starts = jnp.zeros_like(x, shape=(N, x.shape[2], weight.shape[1] - 1))
+    # A sequence that leaves has W - 1 tokens here, or it begins here: its state does not depend on what enters.
+    _, states = causal_conv1d(x, weight, initial_state=starts, **options)
+    crossing = previous(borders.pick(states, borders.last), axis_name)
+    states = borders.put(starts, borders.first, crossing, borders.enters)
+    y, local = causal_conv1d(x, weight, bias, initial_state=states, **options)
+    return y, last_states(local, initial_state, cu_seqlens, T, axis_name)

@@ -1,0 +1,87 @@
+"""The axes of a mesh and what lies along them: rows of the batch, heads, tokens of a row.
+
+data      rows of a batch; with sharded parameters also the weights and the optimiser's state
+head      heads of the token mixers and inner width of the SwiGLU
+context   tokens of every row
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DATA, HEAD, CONTEXT = AXES = ("data", "head", "context")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices lie along each axis, and whether the parameters are split over data.
+
+    Fields:
+      data, head, context: devices along each axis, at least 1.
+      shard_parameters: each device of the data axis keeps a part of the parameters and of the optimiser's state,
+        which are gathered where they are used.
+
+    Raises:
+      ValueError: names the field, what was expected and what came.
+    """
+
+    data: int = 1
+    head: int = 1
+    context: int = 1
+    shard_parameters: bool = False
+
+    def __post_init__(self):
+        for name in AXES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}: expected a number of devices, at least 1, got {size!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        """A shape written as "data=2,head=2,context=2", each axis at most once; "sharded" for sharded parameters.
+
+        Raises:
+          ValueError: the text is no such list.
+        """
+        values: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, number = part.strip().partition("=")
+            if name == "sharded" and not number and "shard_parameters" not in values:
+                values["shard_parameters"] = True
+            elif name in AXES and name not in values and number.isdigit():
+                values[name] = int(number)
+            else:
+                raise ValueError(
+                    f"mesh: expected axes out of {', '.join(AXES)} with their devices, and sharded, each at most "
+                    f"once, as in data=2,head=2,context=2,sharded; got {part!r}"
+                )
+        return cls(**values)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
+        return ",".join([*parts, *(["sharded"] if self.shard_parameters else [])]) or "data=1"
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.data * self.head * self.context
+
+    def make(self, devices: list[jax.Device] | None = None) -> Mesh:
+        """The mesh, of automatic axes. Devices of the context axis are neighbours, then those of the head axis.
+
+        Args:
+          devices: default: all that JAX sees, of all processes.
+
+        Raises:
+          ValueError: there are not so many devices.
+        """
+        devices = jax.devices() if devices is None else devices
+        if len(devices) != self.size:
+            raise ValueError(
+                f"mesh: expected {len(devices)} devices as there are, got {self} with {self.size}"
+            )
+        grid = np.array(devices).reshape(self.data, self.head, self.context)
+        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

@@ -1,0 +1,330 @@
+"""How an operation that XLA cannot look into is split over the devices of a mesh: by axes that the operation names.
+
+A kernel is opaque to XLA, which without a word from us gathers its operands onto every device. The dimensions of
+every array get names here, of which some may be split: "b" for rows and "h" for heads. Any other dimension that is
+sharded is gathered before the operation.
+
+Where the mesh has automatic axes, `on_shards` tells XLA's partitioner. Where it has explicit axes, shardings are part
+of the arrays' types and `on_explicit_shards` reads them there.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gdn_jax.shapes import RuleArrays
+
+Axes = tuple[str, ...]
+"""Names of an array's dimensions. One of a name that may be split has that name's size, or a multiple of it. For a
+result of `on_shards` "+" and a name may follow."""
+
+
+class RuleAxes(NamedTuple):
+    """Names of the dimensions of the rule's arrays, for `on_shards` and `on_explicit_shards`."""
+
+    sizes: dict[str, int]
+    """Parts that rows "b" and heads "h" can be split into: no two parts share a head of any array."""
+    inputs: RuleArrays
+
+    @classmethod
+    def of(cls, x: RuleArrays, head_slices: int = 1) -> "RuleAxes":
+        """Those of a call.
+
+        Args:
+          head_slices: parts that the heads of every shard can still be split into.
+        """
+        heads = math.gcd(*(y.shape[2] for y in x[:3] if y is not None)) // head_slices
+        tokens = "b t h k", "b t h k", "b t h v", "b t h", "b t h"
+        state = "b h . ." if x.cu_seqlens is None else ". h . ."
+        q, k, v, g, beta = tokens
+        return cls({"b": x.k.shape[0], "h": heads}, RuleArrays(q, k, v, g, beta, state, ".", "b t"))
+
+    @property
+    def outputs(self) -> tuple[str, str]:
+        """Of o and the final states, and of their cotangents."""
+        return self.inputs.v, self.inputs.initial_state
+
+    def shard(self, x: RuleArrays, shards: int) -> RuleArrays:
+        """Shapes of one of so many shards, of which rows give as many as they can."""
+        rows = math.gcd(self.sizes["b"], shards)
+        parts = {"b": rows, "h": math.gcd(self.sizes["h"], shards // rows)}
+
+        def one(y, names: str):
+            if y is None:
+                return None
+            shape = [n // parts.get(name, 1) for n, name in zip(y.shape, names.split(), strict=True)]
+            return jax.ShapeDtypeStruct(shape, y.dtype)
+
+        return RuleArrays._make(map(one, x, self.inputs))
+
+
+def on_shards(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    operands: Sequence[Any],
+    results: Callable[[Any], Any],
+    sizes: Mapping[str, int],
+) -> Any:
+    """f(*args), which under jit every device computes on its own shard of the arrays, without communication.
+
+    Args:
+      f: maps arrays to arrays. Along the names of `sizes` it treats every index by itself, so that f of a shard is
+        the shard of f. A dimension of n times a name's size holds n indices in a row for each of that name's.
+      args: pytrees of arrays or None.
+      operands: for each argument the names of its dimensions, a string such as "b t h k" in place of every array; "."
+        is a dimension of no name.
+      results: the same of f's results, from their shapes. "+b" behind the names: f of a shard of "b" gives a part of
+        a sum, which is taken over all shards.
+      sizes: how many equal parts each name that may be split has at most.
+
+    Returns:
+      f(*args). Under vmap f runs unsplit.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    # Constants of f as operands, for which `custom_partitioning` has no other place. A shard has its own.
+    constants = [jnp.asarray(x) for x in traced.consts]
+    ins, outs = _flat_axes(tuple(args), tuple(operands)), _flat_axes(shapes, results(shapes))
+    ins = (*ins, *((".",) * x.ndim for x in constants))
+
+    def whole(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        arrays, constants = (
+            leaves[: len(leaves) - len(traced.consts)],
+            leaves[len(leaves) - len(traced.consts) :],
+        )
+        return tuple(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*arrays))
+
+    def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        arrays = leaves[: len(leaves) - len(traced.consts)]
+        return tuple(jax.tree.leaves(f(*jax.tree.unflatten(treedef, arrays))))
+
+    def choose(mesh: Mesh, arrays, names: Sequence[Axes]) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
+        given = [x.sharding for x in arrays]
+        if mesh.empty:  # shardings of no mesh: every device computes the whole
+            devices = next(s.device_set for s in given if s is not None)
+            return Mesh(np.array(sorted(devices, key=lambda device: device.id)), ("device",)), {}
+        specs = [PartitionSpec() if s is None else s.spec for s in given]  # None: not decided yet
+        return mesh, _choose(mesh.shape, sizes, names, specs)
+
+    def partition(mesh: Mesh, operands, results):
+        mesh, chosen = choose(mesh, (*operands, *results), (*ins, *outs))
+
+        def shard(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(_summed(chosen, *part) for part in zip(outs, flat(*leaves), strict=True))
+
+        given, made = ([NamedSharding(mesh, _spec(chosen, names)) for names in side] for side in (ins, outs))
+        return mesh, shard, tuple(made), tuple(given)
+
+    def infer(mesh: Mesh, operands, results):
+        mesh, chosen = choose(mesh, operands, ins)
+        return tuple(NamedSharding(mesh, _spec(chosen, names)) for names in outs)
+
+    def rule(mesh, operand_types, result_types) -> SdyShardingRule:
+        return _rule((ins, operand_types), (outs, result_types))
+
+    partitioned = custom_partitioning(whole)
+    partitioned.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+
+    @custom_vmap
+    def call(*leaves):
+        return partitioned(*leaves)
+
+    @call.def_vmap
+    def _(axis_size, batched, *leaves):
+        in_axes = tuple(0 if b else None for b in batched)
+        return jax.vmap(flat, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
+
+    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves, *constants))
+
+
+def on_explicit_shards(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    operands: Sequence[Any],
+    results: Any,
+    sizes: Mapping[str, int],
+) -> Any:
+    """f(*args), on the shards of the arrays where their types say how they lie on explicit axes of a mesh.
+
+    Args: those of `on_shards`; `results` are the names themselves.
+
+    Returns:
+      f(*args). Results are sharded along the names that were split.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    meshes = [mesh for x in leaves if AxisType.Explicit in (mesh := jax.typeof(x).sharding.mesh).axis_types]
+    if not meshes:
+        return f(*args)
+    mesh = meshes[0]
+    ins = _flat_axes(tuple(args), tuple(operands))
+    explicit = {
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+    }
+    chosen = _choose(mesh.shape, sizes, ins, [jax.typeof(x).sharding.spec for x in leaves])
+    in_specs = [_spec(chosen, names) for names in ins]
+    out_specs = jax.tree.map(lambda names: _spec(chosen, tuple(names.split())), results)
+    leaves = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, in_specs, strict=True)]
+
+    def shard(*leaves: jax.Array) -> Any:
+        return f(*jax.tree.unflatten(treedef, vary_alike(leaves)))
+
+    return jax.shard_map(
+        shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=explicit
+    )(*leaves)
+
+
+def warn_of_gathers(
+    names: Sequence[str], args: Sequence[Any], operands: Sequence[str], sizes: Mapping[str, int]
+) -> None:
+    """Warns, while the program is compiled, of each array that lies split along a dimension that cannot be: every
+    device gathers the whole of it.
+
+    Args:
+      names: of the arrays, for the text.
+      args: arrays or None.
+      operands, sizes: see `on_shards`.
+    """
+
+    def check(name: str, axes: Axes, sharding: Any) -> None:
+        if not isinstance(sharding, NamedSharding):
+            return
+        for axis, entry in zip(axes, sharding.spec, strict=False):
+            over = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            if (
+                _parts(sharding.mesh.shape, over) == 1
+                or _prefix(sharding.mesh.shape, sizes.get(axis, 1), set(), over) == over
+            ):
+                continue
+            limit = f", which can be split {sizes[axis]} ways" if axis in sizes else ", which cannot be split"
+            text = f"{name}: its {_MEANING.get(axis, axis)} lie on mesh axes {', '.join(over)}{limit}; it is gathered"
+            warnings.warn(text, stacklevel=2)
+
+    for name, x, axes in zip(names, args, operands, strict=True):
+        if x is None:
+            continue
+        told = partial(check, name, tuple(axes.split()))
+        if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+            told(jax.typeof(x).sharding)
+        else:
+            jax.debug.inspect_array_sharding(x, callback=told)
+
+
+_MEANING = {
+    "b": "rows",
+    "h": "heads",
+    "t": "tokens",
+    "k": "keys' widths",
+    "v": "values' widths",
+    ".": "inner dimensions",
+}
+
+
+def vary_alike(arrays: Any) -> Any:
+    """The arrays of a pytree, inside jax.shard_map all varying over the mesh axes that one of them varies over.
+
+    A loop's carry must be of one type, and so must a primal and the cotangent that a custom_vjp gives for it. In
+    reverse mode this sums the cotangents of an array that came replicated. Outside shard_map it
+    does nothing, nor with check_vma=False.
+    """
+
+    def varying(x) -> frozenset:
+        return jax.typeof(x).manual_axis_type.varying
+
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying"), arrays)
+
+
+def expected_shards(arrays: Any) -> int | None:
+    """Devices that XLA may split a computation on these arrays over; None where there is nothing for it to split.
+
+    Inside `jax.shard_map` the arrays are shards already. On explicit axes they are split by their types.
+    """
+    if jax.device_count() == 1:
+        return None
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    if any({AxisType.Manual, AxisType.Explicit} & {*mesh.axis_types} for mesh in meshes):
+        return None
+    return max((mesh.size for mesh in meshes if not mesh.empty), default=1)
+
+
+def _flat_axes(tree: Any, axes: Any) -> tuple[Axes, ...]:
+    """Names of the dimensions of every array of a tree, whose None need none."""
+    names = jax.tree.map(lambda x, a: None if x is None else a, tree, axes, is_leaf=lambda x: x is None)
+    return tuple(tuple(a.split()) for a in jax.tree.leaves(names))
+
+
+def _choose(
+    mesh: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[Axes], specs: Sequence[PartitionSpec]
+) -> dict[str, tuple[str, ...]]:
+    """For each name the mesh axes to split it over: those of the array that lies on most devices along it."""
+    chosen: dict[str, tuple[str, ...]] = {}
+    for name, size in sizes.items():
+        taken = {axis for other in chosen.values() for axis in other}
+        found = [_prefix(mesh, size, taken, entry) for entry in _entries(name, axes, specs)]
+        chosen[name] = max(found, key=lambda entry: _parts(mesh, entry), default=())
+    return chosen
+
+
+def _entries(name: str, axes: Sequence[Axes], specs: Sequence[PartitionSpec]) -> Iterator[tuple[str, ...]]:
+    """Mesh axes over which each dimension of that name is sharded."""
+    for names, spec in zip(axes, specs, strict=True):
+        for dimension, entry in enumerate(spec):
+            if entry is not None and names[dimension] == name:
+                yield entry if isinstance(entry, tuple) else (entry,)
+
+
+def _prefix(mesh: Mapping[str, int], size: int, taken: set[str], entry: tuple[str, ...]) -> tuple[str, ...]:
+    """The first of these mesh axes that are free and divide the size together."""
+    for end in range(len(entry), 0, -1):
+        if not taken & {*entry[:end]} and size % _parts(mesh, entry[:end]) == 0:
+            return entry[:end]
+    return ()
+
+
+def _parts(mesh: Mapping[str, int], entry: tuple[str, ...]) -> int:
+    return math.prod(mesh[axis] for axis in entry)
+
+
+def _spec(chosen: Mapping[str, tuple[str, ...]], names: Axes) -> PartitionSpec:
+    return PartitionSpec(*(chosen.get(name) or None for name in _dimensions(names)))
+
+
+def _dimensions(names: Axes) -> Axes:
+    return tuple(name for name in names if not name.startswith("+"))
+
+
+def _summed(chosen: Mapping[str, tuple[str, ...]], names: Axes, x: jax.Array) -> jax.Array:
+    """x, summed over the shards of the names that say so."""
+    over = [axis for name in names if name.startswith("+") for axis in chosen.get(name[1:], ())]
+    return lax.psum(x, tuple(over)) if over else x
+
+
+def _rule(*sides: tuple[Sequence[Axes], Sequence[Any]]) -> SdyShardingRule:
+    """Along which dimensions Shardy carries a sharding from array to array: those of the same name and size.
+
+    A name whose size differs between arrays, such as heads that share keys, is one factor for each size: as parts of
+    a compound factor Shardy would split a mesh axis where it does not divide the first, which JAX cannot express.
+    """
+    used = 0
+
+    def mapping(names: Axes, shape: Sequence[int]) -> ArrayMapping:
+        nonlocal used
+        factors = []
+        for name, size in zip(_dimensions(names), shape, strict=True):
+            used += 1
+            factors.append(f"other{used}" if name == "." else f"{name}{size}")
+        return ArrayMapping(*factors)
+
+    arrays = (tuple(mapping(names, x.shape) for names, x in zip(*side, strict=True)) for side in sides)
+    return SdyShardingRule(*arrays)

@@ -1,0 +1,346 @@
+"""Rows whose tokens are split over devices: the rule and the convolution as on one device, and what is sent."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from meshes import mesh_of, spec, value_and_gradients
+from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+
+import gdn_jax
+from gdn_jax.checks import cases, oracle
+from gdn_jax.conv import causal_conv1d
+from gdn_jax.parallel import context, conv, kernels
+from gdn_jax.parallel.borders import Borders
+from gdn_jax.parallel.communication import traffic
+from gdn_jax.shapes import RuleArrays
+from pallas_kernels.backward import gradients as gradients_kernel
+from pallas_kernels.backward import rule as backward_rule
+from pallas_kernels.chunks import inverse
+from pallas_kernels.device import launch as device_launch
+from pallas_kernels.forward import rule as forward_rule
+
+TOKENS, WHOLE = spec(None, "context"), spec()
+SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
+
+
+def on_mesh(mesh, case, x, implementation="chunked"):
+    """The rule of tokens that are split over a mesh of one axis."""
+
+    def local(q, k, v, g, beta, state, cu, ids):
+        known = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids)
+        return context.gated_delta_rule(
+            q, k, v, g, beta, axis_name="context", **known, **case.options, implementation=implementation
+        )
+
+    specs = (TOKENS,) * 5 + (WHOLE, WHOLE, TOKENS)
+    f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
+    cu, ids = (None if y is None else jnp.asarray(y) for y in (x.cu_seqlens, x.segment_ids))
+    return lambda *primals: f(*primals, cu, ids)
+
+
+CASES = {
+    "one token a device": (8, dict(T=8, B=2)),
+    "whole rows, two devices": (2, dict(T=34, B=2)),
+    "whole rows, three devices": (3, dict(T=30, B=1)),
+    "whole rows, four devices": (4, dict(T=40, B=1, state_layout="vk", use_qk_l2norm=True)),
+    "whole rows, five devices": (5, dict(T=20, B=1)),
+    "whole rows, six devices": (6, dict(T=30, B=1, heads=(2, 1, 1))),
+    "whole rows, seven devices": (7, dict(T=28, B=1, initial_state=False)),
+    "whole rows, eight devices": (8, dict(T=80, B=1)),
+    "no gates": (4, dict(T=16, B=1, g=None, beta=None)),
+    # Segment borders within devices, at their borders, one token from them; one segment over four devices.
+    "segments": (8, dict(T=64, B=2, segments=((3, 5, 1, 33, 6, 16), (8, 8, 7, 1, 40)))),
+    "segments, no gates": (4, dict(T=32, B=1, g=None, segments=((1, 22, 9),))),
+    # Sequences that are empty, of one token, end at a border, span three devices; padding behind them.
+    "packed": (8, dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0))),
+    "packed, one over all": (4, dict(T=32, B=1, lengths=(32,), state_layout="vk")),
+    "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
+}
+QUICK = (
+    "whole rows, two devices",
+    "whole rows, three devices",
+    "whole rows, eight devices",
+    "segments",
+    "packed",
+)
+
+
+def params(names, quick):
+    """Test parameters of which all but some are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", params(CASES, QUICK))
+def test_rule(name):
+    """Outputs, final states and all gradients against float64 on one device."""
+    devices, options = CASES[name]
+    case = cases.Case(f"context {name}", **{**SMALL, **options})
+    check_rule(devices, case, "chunked")
+
+
+def check_rule(devices, case, implementation):
+    """One case against the oracle."""
+    x = cases.inputs(case)
+    call = on_mesh(mesh_of((devices,), ("context",)), case, x, implementation)
+    outputs, gradients = value_and_gradients(call)(x[:6], (x.do, x.dh_T))
+    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    for key, y in zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True):
+        if y is not None:
+            assert_close(expected[key], y, tolerance(key, "float32"), key, head_axis(key))
+
+
+@pytest.mark.parametrize("name", params(("packed", "segments"), ()))
+def test_rule_by_the_recurrence(name):
+    devices, options = CASES[name]
+    check_rule(devices, cases.Case(f"context {name}", **{**SMALL, **options}), "recurrent")
+
+
+@pytest.mark.slow
+def test_a_scale_that_is_an_array():
+    """Which has a gradient."""
+    case = cases.Case("context scale", T=16, B=1, **SMALL)
+    x = cases.inputs(case)
+    mesh = mesh_of((4,), ("context",))
+
+    def local(q, k, v, scale):
+        return context.gated_delta_rule(q, k, v, axis_name="context", scale=scale)[0]
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS,) * 3 + (WHOLE,), out_specs=TOKENS)
+    got = value_and_gradients(f)((*x[:3], jnp.float32(0.3)), jnp.asarray(x.do))
+    f = lambda q, k, v, scale: gdn_jax.gated_delta_rule(q, k, v, scale=scale)[0]  # noqa: E731
+    expected = value_and_gradients(f)((*x[:3], jnp.float32(0.3)), jnp.asarray(x.do))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def sent_by(devices, T):
+    """What a device sends for a forward and a backward whose final state nobody reads."""
+    case = cases.Case("context sent", B=1, T=T, heads=(1, 1, 2), K=8, V=4, chunk_size=16)
+    x = cases.inputs(case)
+    call = on_mesh(mesh_of((devices,), ("context",)), case, x, "recurrent")
+
+    def loss(*primals):
+        return call(*primals, x.initial_state)[0].astype(jnp.float32)
+
+    f = value_and_gradients(loss)
+    return traffic(f.lower(x[:5], jnp.asarray(x.do)).compile().as_text())
+
+
+def test_what_is_sent_grows_with_the_logarithm_of_the_devices():
+    """Each way one state, and for n devices ceil(log2(n - 1)) states and one map less: no more for longer rows."""
+    state, map_ = 2 * 8 * 4 * 4, 2 * 8 * 8 * 4
+    for devices, steps in ((2, 0), (4, 2), (8, 3)):
+        expected = 2 * ((1 + steps) * state + max(0, steps - 1) * map_)
+        sent = sent_by(devices, 64)
+        assert set(sent.count) == {"collective-permute"}, sent.count
+        assert sent.total == expected, devices
+    assert sent_by(4, 256).sent == sent_by(4, 64).sent
+
+
+def borders_of(cu, T, devices):
+    """What `Borders.of_packed` finds on each device, as rows of numbers."""
+    mesh = mesh_of((devices,), ("context",))
+
+    def local(cu):
+        return jax.tree.map(lambda y: jnp.asarray(y)[None], Borders.of_packed(cu, T, "context"))
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=WHOLE, out_specs=spec("context"))
+    return [np.asarray(y).astype(int).tolist() for y in jax.jit(f)(jnp.asarray(cu))]
+
+
+def test_borders_of_packed_sequences():
+    """Sequences [0, 3), empty, [3, 14), [14, 16) and padding on five devices of four tokens."""
+    first, last, enters, leaves, passes = borders_of([0, 3, 3, 14, 16], 4, 5)
+    assert enters == [0, 1, 1, 1, 0] and leaves == [1, 1, 1, 0, 0] and passes == [0, 1, 1, 0, 0]
+    assert [n for n, e in zip(first, enters, strict=True) if e] == [2, 2, 2]
+    assert [n for n, e in zip(last, leaves, strict=True) if e] == [2, 2, 2]
+
+
+CONVOLUTIONS = {
+    "two devices": (2, dict(T=8)),
+    "eight devices of three tokens": (8, dict(T=24)),
+    "two taps": (8, dict(T=8, W=2)),
+    "no state, no bias": (4, dict(T=16, state=False, bias=False)),
+    "segments": (8, dict(T=24, segments=(3, 8, 9, 13, 14))),
+    "segments of one token": (4, dict(T=16, segments=(1, 2, 3, 4, 5, 6, 7))),
+    "packed": (8, dict(T=24, lengths=(1, 1, 5, 1, 1, 0, 11, 3))),
+    "packed, no state": (8, dict(T=24, lengths=(24,), state=False)),
+}
+
+
+@pytest.mark.parametrize("name", params(CONVOLUTIONS, ("two devices", "segments", "packed")))
+def test_convolution(name):
+    """Outputs, final states and all gradients as on one device."""
+    devices, options = CONVOLUTIONS[name]
+    check_convolution(devices, **options)
+
+
+def check_convolution(devices, T, W=4, D=3, state=True, bias=True, segments=None, lengths=None):
+    """One convolution on so many devices beside one."""
+    rng = np.random.default_rng(0)
+    B, N = (1, len(lengths)) if lengths else (2, 2)
+    primals = tuple(
+        rng.standard_normal(shape).astype(np.float32) if given else None
+        for shape, given in (((B, T, D), 1), ((D, W), 1), ((D,), bias), ((N, D, W - 1), state))
+    )
+    cu = jnp.asarray(np.cumsum((0, *lengths)), jnp.int32) if lengths else None
+    ids = None
+    if segments:  # every other id is the same: what counts is a change
+        numbers = np.searchsorted(np.array(segments), np.arange(T), side="right") % 2
+        ids = jnp.asarray(np.broadcast_to(numbers, (B, T)), jnp.int32)
+
+    def whole(x, weight, bias, state):
+        return causal_conv1d(x, weight, bias, initial_state=state, cu_seqlens=cu, segment_ids=ids)
+
+    def local(x, weight, bias, state, cu, ids):
+        rest = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids)
+        return conv.short_conv(x, weight, bias, axis_name="context", **rest)
+
+    mesh = mesh_of((devices,), ("context",))
+    specs = (TOKENS, WHOLE, WHOLE, WHOLE, WHOLE, TOKENS)
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
+    cotangents = (primals[0], rng.standard_normal((N, D, W - 1)).astype(np.float32))
+    expected = value_and_gradients(whole)(primals, cotangents)
+    got = value_and_gradients(lambda *p: split(*p, cu, ids))(primals, cotangents)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_the_convolution_sends_its_halo_alone():
+    """W - 1 tokens each way, whatever the length, where nobody reads the final state."""
+    mesh = mesh_of((4,), ("context",))
+
+    def run(T):
+        local = lambda x, w: conv.short_conv(x, w, axis_name="context")[0]  # noqa: E731
+        f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, WHOLE), out_specs=TOKENS)
+        x, w = np.ones((1, T, 8), np.float32), np.ones((8, 4), np.float32)
+        return traffic(value_and_gradients(lambda x: f(x, w)).lower((x,), x).compile().as_text())
+
+    assert run(32).count == {"collective-permute": 2}
+    assert run(32).total == run(64).total == 2 * 3 * 8 * 4
+
+
+def test_too_few_tokens_for_the_convolution():
+    mesh = mesh_of((8,), ("context",))
+    local = functools.partial(conv.short_conv, axis_name="context")
+    f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, WHOLE), out_specs=(TOKENS, WHOLE))
+    with pytest.raises(
+        ValueError, match=r"x: expected at least W - 1 = 3 tokens on every device of 'context', got 2"
+    ):
+        jax.jit(f)(np.ones((1, 16, 2), np.float32), np.ones((2, 4), np.float32))
+
+
+def test_arguments_are_checked():
+    mesh = mesh_of((2,), ("context",))
+
+    def f(q, k, v):
+        return context.gated_delta_rule(q, k, v, axis_name="context", chunk_size=17)[0]
+
+    x = np.ones((1, 4, 1, 2), np.float32)
+    with pytest.raises(ValueError, match="chunk_size: expected one of"):
+        jax.jit(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x, x, x)
+
+
+# The kernels inside, without a GPU.
+
+
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, id="rows"), pytest.param(True, id="packed", marks=pytest.mark.slow)]
+)
+def test_kernels_lower(packed, monkeypatch):
+    """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
+    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
+    mesh = mesh_of((4,), ("context",))
+    B, N, T = (1, 3, 512) if packed else (2, 2, 512)
+
+    def array(shape, dtype=jnp.float32, where=TOKENS):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, where))
+
+    q = array((B, T, 2, 64), jnp.bfloat16)
+    gate, state = array((B, T, 2)), array((N, 2, 64, 64), where=WHOLE)
+    cu = array((N + 1,), jnp.int32, WHOLE) if packed else None
+
+    def local(q, k, v, g, beta, state, cu):
+        rest = dict(initial_state=state, cu_seqlens=cu, use_qk_l2norm=True)
+        return context.gated_delta_rule(
+            q, k, v, g, beta, axis_name="context", implementation="mosaic_gpu", **rest
+        )
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS,) * 5 + (WHOLE, WHOLE), out_specs=(TOKENS, WHOLE))
+
+    def both(primals, cotangents, cu):
+        outputs, vjp = jax.vjp(lambda *p: f(*p, cu), *primals)
+        return outputs, vjp(cotangents)
+
+    traced = jax.jit(both).trace((q, q, q, gate, gate, state), (q, state), cu)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert text.count("collective_permute") == 2 * (3 + 1)  # three steps and a map less, each way
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels in the interpreter, on segments of one chunk, of few warpgroups, for each takes a thread."""
+    prepare, backward = forward_rule.prepare_open, backward_rule.backward
+    config = forward_rule.Config(segment_chunks=1, inverse=inverse.Config(warpgroups=2, ctas=1))
+    monkeypatch.setattr(forward_rule, "prepare_open", functools.partial(prepare, config=config))
+
+    def small(*args, config, **options):
+        config = dataclasses.replace(config, gradients=gradients_kernel.Config(ctas=1))
+        return backward(*args, config=config, **options)
+
+    monkeypatch.setattr(backward_rule, "backward", small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [None, (20, 130, 150)], ids=["rows", "packed"])
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_interpreted(lengths):
+    """Two devices one after the other, outside of jit, where the interpreter hangs; what travels is handed over."""
+    T, devices = 150, 2
+    case = cases.Case("context kernels", T=devices * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
+    x = cases.inputs(case, "bfloat16")
+    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    options = dict(scale=case.K**-0.5, use_qk_l2norm=False, interpret=plgpu.InterpretGPUParams())
+    state = jnp.asarray(x.initial_state)
+    zeros = jnp.zeros((1, *state.shape[1:]))
+    yes, no = jnp.asarray(True), jnp.asarray(False)
+    n = None if lengths is None else jnp.int32(1)  # the sequence that crosses the border
+    cu = [
+        None if lengths is None else jnp.asarray(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32)
+        for d in (0, 1)
+    ]
+    halves = [[jnp.asarray(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
+    locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
+    borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
+
+    affine, rest = kernels.forward(locals_[0], borders[0], **options)
+    begins = borders[0].pick(state, n)
+    crossing = affine.e + jnp.einsum("...kj,...jv->...kv", affine.m, begins, precision="highest")
+    o_0, final_0, saved_0 = rest(state)
+    _, rest = kernels.forward(locals_[1], borders[1], **options)
+    o_1, final_1, saved_1 = rest(borders[1].put(state, n, crossing, yes))
+    here = (
+        np.array([1, 0, 0])[:, None, None, None] if lengths else 0
+    )  # which sequences end on the first device
+    dh_T = jnp.asarray(x.dh_T)
+    de, rest = kernels.backward(
+        saved_1, borders[1], halves[1][5], dh_T * (1 - here), head_slices=1, **options
+    )
+    gradients_1 = rest(dh_T * (1 - here))
+    ends = borders[0].put(dh_T * here, n, zeros, yes)
+    _, rest = kernels.backward(saved_0, borders[0], halves[0][5], ends, head_slices=1, **options)
+    gradients_0 = rest(borders[0].put(dh_T * here, n, de, yes))
+
+    got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}
+    for i, name in enumerate(GRADIENTS[:5]):
+        got[name] = jnp.concatenate([gradients_0[i], gradients_1[i]], 1)
+    got["dh_0"] = gradients_0[5] + borders[1].put(gradients_1[5], n, zeros, yes)
+    for name, y in got.items():
+        assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
