@@ -15,7 +15,12 @@ PACKAGES = ("gdn_jax", "pallas_kernels")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 KERNEL_PARTS = ("pallas_kernels.device", "pallas_kernels.work", "pallas_kernels.chunks")
-KERNELS = ("pallas_kernels.forward", "pallas_kernels.backward", "pallas_kernels.layer")
+KERNELS = (
+    "pallas_kernels.forward",
+    "pallas_kernels.backward",
+    "pallas_kernels.layer",
+    "pallas_kernels.decode",
+)
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
@@ -35,6 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
+    "pallas_kernels.decode": {"pallas_kernels.device"},
     "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
     "mosaic": {
         "shapes",

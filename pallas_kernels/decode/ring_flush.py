@@ -1,0 +1,89 @@
+"""Rings that have no room for more tokens, made part of their states.
+
+    S0 <- D S0 + sum_j D_j k_j u_j^T        where count + room > L
+
+Inputs (GMEM): ring_k [slots, Hk, L, K], ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32;
+read_slots [N], count [slots] int32.
+In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16. The counts are the caller's to
+set to 0: a kernel that read them while another part of it wrote them would read either.
+Outputs: none.
+Grid: as in `step`.
+Numerics: sums in float32, rounded once. Hardware, limits: those of `ring_step`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode.ring import LENGTH, Ring, Slot
+from pallas_kernels.decode.step import Config
+from pallas_kernels.decode.tiles import Rule, Tile, load, one_for_all_layers
+from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.memory import store_any
+
+
+def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int) -> None:
+    tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
+    ring = Ring(tile, gmem.ring_k.dtype.itemsize, None)
+    row, head, entries = tile.where(grid_index())
+    slot = gmem.read_slots[row]
+
+    @pl.when(rule.is_slot(slot))
+    def _():
+        place = rule.place(slot, gmem.layer)
+        count = gmem.count[place]
+
+        @pl.when(count + room > LENGTH)
+        def _():
+            here = Slot(gmem, tile, place, head, lax.div(head, rule.HV // rule.Hk), entries)
+            S = load(here.state, tile.layout)
+            total = jnp.sum(ring.decays(here.g, count))
+            store_any(here.state, here.folded(tile, S, count, total, 0.0).astype(S.dtype))
+
+
+def ring_flush(
+    state: Float[Array, "slots *layers HV rows columns"],
+    ring_k: Float[Array, "slots *layers Hk L K"],
+    ring_u: Float[Array, "slots *layers HV L V"],
+    ring_g: Float[Array, "slots *layers HV L"],
+    *,
+    read_slots: Int[Array, " N"],
+    count: Int[Array, "slots *layers"],
+    room: int,
+    kv_layout: bool = True,
+    null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret=None,
+) -> Float[Array, "slots *layers HV rows columns"]:
+    """The states, where count + room > L with what the rings hold. All other slots keep their bits.
+
+    Args:
+      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, layer, config, interpret: as for
+        `ring_step`.
+      room: tokens that must find room; L for every ring that is not empty.
+    """
+    (Hk, _, K), (HV, _, V) = ring_k.shape[-3:], ring_u.shape[-3:]
+    slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
+    rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
+    config = config or Config.default(V, state.dtype)
+    in_place = jax.new_ref(one_for_all_layers(state, layer))
+    rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "count": count}
+    inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}
+    at = {"read_slots": read_slots, "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None]}
+    launch(
+        "ring_flush",
+        functools.partial(_body, rule=rule, config=config, room=room),
+        inputs=inputs | at | {"state": in_place},
+        outputs={},
+        memory={},
+        ctas=read_slots.shape[0] * HV * (V // config.block),
+        auto_barriers=False,
+        interpret=interpret,
+    )
+    return jax.freeze(in_place).reshape(state.shape)
