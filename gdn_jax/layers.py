@@ -23,9 +23,9 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
-from gdn_jax.fused import short_conv
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
+from gdn_jax.parallel.on_mesh import short_conv
 from gdn_jax.shapes import MAX_HEAD_DIM, check_array, check_choice, check_floating
 
 

@@ -40,17 +40,18 @@ ROOMS: dict[str, set[str]] = {
     "fused": {"mosaic", "conv"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
+    "parallel": {"shapes", "gates", "losses", "partitioning", "conv", "fused", "xla", "ops", *KERNELS},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
     "blocks": set(),
     "small_layer": {"shapes", "gates", "ops"},
-    "rules": {"shapes", "gates", "packing", "chunks", "ops"},
+    "rules": {"shapes", "gates", "packing", "chunks", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
+    "layers": {"shapes", "gates", "conv", "ops", "parallel", "rules", "blocks"},
     "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
     "commands": set(),
     "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
+    "experiments": {"gdn_jax", "parallel", "blocks", "layers", "models", "commands", "checks"},
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -63,6 +64,7 @@ OUTSIDE: dict[str, set[str]] = {
         "jaxlib.mlir.dialects",
     },  # dialects that jax.extend.mlir lacks (llvm)
     "pallas_kernels.tools": {"jaxlib.mlir"},
+    "parallel": {"optax"},
     "plots": {"matplotlib"},
     "blocks": {"flax"},
     "small_layer": {"flax"},
@@ -77,6 +79,7 @@ OUTSIDE: dict[str, set[str]] = {
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
     *(("mosaic", name) for name in ("pallas_kernels.work", *KERNELS)),
+    *(("parallel", name) for name in ("optax", *KERNELS)),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
