@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gdn_jax import gates
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.conv import causal_conv1d
-from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, on_shards
+from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, on_shards, vary_alike
 from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
 
 GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
@@ -227,6 +227,7 @@ def short_conv_supported(x, weight) -> str | None:
 def short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
     """silu(conv(x)) of `conv.causal_conv1d` on whole rows; forward in plain JAX, backward by a kernel."""
     operands, results, sizes = _short_conv_axes(x)
+    x, weight = vary_alike((x, weight))
     return on_explicit_shards(_short_conv, (x, weight), operands[:2], results[0], sizes)
 
 
