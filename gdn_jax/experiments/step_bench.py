@@ -1,7 +1,7 @@
 """`gdn bench --what step`: times the whole training step of a model, and says where its time goes.
 
 A step is what `gdn train` runs: forward, backward, clipping, AdamW, on random tokens. Its time is the mean of several
-that follow one another without a pause, as they do in training. Seconds to the first step are those of initialising the model,
+that follow one another without a pause. Seconds to the first step are those of initialising the model,
 and of tracing, compiling and running the first step. On a GPU the kernels of a step are added up by kind from a
 profile.
 """
