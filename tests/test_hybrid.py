@@ -121,6 +121,15 @@ def test_attention_is_its_definition(config):
     assert_close(want, np.asarray(got[0]), F32)
 
 
+def test_the_attention_map_is_what_a_call_does():
+    layer = perturb(Attention(24, NOPE, rngs=nnx.Rngs(0)))
+    x = normal(2, 6, 24)
+    weights, (_, _, v) = layer.weights(x), layer.heads(x)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
+    o = jnp.einsum("bhij,bjd->bihd", weights, v[:, :, 0]).reshape(2, 6, -1)  # one head of keys and values
+    assert_close(layer.o_proj(o), layer(x)[0], F32)
+
+
 def test_rotation_depends_on_distance_alone():
     q, k = normal(1, 1, 2, 8), normal(1, 1, 2, 8, seed=1)
 
