@@ -115,13 +115,14 @@ def test_embedding_gradient(D, dtype):
     close(fused_oracle.embedding_gradient(ids, dx, 6), got, "gradient")
 
 
-BORDERS = (3, 5, 6, 15, 16, 17, 25, 31, 32)
-"""First tokens of segments: around borders of strips of 16 tokens, and nearer to each other than a filter is long."""
+BORDERS = (3, 5, 7, 9, 14, 18, 24)
+"""First tokens of segments. Strips of 8 tokens begin one and two tokens behind one, one and two before one, with one
+and without; 3 and 5 are nearer to each other than the filter is long."""
 
 # Rows that end inside a strip, without segments and with; a strip longer than the row, and no norm.
 CONVOLUTIONS = {
     "strips": (dict(B=2, T=24, HV=4), short_conv.Config(16, 4), "bfloat16"),
-    "segments": (dict(B=1, T=40, HV=4, borders=BORDERS), short_conv.Config(16, 2), "bfloat16"),
+    "segments": (dict(B=1, T=40, HV=4, borders=BORDERS), short_conv.Config(8, 2), "bfloat16"),
     "one strip": (
         dict(B=1, T=8, HV=8, width=64, borders=(1, 2, 4), normalize=False),
         short_conv.Config(64, 4),

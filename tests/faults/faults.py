@@ -121,6 +121,25 @@ FAULTS = (
         "inner = int((-(-values // length) * counts).sum())",
         "tests/test_kernels.py::test_segments_of_a_cut",
     ),
+    # The kernels around the rule.
+    Fault(
+        "the convolution forgets borders of segments just before a strip",
+        "            past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])",
+        "            past[:n] = past[:n]",
+        "tests/test_layer_kernels.py::test_short_conv",
+    ),
+    Fault(
+        "the convolution's derivative forgets borders of segments just behind a strip",
+        "                behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])",
+        "                behind[n:] = behind[n:]",
+        "tests/test_layer_kernels.py::test_short_conv",
+    ),
+    Fault(
+        "tokens outside the vocabulary have a gradient",
+        "    ids = jnp.where(ids < 0, V, ids)  # those that name no row come last\n",
+        "    ids = jnp.maximum(ids, 0)\n",
+        "tests/test_layer_kernels.py::test_seam_of_embed",
+    ),
     # Layers, models and experiments.
     Fault(
         "the dtype of the state in a cache is lost",
