@@ -82,6 +82,7 @@ def test_a_checkpoint_computes_what_transformers_does_and_is_written_as_it_was(n
     assert_same_params(model, load_hf(tmp_path / "saved"))
 
 
+@pytest.mark.slow
 def test_without_a_mask_and_for_few_tokens():
     want = hf_checkpoints.expected("qwen3_5")
     model = load_hf(hf_checkpoints.FOLDER / "qwen3_5", implementation="recurrent")
@@ -89,7 +90,12 @@ def test_without_a_mask_and_for_few_tokens():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow), "olmo_hybrid_released"]
+    "name",
+    [
+        "qwen3_5",
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid_released", marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_continuation(name):
     """From the bare prompts and, at once, from the same ones with padding on the left."""
@@ -199,7 +205,10 @@ OLMO = dataclasses.replace(
 OWN = {"qwen3_5_text": HYBRID, "qwen3_5_moe_text": MOE, "qwen3_next": NEXT, "olmo_hybrid": OLMO}
 
 
-@pytest.mark.parametrize("model_type", OWN)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3_5_text" else name for name in OWN],
+)
 def test_a_model_of_our_own(model_type, tmp_path):
     """It is written as the family that has such models, in several files where they are large."""
     model = LanguageModel(OWN[model_type], rngs=nnx.Rngs(0))

@@ -219,6 +219,7 @@ def test_prefill_and_decode_equal_one_pass(name):
             assert grown[1].k.shape[1] == 14
 
 
+@pytest.mark.slow
 def test_a_growing_cache_begins_empty():
     model, row = make(), tokens(2, 6)
     want, _ = call(model, row)
@@ -243,7 +244,7 @@ def test_a_full_cache_is_loud():
 
 
 def test_padding_leaves_no_trace():
-    model, row = make("qwen3_next"), tokens(2, 12)
+    model, row = make(), tokens(2, 12)
     mask = np.ones((2, 12), bool)
     mask[0, :5], mask[1, 9:] = False, False
     results = [call(model, np.where(mask, row, filler), mask=mask, return_cache=True) for filler in (0, 7)]

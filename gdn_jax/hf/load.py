@@ -21,6 +21,8 @@ from gdn_jax.hf.weights import Weight, same
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 
+HEAD = "lm_head.weight"
+
 _SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
 
 
@@ -111,9 +113,6 @@ def config_of(
     return config
 
 
-HEAD = "lm_head.weight"
-
-
 def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
     """Whether a checkpoint that says its embedding is tied has another head all the same: transformers uses it."""
     if head is None or embedding is None:
@@ -165,7 +164,8 @@ def _place(
             like = shapes[name]
             assert array.shape == like.shape, (name, array.shape, like.shape)
             array = np.ascontiguousarray(array.astype(like.dtype))
-            yield name, jax.device_put(array, None if mesh is None else sharding_of(array.shape, mesh))
+            placed = jax.device_put(array, None if mesh is None else sharding_of(array.shape, mesh))
+            yield name, placed.block_until_ready()  # or arrays that wait for their transfer would pile up
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
