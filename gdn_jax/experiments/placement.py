@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
@@ -52,7 +51,7 @@ class Placement:
         """In which everything on the mesh is traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def state(self, params: nnx.State, optimizer: Any) -> tuple[TrainState, TrainState | None]:
+    def state(self, params: PyTree, optimizer: Any) -> tuple[TrainState, TrainState | None]:
         """The state before the first step, in its place, and the shardings of it; inside `active`."""
         if self.mesh is None:
             return TrainState(params, optimizer.init(params)), None

@@ -6,6 +6,7 @@ and its lines of metrics describe it: the run can be resumed.
 
 import contextlib
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn_jax.commands.errors import RunError, os_line
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
 from gdn_jax.commands.files import write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
@@ -50,9 +51,17 @@ def train(options: TrainOptions, console: Console) -> int:
     if compiled is not None:
         console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
     placement = Placement.on(options.run.mesh)
-    if options.run.mesh is not None and not processes.is_first():
-        return _follow(options, placement)
-    return _lead(options, placement, console)
+    try:
+        if options.run.mesh is not None and not processes.is_first():
+            return _follow(options, placement)
+        return _lead(options, placement, console)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or out_of_memory(error):
+            raise
+        again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
+        text = f"another process of the run is gone ({one_line(error)}); what was saved is kept; continue with: {again}"
+        print(f"gdn: process {jax.process_index()}: {text}", file=sys.stderr)
+        processes.leave(1)
 
 
 def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
