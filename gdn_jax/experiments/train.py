@@ -59,8 +59,9 @@ def train(options: TrainOptions, console: Console) -> int:
         if jax.process_count() == 1 or out_of_memory(error):
             raise
         again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
-        text = f"another process of the run is gone ({one_line(error)}); what was saved is kept; continue with: {again}"
-        print(f"gdn: process {jax.process_index()}: {text}", file=sys.stderr)
+        reason = f"another process of the run is gone ({one_line(error)})"
+        text = f"gdn: process {jax.process_index()}: {reason}; what was saved is kept; continue with: {again}"
+        print(text, file=sys.stderr)
         processes.leave(1)
 
 
