@@ -4,7 +4,7 @@ Parameters live in param_dtype (float32 by default) and are cast to dtype, the c
 flax's own layers; the norm is float32 in any case.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,6 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.fused.norms import add_norm
+from gdn_jax.fused.swiglu import swiglu_down
+from gdn_jax.parallel.on_mesh import splits_heads
+from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
 
@@ -80,6 +85,7 @@ class RMSNorm(nnx.Module):
       eps: added to the mean square.
       dtype: dtype of the result; the input's when None.
       param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
+      zero_centred: multiply by 1 + weight, which starts at 0.
     """
 
     def __init__(
@@ -89,17 +95,28 @@ class RMSNorm(nnx.Module):
         eps: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        zero_centred: bool = False,
     ):
-        self.weight = NoDecayParam(jnp.ones(features, param_dtype))
+        self.weight = NoDecayParam((jnp.zeros if zero_centred else jnp.ones)(features, param_dtype))
+        self.zero_centred = zero_centred
         self.eps = eps
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The normalised x [..., features]."""
-        dtype = self.dtype or x.dtype
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (x * scale * self.weight[...].astype(x.dtype)).astype(dtype)
+        return self.add(x, None)[1]
+
+    def add(
+        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+        """x + y in x's dtype, x itself where y is None, and the sum normalised."""
+        factor = self.factor(accumulation_dtype(x))
+        return add_norm(x, y, factor, eps=self.eps, dtype=self.dtype)
+
+    def factor(self, dtype: DTypeLike) -> Float[Array, " D"]:
+        """What the normalised x is multiplied by: the weight, or 1 + weight."""
+        weight = self.weight[...].astype(dtype)
+        return 1 + weight if self.zero_centred else weight
 
 
 class SwiGLU(nnx.Module):
@@ -131,7 +148,26 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return swiglu_down(self.gate_proj(x), self.up_proj(x), self.down_proj.kernel[...])
+
+
+def shared_product(
+    x: Float[Array, "*S D"], linears: Sequence[nnx.Linear], dtype: DTypeLike | None
+) -> Float[Array, "*S F"]:
+    """The results of bias-free projections side by side, from one product of their common input.
+
+    On a mesh that splits heads they are products of their own, whose results each device has its part of.
+
+    Args:
+      x: their input.
+      linears: the projections.
+      dtype: their compute dtype.
+    """
+    if splits_heads():
+        return jnp.concatenate([linear(x) for linear in linears], axis=-1)
+    kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
+    dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
+    return x.astype(dtype) @ kernel.astype(dtype)
 
 
 def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):

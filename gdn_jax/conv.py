@@ -177,6 +177,18 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
 
 
+def last_inputs(
+    x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None, width: int
+) -> Float[Array, "B D W1"]:
+    """Final state of `causal_conv1d` without an initial state, of rows of at least width - 1 tokens."""
+    last = x[:, 1 - width :]
+    if segment_ids is not None:
+        linked = ~segment_starts(segment_ids)[:, 2 - width :]
+        seen = jnp.cumprod(linked[:, ::-1], axis=1)[:, ::-1].astype(bool)
+        last = jnp.where(jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[..., None], last, 0)
+    return jnp.swapaxes(last, 1, 2)
+
+
 def convolve_spans(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears
+from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears, shared_product
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -23,6 +23,8 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
+from gdn_jax.fused.norms import gated_norm
+from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.parallel.on_mesh import short_conv
@@ -213,6 +215,7 @@ class GatedDeltaNet(nnx.Module):
         o, state = rules.apply(
             self.rule,
             *inputs,
+            normalized=True,
             initial_state=state,
             cu_seqlens=cu_seqlens,
             segment_ids=segment_ids,
@@ -242,19 +245,20 @@ class GatedDeltaNet(nnx.Module):
           mask, segment_ids, cu_seqlens: as for `__call__`, but the ids of padding are those of the nearest token.
 
         Returns:
-          q, k (of any length: the rule normalises them), v, g and beta, and the new convolution state.
+          q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
         """
-        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        g = log_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...])
-        beta = write_strength(self.b_proj(x), allow_neg_eigval=self.allow_neg_eigval)
+        qkv = shared_product(x, (self.q_proj, self.k_proj, self.v_proj), self.dtype)
+        a, b = jnp.split(shared_product(x, (self.a_proj, self.b_proj), self.dtype), 2, axis=-1)
+        g = log_decay(a, self.A_log[...], self.dt_bias[...])
+        beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
         if mask is not None:
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
         if conv_state is not None and x.shape[1] == 1 and cu_seqlens is None:
-            qkv, conv_state = self._convolve_token(qkv, conv_state, mask)
+            q, k, v, conv_state = self._convolve_token(qkv, conv_state, mask)
         else:
-            qkv, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
-        q, k, v = self._heads(*qkv)
+            q, k, v, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
+        v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -267,72 +271,49 @@ class GatedDeltaNet(nnx.Module):
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
         """
-        dtype = o.dtype
-        o = self.o_norm(o).reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim)
-        if self.g_proj is not None:
-            o = o * jax.nn.silu(self.g_proj(x).astype(o.dtype))
-        return self.o_proj(o.astype(dtype))
-
-    def _heads(self, q, k, v):
-        """Splits the last axis of q, k, v into heads."""
-        keys, values = (self.num_heads, self.head_dim), (self.num_v_heads, self.head_v_dim)
-        return (x.reshape(*x.shape[:-1], *heads) for x, heads in ((q, keys), (k, keys), (v, values)))
-
-    def _channels(self):
-        """Where q, k and v lie among the channels of the convolution."""
-        key_dim = self.num_heads * self.head_dim
-        return slice(0, key_dim), slice(key_dim, 2 * key_dim), slice(2 * key_dim, self.conv_dim)
+        if self.g_proj is None:
+            o = self.o_norm(o).astype(o.dtype)
+        else:
+            gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
+            o = gated_norm(o, gate, weight, eps=self.o_norm.eps, implementation=self.implementation)
+        return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
 
     def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
-        """silu(conv(q, k, v)) of whole sequences and the new convolution state [N, conv_dim, W-1].
-
-        Each of q, k and v meets its own rows of the weight: the concatenation is never built.
-        """
+        """q and k as the rule wants them, v, and the new convolution state [N, conv_dim, W-1], of whole sequences."""
+        heads = self._key_heads()
         if self.conv_weight is None:
-            N = qkv[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            return map(_silu, qkv), jnp.zeros((N, self.conv_dim, 0), qkv[0].dtype)
-        spans = ()
-        if mask is not None:
-            begin, end = _run_of_tokens(mask)
-            token = jnp.arange(mask.shape[1])
-            fresh = (token == 0) | (token == begin[:, None])
-            if segment_ids is not None:
-                fresh = fresh | segment_starts(segment_ids)
-            spans = (fresh, begin[:, None], end[:, None], mask)
-        ys, states = [], []
-        for x, channels in zip(qkv, self._channels(), strict=True):
-            weight = self.conv_weight[channels]
-            bias = None if self.conv_bias is None else self.conv_bias[channels]
-            state = None if past is None else past[:, channels]
-            if mask is None:
-                y, state = short_conv(
-                    x,
-                    weight,
-                    bias,
-                    initial_state=state,
-                    cu_seqlens=cu_seqlens,
-                    segment_ids=segment_ids,
-                    implementation=self.implementation,
-                )
-            else:
-                state = None if state is None else state[:, None]
-                y, state = convolve_spans(x, weight, bias, "silu", state, *spans)
-                state = state[:, 0]
-            ys.append(y)
-            states.append(state)
-        return ys, jnp.concatenate(states, axis=1)
+            N = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            state = jnp.zeros((N, self.conv_dim, 0), qkv.dtype)
+            return *split_normalized(_silu(qkv), **heads), state
+        weight = self.conv_weight[...]
+        bias = None if self.conv_bias is None else self.conv_bias[...]
+        if mask is None:
+            options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+            return short_conv(qkv, weight, bias, **heads, **options, implementation=self.implementation)
+        begin, end = run_of_tokens(mask)
+        token = jnp.arange(mask.shape[1])
+        fresh = (token == 0) | (token == begin[:, None])
+        if segment_ids is not None:
+            fresh = fresh | segment_starts(segment_ids)
+        past = None if past is None else past[:, None]
+        spans = (fresh, begin[:, None], end[:, None], mask)
+        y, state = convolve_spans(qkv, weight, bias, "silu", past, *spans)
+        return *split_normalized(y, **heads), state[:, 0]
 
     def _convolve_token(self, qkv, past, mask):
         """`_convolve` of one token."""
         if self.conv_weight is None:
-            return map(_silu, qkv), past
-        qkv = [x[:, 0] for x in qkv]
+            return *split_normalized(_silu(qkv), **self._key_heads()), past
         bias = None if self.conv_bias is None else self.conv_bias[...]
-        y, state = causal_conv1d_update(jnp.concatenate(qkv, axis=-1), past, self.conv_weight[...], bias)
+        y, state = causal_conv1d_update(qkv[:, 0], past, self.conv_weight[...], bias)
         if mask is not None:
             y = jnp.where(mask, y, 0)
             state = jnp.where(mask[:, :, None], state, past)
-        return [y[:, None, channels] for channels in self._channels()], state
+        return *split_normalized(y[:, None], **self._key_heads()), state
+
+    def _key_heads(self):
+        """How q and k lie in the first channels of the convolution."""
+        return dict(heads=self.num_heads, width=self.head_dim, normalize=rules.wants_unit_length(self.rule))
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
         check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
@@ -349,14 +330,7 @@ class GatedDeltaNet(nnx.Module):
         if segment_ids is not None:
             check_array("segment_ids", segment_ids, (B, T), "B T")
         if mask is not None:
-            check_array("mask", mask, (B, T), "B T")
-            if mask.dtype != jnp.bool_:
-                raise ValueError(f"mask: expected dtype bool, got {mask.dtype}")
-            if not isinstance(mask, jax.core.Tracer):
-                rises = np.diff(np.asarray(mask).astype(np.int8), axis=1, prepend=0) > 0
-                if (rises.sum(axis=1) > 1).any():
-                    row = int(np.argmax(rises.sum(axis=1) > 1))
-                    raise ValueError(f"mask: expected one run of tokens in each row, got a gap in row {row}")
+            check_mask(mask, B, T)
         if cache is not None:
             N = B
             if cu_seqlens is not None:
@@ -396,6 +370,18 @@ def check_options(
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
 
+def check_mask(mask: Bool[Array, "B T"], B: int, T: int) -> None:
+    """Raises ValueError unless mask is bool [B, T] with one run of tokens in each row, where its values are known."""
+    check_array("mask", mask, (B, T), "B T")
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: expected dtype bool, got {mask.dtype}")
+    if not isinstance(mask, jax.core.Tracer):
+        rises = np.diff(np.asarray(mask).astype(np.int8), axis=1, prepend=0) > 0
+        if (rises.sum(axis=1) > 1).any():
+            row = int(np.argmax(rises.sum(axis=1) > 1))
+            raise ValueError(f"mask: expected one run of tokens in each row, got a gap in row {row}")
+
+
 def check_positive(**sizes: int) -> None:
     """Raises ValueError for the first size that is not a positive integer."""
     for name, value in sizes.items():
@@ -427,13 +413,13 @@ def _clear_padding(x, mask, segment_ids, cu_seqlens):
     if mask is None:
         return x, segment_ids
     if segment_ids is not None:
-        begin, end = _run_of_tokens(mask)
+        begin, end = run_of_tokens(mask)
         nearest = jnp.clip(jnp.arange(T), begin[:, None], jnp.maximum(end - 1, begin)[:, None])
         segment_ids = jnp.take_along_axis(segment_ids, nearest, axis=1)
     return jnp.where(mask[..., None], x, 0), segment_ids
 
 
-def _run_of_tokens(mask):
+def run_of_tokens(mask):
     """First True and one past the last True of each row [B]; 0, 0 where there is none."""
     T = mask.shape[1]
     any_token = mask.any(axis=1)

@@ -16,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax import gates
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
-from gdn_jax.conv import causal_conv1d
-from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, on_shards, vary_alike
+from gdn_jax.partitioning import RuleAxes, on_shards
 from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
 
 GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
@@ -50,12 +49,13 @@ class Options(NamedTuple):
 
 def check_supported(dims: Dims, q, g, beta, initial_state, *, chunk_size: int, packed: bool) -> str | None:
     """Why the kernels cannot run a call, forward and backward, on JAX's default device; None if they can."""
+    from pallas_kernels.device import launch
     from pallas_kernels.forward import rule
 
     reason = rule.check_supported(dims, q.dtype, chunk_size=chunk_size, packed=packed)
     if reason is None and accumulation_dtype(q, g, beta, initial_state) != jnp.float32:
         reason = "a gate or the state is float64; the kernels compute in float32"
-    return reason or rule.device_reason()
+    return reason or launch.device_reason()
 
 
 def check_head_slices(slices: int, dims: Dims) -> None:
@@ -214,49 +214,3 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
-
-
-def short_conv_supported(x, weight) -> str | None:
-    """Why the kernel cannot take the backward of a convolution on JAX's default device; None if it can."""
-    from pallas_kernels.forward.rule import device_reason
-    from pallas_kernels.layer import short_conv
-
-    return short_conv.check_supported(x, weight) or device_reason()
-
-
-def short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """silu(conv(x)) of `conv.causal_conv1d` on whole rows; forward in plain JAX, backward by a kernel."""
-    operands, results, sizes = _short_conv_axes(x)
-    x, weight = vary_alike((x, weight))
-    return on_explicit_shards(_short_conv, (x, weight), operands[:2], results[0], sizes)
-
-
-def _short_conv_axes(x: jax.Array) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int]]:
-    """Names of the dimensions of x, weight and dy, of dx and dweight, and the parts they can be split into."""
-    from pallas_kernels.layer.short_conv import TILE
-
-    return ("b t d", "d w", "b t d"), ("b t d", "d w +b"), {"b": x.shape[0], "d": x.shape[2] // TILE}
-
-
-@jax.custom_vjp
-def _short_conv(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return causal_conv1d(x, weight)[0]
-
-
-def _short_conv_fwd(x, weight):
-    return _short_conv(x, weight), (x, weight)
-
-
-def _short_conv_bwd(saved, dy):
-    from pallas_kernels.layer.short_conv import short_conv_backward
-
-    args = *saved, dy
-    if expected_shards(args) is None:
-        dx, dweight = short_conv_backward(*args)
-    else:
-        operands, results, sizes = _short_conv_axes(saved[0])
-        dx, dweight = on_shards(short_conv_backward, args, operands, lambda _: results, sizes)
-    return dx, dweight.astype(saved[1].dtype)
-
-
-_short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

@@ -36,6 +36,11 @@ def debug_checks(enabled: bool) -> None:
     _debug_checks = enabled
 
 
+def debug_checks_are_on() -> bool:
+    """Whether `debug_checks` are switched on."""
+    return _debug_checks
+
+
 def gated_delta_rule(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],

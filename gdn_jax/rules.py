@@ -35,7 +35,7 @@ class RuleInputs(NamedTuple):
     """What a token mixer feeds a rule, in the order in which `apply` takes it.
 
     Fields:
-      q, k: queries and keys [B, T, H, K].
+      q, k: queries and keys [B, T, H, K], of unit length where the rule wants that.
       v: values [B, T, HV, V].
       g: log decay [B, T, HV], <= 0.
       beta: write strength [B, T, HV].
@@ -140,6 +140,11 @@ def softmax_attention(
     return jnp.moveaxis(o.reshape(B, HO, T, o.shape[-1]), 1, 2).astype(q.dtype)
 
 
+def wants_unit_length(rule: str) -> bool:
+    """Whether a rule reads q and k of unit length."""
+    return rule != "softmax_attention"
+
+
 def apply(
     rule: str,
     q: Float[Array, "B T Hq K"],
@@ -148,6 +153,7 @@ def apply(
     g: Float[Array, "B T HO"],
     beta: Float[Array, "B T HO"],
     *,
+    normalized: bool = False,
     initial_state: Float[Array, "N HO K V"] | None = None,
     cu_seqlens: Int[Array, " N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -158,6 +164,7 @@ def apply(
     Args:
       rule: its name.
       q, k, v, g, beta: as for `gated_delta_rule`, q and k of any length.
+      normalized: q and k have the length that the rule wants; False gives it to them.
       initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
       implementation: of the delta rules. The others have one form, in plain JAX.
 
@@ -167,6 +174,8 @@ def apply(
     Raises:
       NotImplementedError: the rule cannot run with these arguments, with the reason.
     """
+    if not normalized and wants_unit_length(rule):
+        q, k = l2norm(q), l2norm(k)
     return RULES[rule](
         q,
         k,
@@ -184,9 +193,7 @@ def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implemen
     g = g if decays else None
     if q.shape[1] == 1 and initial_state is not None and cu_seqlens is None:
         g = None if g is None else g[:, 0]
-        o, state = gated_delta_step(
-            q[:, 0], k[:, 0], v[:, 0], g, beta[:, 0], initial_state, use_qk_l2norm=True
-        )
+        o, state = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], g, beta[:, 0], initial_state)
         return o[:, None], state
     return gated_delta_rule(
         q,
@@ -197,7 +204,6 @@ def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implemen
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
-        use_qk_l2norm=True,
         implementation=implementation,
     )
 
@@ -210,7 +216,7 @@ def _linear(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, impleme
     if segment_ids is not None:
         g = reset_at_segments(jnp.zeros_like(beta) if g is None else g, segment_ids)
     v = (beta[..., None] * _repeat(v, beta.shape[2])).astype(v.dtype)
-    return gated_linear_attention(l2norm(q), l2norm(k), v, g, initial_state=initial_state)
+    return gated_linear_attention(q, k, v, g, initial_state=initial_state)
 
 
 def _repeat(v, HO):

@@ -15,7 +15,12 @@ PACKAGES = ("gdn_jax", "pallas_kernels")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 KERNEL_PARTS = ("pallas_kernels.device", "pallas_kernels.work", "pallas_kernels.chunks")
-KERNELS = ("pallas_kernels.forward", "pallas_kernels.backward", "pallas_kernels.layer")
+KERNELS = (
+    "pallas_kernels.forward",
+    "pallas_kernels.backward",
+    "pallas_kernels.layer",
+    "pallas_kernels.decode",
+)
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
@@ -35,23 +40,55 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
+    "pallas_kernels.decode": {"pallas_kernels.device"},
     "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
-    "mosaic": {"shapes", "gates", "partitioning", "conv", "chunks", "pallas_kernels.work", *KERNELS},
-    "fused": {"mosaic", "conv"},
+    "mosaic": {
+        "shapes",
+        "gates",
+        "partitioning",
+        "chunks",
+        "pallas_kernels.device",
+        "pallas_kernels.work",
+        *KERNELS,
+    },
+    "fused": {"shapes", "gates", "partitioning", "conv", "pallas_kernels.device", "pallas_kernels.layer"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
     "parallel": {"shapes", "gates", "losses", "partitioning", "conv", "fused", "xla", "ops", *KERNELS},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
-    "blocks": set(),
+    "serving": {"shapes", "gates", "packing", "conv", "reference", "ops"},
+    "blocks": {"shapes", "fused", "parallel"},
     "small_layer": {"shapes", "gates", "ops"},
     "rules": {"shapes", "gates", "packing", "chunks", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "ops", "parallel", "rules", "blocks"},
-    "models": {"shapes", "chunked", "mosaic", "ops", "rules", "blocks", "layers"},
+    "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "rules", "blocks"},
+    "models": {
+        "shapes",
+        "gates",
+        "chunked",
+        "mosaic",
+        "fused",
+        "ops",
+        "serving",
+        "rules",
+        "blocks",
+        "layers",
+    },
     "commands": set(),
-    "checks": {"gdn_jax", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "parallel", "blocks", "layers", "models", "commands", "checks"},
+    "hf": {"layers", "models", "commands"},
+    "checks": {"gdn_jax", "serving", "commands", *KERNELS},
+    "experiments": {
+        "gdn_jax",
+        "parallel",
+        "blocks",
+        "losses",
+        "layers",
+        "models",
+        "hf",
+        "commands",
+        "checks",
+    },
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -70,6 +107,7 @@ OUTSIDE: dict[str, set[str]] = {
     "small_layer": {"flax"},
     "layers": {"flax"},
     "models": {"flax"},
+    "hf": {"flax", "tokenizers"},
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
     "experiments": {"flax", "matplotlib", "optax", "orbax", "rich"},
@@ -78,10 +116,11 @@ OUTSIDE: dict[str, set[str]] = {
 }
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
-    *(("mosaic", name) for name in ("pallas_kernels.work", *KERNELS)),
-    *(("parallel", name) for name in ("optax", *KERNELS)),
+    *(("mosaic", name) for name in ("pallas_kernels.device", "pallas_kernels.work", *KERNELS)),
+    *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer")),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
+    ("hf", "tokenizers"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
 }
 
@@ -149,10 +188,11 @@ def test_rooms():
 
 
 def test_folders_hold_no_names():
-    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the two rooms
-    whose names users import."""
+    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the four
+    rooms whose names users import."""
+    exporting = [ROOT / "gdn_jax", *(ROOT / "gdn_jax" / name for name in ("models", "hf", "serving"))]
     for path in FILES:
-        if path.name == "__init__.py" and path.parent not in (ROOT / "gdn_jax", ROOT / "gdn_jax" / "models"):
+        if path.name == "__init__.py" and path.parent not in exporting:
             assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path
 
 

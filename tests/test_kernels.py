@@ -18,6 +18,7 @@ from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.chunks import inverse
 from pallas_kernels.chunks.gates import chunk_gates
+from pallas_kernels.device import launch
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.tools import configurations, ptxas_report
 from pallas_kernels.work import split as work_split
@@ -106,7 +107,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     """With gradients, of which those of a replicated input are summed over the devices."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices, JAX sees one")
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     text = gradients_lower(**options)
     assert "mosaic_gpu" in text
     assert text.count("all_reduce") == sums
@@ -114,7 +115,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 
 def test_slices_of_heads_of_the_public_call(monkeypatch):
     """The same kernels, once, on states of half of the heads."""
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     whole, sliced = (gradients_lower((2, 2, 4), backward_head_slices=n) for n in (1, 2))
     states = [f"tensor<8x{heads}x64x64xbf16>" for heads in (4, 2)]
     assert [state in whole for state in states] == [True, False]
@@ -130,7 +131,7 @@ def test_slices_of_heads_of_the_public_call(monkeypatch):
     ],
 )
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     with jax.enable_x64(True):
         assert "mosaic_gpu" in gradients_lower(**options)
 
@@ -377,7 +378,7 @@ def test_refusals_say_why(change, reason):
 
 def test_no_gpu_is_a_reason():
     if jax.default_backend() != "gpu":
-        assert "cpu" in forward_rule.device_reason()
+        assert "cpu" in launch.device_reason()
 
 
 def signature(case: cases.Case) -> tuple:
@@ -394,7 +395,7 @@ PROGRAMS = list({signature(c): c for c in cases.TABLE if c.chunk_size == 64}.val
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
     x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), cases.inputs(case, "bfloat16"))
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     traced = call.trace(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)

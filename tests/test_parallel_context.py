@@ -14,7 +14,7 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
-from gdn_jax.fused import short_conv
+from gdn_jax.conv import causal_conv1d
 from gdn_jax.parallel import context, conv, kernels
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.communication import traffic
@@ -22,6 +22,7 @@ from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.chunks import inverse
+from pallas_kernels.device import launch as device_launch
 from pallas_kernels.forward import rule as forward_rule
 
 TOKENS, WHOLE = spec(None, "context"), spec()
@@ -195,7 +196,7 @@ def check_convolution(devices, T, W=4, D=3, state=True, bias=True, segments=None
         ids = jnp.asarray(np.broadcast_to(numbers, (B, T)), jnp.int32)
 
     def whole(x, weight, bias, state):
-        return short_conv(x, weight, bias, initial_state=state, cu_seqlens=cu, segment_ids=ids)
+        return causal_conv1d(x, weight, bias, initial_state=state, cu_seqlens=cu, segment_ids=ids)
 
     def local(x, weight, bias, state, cu, ids):
         rest = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids)
@@ -254,7 +255,7 @@ def test_arguments_are_checked():
 )
 def test_kernels_lower(packed, monkeypatch):
     """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
     mesh = mesh_of((4,), ("context",))
     B, N, T = (1, 3, 512) if packed else (2, 2, 512)
 

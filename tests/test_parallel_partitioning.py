@@ -16,9 +16,11 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases
-from gdn_jax.fused import short_conv
+from gdn_jax.fused.norms import add_norm, gated_norm
+from gdn_jax.fused.short_conv import short_conv
+from gdn_jax.fused.swiglu import swiglu_down
 from gdn_jax.parallel.communication import traffic
-from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.device import launch as device_launch
 
 stand_ins = meshes.stand_ins
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["automatic", "explicit"])
@@ -205,7 +207,7 @@ def test_debug_checks_tell_what_is_gathered(kind):
 
 KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
-    "backward.chain", "backward.gradients", "layer.short_conv",
+    "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
 )  # fmt: skip
 
 
@@ -219,7 +221,7 @@ def no_launch(monkeypatch):
 
     for module in KERNEL_MODULES:
         monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{module}"), "launch", launch)
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
 
 
 @partitioners
@@ -259,29 +261,33 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
 
 
+def fused_part(name):
+    """A fused part of arrays [B, T, ..] and of weights, those arrays, and how many of them are split."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.standard_normal((8, 64, 1024)), jnp.bfloat16) for _ in range(2))
+    heads, vector = x.reshape(8, 64, 8, 128), jnp.ones(1024)
+    return {
+        "convolution": (lambda x, w: short_conv(x, w, heads=4, width=64)[:3], (x, jnp.ones((1024, 4))), 1),
+        "norm": (lambda x, y, w: add_norm(x, y, w), (x, y, vector), 2),
+        "gated norm": (lambda o, z, w: gated_norm(o, z, w), (heads, heads, vector[:128]), 2),
+        "SwiGLU": (lambda a, b, w: swiglu_down(a, b, w), (x, y, jnp.ones((1024, 16))), 2),
+    }[name]
+
+
 @kinds
+@pytest.mark.parametrize("name", ["convolution", "norm", "gated norm", "SwiGLU"])
 @pytest.mark.usefixtures("no_launch")
-def test_short_conv_runs_on_the_shards(kind):
-    """Its kernel too; alone the gradient of the weight is summed over the rows."""
-    mesh = mesh_of((2, 4), ("d", "e"), kind)
-    x, weight = jnp.ones((8, 128, 256), jnp.bfloat16), jnp.ones((256, 4))
-    primals = place(mesh, (x, weight), (spec("d", None, "e"), spec("e")))
-    f = value_and_gradients(lambda x, w: short_conv(x, w)[0])
-    compiled = f.lower(primals, primals[0]).compile()
+def test_fused_parts_run_on_the_shards(kind, name):
+    """Forward and backward; alone the gradient of the weight is summed over the rows."""
+    mesh = mesh_of((8,), ("d",), kind)
+    f, arrays, split = fused_part(name)
+    primals = place(mesh, arrays, [spec("d") if i < split else spec() for i in range(len(arrays))])
+    shapes = jax.eval_shape(f, *arrays)
+    cotangents = jax.tree.map(lambda x: place(mesh, [jnp.ones(x.shape, x.dtype)], [spec("d")])[0], shapes)
+    compiled = value_and_gradients(f).lower(primals, cotangents).compile()
     assert traffic(compiled.as_text()).count == {"all-reduce": 1}
-    assert [y.sharding.spec[0] for y in jax.tree.leaves(compiled(primals, primals[0]))] == ["d", "d", "e"]
-
-
-def test_gradient_of_the_convolution_kernel_is_summed_over_rows(no_launch):
-    """A kernel that writes the sum of its shard of dy: the weight's gradient holds that of all shards."""
-    mesh = mesh_of((8,), ("d",))
-    x, weight = np.zeros((8, 64, 64), np.float32), np.zeros((64, 4), np.float32)
-    dy = np.arange(8, dtype=np.float32)[:, None, None] + x
-    primals = place(mesh, (jnp.asarray(x, jnp.bfloat16), weight), (spec("d"), spec()))
-    (cotangent,) = place(mesh, [jnp.asarray(dy, jnp.bfloat16)], [spec("d")])
-    _, (_, dweight) = value_and_gradients(lambda x, w: short_conv(x, w)[0])(primals, cotangent)
-    copies = 8  # the kernel's sums in rows of registers, which are added
-    np.testing.assert_allclose(np.asarray(dweight), copies * dy.sum())
+    results = jax.tree.leaves(compiled(primals, cotangents))
+    assert all(y.sharding.spec[0] == "d" for y in results[:-1])
 
 
 @kinds
@@ -317,7 +323,7 @@ def test_other_operations_run_on_the_shards(kind):
 
 def test_the_kernels_lower_for_a_gpu_mesh(monkeypatch):
     """As an operation that XLA splits, once forward and once backward."""
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
     mesh = mesh_of((8,), ("d",))
     rows = NamedSharding(mesh, spec("d"))
     v = jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16, sharding=rows)

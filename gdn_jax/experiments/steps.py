@@ -70,7 +70,8 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
         raise RunError(str(error)) from error
     if options.time_step != 1:
         for block in model.blocks:
-            assert isinstance(block.mixer, GatedDeltaNet)
+            if not isinstance(block.mixer, GatedDeltaNet):
+                continue  # attention has no gates
             step = options.time_step * jax.nn.softplus(block.mixer.dt_bias[...])
             block.mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
     return model

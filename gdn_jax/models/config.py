@@ -14,6 +14,88 @@ from gdn_jax.shapes import check_choice
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "rule", "full")
+LAYER_TYPES = ("gated_delta_net", "attention")
+QK_NORMS = ("none", "head", "width")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The attention layers of a hybrid model. Every value is checked when the object is made.
+
+    Fields:
+      num_heads: query heads.
+      num_kv_heads: key and value heads, a divisor of num_heads; None: num_heads.
+      head_dim: width of a head.
+      qk_norm: RMSNorm of queries and keys before the rotation: "none"; "head", over each head; "width", over all
+        heads together.
+      output_gate: multiplies the output of each head by sigmoid(x Wg).
+      rotary_dim: first dimensions of a head that are rotated by the position, an even number; 0: no positions.
+      rope_theta: base of the rotation's wavelengths.
+      bias: gives the projections a bias.
+      reordered_norm: the blocks of these layers norm what their parts write, x + norm(part(x)), instead of what they
+        read, x + part(norm(x)).
+
+    Raises:
+      ValueError: names the field, what was expected and what came.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int = 32
+    qk_norm: str = "none"
+    output_gate: bool = False
+    rotary_dim: int = 0
+    rope_theta: float = 1e4
+    bias: bool = False
+    reordered_norm: bool = False
+
+    def __post_init__(self):
+        check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"rotary_dim: expected an even number up to head_dim = {self.head_dim}, got {self.rotary_dim}"
+            )
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta: expected a positive number, got {self.rope_theta}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that stands in the place of the SwiGLU. Every value is checked when the object is made.
+
+    Fields:
+      num_experts: SwiGLUs to choose from.
+      per_token: experts of a token: those to which the router gives most.
+      expert_size: inner width of an expert.
+      shared_size: inner width of the SwiGLU that every token takes beside its experts.
+      normalise: divides a token's router weights by their sum.
+
+    Raises:
+      ValueError: names the field, what was expected and what came.
+    """
+
+    num_experts: int
+    per_token: int
+    expert_size: int
+    shared_size: int
+    normalise: bool = True
+
+    def __post_init__(self):
+        check_positive(
+            num_experts=self.num_experts,
+            per_token=self.per_token,
+            expert_size=self.expert_size,
+            shared_size=self.shared_size,
+        )
+        if self.per_token > self.num_experts:
+            raise ValueError(
+                f"per_token: expected at most num_experts = {self.num_experts}, got {self.per_token}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +124,25 @@ class ModelConfig:
       residual_dtype: of the residual stream between the blocks, float32 or bfloat16, kept as its name. bfloat16 is
         half the traffic, and rounds the small contribution of a late block to a large sum away.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call.
+      layer_types: of every layer, "gated_delta_net" or "attention"; None: every fourth one is attention where
+        `attention` is given, none where it is not.
+      attention: of the attention layers; None where there are none.
+      experts: the mixture of experts of the layers that are not in dense_layers; None: every layer has a SwiGLU.
+      dense_layers: layers, counted from 0, that keep the SwiGLU where others have experts.
+      mixer_norm_eps: of the RMSNorm at the output of a GatedDeltaNet; None: norm_eps.
+      zero_centred_norms: norms multiply by 1 + weight, but for the one at the output of a GatedDeltaNet.
+      scale_embedding: multiply the embedding by sqrt(hidden_size) on the way in.
+      weight_dtype: of the parameters, float32 or bfloat16, kept as its name. A_log and dt_bias are float32 in any
+        case.
       remat: what a block keeps for the backward pass; the rest is computed again there.
         "none": all that its derivative reads.
         "rule": its input and what the rule's own derivative keeps, so that no rule is run twice: projections,
           convolution, norms and SwiGLU are. The implementation "recurrent" and the other rules keep nothing here.
         "full": its input alone, which costs about one more forward pass.
-      scan_layers: compile one block and scan over the weights of all: a deep model compiles as fast as a shallow one,
-        for a copy of the weights in each pass. What it costs on a GPU was not measured, so it is off by default. A
-        call with a cache, or with `around`, walks block by block in any case.
+      scan_layers: compile one block, or one period of blocks of several types, and scan over the weights of all: a
+        deep model compiles as fast as a shallow one, for a copy of the weights in each pass. What it costs on a GPU
+        was not measured, so it is off by default. A call with a cache, or with `around`, walks block by block in any
+        case.
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -72,11 +165,19 @@ class ModelConfig:
     dtype: DTypeLike = "float32"
     residual_dtype: DTypeLike = "float32"
     implementation: str | None = None
+    layer_types: tuple[str, ...] | None = None
+    attention: AttentionConfig | None = None
+    experts: ExpertsConfig | None = None
+    dense_layers: tuple[int, ...] = ()
+    mixer_norm_eps: float | None = None
+    zero_centred_norms: bool = False
+    scale_embedding: bool = True
+    weight_dtype: DTypeLike = "float32"
     remat: str = "none"
     scan_layers: bool = False
 
     def __post_init__(self):
-        for name in ("dtype", "residual_dtype"):
+        for name in ("dtype", "residual_dtype", "weight_dtype"):
             dtype = getattr(self, name)
             dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
             object.__setattr__(self, name, dtype)  # what a frozen dataclass leaves to its own constructor
@@ -91,8 +192,40 @@ class ModelConfig:
             )
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("residual_dtype", self.residual_dtype, DTYPES)
+        check_choice("weight_dtype", self.weight_dtype, DTYPES)
         check_choice("remat", self.remat, REMAT)
         check_choice("scan_layers", self.scan_layers, (True, False))
+        self._check_layers()
+
+    def _check_layers(self):
+        if self.layer_types is not None:
+            if len(self.layer_types) != self.num_layers:
+                raise ValueError(
+                    f"layer_types: expected one for each of {self.num_layers} layers, got {len(self.layer_types)}"
+                )
+            for layer_type in self.layer_types:
+                check_choice("layer_types", layer_type, LAYER_TYPES)
+        if (self.attention is not None) != ("attention" in self.types):
+            wanted, got = ("an AttentionConfig", "None") if self.attention is None else ("None", "one")
+            layers = "an attention layer" if self.attention is None else "no attention layer"
+            raise ValueError(f"attention: expected {wanted} with {layers} in layer_types, got {got}")
+        if any(not 0 <= i < self.num_layers for i in self.dense_layers):
+            raise ValueError(
+                f"dense_layers: expected layers from 0 to {self.num_layers - 1}, got {self.dense_layers}"
+            )
+        if self.mixer_norm_eps is not None and not self.mixer_norm_eps > 0:
+            raise ValueError(f"mixer_norm_eps: expected a positive number, got {self.mixer_norm_eps}")
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Type of every layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        return hybrid_layers(self.num_layers, 0 if self.attention is None else 4)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has a mixture of experts."""
+        return self.experts is not None and layer not in self.dense_layers
 
     @property
     def mlp_size(self) -> int:
@@ -106,3 +239,11 @@ class ModelConfig:
         parameters = inspect.signature(function).parameters
         names = (field.name for field in dataclasses.fields(self) if field.name in parameters)
         return {name: getattr(self, name) for name in names}
+
+
+def hybrid_layers(num_layers: int, attention_every: int) -> tuple[str, ...]:
+    """Layer types of which the last of every `attention_every` is attention; of which none is, for 0."""
+    return tuple(
+        "attention" if attention_every and (i + 1) % attention_every == 0 else "gated_delta_net"
+        for i in range(num_layers)
+    )

@@ -1,18 +1,29 @@
-"""Generation by a language model through its recurrent cache."""
+"""Generation by a language model through its cache."""
 
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
 
 MIN_LENGTH = 16
 """Prompts are padded to at least this length: a pass over so few tokens costs little, a compilation seconds."""
+
+OnToken = Callable[[np.ndarray], Any]
+"""What hears of every step: it is called with the new tokens [B], and returns True to stop."""
 
 
 def generate(
@@ -24,12 +35,17 @@ def generate(
     rng: PRNGKeyArray | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    on_token: OnToken | None = None,
 ) -> Int[Array, "B num_tokens"]:
-    """Continues prompts: one pass over the prompt, then single steps through the recurrent cache.
+    """Continues prompts: one pass over the prompt, then single steps through the cache.
 
-    The cost of a token does not depend on how many came before. Compiled once per batch size, length of the prompt
-    rounded up to a power of two, num_tokens and top_k; may itself be called under jit, where model is an argument or
-    closed over. What is added to round a length up is masked padding: it changes logits by rounding only.
+    The cost of a token in a GatedDeltaNet does not depend on how many came before; in an attention layer it grows
+    with them. Compiled once per batch size, length of the prompt rounded up to a power of two, num_tokens and the
+    limits in use; may itself be called under jit, where model is an argument or closed over. What is added to round a
+    length up is masked padding: it changes logits by rounding only.
 
     Args:
       model: the model.
@@ -38,13 +54,19 @@ def generate(
       mask: True at tokens, False at padding on the left or right of a prompt (each row needs a token).
       rng: key of the draws; needed where temperature > 0.
       temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
-      top_k: draws among the k likeliest tokens only.
+      top_k, top_p, min_p: limits of the draw, see `Sampling`: among the k likeliest tokens; among the fewest that
+        have probability top_p together, in (0, 1]; among those at least min_p times as likely as the likeliest, in
+        [0, 1].
+      stop_tokens: a row ends with the first of these that it draws, and repeats it to num_tokens. When all rows have
+        ended the work ends too.
+      on_token: called on the host with the new tokens [B] of every step while the next one is not begun; returns True
+        to stop there, and every row repeats its last token. Not under jit.
 
     Returns:
       The new tokens [B, num_tokens], in the prompt's dtype.
 
     Raises:
-      ValueError: an argument is wrong; names it.
+      ValueError: an argument is wrong; names it. What on_token raises comes through.
     """
     check_array("prompt", prompt, (None, None), "B T")
     if mask is not None:
@@ -53,18 +75,34 @@ def generate(
         raise ValueError("prompt: expected at least one token, got T = 0")
     if num_tokens < 1:
         raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
-    if not temperature >= 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected 0 or more, got {temperature}")
     if temperature > 0 and rng is None:
         raise ValueError(f"rng: expected a key with temperature = {temperature}, got None")
-    if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
-        raise ValueError(f"top_k: expected 1 to vocab_size = {model.config.vocab_size}, got {top_k}")
+    vocab_size = model.config.vocab_size
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k: expected 1 to vocab_size = {vocab_size}, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p: expected a number above 0 and up to 1, got {top_p}")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p: expected a number from 0 to 1, got {min_p}")
+    for token in stop_tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
+    graphdef, params = nnx.split(model)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (prompt, *jax.tree.leaves(params)))
+    if on_token is not None and traced:
+        raise ValueError("on_token: expected None under jit, got a function")
     if not isinstance(prompt, jax.core.Tracer):  # under jit the caller compiles for the length anyway
         prompt, mask = _round_up(prompt, mask)
-    graphdef, params = nnx.split(model)
-    if temperature == 0:
-        rng = top_k = None
-    return _generate(graphdef, params, prompt, mask, rng, temperature, num_tokens=num_tokens, top_k=top_k)
+    sampling = Sampling(temperature, top_k, top_p, min_p) if temperature > 0 else None
+    stops = np.asarray(stop_tokens, prompt.dtype) if len(stop_tokens) else None
+    with _heard(on_token) as listener:
+        key = None if sampling is None else rng
+        tokens = _generate(
+            graphdef, params, prompt, mask, key, sampling, stops, listener, num_tokens=num_tokens
+        )
+        return tokens if listener is None else jax.block_until_ready(tokens)
 
 
 def _round_up(prompt, mask):
@@ -79,18 +117,67 @@ def _round_up(prompt, mask):
     return tuple(jnp.pad(x, ((0, 0), (0, padding))) for x in (prompt, mask))
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "top_k"))
-def _generate(graphdef, params, prompt, mask, rng, temperature, *, num_tokens, top_k):
+class _Listener:
+    """A function that hears of tokens, and the exception that it raised."""
+
+    def __init__(self, on_token: OnToken):
+        self.on_token = on_token
+        self.error: BaseException | None = None
+
+    def hear(self, tokens: np.ndarray) -> bool:
+        try:
+            return bool(self.on_token(tokens))
+        except BaseException as error:  # raised again where the caller is
+            self.error = error
+            return True
+
+
+_LISTENERS: dict[int, _Listener] = {}
+"""Those of the calls at work, by a number that the compiled program is given: another function is no compilation."""
+
+_NUMBERS = itertools.count()
+
+
+@contextlib.contextmanager
+def _heard(on_token: OnToken | None) -> Iterator[np.int32 | None]:
+    """The number of a listener for the time of a call, which has to be over by then."""
+    if on_token is None:
+        yield None
+        return
+    number, listener = next(_NUMBERS) % 2**31, _Listener(on_token)
+    _LISTENERS[number] = listener
+    try:
+        yield np.int32(number)
+    finally:
+        del _LISTENERS[number]
+    if listener.error is not None:
+        raise listener.error
+
+
+def _tell(number, tokens) -> np.ndarray:
+    """Tells a listener of new tokens; whether it wants to stop."""
+    return np.asarray(_LISTENERS[int(number)].hear(np.asarray(tokens)))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
+def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
     model = nnx.merge(graphdef, params)
 
     def choose(logits, i):
-        if rng is None:
+        """Token i of each row."""
+        if sampling is None:
             return jnp.argmax(logits, axis=-1).astype(prompt.dtype)
-        if top_k is not None:
-            least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-            logits = jnp.where(logits < least, -jnp.inf, logits)
-        key = jax.random.fold_in(rng, i)
-        return jax.random.categorical(key, logits / temperature).astype(prompt.dtype)
+        return sampling.draw(jax.random.fold_in(rng, i), logits).astype(prompt.dtype)
+
+    def ends(token, ended):
+        """Which rows have ended with this token."""
+        return ended if stops is None else ended | jnp.isin(token, stops)
+
+    def tell(token):
+        """Whether the listener stops; the answer is waited for, so that steps are told in order."""
+        if listener is None:
+            return jnp.asarray(False)
+        return io_callback(_tell, jax.ShapeDtypeStruct((), jnp.bool_), listener, token)
 
     x, cache = model.hidden_states(prompt, mask=mask, return_cache=True)
     if mask is None:
@@ -98,13 +185,21 @@ def _generate(graphdef, params, prompt, mask, rng, temperature, *, num_tokens, t
     else:
         position = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
         last = jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
+    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache)
     token = choose(model.logits(last), 0)
+    tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
+    ended = ends(token, jnp.zeros(token.shape, bool))
 
-    def step(carry, i):
-        token, cache = carry
+    def goes_on(carry):
+        i, _, ended, stopped, _, _ = carry
+        return (i < num_tokens) & ~stopped & ~ended.all()
+
+    def step(carry):
+        i, token, ended, _, cache, tokens = carry
         logits, cache = nnx.merge(graphdef, params)(token[:, None], cache=cache)
-        token = choose(logits[:, 0], i)
-        return (token, cache), token
+        token = jnp.where(ended, token, choose(logits[:, 0], i))
+        return i + 1, token, ends(token, ended), tell(token), cache, tokens.at[i].set(token)
 
-    _, tokens = jax.lax.scan(step, (token, cache), jnp.arange(1, num_tokens))
-    return jnp.concatenate([token[:, None], tokens.T], axis=1)
+    start = (jnp.int32(1), token, ended, tell(token), cache, tokens)
+    i, token, _, _, _, tokens = jax.lax.while_loop(goes_on, step, start)
+    return jnp.where(jnp.arange(num_tokens) < i, tokens.T, token[:, None])

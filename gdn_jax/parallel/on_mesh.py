@@ -10,11 +10,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import fused, losses, ops
+from gdn_jax import losses, ops
+from gdn_jax.conv import causal_conv1d
+from gdn_jax.fused.short_conv import short_conv as fused_short_conv
+from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel import context
 from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
 from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD
@@ -65,13 +69,46 @@ def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Ar
     )
 
 
-def short_conv(x, weight, bias=None, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.fused.short_conv`, over tokens too where the mesh that is set has a context axis."""
+def splits_heads() -> bool:
+    """Whether the mesh that is set has a head axis: then what holds the channels of q, k and v is best left apart."""
     sizes = _axes()
-    if sizes is None or sizes[CONTEXT] == 1:
-        return fused.short_conv(x, weight, bias, **options)
+    return sizes is not None and sizes[HEAD] > 1
+
+
+def short_conv(
+    x,
+    weight,
+    bias=None,
+    *,
+    heads: int,
+    width: int,
+    normalize: bool = True,
+    implementation=None,
+    **arrays: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis q, k and v are filtered apart,
+    over tokens too."""
+    sizes = _axes()
+    if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
+        options = dict(heads=heads, width=width, normalize=normalize, implementation=implementation)
+        return fused_short_conv(x, weight, bias, **options, **arrays)
+    keys, past = heads * width, arrays.pop("initial_state", None)
+    ys, states = [], []
+    for part in (slice(0, keys), slice(keys, 2 * keys), slice(2 * keys, None)):
+        filters = weight[part], None if bias is None else bias[part]
+        state = None if past is None else past[:, part]
+        y, state = _filtered(sizes, x[..., part], *filters, initial_state=state, **arrays)
+        ys.append(y)
+        states.append(state)
+    return *split_normalized(jnp.concatenate(ys, -1), heads, width, normalize), jnp.concatenate(states, 1)
+
+
+def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
+    """`causal_conv1d` of channels that may be split over heads, on the tokens of each device."""
+    if sizes[CONTEXT] == 1:
+        return causal_conv1d(x, weight, bias, **arrays)
     _check_tokens(x.shape[1], sizes)
-    arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    arrays = {name: arrays.get(name) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, x.shape[0])
     channels = _dividing(sizes, HEAD, x.shape[2])
     tokens, states = PartitionSpec(rows, CONTEXT, channels), PartitionSpec(rows, channels)
@@ -82,7 +119,7 @@ def short_conv(x, weight, bias=None, **options: Any) -> tuple[jax.Array, jax.Arr
     }
 
     def local(x, weight, bias, arrays):
-        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays, **options)
+        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
 
     specs = (tokens, PartitionSpec(channels), PartitionSpec(channels), known)
     return jax.shard_map(local, in_specs=specs, out_specs=(tokens, states))(x, weight, bias, arrays)

@@ -84,6 +84,15 @@ def launch(
     return dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
 
 
+def device_reason() -> str | None:
+    """Why JAX's default device cannot run the kernels; None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
+    capability = str(getattr(device, "compute_capability", None))
+    return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
+
+
 def grid_index() -> jax.Array:
     """Number of this CTA, int32."""
     return lax.axis_index("cta").astype(jnp.int32)

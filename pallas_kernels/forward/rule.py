@@ -91,15 +91,6 @@ def _padded(width: int) -> int:
     return round_up(width, GRANULE)
 
 
-def device_reason() -> str | None:
-    """Why JAX's default device cannot run the kernels; None if it can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
-    capability = str(getattr(device, "compute_capability", None))
-    return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
-
-
 def forward(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],

@@ -1,134 +1,131 @@
-"""The backward of the short convolution with SiLU, in one pass over its inputs and the cotangent of its output.
+"""The short convolution of q, k and v with SiLU, and unit length for the heads that want it, forward and backward.
 
-    z[t] = sum over j < W of w[j] x[t - (W - 1) + j],   y = silu(z)
-    dz = dy silu'(z)
+    z[t] = sum over j < W of w[j] x[t - (W - 1) + j],   s = silu(z),   y = s or s (sum(s^2) + eps)^(-1/2) of each head
+    ds = dy or r (dy - y sum(dy y)) with r the factor above,   dz = ds silu'(z)
     dx[t] = sum over j < W of w[j] dz[t + (W - 1) - j],   dw[j] = sum over t of dz[t] x[t - (W - 1) + j]
 
-for every channel by itself. Left to XLA, the sums over tokens and the shifts end in one fusion that takes several
-times as long as the memory needs; here x and dy are read once and dx is written once.
+for every channel by itself but for the norm. Left to XLA, the derivative's sums over tokens and its shifts end in one
+fusion that takes several times as long as the memory needs; here x and dy are read once and dx is written once.
 
-Inputs (GMEM): x, dy [B, T, D] bfloat16 or float16; w [W, R, D] float32, every row repeated R times (`launch` does
-it).
-Outputs (GMEM): dx [B, T, D]; dw [strips, R, W, D] float32, whose sums over strips and R are the gradient of w: they
-are taken in a fixed order, so results repeat bit for bit.
-Grid: one CTA for each (row of the batch, strip of `tiles` x 64 tokens, `warpgroups` x 64 channels). A warpgroup walks
-over the tiles of its strip and 64 channels from the last to the first, so that the dz of the tokens behind a tile are
-there; those behind the strip are made first, from the 8 tokens that follow it.
-Shared memory: `_memory`, 69 KB a warpgroup with two stages.
-Numerics: float32 inside. Hardware: compute capability 9.0. Limits: W = 4, T a multiple of 64, D of 64 warpgroups.
+Inputs (GMEM): x [B, T, 2 H + HV, K] bfloat16 or float16, the heads of q, then k, then v, where a head is K channels
+also of v, which has no norm; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or HV, K]; fresh [B, T] int32, 1 at the
+first token of each segment of a row, or none.
+Outputs (GMEM): q, k, v; dx like x; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
+fixed order, so results repeat bit for bit.
+Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
+over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
+around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
+Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import launch, warpgroup_index
-from pallas_kernels.device.memory import Barriers, Buffer, Memory
+from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.layouts import L2NORM_EPS
+from pallas_kernels.device.memory import store_any
+from pallas_kernels.layer import rows
 
 WIDTH = 4
 """Taps."""
 
-TILE = 64
-"""Tokens of a tile, and channels of a warpgroup."""
+HEADS = 4
+"""Heads of a CTA: one for each warp, so that the sums of a head stay inside a warp."""
 
-HALO = 8
-"""Rows kept beside a tile: at least WIDTH - 1, and what a warpgroup has at once."""
-
-GROUP = (HALO, TILE)
-"""What a warpgroup has in registers at once: four neighbouring numbers a thread."""
+AHEAD = 8
+"""Tokens that a strip is a multiple of."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the kernel runs, not what it computes."""
+    """How the kernels run, not what they compute."""
 
-    warpgroups: int = 1
-    """Warpgroups of a CTA, each with 64 channels of its own. Two take 20 % more time (H200, 2026-11-22)."""
-    tiles: int = 16
-    """Tiles of a strip. 8 and 32 take 2 and 7 % more time."""
-    stages: int = 2
-    """Tiles in flight. Three take 12 % more time: fewer CTAs fit."""
+    strip: int
+    """Tokens of a strip, a multiple of AHEAD."""
+    ahead: int
+    """Tokens that are computed at once, while as many are read: divides AHEAD."""
+
+
+FORWARD, BACKWARD = Config(256, 4), Config(128, 2)
+"""Defaults."""
 
 
 def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array
+    x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array, heads: int, width: int
 ) -> str | None:
-    """Why the kernel cannot take a convolution; None if it can."""
+    """Why the kernels cannot take a convolution; None if they can.
+
+    Args:
+      x: inputs [B, T, D].
+      weight: filters [D, W].
+      heads, width: of q and of k, whose channels come first.
+    """
     B, T, D = x.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
     if weight.shape[1] != WIDTH:
         return f"W = {weight.shape[1]}; the kernel is written for {WIDTH}"
-    if not B or not T or T % TILE or D % (TILE * Config.warpgroups):
-        return f"T = {T}, D = {D}; the kernel takes multiples of {TILE} and {TILE * Config.warpgroups}"
+    if not B or not T or T % AHEAD:
+        return f"T = {T}; the kernel takes multiples of {AHEAD}"
+    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width):
+        takes = f"multiples of {HEADS} heads of 32, 64, 128 or 256"
+        return f"{D} channels with {heads} heads of {width}; the kernel takes {takes}"
     return None
 
 
-def _memory(config: Config, dtype) -> Memory:
-    """Shared memory of a CTA. x has HALO rows before its tile, dz has HALO rows behind it."""
-    n, stages = config.warpgroups, config.stages
-    return {
-        "x": Buffer((n, stages, HALO + TILE, TILE), dtype),
-        "dy": Buffer((n, stages, TILE, TILE), dtype),
-        "w": Buffer((n, WIDTH, *GROUP)),
-        "dz": Buffer((n, TILE + HALO, TILE)),
-        "dx": Buffer((n, TILE, TILE), dtype),
-        "loaded": Barriers(arrivals=2, count=n * stages),
-        "loaded_w": Barriers(arrivals=WIDTH, count=n),
-    }
-
-
-def _group(ref: Any, row) -> jax.Array:
-    """Eight rows of a tile as float32."""
-    layout = plgpu.Layout.WG_STRIDED(GROUP, vec_size=4)
-    return plgpu.load(ref.at[pl.ds(row, HALO)], layout=layout, optimized=False).astype(jnp.float32)
-
-
 class _Strip:
-    """What a warpgroup knows."""
+    """What a CTA knows: its tokens `first` to `end`, and its heads."""
 
-    def __init__(self, gmem: Any, smem: Any, *, config: Config, T: int, D: int):
-        self.gmem, self.smem, self.config, self.T = gmem, smem, config, T
-        self.wg = warpgroup_index()
-        columns, tiles = D // (TILE * config.warpgroups), -(-T // TILE)
-        strips = -(-tiles // config.tiles)
-        index = lax.axis_index("cta").astype(jnp.int32)
-        column = lax.rem(index, columns)
-        self.number = lax.div(index, columns)
+    def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
+        _, self.T, heads, self.width = gmem.x.shape
+        strips, groups = -(-self.T // config.strip), heads // HEADS
+        self.gmem, self.parts = gmem, parts
+        self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
+        self.heads = pl.ds(group * HEADS, HEADS)
         self.row = lax.div(self.number, strips)
-        self.first = lax.rem(self.number, strips) * config.tiles
-        self.count = jnp.minimum(config.tiles, tiles - self.first)
-        self.channels = pl.ds((column * config.warpgroups + self.wg) * TILE, TILE)
+        self.first = lax.rem(self.number, strips) * config.strip
+        self.end = jnp.minimum(self.first + config.strip, self.T)
+        self.w = [rows.load_whole(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
 
-    def barrier(self, stage) -> Any:
-        """Barrier of a stage of this warpgroup."""
-        return self.smem.loaded.at[self.wg * self.config.stages + stage]
+    def x(self, token) -> jax.Array:
+        """Inputs of a token; zeros before the row."""
+        x = rows.load_whole(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
+        return jnp.where(token >= 0, x, jnp.zeros((), x.dtype))
 
-    def load(self, i) -> None:
-        """Starts the copies of the i-th tile from the end of the strip."""
-        stage = lax.rem(i, self.config.stages)
-        token = (self.first + self.count - 1 - i) * TILE
-        x, tile = self.gmem.x.at[self.row], self.smem.x.at[self.wg, stage]
-        dy = self.gmem.dy.at[self.row, pl.ds(token, TILE), self.channels]
-        plgpu.copy_gmem_to_smem(dy, self.smem.dy.at[self.wg, stage], self.barrier(stage))
+    def linked(self, token) -> Any:
+        """Whether a token sees the one before it, where the row has segments."""
+        return self.gmem.fresh[self.row, jnp.clip(token, 0, self.T - 1)] == 0
 
-        @pl.when(token == 0)
-        def _():
-            plgpu.copy_gmem_to_smem(
-                x.at[pl.ds(0, TILE), self.channels], tile.at[pl.ds(HALO, TILE)], self.barrier(stage)
-            )
+    def unit(self, s: jax.Array) -> jax.Array:
+        """The factor that gives each head unit length, [heads]."""
+        return lax.rsqrt(rows.row_sum(s * s) + L2NORM_EPS)
 
-        @pl.when(token > 0)
-        def _():
-            tokens = pl.ds(token - HALO, HALO + TILE)
-            plgpu.copy_gmem_to_smem(x.at[tokens, self.channels], tile, self.barrier(stage))
+    def spread(self, x: jax.Array) -> jax.Array:
+        """A number of each head repeated along it."""
+        return rows.spread(x, self.width)
+
+    def of_parts(self, walk: Callable[[Any, bool], None], normalize: bool) -> None:
+        """walk(at, normalize) for the array among those of q, k and v that has the heads of this CTA: at(token) are
+        its heads of a token."""
+        begin = 0
+        for n, array in enumerate(self.parts):
+            end = begin + array.shape[2]
+            first = self.heads.start - begin
+
+            def at(token, array=array, first=first):
+                return array.at[self.row, token, pl.ds(first, HEADS)]
+
+            inside = (self.heads.start >= begin) & (self.heads.start < end)
+            pl.when(inside)(functools.partial(walk, at, normalize and n < 2))
+            begin = end
 
 
 def _dot(w: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
@@ -136,135 +133,216 @@ def _dot(w: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, [a * b for a, b in zip(w, taps, strict=True)])
 
 
-def _derivative(z: jax.Array) -> jax.Array:
-    """silu'(z)."""
-    s = 1.0 / (1.0 + jnp.exp(-z))
-    return s * (1.0 + z * (1.0 - s))
+def _cut(linked: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The values, or zeros across a border."""
+    return [jnp.where(linked, x, 0.0) for x in values]
 
 
-def _behind(strip: _Strip, w: list[jax.Array]) -> None:
-    """dz of the 8 tokens behind the strip; zeros behind the row."""
-    gmem, smem, wg = strip.gmem, strip.smem, strip.wg
-    end = (strip.first + strip.count) * TILE
-    layout = plgpu.Layout.WG_STRIDED(GROUP, vec_size=4)
-    tail = smem.dz.at[wg, pl.ds(0, HALO)]
-    tail[...] = plgpu.layout_cast(jnp.zeros(GROUP, jnp.float32), layout)
+def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
+    strip = _Strip(gmem, (gmem.q, gmem.k, gmem.v), config)
+    segments = gmem.fresh is not None
+    past = [strip.x(strip.first - j).astype(jnp.float32) for j in (3, 2, 1)]
+    if segments:  # the tokens before the strip may have borders among them
+        for n in (1, 2):
+            past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])
 
-    @pl.when(end < strip.T)
-    def _():
-        def rows(ref, token):
-            source = ref.at[strip.row, pl.ds(token, HALO), strip.channels]
-            return plgpu.load(source, layout=layout, optimized=False).astype(jnp.float32)
+    def walk(at, normalize: bool):
+        def load(i):
+            """Inputs of the i-th few tokens; behind the row those of its last token, which nobody uses."""
+            token = strip.first + i * config.ahead
+            return tuple(strip.x(jnp.minimum(token + j, strip.T - 1)) for j in range(config.ahead))
 
-        z = _dot(w, [rows(gmem.x, end - (WIDTH - 1) + j) for j in range(WIDTH)])
-        tail[...] = rows(gmem.dy, end) * _derivative(z)
+        def some(i, carry):
+            past, loaded = carry
+            following, token = load(i + 1), strip.first + i * config.ahead
+            past, ys = list(past), []
+            for j, x in enumerate(loaded):
+                if segments:
+                    past = _cut(strip.linked(token + j), past)
+                past = [*past, x.astype(jnp.float32)]
+                z = _dot(strip.w, past)
+                past, ys = past[1:], [*ys, z * rows.sigmoid(z)]
+            # Sums of all tokens one after another: each waits long for its threads, none for another.
+            scales = [strip.unit(y) for y in ys] if normalize else None
+            for j, y in enumerate(ys):
+                y = y if scales is None else y * strip.spread(scales[j])
+                out = at(token + j)
+                store_any(out, y.astype(out.dtype))
+            return tuple(past), following
 
+        lax.fori_loop(0, lax.div(strip.end - strip.first, config.ahead), some, (tuple(past), load(0)))
 
-def _walk(strip: _Strip) -> None:
-    gmem, smem, wg, config = strip.gmem, strip.smem, strip.wg, strip.config
-    layout = plgpu.Layout.WG_STRIDED(GROUP, vec_size=4)
-    for j in range(config.stages):
-        pl.when(j < strip.count)(functools.partial(strip.load, jnp.int32(j)))
-    for j in range(WIDTH):
-        source = gmem.w.at[j, :, strip.channels]
-        plgpu.copy_gmem_to_smem(source, smem.w.at[wg, j], smem.loaded_w.at[wg])
-    plgpu.barrier_wait(smem.loaded_w.at[wg])
-    w = [plgpu.load(smem.w.at[wg, j], layout=layout, optimized=False) for j in range(WIDTH)]
-    dz, out = smem.dz.at[wg], smem.dx.at[wg]
-    _behind(strip, w)
-    plgpu.commit_smem()
-
-    def tile(i, sums):
-        stage = lax.rem(i, config.stages)
-        x = smem.x.at[wg, stage]
-        first = strip.first + strip.count - 1 - i
-        # What lay behind the tile before is behind this one's place now.
-        dz[TILE : TILE + HALO] = _group(dz, 0)
-        plgpu.barrier_wait(strip.barrier(stage))
-
-        @pl.when(first == 0)
-        def _():
-            x[0:HALO] = plgpu.layout_cast(jnp.zeros(GROUP, x.dtype), layout)
-
-        plgpu.commit_smem()
-
-        def group(n, sums):
-            row = n * HALO
-            taps = [_group(x, row + HALO - (WIDTH - 1) + j) for j in range(WIDTH)]
-            z = _dot(w, taps)
-            d = _group(smem.dy.at[wg, stage], row) * _derivative(z)
-            dz[pl.ds(row, HALO)] = d
-            return tuple(s + d * tap for s, tap in zip(sums, taps, strict=True))
-
-        sums = lax.fori_loop(0, TILE // HALO, group, sums)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
-        pl.when(i + config.stages < strip.count)(lambda: strip.load(i + config.stages))
-
-        def shift(n, _):
-            row = n * HALO
-            dx = _dot(w, [_group(dz, row + (WIDTH - 1) - j) for j in range(WIDTH)])
-            out[pl.ds(row, HALO)] = dx.astype(out.dtype)
-            return ()
-
-        lax.fori_loop(0, TILE // HALO, shift, ())
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, gmem.dx.at[strip.row, pl.ds(first * TILE, TILE), strip.channels])
-        return sums
-
-    zero = plgpu.layout_cast(jnp.zeros(GROUP, jnp.float32), layout)
-    sums = lax.fori_loop(0, strip.count, tile, (zero,) * WIDTH)
-    for j in range(WIDTH):
-        gmem.dw.at[strip.number, j, :, strip.channels][...] = sums[j]
-    plgpu.wait_smem_to_gmem(0)
+    strip.of_parts(walk, normalize)
 
 
-def _body(gmem: Any, smem: Any, **static) -> None:
-    _walk(_Strip(gmem, smem, **static))
+def _cotangents(strip: _Strip, tokens: Sequence[tuple[list[jax.Array], jax.Array]], normalize: bool) -> list:
+    """dz of several tokens from their inputs and dy."""
+    zs = [_dot(strip.w, taps) for taps, _ in tokens]
+    gates = [rows.sigmoid(z) for z in zs]
+    dys = [dy.astype(jnp.float32) for _, dy in tokens]
+    if normalize:
+        ss = [z * gate for z, gate in zip(zs, gates, strict=True)]
+        # Sums of all tokens one after another: each waits long for its threads, none for another.
+        sums = [(strip.unit(s), rows.row_sum(dy * s)) for s, dy in zip(ss, dys, strict=True)]
+        for n, (scale, along) in enumerate(sums):
+            dys[n] = strip.spread(scale) * (dys[n] - ss[n] * strip.spread(scale * scale * along))
+    return [dy * (g * (1.0 + z * (1.0 - g))) for z, g, dy in zip(zs, gates, dys, strict=True)]
+
+
+def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
+    strip = _Strip(gmem, (gmem.dq, gmem.dk, gmem.dv), config)
+    segments, T = gmem.fresh is not None, strip.T
+
+    def visible(x: Sequence[jax.Array], token) -> list[jax.Array]:
+        """Inputs of tokens token - 3 to token, those of other segments as zeros."""
+        x = list(x)
+        if segments:
+            for n in (3, 2, 1):
+                x[:n] = _cut(strip.linked(token - (WIDTH - 1) + n), x[:n])
+        return x
+
+    def walk(at, normalize: bool):
+        # dz of the tokens behind the strip, nearest first; zeros behind the row.
+        inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)).astype(jnp.float32) for j in range(6)]
+        tokens = []
+        for n in range(WIDTH - 1):
+            token = strip.end + n
+            dy = rows.load_whole(at(jnp.minimum(token, T - 1)))
+            tokens.append((visible(inputs[n : n + WIDTH], token), dy))
+        behind = _cotangents(strip, tokens, normalize)
+        behind = [jnp.where(strip.end + n < T, dz, 0.0) for n, dz in enumerate(behind)]
+        if segments:
+            for n in range(1, WIDTH - 1):
+                behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])
+
+        def load(i):
+            """Inputs and cotangents of the i-th few tokens; before the row those of its first, which nobody uses."""
+            last = strip.end - 1 - i * config.ahead
+            dys = (rows.load_whole(at(jnp.maximum(last - j, 0))) for j in range(config.ahead))
+            return tuple((strip.x(last - j - 3), dy) for j, dy in enumerate(dys))
+
+        def some(i, carry):
+            inputs, behind, dw, loaded = carry
+            following, last = load(i + 1), strip.end - 1 - i * config.ahead
+            tokens = []
+            for j, (x, dy) in enumerate(loaded):
+                inputs = [x.astype(jnp.float32), *inputs]  # of tokens t - 3 to t
+                tokens.append((visible(inputs, last - j), dy))
+                inputs = inputs[: WIDTH - 1]
+            dzs = _cotangents(strip, tokens, normalize)
+            for j, (dz, (taps, _)) in enumerate(zip(dzs, tokens, strict=True)):
+                if segments:
+                    behind = _cut(strip.linked(last - j + 1), behind)
+                dw = [a + dz * tap for a, tap in zip(dw, taps, strict=True)]
+                around = [dz, *behind]  # dz of tokens t to t + 3
+                out = gmem.dx.at[strip.row, last - j, strip.heads]
+                store_any(out, _dot(strip.w[::-1], around).astype(out.dtype))
+                behind = around[: WIDTH - 1]
+            return tuple(inputs), tuple(behind), tuple(dw), following
+
+        start = tuple(inputs[:3]), tuple(behind)
+        zero = rows.zeros(strip.width, HEADS)
+        steps = lax.div(strip.end - strip.first, config.ahead)
+        *_, dw, _ = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH, load(0)))
+        for j in range(WIDTH):
+            store_any(gmem.dw.at[strip.number, j, strip.heads], dw[j])
+
+    strip.of_parts(walk, normalize)
+
+
+def short_conv(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    fresh: Int[Array, "B T"] | None = None,
+    *,
+    heads: int,
+    width: int,
+    normalize: bool = True,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
+    """q, k and v = silu(conv(x)), the heads of q and k of unit length if `normalize`.
+
+    Args:
+      x: inputs that `check_supported` accepts, the channels of q, then k, then v.
+      weight: filters, oldest tap first.
+      fresh: not 0 at the first token of each segment of a row; None: every row is one.
+      heads, width: of q and of k.
+      config: None for the default.
+      interpret: parameters of Pallas' interpreter, None to compile.
+    """
+    run = (
+        _compiled_forward if interpret is None else _run_forward
+    )  # the interpreter hangs inside a compiled function
+    return run(heads, width, normalize, config or FORWARD, interpret, x, weight, fresh)
+
+
+def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs that both kernels take, and how they are launched."""
+    B, T, D = x.shape
+    inputs = {
+        "x": x.reshape(B, T, D // width, width),
+        "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
+        "fresh": None if fresh is None else fresh.astype(jnp.int32),
+    }
+    ctas = B * -(-T // config.strip) * (D // width // HEADS)
+    return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
+
+
+def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
+    B, T, D = x.shape
+    inputs, options = _shared(width, config, x, weight, fresh)
+    key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
+    value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
+    body = functools.partial(_forward, config=config, normalize=normalize)
+    outputs = {"q": key, "k": key, "v": value}
+    results = launch("short_conv", body, inputs=inputs, outputs=outputs, interpret=interpret, **options)
+    return results["q"], results["k"], results["v"].reshape(B, T, -1)
 
 
 def short_conv_backward(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],
-    dy: Float[Array, "B T D"],
+    fresh: Int[Array, "B T"] | None,
+    dq: Float[Array, "B T H K"],
+    dk: Float[Array, "B T H K"],
+    dv: Float[Array, "B T Dv"],
     *,
+    normalize: bool = True,
     config: Config | None = None,
-    interpret=None,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D W"]]:
-    """Gradients of <dy, silu(conv(x))> with respect to x, in its dtype, and weight, in float32.
+    """Derivative of `short_conv`: dx in x's dtype and dweight in float32.
 
     Args:
-      x: inputs that `check_supported` accepts.
-      weight: filters, oldest tap first.
-      dy: cotangent of the output, x's dtype.
-      config: None for the default.
-      interpret: parameters of Pallas' interpreter, None to compile.
+      x, weight, fresh, normalize, config, interpret: as for `short_conv`.
+      dq, dk, dv: cotangents of its results, in x's dtype.
     """
-    config = config or Config()
-    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
-    return run(config, interpret, x, weight, dy)
+    run = _compiled_backward if interpret is None else _run_backward
+    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv)
 
 
-def _run(config: Config, interpret: Any, x: jax.Array, weight: jax.Array, dy: jax.Array):
+def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
     B, T, D = x.shape
-    strips = B * -(-T // (TILE * config.tiles))
-    w = jnp.broadcast_to(weight.astype(jnp.float32).T[:, None], (WIDTH, HALO, D))
+    width = dq.shape[-1]
+    inputs, options = _shared(width, config, x, weight, fresh)
+    strips = B * -(-T // config.strip)
+    like = inputs["x"]
     results = launch(
         "short_conv_backward",
-        functools.partial(_body, config=config, T=T, D=D),
-        inputs={"x": x, "dy": dy, "w": w},
+        functools.partial(_backward, config=config, normalize=normalize),
+        inputs=inputs | {"dq": dq, "dk": dk, "dv": dv.reshape(B, T, -1, width)},
         outputs={
-            "dx": jax.ShapeDtypeStruct(x.shape, x.dtype),
-            "dw": jax.ShapeDtypeStruct((strips, WIDTH, HALO, D), jnp.float32),
+            "dx": jax.ShapeDtypeStruct(like.shape, like.dtype),
+            "dw": jax.ShapeDtypeStruct((strips, WIDTH, *like.shape[2:]), jnp.float32),
         },
-        memory=_memory(config, x.dtype),
-        ctas=strips * (D // (TILE * config.warpgroups)),
-        warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
+        **options,
     )
-    return results["dx"], jnp.sum(results["dw"], axis=(0, 2)).T
+    dweight = jnp.sum(results["dw"], axis=0).reshape(WIDTH, D).T
+    return results["dx"].reshape(B, T, D), dweight
 
 
-_compiled = jax.jit(_run, static_argnums=(0, 1))
-"""So that a model's layers share one kernel, and a call outside jit compiles once."""
+_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3, 4))
+_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
+"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

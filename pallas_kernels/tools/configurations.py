@@ -14,8 +14,15 @@ from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.decode.ring_flush import ring_flush
+from pallas_kernels.decode.ring_step import ring_step
+from pallas_kernels.decode.step import step
 from pallas_kernels.forward import outputs, transitions
-from pallas_kernels.layer.short_conv import short_conv_backward
+from pallas_kernels.layer import short_conv
+from pallas_kernels.layer.embedding import embedding_gradient
+from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.norm import add_norm, add_norm_backward
+from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -138,10 +145,15 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
-def short_conv_case(dtype: Any = jnp.bfloat16):
-    """A function and its argument shapes: short_conv_backward."""
-    x = _shape(2, 1024, 256, dtype=dtype)
-    return short_conv_backward, (x, _shape(256, 4), x)
+def short_conv_case(segments=False, backwards=False):
+    """A function and its argument shapes: short_conv, or short_conv_backward."""
+    x, heads = functools.partial(_shape, dtype=jnp.bfloat16), 4
+    fresh = _shape(1, 512, dtype=jnp.int32) if segments else None
+    arguments = (x(1, 512, 3 * heads * 128), _shape(3 * heads * 128, 4), fresh)
+    if backwards:
+        key, value = x(1, 512, heads, 128), x(1, 512, heads * 128)
+        return short_conv.short_conv_backward, (*arguments, key, key, value)
+    return functools.partial(short_conv.short_conv, heads=heads, width=128), arguments
 
 
 def gates_case(packed=False):
@@ -150,8 +162,117 @@ def gates_case(packed=False):
     return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
 
 
+def norm_case(width=1024, backwards=False):
+    """A function and its argument shapes: add_norm, or add_norm_backward."""
+    x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width)
+    if backwards:
+        return functools.partial(add_norm_backward, eps=1e-5, y_dtype=jnp.bfloat16), (x, weight, x, y)
+    return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16), (x, y, weight)
+
+
+def gated_norm_case(width=128, backwards=False):
+    """A function and its argument shapes: gated_norm, or gated_norm_backward."""
+    o, weight = _shape(2048, width, dtype=jnp.bfloat16), _shape(width)
+    if backwards:
+        return functools.partial(gated_norm_backward, eps=1e-5), (o, o, weight, o)
+    return functools.partial(gated_norm, eps=1e-5), (o, o, weight)
+
+
+def swiglu_case(backwards=False):
+    """A function and its argument shapes: swiglu, or swiglu_backward."""
+    a = _shape(2**16, dtype=jnp.bfloat16)
+    return (swiglu_backward, (a, a, a)) if backwards else (swiglu, (a, a))
+
+
+def embedding_case():
+    """A function and its argument shapes: embedding_gradient."""
+    return embedding_gradient, (_shape(64, 1024), _shape(64, dtype=jnp.int32), _shape(33, dtype=jnp.int32))
+
+
+def step_case(
+    T=1, K=128, V=128, kv_layout=True, pool_dtype: Any = jnp.float32, dtype: Any = jnp.bfloat16, uneven=False
+):
+    """A function and its argument shapes: step, with the pool in place."""
+    N, Hk, HV, i32 = 4, 2, 4, functools.partial(_shape, dtype=jnp.int32)
+    x: Any = functools.partial(_shape, dtype=dtype)
+    pool = _shape(8, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
+    gates, heads = x(N, T, HV), _shape(HV)
+
+    def run(q, k, v, a, b, pool, A_log, dt_bias, read_slots, write_slots, num_tokens):
+        slots = dict(read_slots=read_slots, write_slots=write_slots, num_tokens=num_tokens)
+        static: Any = dict(scale=0.1, kv_layout=kv_layout)
+        return step(q, k, v, a, b, pool, A_log=A_log, dt_bias=dt_bias, **slots, **static)
+
+    vectors = (x(N, T, Hk, K), x(N, T, Hk, K), x(N, T, HV, V))
+    return run, (*vectors, gates, gates, pool, heads, heads, i32(N), i32(N, T), i32(N) if uneven else None)
+
+
+def _ring(kv_layout=True, pool_dtype: Any = jnp.float32):
+    """Shapes of states and rings."""
+    slots, Hk, HV, K, V, L = 8, 2, 4, 128, 128, 16
+    state = _shape(slots, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
+    rings = (_shape(slots, Hk, L, K, dtype=jnp.bfloat16), _shape(slots, HV, L, V, dtype=jnp.bfloat16))
+    return state, *rings, _shape(slots, HV, L)
+
+
+def ring_case(T=1, deferred=True, **options):
+    """A function and its argument shapes: ring_step, with the pool in place."""
+    arguments = step_case(T)[1]
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+
+    def run(tokens, ring, A_log, dt_bias, read_slots, count):
+        static: Any = dict(scale=0.1, deferred=deferred, kv_layout=options.get("kv_layout", True))
+        slots = dict(read_slots=read_slots, count=count)
+        return ring_step(*tokens, *ring, A_log=A_log, dt_bias=dt_bias, **slots, **static)
+
+    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(8))
+
+
+def flush_case(**options):
+    """A function and its argument shapes: ring_flush."""
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+
+    def run(ring, read_slots, count):
+        slots = dict(read_slots=read_slots, count=count)
+        return ring_flush(*ring, **slots, room=4, kv_layout=options.get("kv_layout", True))
+
+    return run, (_ring(**options), i32(4), i32(8))
+
+
 CASES = {
+    "decode": step_case,
+    "decode, bfloat16": functools.partial(step_case, pool_dtype=jnp.bfloat16),
+    "decode, vk": functools.partial(step_case, kv_layout=False),
+    "decode, vk, bfloat16": functools.partial(step_case, kv_layout=False, pool_dtype=jnp.bfloat16),
+    "decode, K 256": functools.partial(step_case, K=256),
+    "verify, 4 tokens": functools.partial(step_case, T=4),
+    "verify, 4 tokens, bfloat16": functools.partial(step_case, T=4, pool_dtype=jnp.bfloat16),
+    "verify, 4 tokens, vk, uneven": functools.partial(step_case, T=4, kv_layout=False, uneven=True),
+    "decode deferred": ring_case,
+    "decode deferred, bfloat16": functools.partial(ring_case, pool_dtype=jnp.bfloat16),
+    "decode deferred, vk": functools.partial(ring_case, kv_layout=False),
+    "decode deferred, vk, bfloat16": functools.partial(ring_case, kv_layout=False, pool_dtype=jnp.bfloat16),
+    "verify on a ring, 4 tokens": functools.partial(ring_case, T=4, deferred=False),
+    "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, deferred=False, kv_layout=False),
+    "ring flush": flush_case,
+    "ring flush, bfloat16": functools.partial(flush_case, pool_dtype=jnp.bfloat16),
+    "ring flush, vk": functools.partial(flush_case, kv_layout=False),
     "short convolution": short_conv_case,
+    "short convolution, segments": functools.partial(short_conv_case, segments=True),
+    "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
+    "short convolution, backwards, segments": functools.partial(
+        short_conv_case, segments=True, backwards=True
+    ),
+    "norm": norm_case,
+    "norm, 4096": functools.partial(norm_case, width=4096),
+    "norm, backwards": functools.partial(norm_case, backwards=True),
+    "norm, backwards, 2048": functools.partial(norm_case, width=2048, backwards=True),
+    "norm, backwards, 5120": functools.partial(norm_case, width=5120, backwards=True),
+    "gated norm": gated_norm_case,
+    "gated norm, backwards": functools.partial(gated_norm_case, backwards=True),
+    "swiglu": swiglu_case,
+    "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
+    "embedding": embedding_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "inverse": inverse_case,

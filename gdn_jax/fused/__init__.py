@@ -1,0 +1,1 @@
+"""What stands around the rule in a model, in a plain form that defines it, with kernels where they win."""

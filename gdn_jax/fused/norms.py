@@ -1,0 +1,176 @@
+"""RMSNorm with the sum before it, and RMSNorm of each head with the gate behind it.
+
+The kernels' results can be differentiated once, in reverse.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.shapes import accumulation_dtype
+
+
+def add_norm(
+    x: Float[Array, "*S D"],
+    y: Float[Array, "*S D"] | None,
+    weight: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+    """The residual stream with a layer's output added, and the RMSNorm of the sum.
+
+        s = x + y,   n = s (mean(s^2) + eps)^(-1/2) weight          the mean along the last axis
+
+    Args:
+      x: residual stream [.., D], any floating dtype.
+      y: what is added to it, any floating dtype; None: nothing.
+      weight: [D].
+      eps: added to the mean square.
+      dtype: of n; x's when None.
+      implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
+        "recurrent" do not.
+
+    Returns:
+      s in x's dtype (x itself without y), and n.
+
+    Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded.
+    """
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    from pallas_kernels.layer import norm
+
+    if usable(implementation, norm.check_supported(x)):
+        names, sizes = _norm_axes(x)
+        call = partial(_add_norm, eps=eps, dtype=dtype)
+        return on_explicit_shards(call, (x, y, weight), (names, names, "."), (names, names), sizes)
+    wide = accumulation_dtype(x)
+    s = x.astype(wide) if y is None else x.astype(wide) + y.astype(wide)
+    scale = jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
+    return s.astype(x.dtype), (s * scale * weight.astype(wide)).astype(dtype)
+
+
+def gated_norm(
+    o: Float[Array, "*S V"],
+    gate: Float[Array, "*S V"],
+    weight: Float[Array, " V"],
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+) -> Float[Array, "*S V"]:
+    """RMSNorm of each head times SiLU of its gate.
+
+        y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
+
+    Args:
+      o: outputs of the rule [.., V], any floating dtype.
+      gate: [.., V], any floating dtype.
+      weight: [V].
+      eps: added to the mean square.
+      implementation: as for `add_norm`.
+
+    Returns:
+      y in o's dtype. Numerics: float32 (float64 when o is), rounded once, at the end.
+
+    Source: fla's `FusedRMSNormGated`.
+    """
+    from pallas_kernels.layer import gated_norm as kernel
+
+    if usable(implementation, kernel.check_supported(o)):
+        names, sizes = _head_axes(o)
+        call = partial(_gated_norm, eps=eps)
+        return on_explicit_shards(call, (o, gate, weight), (names, names, "."), names, sizes)
+    wide = accumulation_dtype(o)
+    _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
+    return (n * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+
+
+def _norm_axes(x) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer import rows
+
+    return token_axes(x, rows.rows_at_once(x.shape[-1]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _add_norm(x, y, weight, eps, dtype):
+    from pallas_kernels.layer import norm
+
+    def kernel(x, y, weight):
+        flat = None if y is None else _rows(y)
+        s, n = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype)
+        return s.reshape(x.shape), n.reshape(x.shape)
+
+    names, sizes = _norm_axes(x)
+    return run(kernel, (x, y, weight), (names, names, "."), (names, names), sizes)
+
+
+def _add_norm_fwd(x, y, weight, eps, dtype):
+    s, n = _add_norm(x, y, weight, eps, dtype)
+    return (s, n), (s, weight, None if y is None else jnp.zeros((0,), y.dtype))
+
+
+def _add_norm_bwd(eps, dtype, saved, cotangents):
+    from pallas_kernels.layer import norm
+
+    s, weight, like_y = saved
+
+    def kernel(s, weight, ds, dn):
+        y_dtype = None if like_y is None else like_y.dtype
+        out = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
+        dx, dy, dweight = out
+        return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
+
+    names, sizes = _norm_axes(s)
+    results = (names, None if like_y is None else names, ". +b +t")
+    dx, dy, dweight = run(kernel, (s, weight, *cotangents), (names, ".", names, names), results, sizes)
+    return dx, dy, dweight.astype(weight.dtype)
+
+
+_add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
+
+
+def _head_axes(o) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer import gated_norm as kernel
+
+    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernel.BLOCK))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gated_norm(o, gate, weight, eps):
+    from pallas_kernels.layer import gated_norm as kernels
+
+    def kernel(o, gate, weight):
+        return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
+
+    names, sizes = _head_axes(o)
+    return run(kernel, (o, gate, weight), (names, names, "."), names, sizes)
+
+
+def _gated_norm_fwd(o, gate, weight, eps):
+    return _gated_norm(o, gate, weight, eps), (o, gate, weight)
+
+
+def _gated_norm_bwd(eps, saved, dy):
+    from pallas_kernels.layer import gated_norm as kernels
+
+    def kernel(o, gate, weight, dy):
+        out = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
+        return out[0].reshape(o.shape), out[1].reshape(o.shape), out[2]
+
+    names, sizes = _head_axes(dy)
+    results = (names, names, ". +b +t")
+    do, dgate, dweight = run(kernel, (*saved, dy), (names, names, ".", names), results, sizes)
+    return do, dgate, dweight.astype(saved[2].dtype)
+
+
+_gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,80 @@
+"""The second half of a SwiGLU: the product of its two branches and the projection down."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.shapes import accumulation_dtype
+
+
+def swiglu_down(
+    gate: Float[Array, "*S F"],
+    up: Float[Array, "*S F"],
+    kernel: Float[Array, "F D"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*S D"]:
+    """(silu(gate) * up) @ kernel.
+
+    With the kernels, the product of the branches is not kept for the backward pass but made again there beside their
+    derivatives, and the result can be differentiated once, in reverse.
+
+    Args:
+      gate, up: [.., F], any floating dtype, both alike.
+      kernel: projection [F, D], any floating dtype, used in gate's.
+      implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
+        "recurrent" do not.
+
+    Returns:
+      [.., D] in gate's dtype. Numerics: the product of the branches in float32 (float64 when gate is), rounded once.
+    """
+    from pallas_kernels.layer import swiglu
+
+    kernel = kernel.astype(gate.dtype)
+    if usable(implementation, swiglu.check_supported(gate)):
+        names, sizes = _axes(gate)
+        return on_explicit_shards(_swiglu_down, (gate, up, kernel), (names, names, ". ."), names, sizes)
+    wide = accumulation_dtype(gate)
+    h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+    return h @ kernel
+
+
+def _axes(gate) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer import swiglu
+
+    return token_axes(gate, tokens_of(gate.shape[-1], swiglu.BLOCK))
+
+
+@jax.custom_vjp
+def _swiglu_down(gate, up, kernel):
+    from pallas_kernels.layer import swiglu
+
+    def product(gate, up):
+        return swiglu.swiglu(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
+
+    names, sizes = _axes(gate)
+    return run(product, (gate, up), (names, names), names, sizes) @ kernel
+
+
+def _swiglu_down_fwd(gate, up, kernel):
+    return _swiglu_down(gate, up, kernel), (gate, up, kernel)
+
+
+def _swiglu_down_bwd(saved, dy):
+    from pallas_kernels.layer import swiglu
+
+    gate, up, kernel = saved
+    dh = jnp.einsum("...d,fd->...f", dy, kernel)
+
+    def derivative(gate, up, dh):
+        parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
+        return tuple(x.reshape(gate.shape) for x in parts)
+
+    names, sizes = _axes(gate)
+    dgate, dup, h = run(derivative, (gate, up, dh), (names,) * 3, (names,) * 3, sizes)
+    return dgate, dup, jnp.einsum("...f,...d->fd", h, dy)
+
+
+_swiglu_down.defvjp(_swiglu_down_fwd, _swiglu_down_bwd)

@@ -1,0 +1,64 @@
+"""Which family a config.json belongs to, and what it says of the decoder."""
+
+from typing import Any, NamedTuple
+
+from gdn_jax.hf import olmo_hybrid, qwen3_5, qwen3_next
+from gdn_jax.hf.family import Family
+from gdn_jax.hf.fields import Fields
+
+FAMILIES = (qwen3_5.DENSE, qwen3_5.MOE, qwen3_next.FAMILY, olmo_hybrid.FAMILY)
+
+OTHERS = {
+    "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
+    "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
+    "kimi_linear": "Kimi Delta Attention, whose decay is per channel, and latent attention are not supported",
+    "kimi_k25": "Kimi Delta Attention, whose decay is per channel, and latent attention are not supported",
+}
+"""Relatives that are not supported, with the reason."""
+
+
+class Described(NamedTuple):
+    """What a config.json says.
+
+    Fields:
+      family: of the checkpoint.
+      fields: of the decoder: those of `text_config` where there is one.
+      nested: whether there is one.
+    """
+
+    family: Family
+    fields: Fields
+    nested: bool
+
+
+def describe(config: dict[str, Any], where: str) -> Described:
+    """The family and the decoder's fields of a config.json.
+
+    Args:
+      config: the JSON object.
+      where: what errors begin with.
+
+    Raises:
+      ValueError: it is no configuration of a model.
+      NotImplementedError: the family, or the quantization, is not supported.
+    """
+    text = config.get("text_config")
+    nested = isinstance(text, dict)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{where}: expected model_type of type str, got {kind!r}")
+    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    if family is None:
+        known = ", ".join(name for family in FAMILIES for name in family.model_types)
+        reason = OTHERS.get(kind, "only hybrid models of Gated DeltaNet are opened")
+        raise NotImplementedError(f"{where}: model_type {kind!r}: {reason}. Supported are {known}")
+    Fields(config, {}, where).check_dense_weights()
+    if nested:
+        # What stands outside holds for the decoder where it does not say otherwise.
+        outside = {
+            name: config[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in config
+        }
+        config = outside | {name: value for name, value in text.items() if value is not None}
+    fields = Fields(config, family.defaults, f"{where}: text_config" if nested else where)
+    fields.check_dense_weights()
+    return Described(family, fields, nested)

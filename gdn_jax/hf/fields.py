@@ -1,0 +1,101 @@
+"""Fields of a config.json, checked when they are read."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+LAYER_TYPES = {
+    "linear_attention": "gated_delta_net",
+    "full_attention": "attention",
+    "attention": "attention",  # an older name of it
+}
+"""Our layer types by Hugging Face's."""
+
+
+class Fields:
+    """The fields of a config.json.
+
+    Args:
+      values: the JSON object.
+      defaults: what a missing field is, as transformers has it.
+      where: what errors begin with.
+    """
+
+    def __init__(self, values: dict[str, Any], defaults: dict[str, Any], where: str):
+        self.values, self.where = defaults | values, where
+
+    def get(self, name: str, *kinds: type) -> Any:
+        """A field of one of these types.
+
+        Raises:
+          ValueError: it is missing or of another type.
+        """
+        value = self.values.get(name)
+        number = isinstance(value, bool) and bool not in kinds
+        if number or not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{self.where}: expected {name} of type {wanted}, got {value!r}")
+        return value
+
+    def size(self, name: str) -> int:
+        """A whole number above 0."""
+        value = self.get(name, int)
+        if value < 1:
+            raise ValueError(f"{self.where}: expected {name} above 0, got {value}")
+        return value
+
+    def refuse(self, name: str, supported: Any, reason: str) -> None:
+        """Raises NotImplementedError if a field is there and is not what is supported."""
+        value = self.values.get(name)
+        if value is not None and value != supported:
+            raise NotImplementedError(f"{self.where}: {name} = {value!r}: {reason}")
+
+    def layer_types(self) -> tuple[str, ...]:
+        """Our types of all layers, of `layer_types` or of `full_attention_interval`."""
+        number = self.size("num_hidden_layers")
+        given = self.values.get("layer_types")
+        if given is None:
+            every = self.size("full_attention_interval")
+            given = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(number)]
+        if not isinstance(given, list) or len(given) != number:
+            raise ValueError(f"{self.where}: expected {number} layer_types, got {given!r}")
+        for kind in given:
+            if kind not in LAYER_TYPES:
+                raise NotImplementedError(
+                    f"{self.where}: layer_types: layers of type {kind!r} are not supported"
+                )
+        return tuple(LAYER_TYPES[kind] for kind in given)
+
+    def rope(self) -> tuple[float | None, float]:
+        """Base of the rotary wavelengths (None: no positions), and the part of a head that is rotated.
+
+        They are in `rope_parameters`, `rope_scaling` of older files, or beside them.
+        """
+        parameters = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
+        if not isinstance(parameters, dict):
+            raise ValueError(f"{self.where}: expected an object rope_parameters, got {parameters!r}")
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != "default":
+            raise NotImplementedError(
+                f"{self.where}: rope_parameters: rope_type {kind!r} is not supported, only 'default'"
+            )
+        merged = Fields(self.values | parameters, {}, self.where)
+        if merged.values.get("rope_theta", 0) is None:
+            return None, 0.0
+        theta, part = merged.get("rope_theta", float, int), merged.get("partial_rotary_factor", float, int)
+        return float(theta), float(part)
+
+    def dtype(self) -> str:
+        """Dtype of the weights, of `dtype` or, in older files, `torch_dtype`; float32 without either."""
+        name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32")
+        if name.removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
+            raise NotImplementedError(f"{self.where}: dtype {name!r} is not supported")
+        return jnp.dtype(name.removeprefix("torch.")).name
+
+    def check_dense_weights(self) -> None:
+        """Raises NotImplementedError for a quantized checkpoint."""
+        if self.values.get("quantization_config") is not None:
+            raise NotImplementedError(
+                f"{self.where}: quantization_config: quantized checkpoints are not supported, their tensors are not "
+                f"the weights"
+            )

@@ -1,0 +1,182 @@
+"""Loading a Hugging Face checkpoint into a `LanguageModel`."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
+from gdn_jax.hf.families import Described, describe
+from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.origin import Origin
+from gdn_jax.hf.tensors import Tensor
+from gdn_jax.hf.weights import Weight, same
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.decoder import LanguageModel
+
+_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor is of a part that our language models do not have: images, or several tokens at once."""
+    return _SKIPPED.match(name) is not None
+
+
+def load_hf(
+    path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    implementation: str | None = None,
+) -> LanguageModel:
+    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5 or OLMo-Hybrid.
+
+    Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
+    the largest one beside the model. A model for images and text is loaded as its language model; what it does not
+    use is listed in `model.origin.skipped`.
+
+    Args:
+      path: folder with config.json and model.safetensors, or with files that an index lists.
+      dtype: of weights and products, float32 or bfloat16; None: that of the checkpoint. A_log and dt_bias are float32
+        in any case, and so are norms, gates, states and logits.
+      mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
+        divide, the rest is on every one. None: JAX's default device.
+      implementation: of the rule, see `gated_delta_rule`.
+
+    Returns:
+      The model, called as any other: `model(tokens)`, `generate(model, tokens, num_tokens)`.
+
+    Raises:
+      ValueError: the folder holds no whole checkpoint: a file is missing, damaged or cut off, a tensor is missing,
+        unknown or of a wrong shape. Names tensor and file.
+      NotImplementedError: the checkpoint is of another family, quantized, or has a variant that is not supported.
+    """
+    folder = Path(path)
+    found = read_json(folder / CONFIG)
+    described = describe(found, str(folder / CONFIG))
+    tensors = read_tensors(folder)
+    names = names_of(described, tensors)
+    config = config_of(described, dtype, tensors, names)
+    config = dataclasses.replace(config, implementation=implementation)
+    skipped = tuple(name for name in tensors if is_skipped(name))
+    plan = weights_of(described.family, config, names)
+    _check(folder, plan, tensors, skipped)
+    abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    shapes = {name_of(key): leaf for key, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state))}
+    placed = dict(_place(plan, tensors, shapes, mesh))
+    values = jax.tree.map_with_path(lambda key, _: placed.pop(name_of(key)), nnx.to_pure_dict(state))
+    assert not placed, f"parameters that the model does not have: {[*placed]}"
+    nnx.replace_by_pure_dict(state, values)
+    model = nnx.merge(graphdef, state)
+    model.origin = Origin(folder.resolve(), found, names, skipped)
+    return model
+
+
+def names_of(described: Described, tensors: dict[str, Any]) -> Names:
+    """Names of the tensors of a checkpoint."""
+    inner = "model.language_model."
+    nested = any(name.startswith(inner) for name in tensors)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return Names(inner if nested else "model.", shapes)
+
+
+def config_of(
+    described: Described, dtype: DTypeLike | None, tensors: dict[str, Tensor], names: Names
+) -> ModelConfig:
+    """The configuration of a checkpoint's model."""
+    where = described.fields.where
+    if dtype is None:
+        dtype = described.fields.dtype()
+        if dtype == "float16":
+            raise NotImplementedError(
+                f"{where}: weights in float16 are computed in another dtype: say dtype='float32' or 'bfloat16'"
+            )
+    try:
+        config = described.family.config(described.fields)
+        config = dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
+    except ValueError as error:
+        raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+    if config.tie_embeddings and _differ(
+        tensors.get(HEAD), tensors.get(f"{names.prefix}embed_tokens.weight")
+    ):
+        return dataclasses.replace(config, tie_embeddings=False)
+    return config
+
+
+HEAD = "lm_head.weight"
+
+
+def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
+    """Whether a checkpoint that says its embedding is tied has another head all the same: transformers uses it."""
+    if head is None or embedding is None:
+        return False
+    return head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())
+
+
+def weights_of(family: Family, config: ModelConfig, names: Names) -> list[Weight]:
+    """All weights of a model."""
+    shape = (config.vocab_size, config.hidden_size)
+    weights = [same(f"{names.prefix}embed_tokens.weight", "embedding", *shape)]
+    weights += family.weights(config, names)
+    weights.append(same(f"{names.prefix}norm.weight", "norm.weight", config.hidden_size))
+    if not config.tie_embeddings:
+        weights.append(same(HEAD, "head", *shape))
+    return weights
+
+
+def name_of(key: tuple[Any, ...]) -> str:
+    """A parameter's name, as in "blocks.0.mixer.q_proj.kernel"."""
+    return ".".join(str(getattr(part, "key", part)) for part in key)
+
+
+def _check(folder: Path, plan: list[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]) -> None:
+    """Raises ValueError unless the tensors of a checkpoint are those of the plan, each of its shape."""
+    wanted = {name: shape for weight in plan for name, shape in weight.tensors.items()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise ValueError(f"{folder}: expected tensor {name} of shape {shape}, got none in any file")
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{tensors[name].file}: expected tensor {name} of shape {shape}, got {tensors[name].shape}"
+            )
+    for name, tensor in tensors.items():
+        tied = name == HEAD  # equal to the embedding, or it would be in the plan
+        if name not in wanted and name not in skipped and not tied:
+            raise ValueError(
+                f"{tensor.file}: expected no tensor {name}: a model of this config.json has none"
+            )
+
+
+def _place(
+    plan: list[Weight], tensors: dict[str, Tensor], shapes: dict[str, Any], mesh: Mesh | None
+) -> Iterator[tuple[str, jax.Array]]:
+    """The parameters by name, on their devices."""
+    for weight in plan:
+        arrays = weight.read(tensors[name].read() for name in weight.tensors)
+        for name, array in zip(weight.params, arrays, strict=True):
+            like = shapes[name]
+            assert array.shape == like.shape, (name, array.shape, like.shape)
+            array = np.ascontiguousarray(array.astype(like.dtype))
+            yield name, jax.device_put(array, None if mesh is None else sharding_of(array.shape, mesh))
+
+
+def sharding_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Where a parameter lies: cut along its longest axis that the devices divide, or whole on each.
+
+    The axes of the mesh are left to the compiler (`AxisType.Auto`).
+    """
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    divided = [axis for axis, size in enumerate(shape) if size % mesh.size == 0]
+    if len(shape) < 2 or not divided:
+        return NamedSharding(mesh, PartitionSpec())
+    longest = max(divided, key=lambda axis: shape[axis])
+    return NamedSharding(mesh, PartitionSpec(*(None,) * longest, mesh.axis_names))

@@ -1,0 +1,183 @@
+"""OLMo-Hybrid: every projection and convolution of its own, negative eigenvalues, attention blocks that norm outputs.
+
+Attention norms queries and keys over their full width; released models have no positions. Source:
+`modular_olmo_hybrid.py` of transformers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.fields import Fields
+from gdn_jax.hf.qwen3_next import check_like, swiglu_weights
+from gdn_jax.hf.weights import Weight, convolution, projection, same
+from gdn_jax.layers import value_width
+from gdn_jax.models.config import AttentionConfig, ModelConfig
+
+MIXER_NORM_EPS = 1e-5
+"""Of the norm at the output of a GatedDeltaNet, whatever rms_norm_eps is."""
+
+DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+}
+
+
+def _config(fields: Fields) -> ModelConfig:
+    fields.refuse("hidden_act", "silu", "only 'silu' is supported")
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+
+    def or_else(name: str, default: int) -> int:
+        return default if fields.values.get(name) is None else fields.size(name)
+
+    types = fields.layer_types()
+    attention_dim = or_else("head_dim", hidden // heads)
+    theta, _ = fields.rope()
+    key_heads = or_else("linear_num_key_heads", heads)
+    head_dim = or_else("linear_key_head_dim", int(0.75 * hidden / key_heads))
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=or_else("num_key_value_heads", heads),
+        head_dim=attention_dim,
+        qk_norm="width",
+        rotary_dim=0 if theta is None else attention_dim,
+        rope_theta=theta or 1e4,
+        bias=fields.get("attention_bias", bool),
+        reordered_norm=True,
+    )
+    return ModelConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        num_layers=len(types),
+        num_heads=key_heads,
+        num_v_heads=or_else("linear_num_value_heads", heads),
+        head_dim=head_dim,
+        expand_v=or_else("linear_value_head_dim", 2 * head_dim) / head_dim,
+        conv_size=fields.size("linear_conv_kernel_dim"),
+        intermediate_size=fields.size("intermediate_size"),
+        allow_neg_eigval=fields.get("linear_allow_neg_eigval", bool),
+        tie_embeddings=fields.get("tie_word_embeddings", bool),
+        norm_eps=float(fields.get("rms_norm_eps", float)),
+        mixer_norm_eps=MIXER_NORM_EPS,
+        layer_types=types,
+        attention=attention if "attention" in types else None,
+        scale_embedding=False,
+    )
+
+
+def _fields(config: ModelConfig) -> dict[str, Any]:
+    wanted = {"rule": "gated_delta", "zero_centred_norms": False, "scale_embedding": False, "experts": None}
+    check_like(config, "OLMo-Hybrid", wanted | {"mixer_norm_eps": MIXER_NORM_EPS})
+    a = config.attention
+    if a is None or "gated_delta_net" not in config.types:
+        raise NotImplementedError("layer_types: models of the family OLMo-Hybrid have layers of both types")
+    check_like(a, "OLMo-Hybrid", {"qk_norm": "width", "output_gate": False, "reordered_norm": True})
+    if a.rotary_dim not in (0, a.head_dim):
+        raise NotImplementedError(
+            f"rotary_dim: OLMo-Hybrid rotates whole heads, {a.head_dim}, or nothing, got {a.rotary_dim}"
+        )
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_size,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": [
+            "full_attention" if kind == "attention" else "linear_attention" for kind in config.types
+        ],
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": a.num_kv_heads or a.num_heads,
+        "head_dim": a.head_dim,
+        "attention_bias": a.bias,
+        "rope_parameters": {"rope_type": "default", "rope_theta": a.rope_theta if a.rotary_dim else None},
+        "linear_conv_kernel_dim": config.conv_size,
+        "linear_key_head_dim": config.head_dim,
+        "linear_value_head_dim": value_width(config.head_dim, config.expand_v),
+        "linear_num_key_heads": config.num_heads,
+        "linear_num_value_heads": config.num_v_heads or config.num_heads,
+        "linear_allow_neg_eigval": config.allow_neg_eigval,
+        # Without them transformers takes tokens of the released vocabulary, which ours may not have.
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+    a, hidden = config.attention, config.hidden_size
+    assert a is not None
+    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
+    sizes = (("q", width, hidden), ("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width))
+    for name, outputs, inputs in sizes:
+        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
+        if a.bias:
+            yield same(f"{tensors}.{name}_proj.bias", f"{params}.{name}_proj.bias", outputs)
+    yield same(f"{tensors}.q_norm.weight", f"{params}.q_norm.weight", width)
+    yield same(f"{tensors}.k_norm.weight", f"{params}.k_norm.weight", kv_width)
+
+
+def _gated_delta_net_weights(
+    config: ModelConfig, tensors: str, params: str, names: Names
+) -> Iterator[Weight]:
+    heads, width = config.num_v_heads or config.num_heads, value_width(config.head_dim, config.expand_v)
+    keys, values, hidden = config.num_heads * config.head_dim, heads * width, config.hidden_size
+    outputs = {"q": keys, "k": keys, "v": values, "a": heads, "b": heads, "g": values}
+    for name, number in outputs.items():
+        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", number, hidden)
+    yield convolution(_convolutions(tensors, outputs, names), f"{params}.conv_weight", config.conv_size)
+    yield same(f"{tensors}.A_log", f"{params}.A_log", heads)
+    yield same(f"{tensors}.dt_bias", f"{params}.dt_bias", heads)
+    yield same(f"{tensors}.o_norm.weight", f"{params}.o_norm.weight", width)
+    yield projection(f"{tensors}.o_proj.weight", f"{params}.o_proj.kernel", hidden, values)
+
+
+def _convolutions(tensors: str, outputs: dict[str, int], names: Names) -> dict[str, int]:
+    """The tensors of the convolution and their channels.
+
+    Released files have one each for q, k and v. What transformers writes are three equal parts of the whole, wherever
+    they cut it; inside it has one tensor.
+    """
+    parts = {f"{tensors}.{name}_conv1d.weight": outputs[name] for name in "qkv"}
+    channels = sum(parts.values())
+    if (whole := f"{tensors}.conv1d.weight") in names.found:
+        return {whole: channels}
+    found = {name: names.found[name][0] for name in parts if names.found.get(name)}
+    return found if len(found) == len(parts) and sum(found.values()) == channels else parts
+
+
+def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
+    for layer, kind in enumerate(config.types):
+        tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
+        # Released files and those that transformers writes have other names for the same norms.
+        if kind == "attention":
+            yield from _attention_weights(config, f"{tensors}.self_attn", f"{params}.mixer")
+            mixer_norm, mlp_norm = (
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+                ("post_feedforward_layernorm",),
+            )
+        else:
+            yield from _gated_delta_net_weights(config, f"{tensors}.linear_attn", f"{params}.mixer", names)
+            mixer_norm = ("attention_layer_norm", "input_layernorm")
+            mlp_norm = ("feedforward_layer_norm", "post_attention_layernorm")
+        for param, choices in (("mixer_norm", mixer_norm), ("mlp_norm", mlp_norm)):
+            name = names.first(*(f"{tensors}.{choice}.weight" for choice in choices))
+            yield same(name, f"{params}.{param}.weight", config.hidden_size)
+        yield from swiglu_weights(f"{tensors}.mlp", f"{params}.mlp", config.hidden_size, config.mlp_size)
+
+
+FAMILY = Family(
+    model_types=("olmo_hybrid",),
+    architecture="OlmoHybridForCausalLM",
+    defaults=DEFAULTS,
+    config=_config,
+    fields=_fields,
+    weights=_weights,
+)

@@ -1,0 +1,24 @@
+"""Where a loaded model comes from, which `save_hf` follows."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from gdn_jax.hf.family import Names
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """The checkpoint that a model was loaded from; `model.origin` of a loaded model.
+
+    Fields:
+      path: of its folder.
+      config: its config.json.
+      names: of its tensors.
+      skipped: names of tensors that the model does not use: of images, and of the prediction of several tokens.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    names: Names
+    skipped: tuple[str, ...]

@@ -1,0 +1,293 @@
+"""Qwen3-Next: projections of a GatedDeltaNet interleaved by key head, mixture of experts.
+
+The norms have zero-centred weights, but for the one at the output of a GatedDeltaNet. Attention has an output gate, a
+norm of queries and keys in each head, and partial rotary positions. Source: `modeling_qwen3_next.py` of transformers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.fields import Fields
+from gdn_jax.hf.weights import (
+    Weight,
+    bias_rows,
+    convolution,
+    fused_experts,
+    projection,
+    row,
+    rows,
+    same,
+    separate_experts,
+)
+from gdn_jax.layers import value_width
+from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+
+DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def attention(fields: Fields) -> AttentionConfig:
+    """The attention layers of Qwen's hybrid models."""
+    head_dim = fields.size("head_dim")
+    theta, part = fields.rope()
+    if theta is None:
+        raise ValueError(f"{fields.where}: expected rope_theta of type float, got None")
+    return AttentionConfig(
+        num_heads=fields.size("num_attention_heads"),
+        num_kv_heads=fields.size("num_key_value_heads"),
+        head_dim=head_dim,
+        qk_norm="head",
+        output_gate=True,
+        rotary_dim=int(head_dim * part),
+        rope_theta=theta,
+        bias=fields.get("attention_bias", bool),
+    )
+
+
+def decoder(fields: Fields, **options: Any) -> ModelConfig:
+    """The model of Qwen's hybrid families, but for its feed-forward part, which `options` say."""
+    fields.refuse("hidden_act", "silu", "only 'silu' is supported")
+    fields.refuse("attn_output_gate", True, "attention without its output gate is not supported")
+    fields.refuse("output_gate_type", "swish", "only 'swish' is supported")
+    fields.refuse("use_sliding_window", False, "sliding windows are not supported")
+    types = fields.layer_types()
+    head_dim = fields.size("linear_key_head_dim")
+    return ModelConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        num_layers=len(types),
+        num_heads=fields.size("linear_num_key_heads"),
+        num_v_heads=fields.size("linear_num_value_heads"),
+        head_dim=head_dim,
+        expand_v=fields.size("linear_value_head_dim") / head_dim,
+        conv_size=fields.size("linear_conv_kernel_dim"),
+        tie_embeddings=fields.get("tie_word_embeddings", bool),
+        norm_eps=float(fields.get("rms_norm_eps", float)),
+        layer_types=types,
+        attention=attention(fields) if "attention" in types else None,
+        zero_centred_norms=True,
+        scale_embedding=False,
+        **options,
+    )
+
+
+def experts(fields: Fields, normalise: bool) -> ExpertsConfig:
+    """The mixture of experts of Qwen's hybrid models."""
+    return ExpertsConfig(
+        num_experts=fields.size("num_experts"),
+        per_token=fields.size("num_experts_per_tok"),
+        expert_size=fields.size("moe_intermediate_size"),
+        shared_size=fields.size("shared_expert_intermediate_size"),
+        normalise=normalise,
+    )
+
+
+def _config(fields: Fields) -> ModelConfig:
+    number, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step")
+    only = fields.get("mlp_only_layers", list, type(None)) or []
+    sparse = fields.get("num_experts", int) > 0
+    dense = tuple(i for i in range(number) if i in only or (i + 1) % step or not sparse)
+    options: dict[str, Any] = {"dense_layers": dense if len(dense) < number else ()}
+    if len(dense) < number:
+        options["experts"] = experts(fields, fields.get("norm_topk_prob", bool))
+    if dense:
+        options["intermediate_size"] = fields.size("intermediate_size")
+    return decoder(fields, **options)
+
+
+def check_decoder(config: ModelConfig) -> None:
+    """Raises NotImplementedError for the first option of a model that no hybrid model of Qwen has."""
+    wanted = {"rule": "gated_delta", "allow_neg_eigval": False, "zero_centred_norms": True}
+    check_like(config, "Qwen", wanted | {"scale_embedding": False})
+    if config.mixer_norm_eps not in (None, config.norm_eps):
+        raise NotImplementedError("mixer_norm_eps: Qwen's models have the same epsilon in all norms")
+    if config.attention is not None:
+        wanted = {"qk_norm": "head", "output_gate": True, "reordered_norm": False}
+        check_like(config.attention, "Qwen", wanted)
+        if not config.attention.rotary_dim:
+            raise NotImplementedError("rotary_dim: Qwen's attention has rotary positions, got 0")
+
+
+def check_like(config: Any, family: str, wanted: dict[str, Any]) -> None:
+    """Raises NotImplementedError for the first option that is not what models of a family have."""
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise NotImplementedError(
+                f"{name}: models of the family {family} have {value!r}, got {getattr(config, name)!r}"
+            )
+
+
+def decoder_fields(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json of a model of our own, but for its feed-forward part."""
+    check_decoder(config)
+    fields = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": [
+            "full_attention" if kind == "attention" else "linear_attention" for kind in config.types
+        ],
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "linear_conv_kernel_dim": config.conv_size,
+        "linear_key_head_dim": config.head_dim,
+        "linear_value_head_dim": value_width(config.head_dim, config.expand_v),
+        "linear_num_key_heads": config.num_heads,
+        "linear_num_value_heads": config.num_v_heads or config.num_heads,
+    }
+    if (a := config.attention) is not None:
+        fields |= {
+            "num_attention_heads": a.num_heads,
+            "num_key_value_heads": a.num_kv_heads or a.num_heads,
+            "head_dim": a.head_dim,
+            "attention_bias": a.bias,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": a.rope_theta,
+                "partial_rotary_factor": a.rotary_dim / a.head_dim,
+            },
+        }
+    return fields
+
+
+def expert_fields(config: ExpertsConfig) -> dict[str, Any]:
+    """Fields of config.json of a mixture of experts."""
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": config.shared_size,
+    }
+
+
+def _fields(config: ModelConfig) -> dict[str, Any]:
+    if config.experts is None:
+        raise NotImplementedError(
+            "experts: Qwen3-Next is written with experts only; Qwen3.5 has dense models"
+        )
+    fields = decoder_fields(config) | expert_fields(config.experts)
+    return fields | {
+        "intermediate_size": config.mlp_size,
+        "norm_topk_prob": config.experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+    """Of an attention layer: q_proj holds queries and gate of each head in turn."""
+    a, hidden = config.attention, config.hidden_size
+    assert a is not None
+    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
+    pairs = np.arange(2 * width).reshape(a.num_heads, 2, a.head_dim)
+    q, gate = pairs[:, 0].reshape(-1), pairs[:, 1].reshape(-1)
+    yield rows(
+        f"{tensors}.q_proj.weight", {f"{params}.q_proj.kernel": q, f"{params}.g_proj.kernel": gate}, hidden
+    )
+    for name, outputs, inputs in (("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width)):
+        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
+        if a.bias:
+            yield same(f"{tensors}.{name}_proj.bias", f"{params}.{name}_proj.bias", outputs)
+    if a.bias:
+        yield bias_rows(f"{tensors}.q_proj.bias", {f"{params}.q_proj.bias": q, f"{params}.g_proj.bias": gate})
+    for name in ("q_norm", "k_norm"):
+        yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
+
+
+def gated_delta_net_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+    """Of a GatedDeltaNet, but for the projections that come in."""
+    heads, width = config.num_v_heads or config.num_heads, value_width(config.head_dim, config.expand_v)
+    channels = 2 * config.num_heads * config.head_dim + heads * width
+    yield convolution({f"{tensors}.conv1d.weight": channels}, f"{params}.conv_weight", config.conv_size)
+    yield same(f"{tensors}.A_log", f"{params}.A_log", heads)
+    yield same(f"{tensors}.dt_bias", f"{params}.dt_bias", heads)
+    yield same(f"{tensors}.norm.weight", f"{params}.o_norm.weight", width)
+    yield projection(
+        f"{tensors}.out_proj.weight", f"{params}.o_proj.kernel", config.hidden_size, heads * width
+    )
+
+
+def swiglu_weights(tensors: str, params: str, hidden: int, inner: int) -> Iterator[Weight]:
+    """Of a SwiGLU."""
+    for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
+
+
+def mlp_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weight]:
+    """Of the feed-forward part of a layer: a SwiGLU or experts, in one tensor each or together."""
+    tensors, params, hidden = f"{names.prefix}layers.{layer}.mlp", f"blocks.{layer}.mlp", config.hidden_size
+    if not config.has_experts(layer):
+        yield from swiglu_weights(tensors, params, hidden, config.mlp_size)
+        return
+    e = config.experts
+    assert e is not None
+    yield projection(f"{tensors}.gate.weight", f"{params}.router", e.num_experts, hidden)
+    sizes = (params, e.num_experts, e.expert_size, hidden)
+    gate_up, down = f"{tensors}.experts.gate_up_proj", f"{tensors}.experts.down_proj"
+    if gate_up in names.found or down in names.found:
+        yield from fused_experts(gate_up, down, *sizes)
+    else:
+        yield from separate_experts(f"{tensors}.experts", *sizes)
+    yield from swiglu_weights(f"{tensors}.shared_expert", f"{params}.shared", hidden, e.shared_size)
+    yield row(f"{tensors}.shared_expert_gate.weight", f"{params}.shared_gate", hidden)
+
+
+def norm_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weight]:
+    """Of the two norms of a block."""
+    tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
+    yield same(f"{tensors}.input_layernorm.weight", f"{params}.mixer_norm.weight", config.hidden_size)
+    yield same(f"{tensors}.post_attention_layernorm.weight", f"{params}.mlp_norm.weight", config.hidden_size)
+
+
+def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+    """[q | k | v | z] and [b | a] of each key head in turn, with the value heads that read it."""
+    groups = config.num_heads
+    shared = (config.num_v_heads or groups) // groups
+    K, V = config.head_dim, shared * value_width(config.head_dim, config.expand_v)
+    for name, parts in (
+        ("in_proj_qkvz", {"q_proj": K, "k_proj": K, "v_proj": V, "g_proj": V}),
+        ("in_proj_ba", {"b_proj": shared, "a_proj": shared}),
+    ):
+        places = np.arange(groups * sum(parts.values())).reshape(groups, -1)
+        pieces = np.split(places, np.cumsum(list(parts.values()))[:-1], axis=1)
+        numbers = {
+            f"{params}.{part}.kernel": piece.reshape(-1) for part, piece in zip(parts, pieces, strict=True)
+        }
+        yield rows(f"{tensors}.{name}.weight", numbers, config.hidden_size)
+
+
+def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
+    for layer, kind in enumerate(config.types):
+        tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}.mixer"
+        yield from norm_weights(config, layer, names)
+        if kind == "attention":
+            yield from attention_weights(config, f"{tensors}.self_attn", params)
+        else:
+            yield from _projections(config, f"{tensors}.linear_attn", params)
+            yield from gated_delta_net_weights(config, f"{tensors}.linear_attn", params)
+        yield from mlp_weights(config, layer, names)
+
+
+FAMILY = Family(
+    model_types=("qwen3_next",),
+    architecture="Qwen3NextForCausalLM",
+    defaults=DEFAULTS,
+    config=_config,
+    fields=_fields,
+    weights=_weights,
+)

@@ -1,0 +1,177 @@
+"""Writing a `LanguageModel` as a checkpoint that transformers opens."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from gdn_jax.commands.files import replacing, write_text
+from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, read_tensors
+from gdn_jax.hf.families import FAMILIES, describe
+from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.load import name_of, weights_of
+from gdn_jax.hf.origin import Origin
+from gdn_jax.hf.tensors import DTYPES, Entry, Tensor, write_file
+from gdn_jax.hf.weights import Weight
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.decoder import LanguageModel
+
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
+"""Files of a checkpoint that are copied from the one that was loaded."""
+
+ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "remat", "scan_layers"}
+"""Fields of a ModelConfig that no checkpoint holds."""
+
+
+class _Part(NamedTuple):
+    """Tensors that are made together, and what makes them, one by one."""
+
+    entries: list[Entry]
+    arrays: Callable[[], Iterator[np.ndarray]]
+
+
+def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+    """Writes a checkpoint: config.json and safetensors files.
+
+    A loaded model is written in the layout that was read, with the tensors that it does not use and the tokenizer
+    copied from there. A model of our own is written as the family that has such models: Qwen3.5, Qwen3-Next or
+    OLMo-Hybrid. Tensors are written one by one, under a temporary name until all are there.
+
+    Args:
+      model: a language model with attention layers.
+      path: folder, which must not exist.
+      max_file_bytes: of one file; beyond that there are several and an index.
+
+    Raises:
+      ValueError: the folder exists, or the model is no longer the one that was loaded.
+      NotImplementedError: no family has such a model, with the reason for each.
+    """
+    folder = Path(path)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"path: expected a folder that does not exist, got {folder}")
+    if max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes: expected 1 or more, got {max_file_bytes}")
+    origin = model.origin
+    family, fields, names = own_family(model.config) if origin is None else _as_read(model.config, origin)
+    plan = weights_of(family, model.config, names)
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
+    if extra := params.keys() - {name for weight in plan for name in weight.params}:
+        raise ValueError(f"model: expected the parameters of its config, got {sorted(extra)[0]} beside them")
+    parts = [_part(weight, params) for weight in plan]
+    skipped = [] if origin is None else _skipped(origin)
+    parts += [_Part([_entry(tensor)], lambda tensor=tensor: iter([tensor.read()])) for tensor in skipped]
+    temporary = folder.with_name(folder.name + ".tmp")
+    temporary.mkdir(parents=True)
+    try:
+        _write(temporary, parts, max_file_bytes)
+        if origin is not None:
+            for name in COMPANIONS:
+                if (origin.path / name).is_file():
+                    shutil.copyfile(origin.path / name, temporary / name)
+        write_text(temporary / CONFIG, json.dumps(fields, indent=2) + "\n")
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _as_read(config: ModelConfig, origin: Origin) -> tuple[Family, dict[str, Any], Names]:
+    """Family, config.json and names of a loaded model."""
+    described = describe(origin.config, CONFIG)
+    theirs = described.family.config(described.fields)
+    for field in dataclasses.fields(ModelConfig):
+        name = field.name
+        if name not in {*ARITHMETIC, "tie_embeddings"} and getattr(theirs, name) != getattr(config, name):
+            raise ValueError(
+                f"model: expected {name} = {getattr(theirs, name)!r} as in the checkpoint that it was loaded from, "
+                f"got {getattr(config, name)!r}"
+            )
+    fields = json.loads(json.dumps(origin.config))  # a copy
+    for part in (fields, *([fields["text_config"]] if described.nested else [])):
+        if part is fields or part.keys() & {"dtype", "torch_dtype"}:
+            part.pop("torch_dtype", None)
+            part["dtype"] = config.weight_dtype
+    return described.family, fields, origin.names
+
+
+def own_family(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
+    """Family, config.json and names of a model that was not loaded.
+
+    Raises:
+      NotImplementedError: no family has such a model.
+    """
+    reasons = []
+    for family in FAMILIES:
+        try:
+            fields = family.fields(config)
+        except NotImplementedError as error:
+            reasons.append(f"{family.architecture}: {error}")
+            continue
+        head = {"architectures": [family.architecture], "model_type": family.model_types[0]}
+        return family, head | {"dtype": config.weight_dtype} | fields, Names()
+    raise NotImplementedError("model: no family has such a model. " + ". ".join(reasons))
+
+
+def _skipped(origin: Origin) -> list[Tensor]:
+    """The tensors that a loaded model does not use, where they lie."""
+    if not origin.skipped:
+        return []
+    try:
+        tensors = read_tensors(origin.path)
+        return [tensors[name] for name in origin.skipped]
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(
+            f"model: expected {origin.path}, from which it was loaded, with the {len(origin.skipped)} tensors that "
+            f"are copied, got: {error}"
+        ) from None
+
+
+def _entry(tensor: Tensor) -> Entry:
+    if tensor.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}, cannot copy it"
+        )
+    return Entry(tensor.name, np.dtype(DTYPES[tensor.dtype]), tensor.shape)
+
+
+def _part(weight: Weight, params: dict[str, jax.Array]) -> _Part:
+    arrays = [params[name] for name in weight.params]
+    entries = [Entry(name, arrays[0].dtype, shape) for name, shape in weight.tensors.items()]
+    return _Part(entries, lambda: weight.write([np.asarray(array) for array in arrays]))
+
+
+def _write(folder: Path, parts: list[_Part], max_file_bytes: int) -> None:
+    """Writes the tensors to one file, or to several and an index."""
+    files: list[list[_Part]] = [[]]
+    size = 0
+    for part in parts:
+        more = sum(entry.size for entry in part.entries)
+        if files[-1] and size + more > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(part)
+        size += more
+    places: dict[str, str] = {}
+    total = 0
+    for number, content in enumerate(files, 1):
+        name = WEIGHTS if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        entries = [entry for part in content for entry in part.entries]
+        with replacing(folder / name) as stream:
+            write_file(stream, entries, (array for part in content for array in part.arrays()))
+        places |= {entry.name: name for entry in entries}
+        total += sum(entry.size for entry in entries)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,148 @@
+"""How tensors of a checkpoint and parameters of a model hold the same numbers in another layout.
+
+Hugging Face's projections are [outputs, inputs], ours [inputs, outputs]. Some of theirs are several of ours.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Weight(NamedTuple):
+    """Tensors of a checkpoint and the parameters that hold the same numbers.
+
+    Fields:
+      tensors: names in the checkpoint, with their shapes.
+      params: names in the model, as in "blocks.0.mixer.q_proj.kernel".
+      read: from the tensors, in order and one at a time, to the parameters.
+      write: back, for parameters of any dtype.
+    """
+
+    tensors: Mapping[str, tuple[int, ...]]
+    params: tuple[str, ...]
+    read: Callable[[Iterator[np.ndarray]], list[np.ndarray]]
+    write: Callable[[list[np.ndarray]], Iterator[np.ndarray]]
+
+
+def same(tensor: str, param: str, *shape: int) -> Weight:
+    """A tensor that is a parameter."""
+    return Weight({tensor: shape}, (param,), list, iter)
+
+
+def projection(tensor: str, param: str, outputs: int, inputs: int) -> Weight:
+    """A projection [outputs, inputs]; the parameter is [inputs, outputs]."""
+    return rows(tensor, {param: np.arange(outputs)}, inputs)
+
+
+def rows(tensor: str, params: dict[str, np.ndarray], inputs: int) -> Weight:
+    """A projection that is several: each takes the rows with its numbers, and every row is taken once."""
+    places = list(params.values())
+    outputs = sum(map(len, places))
+
+    def read(tensors):
+        (tensor,) = tensors
+        return [tensor[place].T for place in places]
+
+    def write(params):
+        whole = np.empty((outputs, inputs), params[0].dtype)
+        for place, param in zip(places, params, strict=True):
+            whole[place] = param.T
+        yield whole
+
+    return Weight({tensor: (outputs, inputs)}, tuple(params), read, write)
+
+
+def bias_rows(tensor: str, params: dict[str, np.ndarray]) -> Weight:
+    """A bias that is several, as `rows`."""
+    places = list(params.values())
+    outputs = sum(map(len, places))
+
+    def read(tensors):
+        (tensor,) = tensors
+        return [tensor[place] for place in places]
+
+    def write(params):
+        whole = np.empty(outputs, params[0].dtype)
+        for place, param in zip(places, params, strict=True):
+            whole[place] = param
+        yield whole
+
+    return Weight({tensor: (outputs,)}, tuple(params), read, write)
+
+
+def row(tensor: str, param: str, inputs: int) -> Weight:
+    """A projection to one number [1, inputs]; the parameter is [inputs]."""
+    return Weight(
+        {tensor: (1, inputs)},
+        (param,),
+        lambda tensors: [tensor[0] for tensor in tensors],
+        lambda params: iter([param[None] for param in params]),
+    )
+
+
+def convolution(tensors: dict[str, int], param: str, width: int) -> Weight:
+    """Depthwise convolutions [channels, 1, width] side by side; the parameter is [all channels, width]."""
+    ends = np.cumsum(list(tensors.values()))
+
+    def read(parts):
+        return [np.concatenate([part[:, 0] for part in parts])]
+
+    def write(params):
+        return iter([part[:, None] for part in np.split(params[0], ends[:-1])])
+
+    shapes = {name: (channels, 1, width) for name, channels in tensors.items()}
+    return Weight(shapes, (param,), read, write)
+
+
+def fused_experts(gate_up: str, down: str, param: str, experts: int, size: int, hidden: int) -> list[Weight]:
+    """Experts in two tensors, [E, 2 size, hidden] and [E, hidden, size]."""
+
+    def transposed(tensor: str, name: str, *shape: int) -> Weight:
+        def swap(parts):
+            return [np.swapaxes(part, 1, 2) for part in parts]
+
+        return Weight({tensor: shape}, (name,), swap, lambda params: iter(swap(params)))
+
+    return [
+        transposed(gate_up, f"{param}.gate_up", experts, 2 * size, hidden),
+        transposed(down, f"{param}.down", experts, hidden, size),
+    ]
+
+
+def separate_experts(prefix: str, param: str, experts: int, size: int, hidden: int) -> list[Weight]:
+    """Experts in three tensors each: PREFIX.0.gate_proj.weight [size, hidden], up_proj, down_proj [hidden, size]."""
+
+    def name(expert: int, part: str) -> str:
+        return f"{prefix}.{expert}.{part}_proj.weight"
+
+    def read_gate_up(tensors):
+        first = next(tensors)
+        whole = np.empty((experts, hidden, 2 * size), first.dtype)
+        for i, tensor in enumerate(itertools.chain([first], tensors)):
+            half = i % 2 * size
+            whole[i // 2, :, half : half + size] = tensor.T
+        return [whole]
+
+    def write_gate_up(params):
+        for expert in params[0]:
+            yield expert[:, :size].T
+            yield expert[:, size:].T
+
+    def read_down(tensors):
+        first = next(tensors)
+        whole = np.empty((experts, size, hidden), first.dtype)
+        for i, tensor in enumerate(itertools.chain([first], tensors)):
+            whole[i] = tensor.T
+        return [whole]
+
+    def write_down(params):
+        return (expert.T for expert in params[0])
+
+    gate_up = {name(i, part): (size, hidden) for i in range(experts) for part in ("gate", "up")}
+    down = {name(i, "down"): (hidden, size) for i in range(experts)}
+    return [
+        Weight(gate_up, (f"{param}.gate_up",), read_gate_up, write_gate_up),
+        Weight(down, (f"{param}.down",), read_down, write_down),
+    ]

@@ -1,0 +1,331 @@
+"""Softmax attention as a token mixer: grouped queries, rotary positions, and a cache of keys and values."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.blocks import Initializer, RMSNorm
+from gdn_jax.layers import check_mask, run_of_tokens
+from gdn_jax.models.config import AttentionConfig
+from gdn_jax.shapes import check_array, check_floating
+
+
+class AttentionCache(NamedTuple):
+    """Keys and values of the tokens that an attention layer has seen. A pytree.
+
+    Row b has its tokens in the first `length[b]` of S slots, without padding. What the other slots hold does not
+    matter. A call with this cache returns one with as many more slots as the call has tokens.
+
+    Fields:
+      k, v: normalised and rotated keys, and values [B, S, Hkv, D], in the compute dtype.
+      length: tokens of each row [B].
+    """
+
+    k: Float[Array, "B S Hkv D"]
+    v: Float[Array, "B S Hkv D"]
+    length: Int[Array, " B"]
+
+
+class FixedAttentionCache(AttentionCache):
+    """An AttentionCache whose number of slots stays, as a loop under jit wants it.
+
+    A call with more tokens than there are free slots raises a ValueError; under jit, where `length` is not known, the
+    outputs of that row are NaN.
+    """
+
+
+class Attention(nnx.Module):
+    """Causal softmax attention, a `TokenMixer`.
+
+        q, k, v = x Wq, x Wk, x Wv             q and k normalised, then rotated by their position
+        o_i     = sum_{j <= i} softmax_j(q_i . k_j / sqrt(D)) v_j
+        y       = (o * sigmoid(x Wg)) Wo
+
+    Query head i reads key and value head i // (num_heads // num_kv_heads); nothing is repeated. The rotation turns
+    the pairs (j, j + rotary_dim / 2) of the first rotary_dim dimensions by position * rope_theta^(-2 j / rotary_dim).
+
+    Args:
+      hidden_size: width of x and y.
+      config: heads and variants.
+      norm_eps, zero_centred_norms: of the norms of q and k, see `RMSNorm`.
+      dtype, param_dtype: compute and parameter dtype.
+      kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
+      rngs: source of the initial weights.
+
+    Parameters: q_proj, k_proj, v_proj, g_proj (Wg), o_proj; q_norm and k_norm, of width head_dim for qk_norm "head"
+      and of all heads together for "width".
+
+    Numerics: rotation and softmax are float32. Products run in the compute dtype with float32 sums.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: AttentionConfig,
+        *,
+        norm_eps: float = 1e-5,
+        zero_centred_norms: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.hidden_size = hidden_size
+        self.config = config
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_dim = config.head_dim
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+
+        kernel_init = kernel_init or nnx.initializers.lecun_normal()
+        options = dict(use_bias=config.bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nnx.Linear(hidden_size, width, kernel_init=kernel_init, **options)
+        self.k_proj = nnx.Linear(hidden_size, kv_width, kernel_init=kernel_init, **options)
+        self.v_proj = nnx.Linear(hidden_size, kv_width, kernel_init=kernel_init, **options)
+        gate = (
+            nnx.Linear(hidden_size, width, kernel_init=kernel_init, **options) if config.output_gate else None
+        )
+        self.g_proj = gate
+        self.o_proj = nnx.Linear(width, hidden_size, kernel_init=out_kernel_init or kernel_init, **options)
+
+        def norm(width: int) -> RMSNorm | None:
+            if config.qk_norm == "none":
+                return None
+            features = self.head_dim if config.qk_norm == "head" else width
+            return RMSNorm(
+                features, eps=norm_eps, dtype=dtype, param_dtype=param_dtype, zero_centred=zero_centred_norms
+            )
+
+        self.q_norm, self.k_norm = norm(width), norm(kv_width)
+
+    def init_cache(
+        self, batch: int, capacity: int | None = None, dtype: DTypeLike | None = None
+    ) -> AttentionCache:
+        """The cache before the first token.
+
+        Args:
+          batch: sequences.
+          capacity: tokens that each of them will have at most, for a `FixedAttentionCache`; None: the cache grows.
+          dtype: of keys and values; default the compute dtype (param_dtype where that is None).
+        """
+        kind = AttentionCache if capacity is None else FixedAttentionCache
+        shape = (batch, capacity or 0, self.num_kv_heads, self.head_dim)
+        dtype = dtype or self.dtype or self.param_dtype
+        return kind(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        cache: AttentionCache | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
+        """Mixes the tokens of every row.
+
+        Any cutting of a row into calls, each given the cache of the one before, gives what one call gives.
+
+        Args:
+          x: inputs [B, T, hidden_size], floating. What padding holds does not matter.
+          cache: of the tokens before.
+          mask: True at tokens, False at padding, which no token sees and whose output is 0. The tokens of a row must
+            be one run. A position counts the tokens before, not the padding.
+          segment_ids: packed rows; nothing is seen across a change of id.
+          return_cache: returns a cache also when none came in.
+
+        Returns:
+          y [B, T, hidden_size] in the compute dtype, and the cache after the last token (None without cache and
+          return_cache).
+
+        Raises:
+          ValueError: an argument is wrong, names it; also a full `FixedAttentionCache`, where its length is known.
+          NotImplementedError: segment_ids with a cache: it would have to forget all segments but the last.
+        """
+        self._check_call(x, cache, mask, segment_ids, return_cache)
+        B, T, _ = x.shape
+        begin, count = None, jnp.full(B, T, jnp.int32)
+        if mask is not None:
+            # Tokens go first: then their order alone says who sees whom, and a length what is padding.
+            begin, end = run_of_tokens(mask)
+            count = (end - begin).astype(jnp.int32)
+            x = jnp.where((jnp.arange(T) < count[:, None])[..., None], _rolled(x, -begin), 0)
+            segment_ids = None if segment_ids is None else _rolled(segment_ids, -begin)
+        past = None if cache is None else cache.length
+        q, k, v = self.heads(x, past)
+        if cache is None:
+            lengths = None if mask is None else count
+            o = attend(q, k, v, causal=True, lengths=lengths, visible=_same_segment(segment_ids))
+            cache = AttentionCache(k, v, count) if return_cache else None
+        else:
+            cache = _append(cache, k, v, count)
+            S = cache.k.shape[1]
+            if T == 1:
+                o = attend(q, cache.k, cache.v, causal=False, lengths=jnp.maximum(cache.length, 1))
+            else:
+                slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
+                visible = jnp.arange(S) <= slots[..., None]
+                o = attend(q, cache.k, cache.v, causal=False, visible=visible[:, None])
+            # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
+            o = jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)
+        o = o.reshape(B, T, self.num_heads * self.head_dim)
+        if self.g_proj is not None:
+            o = o * jax.nn.sigmoid(self.g_proj(x))
+        y = self.o_proj(o)
+        if mask is not None:
+            y = jnp.where(mask[..., None], _rolled(y, begin), 0)
+        return y, cache
+
+    def heads(
+        self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T Hkv K"], Float[Array, "B T Hkv K"]]:
+        """Queries, keys and values of tokens: projected, normalised and rotated.
+
+        Args:
+          x: inputs [B, T, hidden_size], tokens first in each row.
+          past: tokens before the first one [B]; None: 0.
+        """
+        B, T, _ = x.shape
+        q, k = self.q_proj(x), self.k_proj(x)
+        if self.config.qk_norm == "width":
+            q, k = self._normalise(q, k)
+        q = q.reshape(B, T, self.num_heads, self.head_dim)
+        k = k.reshape(B, T, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
+        if self.config.qk_norm == "head":
+            q, k = self._normalise(q, k)
+        if self.config.rotary_dim:
+            positions = jnp.arange(T)[None] if past is None else past[:, None] + jnp.arange(T)
+            q, k = (rotate(a, positions, self.config.rotary_dim, self.config.rope_theta) for a in (q, k))
+        return q, k, v
+
+    def _normalise(self, q, k):
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
+
+    def _check_call(self, x, cache, mask, segment_ids, return_cache):
+        check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
+        check_floating("x", x)
+        B, T, _ = x.shape
+        if T == 0:
+            raise ValueError("x: expected at least one token, got T = 0")
+        if mask is not None:
+            check_mask(mask, B, T)
+        if segment_ids is not None:
+            check_array("segment_ids", segment_ids, (B, T), "B T")
+            if return_cache or cache is not None:
+                raise NotImplementedError(
+                    "segment_ids: an attention layer keeps no cache of packed rows, it would have to forget all "
+                    "segments but the last"
+                )
+        if cache is None:
+            return
+        for name in ("k", "v"):
+            shape = (B, None, self.num_kv_heads, self.head_dim)
+            check_array(f"cache.{name}", getattr(cache, name), shape, "B S Hkv D")
+        check_array("cache.length", cache.length, (B,), "B")
+        if isinstance(cache, FixedAttentionCache) and not isinstance(cache.length, jax.core.Tracer):
+            if mask is None or not isinstance(mask, jax.core.Tracer):
+                count = T if mask is None else np.asarray(mask).sum(axis=1)
+                most, S = int(np.max(np.asarray(cache.length) + count)), cache.k.shape[1]
+                if most > S:
+                    raise ValueError(f"cache: expected room for {most} tokens, got {S} slots")
+
+
+def reserve(cache: AttentionCache, tokens: int) -> FixedAttentionCache:
+    """A cache of fixed size with the tokens of another one and slots for so many more."""
+    k, v = (jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, 0))) for x in (cache.k, cache.v))
+    return FixedAttentionCache(k, v, cache.length)
+
+
+def rotate(
+    x: Float[Array, "B T H D"], positions: Int[Array, "B1 T"], rotary_dim: int, theta: float
+) -> Float[Array, "B T H D"]:
+    """Turns the pairs (j, j + rotary_dim / 2) of the first dimensions by position * theta^(-2 j / rotary_dim)."""
+    half = rotary_dim // 2
+    frequencies = (1.0 / theta ** (np.arange(half) * 2 / rotary_dim)).astype(np.float32)
+    angles = (positions[..., None] * frequencies)[:, :, None]  # [B1, T, 1, half]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S Hkv D"],
+    v: Float[Array, "B S Hkv D"],
+    *,
+    causal: bool,
+    lengths: Int[Array, " B"] | None = None,
+    visible: Bool[Array, "B 1 T S"] | None = None,
+) -> Float[Array, "B T H D"]:
+    """softmax(q k^T / sqrt(D)) v, by cuDNN where it can.
+
+    cuDNN takes 16-bit arrays with D a multiple of 8 up to 256 on an NVIDIA GPU of compute capability 9.0 or later,
+    and `visible` for an even number of queries and of keys. XLA takes the rest, and keeps all scores in memory.
+
+    Args:
+      q, k, v: queries, keys and values.
+      causal: query i sees keys up to i; T = S.
+      lengths: keys of each row; None: all.
+      visible: which keys a query sees, beside that; None: all.
+    """
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=visible,
+        is_causal=causal,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn" if _cudnn(q, k, visible) else "xla",
+    )
+
+
+def _cudnn(q, k, visible) -> bool:
+    device = jax.devices()[0]
+    if device.platform != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    capability = str(getattr(device, "compute_capability", "0")).split(".")[0]
+    if not capability.isdecimal() or int(capability) < 9 or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return visible is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+
+
+def _append(cache, k, v, count):
+    """The cache with new tokens [B, T] behind its own, of which the first `count` of each row are tokens."""
+    T, S = k.shape[1], cache.k.shape[1]
+    old_k, old_v = cache.k, cache.v
+    if not isinstance(cache, FixedAttentionCache):
+        old_k, old_v = (jnp.pad(x, ((0, 0), (0, T), (0, 0), (0, 0))) for x in (old_k, old_v))
+        S += T
+    token = jnp.arange(T)
+    slots = jnp.where(token < count[:, None], cache.length[:, None] + token, S)  # slot S is dropped
+    rows = jnp.arange(k.shape[0])[:, None]
+    k, v = (
+        old.at[rows, slots].set(new.astype(old.dtype), mode="drop") for old, new in ((old_k, k), (old_v, v))
+    )
+    return type(cache)(k, v, cache.length + count)
+
+
+def _rolled(x, by):
+    """x [B, T, ...] with row b moved by[b] places along T, in a circle."""
+    T = x.shape[1]
+    places = (jnp.arange(T) - by[:, None]) % T
+    return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _same_segment(segment_ids):
+    """Which tokens of a packed row are of one segment [B, 1, T, T]: an id may come back later."""
+    if segment_ids is None:
+        return None
+    changes = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
+    return (changes[:, :, None] == changes[:, None, :])[:, None]

@@ -1,0 +1,98 @@
+"""Mixture of experts with a shared expert, in the place of a SwiGLU."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.blocks import Initializer, SwiGLU
+from gdn_jax.models.config import ExpertsConfig
+
+
+class Experts(nnx.Module):
+    """sum_e p_e expert_e(x) + sigmoid(x w) shared(x), over the experts e of a token.
+
+    Experts and the shared expert are SwiGLUs. p = softmax(x Wr), of which a token keeps the `per_token` largest,
+    divided by their sum with `normalise`. Every token gets its experts, however many tokens choose the same one.
+
+    Args:
+      hidden_size: width of x and the result.
+      config: sizes.
+      dtype, param_dtype: compute and parameter dtype.
+      kernel_init, out_kernel_init: initialisers of the inner projections, and of those that write the result.
+      rngs: source of the initial weights.
+
+    Parameters: router [hidden_size, E] (Wr), gate_up [E, hidden_size, 2 * expert_size], down [E, expert_size,
+      hidden_size]; shared, a SwiGLU; shared_gate [hidden_size] (w).
+
+    Numerics: the router is float32, and so are the sums over the experts of a token.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = dtype
+        init = kernel_init or nnx.initializers.lecun_normal()
+        out_init = out_kernel_init or init
+
+        def stack(init, *shape):
+            """The weights of all experts, each drawn as a projection of its own."""
+            keys = jax.random.split(rngs.params(), config.num_experts)
+            return nnx.Param(jax.vmap(lambda key: init(key, shape, param_dtype))(keys))
+
+        self.router = nnx.Param(init(rngs.params(), (hidden_size, config.num_experts), param_dtype))
+        self.gate_up = stack(init, hidden_size, 2 * config.expert_size)
+        self.down = stack(out_init, config.expert_size, hidden_size)
+        self.shared = SwiGLU(
+            hidden_size,
+            config.shared_size,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+        self.shared_gate = nnx.Param(init(rngs.params(), (hidden_size, 1), param_dtype)[:, 0])
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
+        dtype = self.dtype or x.dtype
+        rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+        weights, chosen = self.route(rows)
+        y = self._mixture(rows, weights, chosen)
+        gate = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))
+        y = y + gate[:, None] * self.shared(rows).astype(y.dtype)
+        return y.astype(dtype).reshape(x.shape)
+
+    def route(self, rows: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Weights and numbers of the experts of each token, the heaviest first, for rows in the compute dtype."""
+        probabilities = jax.nn.softmax(_dot(rows, self.router[...].astype(rows.dtype)), axis=-1)
+        weights, chosen = jax.lax.top_k(probabilities, self.config.per_token)
+        if self.config.normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, chosen
+
+    def _mixture(self, rows, weights, chosen):
+        """Weighted sum over the experts of each token [N, D], float32: all tokens of an expert side by side."""
+        dtype, k = rows.dtype, self.config.per_token
+        order = jnp.argsort(chosen.reshape(-1), stable=True)  # pairs (token, choice) by expert
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
+        x = rows[order // k]
+        gate, up = jnp.split(jax.lax.ragged_dot(x, self.gate_up[...].astype(dtype), sizes), 2, axis=-1)
+        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...].astype(dtype), sizes)
+        y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        return jnp.sum(weights[..., None] * y, axis=1)
+
+
+def _dot(x, weight):
+    return jnp.dot(x, weight, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))

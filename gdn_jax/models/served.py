@@ -1,0 +1,185 @@
+"""A language model over pools of states, as `serving.Server` takes it."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax import serving
+from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models.decoder import LanguageModel
+
+
+class LayerPools(NamedTuple):
+    """What the slots hold for one layer."""
+
+    conv: Float[Array, "slots D W1"]
+    state: Float[Array, "slots HO K V"] | serving.RingPool
+
+
+class ServedModel:
+    """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
+
+    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools.
+
+    Args:
+      model: the model; its mixers are `GatedDeltaNet`s with the short convolution.
+      batch_invariant: of `serving.decode` and `serving.prefill`.
+
+    Raises:
+      NotImplementedError: a mixer is another one.
+    """
+
+    def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
+        self._mixers: list[GatedDeltaNet] = []
+        for block in model.blocks:
+            mixer = block.mixer
+            if (
+                not isinstance(mixer, GatedDeltaNet)
+                or mixer.rule != "gated_delta"
+                or not mixer.use_short_conv
+            ):
+                raise NotImplementedError(
+                    "model: expected GatedDeltaNets with the short convolution, got others"
+                )
+            self._mixers.append(mixer)
+        self._graphdef, self.params = nnx.split(model)
+        self._batch_invariant = batch_invariant
+
+    def make_pools(self, slots: int, *, dtype: DTypeLike = jnp.float32, ring: int | None = None) -> tuple:
+        """Empty pools of every layer.
+
+        Args:
+          slots: requests that they have room for.
+          dtype: of the recurrent states.
+          ring: length of the rings for deferred writes; None for none.
+        """
+        pools = []
+        for mixer in self._mixers:
+            conv, state = mixer.init_cache(slots)
+            state = state.astype(dtype)
+            if ring is not None:
+                state = serving.make_ring_pool(state, num_key_heads=mixer.num_heads, length=ring)
+            pools.append(LayerPools(conv, state))
+        return tuple(pools)
+
+    def prefill(
+        self,
+        params: Any,
+        tokens: Int[Array, "1 T"],
+        cu_seqlens: Int[Array, " N1"],
+        slots: Int[Array, " N"],
+        has_initial_state: Bool[Array, " N"],
+        pools: tuple,
+    ) -> tuple[Int[Array, " N"], tuple]:
+        """Pieces of prompts: the token after each, and the pools."""
+        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
+
+        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+            qkv, conv = serving.causal_conv1d(
+                _project(mixer, x), cu_seqlens, pools[i].conv, *_filter(mixer), **addresses
+            )
+            o, state = serving.prefill(
+                *_heads(mixer, qkv),
+                log_decay(mixer.a_proj(x), mixer.A_log[...], mixer.dt_bias[...]),
+                write_strength(mixer.b_proj(x), allow_neg_eigval=mixer.allow_neg_eigval),
+                cu_seqlens,
+                pools[i].state,
+                use_qk_l2norm=True,
+                batch_invariant=self._batch_invariant,
+                **addresses,
+            )
+            return mixer.rule_output(o, x), LayerPools(conv, state)
+
+        model = nnx.merge(self._graphdef, params)
+        x, new = model.hidden_states(tokens, around=mix, return_cache=True)
+        last = x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)]
+        return jnp.argmax(model.logits(last), -1).astype(jnp.int32), new or ()
+
+    def decode(
+        self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
+    ) -> tuple[Int[Array, " B"], tuple]:
+        """One token of every request: the next ones, and the pools."""
+
+        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+            qkv = _project(mixer, x)[:, 0]
+            qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *_filter(mixer), read_slots=slots)
+            o, state = serving.decode(
+                *_heads(mixer, qkv),
+                mixer.a_proj(x)[:, 0],
+                mixer.b_proj(x)[:, 0],
+                pools[i].state,
+                A_log=mixer.A_log[...],
+                dt_bias=mixer.dt_bias[...],
+                read_slots=slots,
+                allow_neg_eigval=mixer.allow_neg_eigval,
+                batch_invariant=self._batch_invariant,
+            )
+            return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+
+        model = nnx.merge(self._graphdef, params)
+        x, new = model.hidden_states(tokens[:, None], around=mix, return_cache=True)
+        return jnp.argmax(model.logits(x[:, 0]), -1).astype(jnp.int32), new or ()
+
+    def verify(
+        self,
+        params: Any,
+        tokens: Int[Array, "N T"],
+        state_slots: Int[Array, "N T"],
+        num_accepted_tokens: Int[Array, " N"],
+        pools: tuple,
+    ) -> tuple[Int[Array, "N T"], tuple]:
+        """The last sampled token and drafts of every request: the likeliest token after each, and the pools.
+
+        Args:
+          tokens: [N, T].
+          state_slots: [N, T], see `serving.verify`. With rings the recurrent states use the first slot of a request.
+          num_accepted_tokens: [N], of the call before.
+        """
+        spans = dict(num_accepted_tokens=num_accepted_tokens)
+
+        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+            qkv, conv = serving.causal_conv1d_verify(
+                _project(mixer, x), pools[i].conv, *_filter(mixer), state_slots=state_slots, **spans
+            )
+            is_ring = isinstance(pools[i].state, serving.RingPool)
+            o, state = serving.verify(
+                *_heads(mixer, qkv),
+                mixer.a_proj(x),
+                mixer.b_proj(x),
+                pools[i].state,
+                A_log=mixer.A_log[...],
+                dt_bias=mixer.dt_bias[...],
+                state_slots=state_slots[:, 0] if is_ring else state_slots,
+                allow_neg_eigval=mixer.allow_neg_eigval,
+                batch_invariant=self._batch_invariant,
+                **spans,
+            )
+            return mixer.rule_output(o, x), LayerPools(conv, state)
+
+        model = nnx.merge(self._graphdef, params)
+        x, new = model.hidden_states(tokens, around=mix, return_cache=True)
+        return jnp.argmax(model.logits(x), -1).astype(jnp.int32), new or ()
+
+
+def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
+    """Queries, keys and values of every token side by side, before the convolution."""
+    return jnp.concatenate([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+
+
+def _filter(mixer: GatedDeltaNet) -> tuple[Array, Array | None]:
+    """Weight and bias of the convolution."""
+    assert mixer.conv_weight is not None
+    return mixer.conv_weight[...], None if mixer.conv_bias is None else mixer.conv_bias[...]
+
+
+def _heads(mixer: GatedDeltaNet, qkv: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values [.., heads, width] of the convolution's output."""
+    keys, values = (mixer.num_heads, mixer.head_dim), (mixer.num_v_heads, mixer.head_v_dim)
+    key_dim = mixer.num_heads * mixer.head_dim
+    q, k, v = jnp.split(qkv, [key_dim, 2 * key_dim], -1)
+    leading = qkv.shape[:-1]
+    return q.reshape(*leading, *keys), k.reshape(*leading, *keys), v.reshape(*leading, *values)

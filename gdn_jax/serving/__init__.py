@@ -1,0 +1,34 @@
+"""Serving: prefill, decode and verification of drafts over pools of states.
+
+Every operation takes a pool and returns it. The pool that went in is donated, and only the slots that are named
+change.
+"""
+
+from gdn_jax.serving.batching import QueueFull, Server
+from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
+from gdn_jax.serving.drafts import verify
+from gdn_jax.serving.packed import prefill_packed
+from gdn_jax.serving.prompts import prefill
+from gdn_jax.serving.ring import RingPool, accept, flush, make_ring_pool, snapshot
+from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
+from gdn_jax.serving.step import decode
+
+__all__ = [
+    "QueueFull",
+    "RingPool",
+    "Server",
+    "accept",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "causal_conv1d_verify",
+    "copy_slots",
+    "decode",
+    "flush",
+    "make_ring_pool",
+    "prefill",
+    "prefill_packed",
+    "put_slots",
+    "snapshot",
+    "take_slots",
+    "verify",
+]

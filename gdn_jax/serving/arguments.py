@@ -1,0 +1,185 @@
+"""Checks of what the serving operations are given: shapes before the call, values where they are known.
+
+Values are known where they come as NumPy arrays, and are then checked for free. Those of JAX arrays are looked at
+only while `gdn_jax.debug_checks` is on.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdn_jax import ops
+from gdn_jax.shapes import Dims, check_array, check_choice, check_floating, rule_dims
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+"""Names of the implementations of decode and verify, fastest first."""
+
+
+def choose(implementation: str | None, no_kernel: str | None) -> str:
+    """The implementation that runs: the one that is named, or the first that can.
+
+    Args:
+      implementation: the caller's.
+      no_kernel: why the kernel cannot run this call; None if it can.
+
+    Raises:
+      ValueError: there is no such implementation.
+      NotImplementedError: the kernel is named and cannot run, with the reason.
+    """
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
+    if implementation is None:
+        return "xla" if no_kernel else "mosaic_gpu"
+    if implementation == "mosaic_gpu" and no_kernel:
+        raise NotImplementedError(f"implementation 'mosaic_gpu': {no_kernel}")
+    return implementation
+
+
+def token_dims(q, k, v, a, b, A_log, dt_bias, *, letters: str, state_layout: str) -> Dims:
+    """Checks the arrays of decode or verify and returns their dimensions.
+
+    Args:
+      letters: the axes before the heads, "B" for q [B, Hk, K] or "N, T" for q [N, T, Hk, K].
+    """
+    leading = (None,) * len(letters.split(", "))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_array(name, x, (*leading, None, None), f"{letters}, heads, width")
+    tokens = [_with_token_axis(x) for x in (q, k, v)]
+    dims = rule_dims(tokens[0], tokens[1], tokens[2], None, None, None, None, None, state_layout)
+    for name, x in (("a", a), ("b", b)):
+        check_array(name, x, (*q.shape[:-2], dims.HO), f"{letters}, HO")
+        check_floating(name, x)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check_array(name, x, (dims.HO,), "HO")
+        check_floating(name, x)
+    return dims
+
+
+def _with_token_axis(x) -> jax.ShapeDtypeStruct:
+    shape = (x.shape[0], 1, *x.shape[1:]) if len(x.shape) == 3 else x.shape
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def check_scale(scale: Any, dims: Dims) -> float:
+    """The factor of the output: K ** -0.5, or the number that is given."""
+    if scale is None:
+        return dims.K**-0.5
+    if not isinstance(scale, (int, float, np.number)) or isinstance(scale, bool):
+        raise ValueError(f"scale: expected a number, got {scale!r}")
+    return float(scale)
+
+
+def check_pool(pool: Any, shape: tuple[int, ...], letters: str, layer: Any) -> None:
+    """Raises ValueError unless the pool is floating and [slots, *shape], or with a layer [slots, layers, *shape]."""
+    axes = "slots" if layer is None else "slots, layers"
+    check_array("pool", pool, (*(None,) * (1 + (layer is not None)), *shape), f"{axes}, {letters}")
+    check_floating("pool", pool)
+    if layer is not None:
+        layers = pool.shape[1]
+        if isinstance(layer, (int, np.integer)) and not 0 <= layer < layers:
+            raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+
+
+def state_shape(dims: Dims, state_layout: str) -> tuple[tuple[int, int, int], str]:
+    """Shape of one state, and its letters."""
+    widths, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
+    return (dims.HO, *widths), f"HO, {letters}"
+
+
+def slot_count(pool: Any) -> int:
+    """Slots of a pool, which all of its arrays have.
+
+    Raises:
+      ValueError: they do not.
+    """
+    sizes = {x.shape[0] for x in jax.tree.leaves(pool)}
+    if len(sizes) != 1:
+        raise ValueError(f"pool: expected arrays with one number of slots, got {sorted(sizes)}")
+    return sizes.pop()
+
+
+def check_slots(
+    name: str,
+    slots: Any,
+    shape: tuple[int | None, ...],
+    letters: str,
+    size: int,
+    *,
+    null_slot: int | None = None,
+    unique: bool = False,
+) -> None:
+    """Raises ValueError for slots of a wrong shape or dtype, and for wrong numbers where they are known.
+
+    Args:
+      size: slots of the pool.
+      null_slot: what is padding beside -1.
+      unique: no slot may come twice.
+    """
+    check_integers(name, slots, shape, letters)
+    check_values(partial(_check_slot_values, name, size, null_slot, unique), slots)
+
+
+def check_integers(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> None:
+    """Raises ValueError unless x is an integer array of that shape."""
+    check_array(name, x, shape, letters)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name}: expected an integer dtype, got {x.dtype}")
+
+
+def check_values(check: Callable[..., None], *arrays: Any) -> None:
+    """Runs a check of values on the host: at once where all are NumPy arrays; while the program runs, in debug."""
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        check(*arrays)
+    elif ops.debug_checks_are_on():
+        jax.debug.callback(check, *arrays)
+
+
+def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool, slots) -> None:
+    slots = np.asarray(slots)
+    slots = slots[slots != np.array(-1).astype(slots.dtype)]  # an unsigned -1 too
+    outside = slots[(slots < 0) | (slots >= size)]
+    if outside.size:
+        raise ValueError(
+            f"{name}: expected slots from 0 to {size - 1}, or -1 for padding, got {int(outside[0])}"
+        )
+    if unique:
+        found, counts = np.unique(
+            slots[slots != null_slot] if null_slot is not None else slots, return_counts=True
+        )
+        if (counts > 1).any():
+            raise ValueError(
+                f"{name}: expected no slot twice, got {int(found[counts > 1][0])} more than once"
+            )
+
+
+def check_sequences(cu_seqlens: Any, T: int, has_initial_state: Any) -> None:
+    """Raises ValueError for wrong offsets of T packed tokens, and for a wrong mask of their sequences."""
+    check_integers("cu_seqlens", cu_seqlens, (None,), "N + 1")
+    check_values(partial(_check_ascending, T), cu_seqlens)
+    if has_initial_state is not None:
+        check_array("has_initial_state", has_initial_state, (cu_seqlens.shape[0] - 1,), "N")
+        if has_initial_state.dtype != jnp.bool_:
+            raise ValueError(f"has_initial_state: expected dtype bool, got {has_initial_state.dtype}")
+
+
+def _check_ascending(T: int, cu_seqlens) -> None:
+    cu = np.asarray(cu_seqlens)
+    if cu[0] != 0 or (cu[1:] < cu[:-1]).any() or cu[-1] > T:
+        raise ValueError(
+            f"cu_seqlens: expected ascending values from 0 to at most T = {T}, got {cu.tolist()}"
+        )
+
+
+def check_range(name: str, x: Any, least: int, most: int) -> None:
+    """Raises ValueError for known numbers outside least to most."""
+    check_values(partial(_check_range, name, least, most), x)
+
+
+def _check_range(name: str, least: int, most: int, x) -> None:
+    x = np.asarray(x)
+    wrong = x[(x < least) | (x > most)]
+    if wrong.size:
+        raise ValueError(f"{name}: expected {least} to {most}, got {int(wrong[0])}")

@@ -1,0 +1,266 @@
+"""Continuous batching: requests of uneven lengths join and leave a batch of fixed size, and slots are used again.
+
+The device never waits for the host: the token that a request needs next stays on the device, in the slot of the
+request, and results are read one step late. Every array of indices that a program is given is a new one that nobody
+writes to again, since the device may read it long after the call.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdn_jax.serving.arguments import slot_count
+from gdn_jax.serving.prompts import GRID
+from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
+
+Prefill = Callable[..., tuple[jax.Array, Any]]
+"""(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
+Decode = Callable[..., tuple[jax.Array, Any]]
+"""(params, tokens [B], slots [B], pools) -> next tokens [B], pools."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may wait."""
+
+
+class _State(NamedTuple):
+    """What a slot holds: the model's memory of a request, and the request's newest token."""
+
+    pools: Any
+    newest: jax.Array
+
+
+@dataclass(eq=False)
+class _Request:
+    number: int
+    prompt: np.ndarray
+    num_tokens: int
+    stop_token: int | None
+    seen: int = 0
+    """Tokens of the prompt that a program was given."""
+    made: int = 0
+    """New tokens that a program was started for."""
+    tokens: list[int] = field(default_factory=list)
+    """New tokens that have been read."""
+    slot: int | None = None
+    kept: Any = None
+    """What the slot held, while another request uses it."""
+    is_done: bool = False
+
+
+class Server:
+    """A loop over requests, of which each call of `step` gives every running one a token.
+
+    Args:
+      prefill, decode: a model; pure functions, which are compiled once. -1 among the slots is padding.
+      params: the model's parameters, the functions' first argument.
+      pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on.
+      max_batch: requests that run at once, at most as many as there are slots.
+      max_waiting: requests that may wait.
+      prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
+        of 64 tokens.
+
+    Raises:
+      ValueError: a number does not fit.
+    """
+
+    def __init__(
+        self,
+        prefill: Prefill,
+        decode: Decode,
+        params: Any,
+        pools: Any,
+        *,
+        max_batch: int,
+        max_waiting: int = 64,
+        prefill_tokens: int = 256,
+    ):
+        slots = slot_count(pools)
+        if not 1 <= max_batch <= slots:
+            raise ValueError(f"max_batch: expected 1 to {slots}, the slots of the pools, got {max_batch}")
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting: expected at least 1, got {max_waiting}")
+        if prefill_tokens < GRID:
+            raise ValueError(f"prefill_tokens: expected at least {GRID}, got {prefill_tokens}")
+        self._prefill, self._decode, self._params = prefill, decode, params
+        self._state = _State(pools, jnp.zeros(slots, jnp.int32))
+        self._free = list(range(slots))
+        self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
+        self._finished: dict[int, np.ndarray] = {}
+        self._number = 0
+        self.occupied: dict[int | None, int] = {}
+        """The number of the request that each slot served in the last step."""
+
+    def submit(
+        self, prompt: Sequence[int] | np.ndarray, num_tokens: int, *, stop_token: int | None = None
+    ) -> int:
+        """Lets a request wait for a slot.
+
+        Args:
+          prompt: at least one token.
+          num_tokens: how many to append at most.
+          stop_token: the request ends with this token.
+
+        Returns:
+          The request's number.
+
+        Raises:
+          QueueFull: no more may wait; try again after a step.
+          ValueError: an argument is wrong.
+        """
+        tokens = np.array(prompt)
+        if tokens.ndim != 1 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"prompt: expected a row of at least one token, got {tokens.dtype}{list(tokens.shape)}"
+            )
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already")
+        self._number += 1
+        self._waiting.append(_Request(self._number, tokens.astype(np.int32), num_tokens, stop_token))
+        return self._number
+
+    def step(self) -> dict[int, np.ndarray]:
+        """Starts a token of every running request, and reads those that the step before started.
+
+        Returns:
+          The new tokens of the requests that have ended.
+        """
+        started = len(self._unread)
+        self._admit()
+        self.occupied = {request.slot: request.number for request in self._running}
+        self._start_prompts()
+        self._start_tokens()
+        for _ in range(started):
+            self._read(*self._unread.popleft())
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def run(self) -> dict[int, np.ndarray]:
+        """Steps until every request has ended; the new tokens of each."""
+        finished = {}
+        while self._waiting or self._running or self._unread:
+            finished |= self.step()
+        return finished
+
+    def preempt(self, number: int) -> None:
+        """Takes a running request's slot away and lets it wait, first in the queue; it goes on where it was.
+
+        Raises:
+          ValueError: no such request is running.
+        """
+        request = next((request for request in self._running if request.number == number), None)
+        if request is None:
+            raise ValueError(f"number: expected a running request, got {number}")
+        request.kept = jax.device_get(take_slots(self._state, _indices([request.slot])))
+        self._release(request)
+        self._waiting.appendleft(request)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free and len(self._running) < self._max_batch:
+            request = self._waiting.popleft()
+            if request.is_done:  # the token that ends it was read while it waited
+                continue
+            request.slot = self._free.pop()
+            if request.kept is not None:
+                self._state = put_slots(self._state, _indices([request.slot]), request.kept)
+                request.kept = None
+            self._running.append(request)
+
+    def _release(self, request: _Request) -> None:
+        """Programs that use the slot again come after those that were started for this request."""
+        assert request.slot is not None
+        self._running.remove(request)
+        self._free.append(request.slot)
+        request.slot = None
+
+    def _start_prompts(self) -> None:
+        rows: list[tuple[_Request, np.ndarray]] = []
+        room = self._prefill_tokens
+        for request in self._running:
+            left = len(request.prompt) - request.seen
+            length = left if left <= room else room // GRID * GRID
+            if left and not length:
+                break
+            if left:
+                rows.append((request, request.prompt[request.seen : request.seen + length]))
+                room -= length
+        if not rows:
+            return
+        padding = self._max_batch - len(rows)
+        tokens = np.concatenate([piece for _, piece in rows] + [np.zeros(room, np.int32)])
+        ends = np.cumsum([0] + [len(piece) for _, piece in rows] + [0] * padding)
+        slots = [request.slot for request, _ in rows] + [-1] * padding
+        goes_on = [request.seen > 0 for request, _ in rows] + [False] * padding
+        owners: list[_Request | None] = []
+        for request, piece in rows:
+            request.seen += len(piece)
+            owners.append(request if request.seen == len(request.prompt) else None)
+        ended = [slot if owner else -1 for slot, owner in zip(slots, owners + [None] * padding, strict=True)]
+        new, self._state = _run_prefill(
+            self._prefill,
+            self._state,
+            self._params,
+            _indices(tokens)[None],
+            *map(_indices, (ends, slots, goes_on, ended)),
+        )
+        self._count(new, owners)
+
+    def _start_tokens(self) -> None:
+        owners: list[_Request | None] = [request for request in self._running if request.made]
+        if owners:
+            slots = [request.slot for request in owners if request] + [-1] * (self._max_batch - len(owners))
+            new, self._state = _run_decode(self._decode, self._state, self._params, _indices(slots))
+            self._count(new, owners)
+
+    def _count(self, new: jax.Array, owners: list[_Request | None]) -> None:
+        self._unread.append((new, owners))
+        for request in filter(None, owners):
+            request.made += 1
+            if request.made == request.num_tokens:
+                self._release(request)
+
+    def _read(self, new: jax.Array, owners: list[_Request | None]) -> None:
+        for token, request in zip(np.asarray(new).tolist(), owners, strict=False):
+            if request is None or request.is_done:
+                continue
+            request.tokens.append(token)
+            if token == request.stop_token or len(request.tokens) == request.num_tokens:
+                request.is_done = True
+                self._finished[request.number] = np.array(request.tokens)
+                if request.slot is not None:
+                    self._release(request)
+
+
+def _indices(values: Any) -> np.ndarray:
+    """A new array that cannot be written to."""
+    array = np.array(values)
+    array = array if array.dtype == bool else array.astype(np.int32)
+    array.flags.writeable = False
+    return array
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _run_prefill(
+    prefill: Prefill, state: _State, params, tokens, cu_seqlens, slots, has_initial_state, ended
+):
+    """Only prompts that end in this step have a newest token."""
+    new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools)
+    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _run_decode(decode: Decode, state: _State, params, slots):
+    at = Address.of(slots, state.newest)
+    new, pools = decode(params, take(state.newest, at), slots, state.pools)
+    return new, _State(pools, put(state.newest, at, new))

@@ -1,0 +1,333 @@
+"""Deferred writes: a slot is a checkpoint state and a ring of the tokens since. Decoding seldom writes a state then.
+
+A flush makes the ring part of the checkpoint. It happens when the ring is full. Drafts of a speculative step are
+appended like any token; those that are not accepted vanish by counting the ring's tokens without them. The equations
+are in `deferred`.
+
+Source: the deferred state writes of Dao's "ReplaySSM"; FlashInfer's `gated_delta_rule_stp_ucache_flush`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.serving import slots
+from gdn_jax.serving.arguments import check_integers, check_range, check_slots, slot_count
+from gdn_jax.serving.deferred import Entry, respond
+from gdn_jax.serving.slots import Address, Indices
+from gdn_jax.serving.tokens import Options, Raw, Tokens, alone, by_row, prepare, step
+from gdn_jax.shapes import (
+    STATE_LAYOUTS,
+    Dims,
+    accumulation_dtype,
+    check_array,
+    check_choice,
+    check_floating,
+)
+
+
+class RingPool(NamedTuple):
+    """A pool with deferred writes. Every array may have an axis of layers after the first, as in `decode`."""
+
+    state: Float[Array, "slots *state"]
+    """Checkpoints [slots, HO, K, V], or [slots, HO, V, K], as a pool without a ring."""
+    k: Float[Array, "slots *keys"]
+    """Keys since the checkpoint [slots, Hk, L, K], normalised, oldest first."""
+    u: Float[Array, "slots *values"]
+    """Written values [slots, HO, L, V]."""
+    g: Float[Array, "slots *gates"]
+    """Log decays [slots, HO, L], float32."""
+    count: Int[Array, "slots *layers"]
+    """How many entries of the ring are tokens; the others are left over and never read."""
+    before: Int[Array, "slots *layers"]
+    """count before the last call's tokens: where the first of them lies. -1 if that call flushed its only token."""
+
+    @property
+    def length(self) -> int:
+        """L, the tokens that a ring holds."""
+        return self.g.shape[-1]
+
+
+def make_ring_pool(
+    states: Float[Array, "slots *state"],
+    *,
+    num_key_heads: int,
+    length: int = 16,
+    dtype: DTypeLike = jnp.bfloat16,
+    state_layout: str = "kv",
+) -> RingPool:
+    """A pool of states with an empty ring beside each.
+
+    Args:
+      states: [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk"; [slots, layers, ...] for a whole model.
+      num_key_heads: Hk.
+      length: L, tokens between two writes of a state. 1 writes every token's, as a pool without a ring.
+      dtype: of the keys and values in the ring. bfloat16 reads half the bytes and rounds each once.
+      state_layout: of the states.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    if len(states.shape) not in (4, 5):
+        raise ValueError(
+            f"states: expected shape [slots, HO, K, V] or [slots, layers, HO, K, V], got {states.shape}"
+        )
+    if length < 1:
+        raise ValueError(f"length: expected at least 1, got {length}")
+    *leading, HO, K, V = states.shape
+    K, V = (K, V) if state_layout == "kv" else (V, K)
+    if num_key_heads < 1 or HO % num_key_heads:
+        raise ValueError(f"num_key_heads: expected a divisor of HO = {HO}, got {num_key_heads}")
+    return RingPool(
+        states,
+        jnp.zeros((*leading, num_key_heads, length, K), dtype),
+        jnp.zeros((*leading, HO, length, V), dtype),
+        jnp.zeros((*leading, HO, length), accumulation_dtype(states)),
+        jnp.zeros(leading, jnp.int32),
+        jnp.full(leading, -1, jnp.int32),
+    )
+
+
+def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
+    """Raises ValueError unless the ring fits the dimensions of a call."""
+    leading = pool.state.shape[: 1 if layer is None else 2]
+    axes, L = "slots" if layer is None else "slots, layers", pool.length
+    check_array("pool.k", pool.k, (*leading, dims.Hk, L, dims.K), f"{axes}, Hk, L, K")
+    check_array("pool.u", pool.u, (*leading, dims.HO, L, dims.V), f"{axes}, HO, L, V")
+    check_array("pool.g", pool.g, (*leading, dims.HO, L), f"{axes}, HO, L")
+    for name, x in (("pool.k", pool.k), ("pool.u", pool.u), ("pool.g", pool.g)):
+        check_floating(name, x)
+    for name, x in (("pool.count", pool.count), ("pool.before", pool.before)):
+        check_integers(name, x, leading, axes)
+
+
+def accept(
+    pool: RingPool,
+    read_slots: Indices,
+    num_accepted_tokens: Indices,
+    *,
+    null_slot: int | None = None,
+    layer: Any = None,
+) -> RingPool:
+    """The pool with those tokens of the last call dropped that were not accepted. The pool is donated.
+
+    `verify` does this itself. It is for whoever goes on otherwise after a `verify`: with `decode`, `flush`,
+    `snapshot` or `take_slots`.
+
+    Args:
+      pool: the pool.
+      read_slots: [N] integers; no slot twice; -1 is padding.
+      num_accepted_tokens: [N] integers, at least 1: how many of the tokens that the last call appended stay.
+      null_slot, layer: as for `decode`.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    check_slots("read_slots", read_slots, (None,), "N", slot_count(pool), null_slot=null_slot, unique=True)
+    check_integers("num_accepted_tokens", num_accepted_tokens, tuple(read_slots.shape), "N")
+    check_range("num_accepted_tokens", num_accepted_tokens, 1, pool.length)
+    return _accept(pool, jnp.asarray(read_slots), jnp.asarray(num_accepted_tokens), layer, null_slot)
+
+
+def flush(
+    pool: RingPool,
+    read_slots: Indices,
+    *,
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
+) -> RingPool:
+    """The pool with the rings of some slots made part of their checkpoints. The pool is donated.
+
+    Args:
+      pool: the pool.
+      read_slots: [N] integers; no slot twice; -1 is padding.
+      state_layout: of pool.state.
+      null_slot, layer: as for `decode`.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    check_slots("read_slots", read_slots, (None,), "N", slot_count(pool), null_slot=null_slot, unique=True)
+    return _flush(pool, jnp.asarray(read_slots), layer, state_layout, null_slot)
+
+
+def snapshot(
+    pool: RingPool,
+    read_slots: Indices,
+    *,
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
+) -> Float[Array, "N HO _ _"]:
+    """The present states of some slots: what a flush would make their checkpoints. The pool stays as it is.
+
+    Args: those of `flush`, but slots may come twice.
+
+    Returns:
+      [N, HO, K, V], or [N, HO, V, K] with state_layout "vk", in float32 (float64 for a pool in it); 0 for padding.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    check_slots("read_slots", read_slots, (None,), "N", slot_count(pool), null_slot=null_slot)
+    return _snapshot(pool, jnp.asarray(read_slots), layer, state_layout, null_slot)
+
+
+def _entry(pool: RingPool, at: Address, dtype, state_layout: str) -> Entry:
+    """The slots of a pool as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
+    held: RingPool = slots.take(pool, at)
+    real = jnp.arange(pool.length) < held.count[:, None]
+    state = held.state if state_layout == STATE_LAYOUTS[0] else jnp.swapaxes(held.state, -1, -2)
+    k, u = (jnp.where(real[:, None, :, None], x, 0).astype(dtype) for x in (held.k, held.u))
+    return Entry(state.astype(dtype), k, u, jnp.where(real[:, None], held.g, 0).astype(dtype), held.count)
+
+
+def _append(pool: RingPool, at: Address, position: Int[Array, "B T"], k, u, g) -> RingPool:
+    """The pool with tokens [B, T, heads, ...] in their rings at some positions.
+
+    Heads are indexed too: with a slice in their place, XLA would transpose the whole ring for it, there and back.
+    """
+    # u hangs on what was read from the rings. XLA copies a ring that may still be read after it is written.
+    k, u, g, pool = lax.optimization_barrier((k, u, g, pool))
+    slot = at.slot[:, None, None]
+    slot = (slot,) if at.layer is None else (slot, at.layer)
+
+    def written(ring: Array, x: Array) -> Array:
+        index = (*slot, jnp.arange(x.shape[2]), position[:, :, None])
+        return ring.at[index].set(x.astype(ring.dtype), mode="drop")
+
+    return pool._replace(k=written(pool.k, k), u=written(pool.u, u), g=written(pool.g, g))
+
+
+def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """carry <- f(rows, carry) for blocks of the rows that are wanted; a block is filled up with `BEYOND`.
+
+    One row in L is wanted of most calls: what f does costs as much as there is to do, not as much as there might be.
+    """
+    B = wanted.shape[0]
+    if B == 0:
+        return carry
+    order = jnp.where(jnp.sort(~wanted, stable=True), slots.BEYOND, jnp.argsort(~wanted, stable=True))
+    order = jnp.pad(order, (0, -B % block), constant_values=slots.BEYOND)
+    number = jnp.sum(wanted)
+
+    def body(state):
+        i, carry = state
+        return i + block, f(lax.dynamic_slice(order, (i,), (block,)), carry)
+
+    return lax.while_loop(lambda state: state[0] < number, body, (jnp.int32(0), carry))[1]
+
+
+def _block(B: int, pool: RingPool, options: Options) -> int:
+    return 1 if options.batch_invariant else max(1, -(-B // pool.length))
+
+
+def decode(
+    pool: RingPool, raw: Raw, read: Address, write: Address | None, options: Options
+) -> tuple[Array, RingPool]:
+    """`step.decode` on a ring; with write, the present states go there and the slots that are read stay.
+
+    Where the new token fills the ring, the present state is made, takes the token as in plain decoding, and is
+    written.
+    """
+    tokens = prepare(raw, pool.state, options)
+    entry = _entry(pool, read, tokens.g.dtype, options.state_layout)
+    is_full = (entry.count + 1 >= pool.length) & read.is_slot
+    if write is not None:
+        return _decode_elsewhere(pool, entry, tokens, write, options)
+    x = Tokens(*(y[:, None] for y in tokens))
+    out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, x)
+    pool = _append(pool, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
+
+    def renew(rows, carry):
+        states, o = carry
+        some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
+        take_token = alone(lambda entry, x: step(entry.present(), x, options))
+        h, new_o = take_token(some, x)
+        return slots.put(states, read.rows(rows), options.swap(h)), o.at[rows].set(new_o, mode="drop")
+
+    carry = (pool.state, out.o[:, 0])
+    states, o = _blocks_of_rows(is_full, _block(options.dims.B, pool, options), renew, carry)
+    count = jnp.where(is_full, 0, entry.count + 1)
+    before = jnp.where(is_full, -1, entry.count)
+    return o, _put_counts(pool._replace(state=states), read, count, before)
+
+
+def _decode_elsewhere(pool, entry, tokens, write, options):
+    h, o = by_row(lambda entry, x: step(entry.present(), x, options), options, entry, tokens)
+    return o, put_states(pool, write, options.swap(h))
+
+
+def verify(
+    pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
+) -> tuple[Array, RingPool]:
+    """`drafts.verify` on a ring. Where T more tokens find no room, the accepted ones are flushed first."""
+    T = options.dims.T
+    pool = _drop(pool, at, num_accepted)
+    flushed = at.only(slots.take(pool.count, at) + T > pool.length)
+    pool = _flush_rows(pool, flushed, options.state_layout, _block(options.dims.B, pool, options))
+    tokens = prepare(raw, pool.state, options)
+    entry = _entry(pool, at, tokens.g.dtype, options.state_layout)
+    out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, tokens)
+    pool = _append(pool, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
+    added = T if num_tokens is None else num_tokens.astype(jnp.int32)
+    return out.o, _put_counts(pool, at, entry.count + added, entry.count)
+
+
+def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Array, "N HO _ _"]:
+    """What `snapshot` returns."""
+    h = _entry(pool, at, accumulation_dtype(pool.state), state_layout).present()
+    return h if state_layout == STATE_LAYOUTS[0] else jnp.swapaxes(h, -1, -2)
+
+
+def put_states(pool: RingPool, at: Address, states: Float[Array, "*N HO _ _"]) -> RingPool:
+    """The pool with whole states in some slots, and nothing in their rings."""
+    pool = pool._replace(state=slots.put(pool.state, at, states))
+    return _put_counts(pool, at, 0, -1)
+
+
+def _put_counts(pool: RingPool, at: Address, count: Any, before: Any) -> RingPool:
+    count, before = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), at.slot.shape) for x in (count, before))
+    return pool._replace(count=slots.put(pool.count, at, count), before=slots.put(pool.before, at, before))
+
+
+def _drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
+    """The pool without the tokens of the last call that were not accepted."""
+    before, count = slots.take(pool.before, at), slots.take(pool.count, at)
+    kept = jnp.minimum(before + num_accepted.astype(jnp.int32), count)
+    return pool._replace(count=slots.put(pool.count, at, kept))
+
+
+def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> RingPool:
+    def fold(rows, states):
+        some = at.rows(rows)
+        return slots.put(states, some, present_states(pool._replace(state=states), some, state_layout))
+
+    states = _blocks_of_rows(at.is_slot, block, fold, pool.state)
+    return _put_counts(pool._replace(state=states), at, 0, -1)
+
+
+@partial(jax.jit, static_argnums=4, donate_argnums=0, inline=True)
+def _accept(pool, read_slots, num_accepted, layer, null_slot):
+    return _drop(pool, Address.of(read_slots, pool, null_slot, layer).only(num_accepted >= 1), num_accepted)
+
+
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0, inline=True)
+def _flush(pool, read_slots, layer, state_layout, null_slot):
+    at = Address.of(read_slots, pool, null_slot, layer)
+    return _flush_rows(pool, at, state_layout, max(1, at.slot.shape[0]))
+
+
+@partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _snapshot(pool, read_slots, layer, state_layout, null_slot):
+    return present_states(pool, Address.of(read_slots, pool, null_slot, layer), state_layout)

@@ -1,0 +1,181 @@
+"""The sum of the residual stream and RMSNorm, and its derivative, each in one pass over its arrays.
+
+    s = x + y,   r = (mean(s^2) + eps)^(-1/2),   n = s r w                       the mean along a row
+    dx = dy = ds + r (w dn - s r mean(w dn s r)),   dw = sum over rows of dn s r
+
+Left to XLA, the derivative is two fusions, each of which reads s and dn.
+
+Inputs (GMEM): x [N, D] float32, bfloat16 or float16; y [N, D] of any of these, or none; w [D] float32; dn [N, D]; ds
+[N, D] of x's dtype, or none.
+Outputs (GMEM): s, dx [N, D] of x's dtype; n, dy [N, D]; the sums of dw that each CTA made, [CTAs, rows, D] float32,
+which are added in a fixed order, so results repeat bit for bit.
+Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory but that
+of sums across warps. Numerics: float32 inside; n is made of s before it is rounded. Hardware: compute capability 9.0.
+Limits: `check_supported`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.layer import rows as r
+
+CTAS_PER_SM = 4
+"""CTAs for each multiprocessor: as many as their registers allow."""
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+    """Why the kernels cannot take a stream [.., D]; None if they can."""
+    width = x.shape[-1]
+    if x.dtype not in DTYPES:
+        return f"x is {jnp.dtype(x.dtype).name}; the kernel takes float32, bfloat16 and float16"
+    if reason := r.width_reason(width):
+        return reason
+    if not x.size or (x.size // width) % r.rows_at_once(width):
+        return f"{x.size // width} rows; the kernel takes a multiple of {r.rows_at_once(width)}"
+    return None
+
+
+def _blocks(N: int, D: int) -> tuple[int, int]:
+    """Blocks of rows, and CTAs."""
+    blocks = N // r.rows_at_once(D)
+    return blocks, r.num_ctas(blocks, CTAS_PER_SM)
+
+
+def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
+    N, D = gmem.x.shape
+    rows = r.rows_at_once(D)
+    w = r.load_along(gmem.w, rows)
+
+    def block(i, carry):
+        first = i * rows
+        s = r.load(gmem.x, first, D, rows)
+        if gmem.y is not None:
+            s = s + r.load(gmem.y, first, D, rows)
+            r.store(gmem.s, first, s)
+        r.store(gmem.n, first, s * r.spread(lax.rsqrt(r.row_sum(s * s) / D + eps), D) * w)
+        return carry
+
+    r.walk(block, *_blocks(N, D))
+
+
+def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
+    N, D = gmem.s.shape
+    rows = r.rows_at_once(D)
+    w = r.load_along(gmem.w, rows)
+
+    def block(i, dw):
+        first = i * rows
+        s, dn = r.load(gmem.s, first, D, rows), r.load(gmem.dn, first, D, rows)
+        ds = None if gmem.ds is None else r.load(gmem.ds, first, D, rows)
+        scale = lax.rsqrt(r.row_sum(s * s) / D + eps)
+        unit, through = s * r.spread(scale, D), dn * w
+        mean = r.spread(r.row_sum(through * unit) / D, D)
+        dx = r.spread(scale, D) * (through - unit * mean)
+        dx = dx if ds is None else dx + ds
+        r.store(gmem.dx, first, dx)
+        if gmem.dy is not None:
+            r.store(gmem.dy, first, dx)
+        return dw + dn * unit
+
+    dw = r.walk(block, *_blocks(N, D), r.zeros(D, rows))
+    r.store(gmem.dw.at[grid_index()], 0, dw)
+
+
+def add_norm(
+    x: Float[Array, "N D"],
+    y: Float[Array, "N D"] | None,
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    dtype: Any,
+    interpret: Any = None,
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+    """The stream x + y in x's dtype (x itself without y), and its RMSNorm in `dtype`.
+
+    Args:
+      x: stream that `check_supported` accepts.
+      y: what is added to it.
+      weight: of the norm.
+      eps: added to the mean square.
+      dtype: of the norm's result.
+      interpret: parameters of Pallas' interpreter, None to compile.
+    """
+    run = _compiled_forward if interpret is None else _run_forward
+    return run(eps, dtype, interpret, x, y, weight)
+
+
+def _run_forward(eps, dtype, interpret, x, y, weight):
+    N, D = x.shape
+    results = launch(
+        "add_norm",
+        functools.partial(_forward, eps=eps),
+        inputs={"x": x, "y": y, "w": weight.astype(jnp.float32)},
+        outputs={
+            "s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
+            "n": jax.ShapeDtypeStruct(x.shape, dtype),
+        },
+        memory={},
+        auto_barriers=False,
+        ctas=_blocks(N, D)[1],
+        interpret=interpret,
+    )
+    return results.get("s", x), results["n"]
+
+
+def add_norm_backward(
+    s: Float[Array, "N D"],
+    weight: Float[Array, " D"],
+    ds: Float[Array, "N D"] | None,
+    dn: Float[Array, "N D"],
+    *,
+    eps: float,
+    y_dtype: Any = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"] | None, Float[Array, " D"]]:
+    """Derivative of `add_norm`.
+
+    Args:
+      s: the stream that it returned.
+      ds, dn: cotangents of its results; ds None for zeros.
+      y_dtype: dtype of y; None where there was none.
+
+    Returns:
+      dx in the stream's dtype, the same in y_dtype, and dweight in float32.
+    """
+    run = _compiled_backward if interpret is None else _run_backward
+    return run(eps, y_dtype, interpret, s, weight, ds, dn)
+
+
+def _run_backward(eps, y_dtype, interpret, s, weight, ds, dn):
+    N, D = s.shape
+    ctas, separate = _blocks(N, D)[1], y_dtype is not None and y_dtype != s.dtype
+    results = launch(
+        "add_norm_backward",
+        functools.partial(_backward, eps=eps),
+        inputs={"s": s, "ds": ds, "dn": dn, "w": weight.astype(jnp.float32)},
+        outputs={
+            "dx": jax.ShapeDtypeStruct(s.shape, s.dtype),
+            "dy": jax.ShapeDtypeStruct(s.shape, y_dtype) if separate else None,
+            "dw": jax.ShapeDtypeStruct((ctas, r.rows_at_once(D), D), jnp.float32),
+        },
+        memory={},
+        auto_barriers=False,
+        ctas=ctas,
+        interpret=interpret,
+    )
+    dx = results["dx"]
+    dy = None if y_dtype is None else results.get("dy", dx)
+    return dx, dy, jnp.sum(results["dw"], axis=(0, 1))
+
+
+_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2))
+_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
+"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

@@ -1,0 +1,37 @@
+"""The small checkpoints of tests/data/hf, and copies of them to damage."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from gdn_jax.hf.tensors import read_header
+
+FOLDER = Path(__file__).parent / "data" / "hf"
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def expected(name):
+    """What transformers computed: ids, logits, mask, padded_logits and the greedy continuation of ids[:, :9]."""
+    dtypes = {"F32": np.float32, "I32": np.int32}
+    found = {}
+    for tensor in read_header(FOLDER / name / "expected.safetensors").values():
+        count = int(np.prod(tensor.shape))
+        values = np.fromfile(tensor.file, dtypes[tensor.dtype], count, offset=tensor.begin)
+        found[tensor.name] = values.reshape(tensor.shape)
+    return found
+
+
+def copy(name, to):
+    """A copy of a checkpoint whose files may be changed."""
+    folder = Path(to) / name
+    shutil.copytree(FOLDER / name, folder)
+    return folder
+
+
+def change_config(folder, **fields):
+    """Sets fields of config.json; those with the value None are removed."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))

@@ -1,0 +1,228 @@
+"""Cases for the serving kernels: a few tokens of some requests on states in a pool, and the truth in float64."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from tolerances import assert_close
+
+from gdn_jax.checks import oracle
+from gdn_jax.checks.accuracy import BOUNDS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes and options of a call."""
+
+    name: str
+    N: int = 3
+    T: int = 1
+    heads: tuple[int, int, int] = (1, 1, 2)
+    K: int = 128
+    V: int = 128
+    kv_layout: bool = True
+    dtype: str = "bfloat16"
+    pool_dtype: str = "float32"
+    padding: bool = True
+    """Whether row 1 is padding, and a state of row 0 is dropped."""
+    uneven: bool = False
+    """Whether rows have from 0 to T tokens."""
+    elsewhere: bool = False
+    """Whether states are written to other slots than they are read from."""
+    use_qk_l2norm: bool = True
+    allow_neg_eigval: bool = False
+    null_slot: int | None = None
+    gate_shift: float = -3.0
+    slots: int | None = None
+    """Slots of the pool; three more than are read and written by default."""
+    seed: int = 0
+
+    @property
+    def options(self) -> dict:
+        names = ("kv_layout", "use_qk_l2norm", "allow_neg_eigval", "null_slot")
+        return {name: getattr(self, name) for name in names} | {"scale": self.K**-0.5}
+
+
+def draw(case: Case) -> dict:
+    """Arguments of a kernel."""
+    rng = np.random.default_rng(case.seed)
+    N, T, K, V = case.N, case.T, case.K, case.V
+    Hq, Hk, HV = case.heads
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), case.dtype)
+
+    slots = case.slots or N * (T + 1) + 3
+    order = rng.permutation(slots).astype(np.int32)
+    read = order[:N].copy()
+    if T == 1 and not case.elsewhere:
+        write = read[:, None].copy()
+    else:
+        write = order[N : N * (T + 1)].reshape(N, T).copy()
+    if case.padding:
+        read[1] = slots + 5 if case.null_slot is None else case.null_slot
+        write[0, T // 2] = -1
+    q = normal(N, T, Hq, K) if case.use_qk_l2norm else normal(N, T, Hq, K) * K**-0.5
+    k = normal(N, T, Hk, K) if case.use_qk_l2norm else normal(N, T, Hk, K) * K**-0.5
+    shape = (slots, HV, K, V) if case.kv_layout else (slots, HV, V, K)
+    x = {
+        "q": q,
+        "k": k,
+        "v": normal(N, T, HV, V),
+        "a": normal(N, T, HV),
+        "b": normal(N, T, HV),
+        "pool": jnp.asarray(rng.normal(size=shape), case.pool_dtype),
+        "A_log": np.log(rng.uniform(0.01, 16, HV)).astype(np.float32),
+        "dt_bias": (rng.normal(size=HV) + case.gate_shift).astype(np.float32),
+        "read_slots": read,
+        "write_slots": write,
+        "num_tokens": rng.integers(0, T + 1, N).astype(np.int32) if case.uneven else None,
+    }
+    return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
+
+
+def _f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and the pool, in float64."""
+    swap = (lambda h: h) if case.kv_layout else (lambda h: np.swapaxes(h, -1, -2))
+    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + x["dt_bias"])
+    beta = (1 + case.allow_neg_eigval) / (1 + np.exp(-_f64(x["b"])))
+    before = _f64(x["pool"])
+    o, after = np.zeros(x["v"].shape), before.copy()
+
+    def is_slot(slot):
+        return 0 <= slot < len(before) and slot != case.null_slot
+
+    read, write = np.asarray(x["read_slots"]), np.asarray(x["write_slots"])
+    for n, slot in enumerate(read):
+        if not is_slot(slot):
+            continue
+        h = swap(before[slot])[None]
+        for t in range(case.T if x["num_tokens"] is None else int(x["num_tokens"][n])):
+            token = [_f64(x[name])[n, t][None, None] for name in ("q", "k", "v")]
+            options = dict(scale=case.K**-0.5, use_qk_l2norm=case.use_qk_l2norm, initial_state=h)
+            out, h = oracle.forward(*token, g[n, t][None, None], beta[n, t][None, None], **options)
+            o[n, t] = out[0, 0]
+            if is_slot(write[n, t]):
+                after[write[n, t]] = swap(h[0])
+    return o, after
+
+
+def assert_right(case: Case, x: dict, o, pool) -> None:
+    """Outputs and written states are near the truth; padding gives zeros; every other slot keeps its bits."""
+    expected_o, expected_pool = truth(case, x)
+    o, pool, before = np.asarray(o), np.asarray(pool), np.asarray(x["pool"])
+    written = (expected_pool != _f64(before)).any(axis=(1, 2, 3))
+    assert (pool[~written].view(np.uint8) == before[~written].view(np.uint8)).all(), (
+        f"{case.name}: another slot changed"
+    )
+    zero = (expected_o == 0).all(axis=(2, 3))
+    assert (o[zero] == 0).all(), f"{case.name}: padding is not 0"
+    assert written.any(), f"{case.name}: no state is written"
+    assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
+    bound = BOUNDS[case.pool_dtype][0]["final_state"]
+    assert_close(expected_pool[written], pool[written], bound, f"{case.name} pool", axis=1)
+
+
+LENGTH = 16
+"""Tokens of a ring."""
+
+
+def draw_ring(case: Case, counts: list[int], ring_dtype: str = "bfloat16") -> dict:
+    """Arguments of a kernel whose slots are states and rings; row n has counts[n] tokens in its ring.
+
+    What lies behind a ring's tokens is not a number.
+    """
+    x = draw(dataclasses.replace(case, padding=False))
+    rng = np.random.default_rng(case.seed + 1)
+    _, Hk, HV = case.heads
+    slots, read = x["pool"].shape[0], np.asarray(x["read_slots"]).copy()
+    count = rng.integers(0, LENGTH, slots).astype(np.int32)
+    count[read] = counts
+    if case.padding:
+        read[1] = -1
+    k = rng.normal(size=(slots, Hk, LENGTH, case.K))
+    k /= np.sqrt((k * k).sum(-1, keepdims=True))
+    u = rng.normal(size=(slots, HV, LENGTH, case.V))
+    g = -np.abs(rng.normal(size=(slots, HV, LENGTH))) / 8
+    left_over = np.arange(LENGTH) >= count[:, None, None]
+    k, u = (np.where(left_over[..., None], np.nan, y) for y in (k, u))
+    x |= {
+        "state": x["pool"],
+        "ring_k": jnp.asarray(k, ring_dtype),
+        "ring_u": jnp.asarray(u, ring_dtype),
+        "ring_g": jnp.asarray(np.where(left_over, np.nan, g), jnp.float32),
+        "read_slots": jnp.asarray(read),
+        "count": jnp.asarray(count),
+    }
+    return {name: y for name, y in x.items() if name not in ("pool", "write_slots")}
+
+
+def present(case: Case, state, k, u, g, count) -> np.ndarray:
+    """The states [slots, HV, K, V] that slots stand for, in float64."""
+    state, k, u, g = (_f64(y) for y in (state, k, u, g))
+    state = state if case.kv_layout else np.swapaxes(state, -1, -2)
+    real = np.arange(LENGTH) < np.asarray(count)[:, None, None]
+    k, u = (np.where(real[..., None], y, 0) for y in (k, u))
+    g = np.where(real, g, 0)
+    since = g.sum(-1, keepdims=True) - np.cumsum(g, -1)
+    k = np.repeat(k, u.shape[1] // k.shape[1], axis=1)
+    written = np.einsum("shjk,shjv->shkv", k, np.exp(since)[..., None] * u)
+    return np.exp(g.sum(-1))[..., None, None] * state + written
+
+
+def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> None:
+    """Outputs and what the slots of the call stand for are near the truth; every other slot keeps its bits."""
+    o, *after = results
+    before = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
+    read = np.asarray(x["read_slots"])
+    rows = np.flatnonzero(read >= 0)
+    count = np.asarray(x["count"]).copy()
+    start = present(case, *before, count)
+    plain = dataclasses.replace(case, kv_layout=True, null_slot=None)
+    last = np.full((case.N, case.T), -1)
+    tokens = np.full(case.N, case.T) if x["num_tokens"] is None else np.asarray(x["num_tokens"])
+    last[rows[tokens[rows] > 0], tokens[rows[tokens[rows] > 0]] - 1] = read[rows[tokens[rows] > 0]]
+    expected_o, expected = truth(plain, x | {"pool": start, "write_slots": last})
+    count[read[rows]] = np.asarray(counts_after)[rows]
+    got = present(case, *after, count)
+    others = np.setdiff1d(np.arange(len(count)), read[rows])
+    for old, new in zip(before, after, strict=True):
+        old, new = np.asarray(old), np.asarray(new)
+        same = old[others].view(np.uint8) == new[others].view(np.uint8)
+        assert same.all(), f"{case.name}: another slot changed"
+    zero = (expected_o == 0).all(axis=(2, 3))
+    o = np.asarray(o)
+    assert (o[zero] == 0).all(), f"{case.name}: padding is not 0"
+    assert_close(expected_o[~zero], o[~zero], BOUNDS[case.dtype][0]["o"], f"{case.name} o", axis=1)
+    bound = BOUNDS["bfloat16"][0]["final_state"]
+    assert_close(expected[read[rows]], got[read[rows]], bound, f"{case.name} states", axis=1)
+
+
+CASES = (
+    Case("plain"),
+    Case("vk", kv_layout=False, pool_dtype="bfloat16"),
+    Case("kv-bfloat16", pool_dtype="bfloat16", elsewhere=True),
+    Case("float32-in-no-norm", dtype="float32", use_qk_l2norm=False, K=64, V=32, kv_layout=False),
+    Case("float16-null-slot", dtype="float16", null_slot=0, allow_neg_eigval=True, K=96, V=96),
+    Case("heads", N=2, heads=(1, 2, 4), K=32, V=32, padding=False),
+    Case("tokens", T=4, V=64),
+    Case("tokens-uneven", N=4, T=3, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16"),
+    Case("saturated-gate", V=32, gate_shift=200.0),
+)
+
+RING_CASES = (
+    (Case("ring"), (0, 3, 15)),
+    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=64), (7, 3, 15)),
+    (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
+)
+"""With the tokens that each row's ring holds."""
+
+DRAFT_CASES = (
+    (Case("drafts", T=4, V=32), (0, 3, 12)),
+    (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
+    (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
+)

@@ -1,0 +1,66 @@
+"""`gdn bench --what decode`: what it times is right, and wrong options are one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gdn_jax import cli
+from gdn_jax.checks import decode_bench
+
+TINY = "--heads 1 2 --width 16 --batches 1 3 --repeats 2 --deferred 1 4".split()
+
+
+def run(*words):
+    return cli.main(["bench", "--what", "decode", *TINY, *words])
+
+
+@pytest.mark.slow
+def test_steps_are_timed(tmp_path, capsys):
+    path = tmp_path / "decode.json"
+    assert run("--json", str(path), "--pools", "float32", "--dtype", "float32") == 0
+    out = capsys.readouterr().out
+    assert "batch 3, float32 pool, a write in 4:" in out and "tokens/s" in out
+    results = json.loads(path.read_text())["results"]
+    assert [(r["batch"], r["deferred"]) for r in results] == [(1, 1), (3, 1), (1, 4), (3, 4)]
+    for r in results:
+        assert r["failure"] is None and 0 < r["error"] < 1e-5
+        assert r["fastest_us"] <= r["step_us"] <= r["slowest_us"]
+        assert r["tokens_per_second"] == pytest.approx(r["batch"] / r["step_us"] * 1e6)
+        moved = r["batch"] * 2 * 16 * 16 * 4 * (1 + 1 / r["deferred"])
+        assert r["terabytes_per_second"] == pytest.approx(moved / r["step_us"] * 1e-6)
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
+    """States of another layout: the numbers are wrong, and no time is shown."""
+    right = decode_bench.oracle.forward
+    monkeypatch.setattr(
+        decode_bench.oracle, "forward", lambda *x, **options: right(*x, **options | {"state_layout": "vk"})
+    )
+    assert run("--pools", "float32", "--batches", "3", "--deferred", "1") == 1
+    out = capsys.readouterr().out
+    assert "wrong: error" in out and "0 tokens/s" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batches 0", "--batches: expected numbers of at least 1, got 0"),
+        ("--heads 2 3", "--heads: expected a number of value heads that the key heads divide, got 2 3"),
+        ("--width 300", "--width: expected 1 to 256, got 300"),
+        ("--repeats 0", "--repeats: expected at least 1, got 0"),
+        ("--implementation mosaic_gpu", "implementation 'mosaic_gpu': decode has no kernel"),
+        ("--json nowhere/decode.json", "--json: expected a file in a folder that exists"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message, capsys):
+    assert run(*options.split()) != 0
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_inputs_are_those_of_the_seed():
+    options = decode_bench.DecodeBenchOptions(heads=(1, 2), width=4)
+    first, same = (decode_bench._draw(options, 3, "bfloat16", 2) for _ in range(2))
+    for a, b in zip((*first.tokens, *first[1:]), (*same.tokens, *same[1:]), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,207 @@
+"""Verification of drafts with a state after each token: chains, trees, uneven numbers of tokens, the walk-through."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from serving_cases import K, V, assert_same_bits, compiled, draw, draw_pool, every_state, expected, fresh, one
+from tolerances import assert_close
+
+from gdn_jax import serving
+
+BF16 = ml_dtypes.bfloat16
+STATE_F32 = 1e-5  # as in test_serving.py
+O_BF16, STATE_BF16 = 1e-2, 5e-3
+
+
+def tokens(x):
+    return tuple(map(jnp.asarray, x.tokens))
+
+
+def test_walk_through_with_three_drafts():
+    """The example of vLLM's documentation, gamma = 3, step after step against plain decoding of what was accepted.
+
+    A step takes the last sampled token and three drafts; its states go to four slots. Two drafts are accepted, that
+    is three tokens: the next step starts from the third slot.
+    """
+    x = draw(1, 12, seed=3)
+    slots = np.array([[4, 1, 6, 2]])
+    pool = draw_pool(8)
+    call = compiled(serving.verify)
+    plain_state, at, accepted = pool[[4]], 0, 1  # after a prompt the state lies in the first slot
+    for then_accepted in (3, 1, 4, 2):
+        before = pool
+        span = x.at(slice(None), slice(at, at + 4))
+        o, pool = call(
+            *span.tokens, pool, **x.gates, state_slots=slots, num_accepted_tokens=np.array([accepted])
+        )
+        pool = np.asarray(pool)
+        for t in range(then_accepted):
+            want, plain_state = expected(x.at(slice(None), slice(at + t, at + t + 1)), plain_state)
+            assert_close(want[:, 0], o[:, t], STATE_F32, f"o of token {at + t}", 1)
+            assert_close(plain_state, pool[slots[0, t]][None], STATE_F32, f"state after token {at + t}", 1)
+        assert_same_bits(before[[0, 3, 5, 7]], pool[[0, 3, 5, 7]])
+        at, accepted = at + then_accepted, then_accepted
+
+
+CASES = [
+    (2, (1, 2), np.float32, "vk"),
+    (4, (1, 2), BF16, "kv"),
+    (8, (1, 2), BF16, "vk"),
+    (2, (2, 8), BF16, "vk"),
+    (4, (2, 8), np.float32, "kv"),
+    (8, (2, 8), np.float32, "vk"),
+]
+
+
+@pytest.mark.parametrize("T, heads, pool_dtype, state_layout", CASES)
+def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
+    """bfloat16 tokens of five requests, one of them padding, each accepted another number of tokens before."""
+    rng = np.random.default_rng(T)
+    x = draw(5, T, heads=heads, widths=widths, dtype=BF16)
+    slots = rng.permutation(5 * T + 3)[: 5 * T].reshape(5, T).astype(np.int32)
+    slots[2] = -1
+    accepted = rng.integers(1, T + 1, 5)
+    pool = draw_pool(5 * T + 3, HV=heads[1], widths=widths, dtype=pool_dtype, state_layout=state_layout)
+    o, new = compiled(serving.verify, state_layout=state_layout)(
+        *x.tokens, pool, **x.gates, state_slots=jnp.asarray(slots), num_accepted_tokens=jnp.asarray(accepted)
+    )
+    start = pool[slots[np.arange(5), accepted - 1]]
+    want_o, want = every_state(x, start, state_layout=state_layout)
+    real = np.array([0, 1, 3, 4])
+    o, new = np.asarray(o), np.asarray(new)
+    assert o.dtype == BF16 and new.dtype == pool_dtype
+    assert_close(want_o[real], o[real], O_BF16, "o", 2)
+    bound = STATE_F32 if pool_dtype == np.float32 else STATE_BF16
+    assert_close(want[real], new[slots[real]], bound, "states", 2)
+    assert not o[2].any()
+    others = np.setdiff1d(np.arange(len(pool)), slots)
+    assert_same_bits(pool[others], new[others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(16, 32), (16, 64)])
+@pytest.mark.parametrize("T", [2, 4, 8])
+def test_heads_of_models(T, heads):
+    """The heads of FlashInfer's tests, with K = V = 128 and a bfloat16 pool."""
+    test_verify(T, heads, BF16, "vk", widths=(128, 128))
+
+
+@pytest.mark.parametrize(
+    "lengths, accepted", [([5, 3, 1], [3, 1, 5]), ([5, 1, 3, 2, 4], [1, 2, 3, 4, 5]), ([0, 2], [1, 1])]
+)
+def test_uneven_numbers_of_tokens(lengths, accepted):
+    """tpu-inference's cases: some requests have fewer drafts than the step has room for, or none at all."""
+    N, T = len(lengths), 5
+    x, pool = draw(N, T, seed=7), draw_pool(N * T)
+    x.k[0, lengths[0] :] = np.nan  # what padding holds does not matter
+    slots = np.arange(N * T).reshape(N, T)
+    o, new = compiled(serving.verify)(
+        *x.tokens,
+        pool,
+        **x.gates,
+        state_slots=slots,
+        num_accepted_tokens=np.array(accepted),
+        num_tokens=np.array(lengths),
+    )
+    o, new = np.asarray(o), np.asarray(new)
+    for n, length in enumerate(lengths):
+        if length:
+            want_o, want = every_state(
+                x.at(slice(n, n + 1), slice(length)), pool[[slots[n, accepted[n] - 1]]]
+            )
+            assert_close(want_o[0], o[n, :length], STATE_F32)
+            assert_close(want[0], new[slots[n, :length]], STATE_F32)
+        assert not o[n, length:].any()
+        assert_same_bits(pool[slots[n, length:]], new[slots[n, length:]])
+
+
+TREES = np.array(
+    [
+        [-1, 0, 0, 1, 1, 2, 3],  # two branches, one of which branches again
+        [-1, 0, 1, 2, 3, 4, 5],  # a chain
+        [-1, -1, -1, 0, 1, 2, 0],  # three first tokens
+    ]
+)
+
+
+def path(parents, t):
+    """Tokens from the first to t."""
+    return [] if t < 0 else [*path(parents, parents[t]), t]
+
+
+def test_trees():
+    """Every token of a tree has the output and the state of its own path alone; so does what follows a branch."""
+    N, T = TREES.shape
+    x, pool = draw(N, T, seed=5), draw_pool(N * T + 1)
+    slots = np.arange(N * T)[::-1].reshape(N, T)
+    options = dict(**x.gates, state_slots=slots)
+    o, new = compiled(serving.verify)(
+        *x.tokens, pool, num_accepted_tokens=np.array([1, 7, 3]), parents=TREES, **options
+    )
+    for n in range(N):
+        start = pool[[slots[n, (1, 7, 3)[n] - 1]]]
+        for t in range(T):
+            want_o, want = expected(x.at(slice(n, n + 1), path(TREES[n], t)), start)
+            assert_close(want_o[0, -1], o[n, t], STATE_F32, f"o of token {t} of tree {n}")
+            assert_close(want[0], new[slots[n, t]], STATE_F32, f"state after token {t} of tree {n}")
+    assert_same_bits(pool[-1], new[-1])
+    # Token 4 of the first tree was the last accepted one: its number is 5.
+    following = draw(1, 2, seed=6)._replace(A_log=x.A_log, dt_bias=x.dt_bias)
+    o, _ = compiled(serving.verify)(
+        *following.tokens, new, **x.gates, state_slots=slots[:1, 3:5], num_accepted_tokens=np.array([2])
+    )
+    want, _ = expected(following, np.asarray(new)[slots[:1, 4]])
+    assert_close(want, o, STATE_F32)
+
+
+def test_a_chain_as_a_tree_is_the_same():
+    x, pool = draw(2, 4), draw_pool(8)
+    options = dict(**x.gates, state_slots=np.arange(8).reshape(2, 4), num_accepted_tokens=np.array([2, 4]))
+    parents = np.tile(np.arange(-1, 3), (2, 1))
+    chain, tree = (compiled(serving.verify)(*x.tokens, pool, **options, parents=p) for p in (None, parents))
+    for a, b in zip(chain, tree, strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-5, atol=1e-6
+        )  # one program loops over T states, the other over one
+
+
+def test_a_wrong_number_of_accepted_tokens_is_padding():
+    x, pool = draw(3, 2), draw_pool(6)
+    o, new = compiled(serving.verify)(
+        *x.tokens,
+        pool,
+        **x.gates,
+        state_slots=np.arange(6).reshape(3, 2),
+        num_accepted_tokens=jnp.array([0, 3, -1]),
+    )
+    assert not np.asarray(o).any()
+    assert_same_bits(pool, new)
+
+
+def test_one_token_is_decode():
+    """gamma = 0, after which decode goes on from where verify stored."""
+    x, pool = draw(3, 1), draw_pool(4)
+    o, new = compiled(serving.decode)(*one(x), pool, **x.gates, read_slots=np.array([0, 2, 3]))
+    same, also = compiled(serving.verify)(
+        *x.tokens, pool, **x.gates, state_slots=np.array([[0], [2], [3]]), num_accepted_tokens=np.ones(3, int)
+    )
+    np.testing.assert_allclose(o, same[:, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(new, also, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_as_users_do")
+def test_batch_invariance():
+    x, pool = draw(4, 3, heads=(2, 4), widths=(32, 48)), fresh(draw_pool(12, widths=(32, 48)))
+    call = compiled(serving.verify, batch_invariant=True)
+    slots, accepted = np.arange(12).reshape(4, 3), np.array([1, 3, 2, 2])
+    o, new = call(*x.tokens, pool, **x.gates, state_slots=slots, num_accepted_tokens=accepted)
+    for rows in ([2], [3, 0]):
+        rows = np.array(rows)
+        some = x.at(rows)
+        alone_o, alone = call(
+            *some.tokens, pool, **x.gates, state_slots=slots[rows], num_accepted_tokens=accepted[rows]
+        )
+        assert_same_bits(o[rows], alone_o)
+        assert_same_bits(np.asarray(new)[slots[rows]], np.asarray(alone)[slots[rows]])

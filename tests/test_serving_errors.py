@@ -1,0 +1,245 @@
+"""What the serving operations refuse: shapes always, values where they are known or while debug checks are on."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving_cases import HK, HV, K, V, draw, draw_pool, fresh
+
+import gdn_jax
+from gdn_jax import serving
+
+X = draw(3, 2)
+TOKENS = dict(zip("qkvab", map(jnp.asarray, X.tokens), strict=True))
+POOL = draw_pool(8)
+SLOTS = np.array([2, 0, 5])
+SPANS = np.array([[0, 1], [2, 3], [-1, -1]])
+RING = jax.tree.map(np.asarray, serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=HK, length=4))
+
+
+def decode(**change):
+    arguments = (
+        {name: x[:, 0] for name, x in TOKENS.items()} | X.gates | dict(pool=POOL, read_slots=SLOTS) | change
+    )
+    return serving.decode(**(arguments | {"pool": fresh(arguments["pool"])}))
+
+
+def verify(**change):
+    spans = dict(state_slots=SPANS, num_accepted_tokens=np.array([1, 2, 1]))
+    arguments = TOKENS | X.gates | dict(pool=POOL) | spans | change
+    return serving.verify(**(arguments | {"pool": fresh(arguments["pool"])}))
+
+
+def prefill(**change):
+    row = {name: x.reshape(1, 6, *x.shape[2:]) for name, x in TOKENS.items()}
+    arguments = dict(q=row["q"], k=row["k"], v=row["v"], g=-jnp.abs(row["a"]), beta=None, pool=POOL)
+    arguments |= dict(cu_seqlens=np.array([0, 1, 4, 6]), read_slots=SLOTS) | change
+    return serving.prefill(**(arguments | {"pool": fresh(arguments["pool"])}))
+
+
+def packed(channels):
+    qkv, gate = jnp.zeros((6, channels)), jnp.ones((6, HV))
+    return serving.prefill_packed(qkv, gate, gate, np.array([0, 6]), fresh(POOL), read_slots=SLOTS[:1])
+
+
+def conv(**change):
+    arguments = dict(
+        x=jnp.zeros((3, 5)), pool=jnp.zeros((8, 5, 3)), weight=jnp.zeros((5, 4)), read_slots=SLOTS
+    )
+    return serving.causal_conv1d_update(**(arguments | change))
+
+
+SHAPES = {
+    "q without heads": (decode, dict(q=jnp.zeros((3, K))), "q: expected shape [B, heads, width]"),
+    "no a": (decode, dict(a=None), "a: expected an array [B, HO], got NoneType"),
+    "a of other heads": (decode, dict(a=jnp.zeros((3, 2))), "a: expected shape [B, HO] = [3, 4], got [3, 2]"),
+    "A_log": (decode, dict(A_log=jnp.zeros(1)), "A_log: expected shape [HO] = [4], got [1]"),
+    "integer b": (decode, dict(b=jnp.zeros((3, HV), int)), "b: expected dtype"),
+    "pool of other widths": (
+        decode,
+        dict(pool=draw_pool(8, widths=(V, K))),
+        f"pool: expected shape [slots, HO, K, V] = [?, 4, {K}, {V}], got [8, 4, {V}, {K}]",
+    ),
+    "pool in the other layout": (decode, dict(state_layout="vk"), "pool: expected shape [slots, HO, V, K]"),
+    "integer pool": (decode, dict(pool=POOL.astype(int)), "pool: expected dtype"),
+    "pool of layers": (decode, dict(pool=POOL[:, None]), "pool: expected shape [slots, HO, K, V]"),
+    "layer without layers": (decode, dict(layer=0), "pool: expected shape [slots, layers, HO, K, V]"),
+    "layer outside": (decode, dict(pool=POOL[:, None], layer=1), "layer: expected 0 to 0, got 1"),
+    "too few slots": (decode, dict(read_slots=SLOTS[:2]), "read_slots: expected shape [B] = [3], got [2]"),
+    "floating slots": (decode, dict(read_slots=jnp.zeros(3)), "read_slots: expected an integer dtype, got float32"),
+    "write slots": (decode, dict(write_slots=SLOTS[:1]), "write_slots: expected shape [B] = [3], got [1]"),
+    "layout": (decode, dict(state_layout="vv"), "state_layout: expected one of 'kv', 'vk', got 'vv'"),
+    "scale": (decode, dict(scale="1"), "scale: expected a number, got '1'"),
+    "implementation": (decode, dict(implementation="triton"), "implementation: expected one of"),
+    "ring of other heads": (
+        decode,
+        dict(pool=RING._replace(k=RING.k[:, :1])),
+        f"pool.k: expected shape [slots, Hk, L, K] = [8, 2, 4, {K}]",
+    ),
+    "ring without counts": (decode, dict(pool=RING._replace(count=RING.count[:3])), "pool.count: expected shape"),
+    "slots of one token": (verify, dict(state_slots=SLOTS), "state_slots: expected shape [N, T] = [3, 2], got [3]"),
+    "slots of a ring": (verify, dict(pool=RING), "state_slots: expected shape [N] = [3], got [3, 2]"),
+    "accepted": (verify, dict(num_accepted_tokens=SPANS), "num_accepted_tokens: expected shape [N] = [3]"),
+    "number of tokens": (verify, dict(num_tokens=jnp.ones(3)), "num_tokens: expected an integer dtype"),
+    "parents": (verify, dict(parents=SLOTS), "parents: expected shape [N, T] = [3, 2], got [3]"),
+    "ring too short": (
+        verify,
+        dict(pool=jax.tree.map(lambda x: x, RING)._replace(
+            k=RING.k[:, :, :1], u=RING.u[:, :, :1], g=RING.g[:, :, :1]
+        ), state_slots=SLOTS),
+        "q: expected at most 1 tokens, the length of the ring, got 2",
+    ),
+    "starts": (prefill, dict(has_initial_state=np.ones(2, bool)), "has_initial_state: expected shape [N] = [3]"),
+    "starts as numbers": (prefill, dict(has_initial_state=np.ones(3, int)), "has_initial_state: expected dtype bool"),
+    "offsets": (prefill, dict(cu_seqlens=None), "cu_seqlens: expected an array [N + 1], got NoneType"),
+    "sequences": (prefill, dict(read_slots=SLOTS[:2]), "read_slots: expected shape [N] = [3], got [2]"),
+    "no cu_seqlens": (prefill, dict(cu_seqlens=np.array([0])), "cu_seqlens: expected at least two entries"),
+    "checkpoints": (prefill, dict(checkpoint_every=64), "checkpoint_slots: expected together with checkpoint_every"),
+    "checkpoint grid": (
+        prefill,
+        dict(checkpoint_every=96, checkpoint_slots=SPANS),
+        "checkpoint_every: expected a multiple of 64, got 96",
+    ),
+    "channels": (lambda: packed(2 * HK * K + HV * V + 1), {}, "qkv: expected 2 Hk K + HV V channels"),
+    "conv pool": (conv, dict(pool=jnp.zeros((8, 5, 4))), "pool: expected shape [slots, D, W - 1] = [?, 5, 3]"),
+    "conv weight": (conv, dict(weight=jnp.zeros((4, 4))), "weight: expected shape [D, W] = [5, ?], got [4, 4]"),
+    "filter too wide": (
+        conv,
+        dict(weight=jnp.zeros((5, 5)), pool=jnp.zeros((8, 5, 4))),
+        "weight: expected width W = 2 to 4, got 5",
+    ),
+    "rings of length 0": (
+        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, length=0),
+        {},
+        "length: expected at least 1, got 0",
+    ),
+    "key heads": (
+        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=3),
+        {},
+        "num_key_heads: expected a divisor of HO = 4, got 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.usefixtures("no_type_checks")
+def test_shapes(name):
+    call, change, message = SHAPES[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**change)
+
+
+@pytest.mark.parametrize("call", [decode, verify])
+def test_a_kernel_that_is_not_there_is_refused_by_name(call):
+    with pytest.raises(NotImplementedError, match=r"implementation 'mosaic_gpu': \w+ has no kernel"):
+        call(implementation="mosaic_gpu")
+
+
+def test_a_ring_holds_no_tree():
+    with pytest.raises(NotImplementedError, match="parents: a ring holds a chain of tokens"):
+        verify(pool=RING, state_slots=SLOTS, parents=np.array([[-1, 0]] * 3))
+
+
+VALUES = {
+    "slot outside": (
+        decode,
+        dict(read_slots=[0, 1, 8]),
+        "read_slots: expected slots from 0 to 7, or -1 .*, got 8",
+    ),
+    "slot below -1": (
+        decode,
+        dict(read_slots=[0, -2, 1]),
+        "read_slots: expected slots from 0 to 7, .*, got -2",
+    ),
+    "slot twice": (
+        decode,
+        dict(read_slots=[3, -1, 3]),
+        "read_slots: expected no slot twice, got 3 more than once",
+    ),
+    "written twice": (decode, dict(write_slots=[1, 4, 4]), "write_slots: expected no slot twice, got 4"),
+    "state twice": (
+        verify,
+        dict(state_slots=[[0, 1], [2, 0], [-1, -1]]),
+        "state_slots: expected no slot twice, got 0",
+    ),
+    "accepted none": (
+        verify,
+        dict(num_accepted_tokens=[1, 0, 1]),
+        "num_accepted_tokens: expected 1 to 2, got 0",
+    ),
+    "accepted too many": (
+        verify,
+        dict(num_accepted_tokens=[1, 3, 1]),
+        "num_accepted_tokens: expected 1 to 2, got 3",
+    ),
+    "too many tokens": (verify, dict(num_tokens=[1, 3, 1]), "num_tokens: expected 0 to 2, got 3"),
+    "parent after child": (
+        verify,
+        dict(parents=[[-1, 0], [-1, 1], [0, 0]]),
+        "parents: expected an earlier token",
+    ),
+    "lengths for offsets": (
+        prefill,
+        dict(cu_seqlens=[1, 3, 1, 1]),
+        "cu_seqlens: expected ascending values from 0",
+    ),
+    "checkpoint over a state": (
+        prefill,
+        dict(checkpoint_every=64, checkpoint_slots=[[6], [0], [7]]),
+        "checkpoint_slots: expected other slots than those of final states, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_known_values(name):
+    """NumPy arrays are looked at before the call, always."""
+    call, change, message = VALUES[name]
+    with pytest.raises(ValueError, match=message):
+        call(**{key: np.array(x) if isinstance(x, list) else x for key, x in change.items()})
+
+
+@pytest.fixture
+def debug_checks():
+    gdn_jax.debug_checks(True)
+    yield
+    gdn_jax.debug_checks(False)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_in_debug(name, debug_checks):
+    """JAX arrays while the program runs: the error that JAX raises carries our text."""
+    call, change, message = VALUES[name]
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(
+            call(**{key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()})
+        )
+        jax.effects_barrier()
+
+
+def test_values_in_debug_under_jit(debug_checks):
+    run = jax.jit(lambda slots: decode(read_slots=slots))
+    jax.block_until_ready(run(jnp.array([0, 1, -1])))
+    jax.effects_barrier()
+    with pytest.raises(Exception, match="read_slots: expected no slot twice"):
+        jax.block_until_ready(run(jnp.array([1, 1, 2])))
+        jax.effects_barrier()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_not_looked_at_by_default(name):
+    call, change, _ = VALUES[name]
+    jax.eval_shape(
+        lambda: call(**{key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()})
+    )
+
+
+def test_copies_and_stored_rows():
+    with pytest.raises(ValueError, match="to_slots: expected no slot twice, got 1"):
+        serving.copy_slots(fresh(POOL), np.array([2, 3]), np.array([1, 1]))
+    with pytest.raises(ValueError, match="slots: expected slots from 0 to 7"):
+        serving.take_slots(fresh(POOL), np.array([9]))
+    with pytest.raises(ValueError, match="pool: expected arrays with one number of slots, got"):
+        serving.take_slots((fresh(POOL), fresh(POOL[:3])), np.array([1]))

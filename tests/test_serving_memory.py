@@ -1,0 +1,74 @@
+"""A donated pool is changed in place: no program of serving needs room for a copy of it, or of a ring in it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving_cases import HK, draw, draw_pool, one
+
+from gdn_jax import serving
+
+X = draw(2, 4)
+SLOTS = np.array([300, 7])
+# So many that what a call needs for its own two requests is a small part of the smallest array of the pool.
+MANY = 4096
+
+
+def tokens():
+    return tuple(map(jnp.asarray, X.tokens))
+
+
+def prefill(pool, **options):
+    q, k, v, a, b = (x.reshape(1, 8, *x.shape[2:]) for x in tokens())
+    offsets = np.array([0, 3, 8])
+    return serving.prefill(
+        q, k, v, -jnp.abs(a), jax.nn.sigmoid(b), offsets, pool, read_slots=SLOTS, **options
+    )
+
+
+def verify(pool, slots):
+    return serving.verify(*tokens(), pool, **X.gates, state_slots=slots, num_accepted_tokens=np.array([1, 3]))
+
+
+CALLS = {
+    "decode": lambda pool: serving.decode(*one(X), pool, **X.gates, read_slots=SLOTS),
+    "decode elsewhere": lambda pool: serving.decode(
+        *one(X), pool, **X.gates, read_slots=SLOTS, write_slots=SLOTS[::-1].copy()
+    ),
+    "prefill": prefill,
+    "prefill with checkpoints": lambda pool: prefill(
+        pool, checkpoint_every=64, checkpoint_slots=np.array([[1], [2]])
+    ),
+    "copy": lambda pool: serving.copy_slots(pool, SLOTS, SLOTS + 1),
+}
+WITHOUT_A_RING = {"verify": lambda pool: verify(pool, np.arange(8).reshape(2, 4))}
+WITH_A_RING = {
+    "verify": lambda pool: verify(pool, SLOTS),
+    "flush": lambda pool: serving.flush(pool, SLOTS),
+    "accept": lambda pool: serving.accept(pool, SLOTS, np.array([1, 2])),
+}
+
+
+KINDS = {"pool": CALLS | WITHOUT_A_RING, "ring": CALLS | WITH_A_RING}
+
+
+def cases():
+    """Kinds of pools and calls; those that take long to compile are slow tests."""
+    for kind, calls in KINDS.items():
+        for name in calls:
+            slow = "checkpoints" in name or (kind, name) == ("ring", "prefill")
+            yield pytest.param(kind, name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("kind, name", list(cases()))
+def test_nothing_is_copied(kind, name):
+    pool = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), jnp.asarray(draw_pool(1))
+    )
+    if kind == "ring":
+        pool = jax.eval_shape(lambda states: serving.make_ring_pool(states, num_key_heads=HK), pool)
+    memory = jax.jit(KINDS[kind][name], donate_argnums=0).lower(pool).compile().memory_analysis()
+    sizes = [np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool)]
+    assert memory.alias_size_in_bytes == sum(sizes), "the pool is not donated"
+    smallest = min(size for size in sizes if size > 4 * MANY)
+    assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} bytes, arrays of {sizes}"
