@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from gdn_jax.commands.errors import RunError
@@ -41,6 +40,8 @@ class Placement:
 
     def check(self, config: Any, batch: int, length: int) -> None:
         """Raises RunError where the model or its batches do not divide, see `parallel.sharding.check`."""
+        if self.mesh is None:
+            return
         try:
             sharding.check(config, self.shape, batch, length)
         except (ValueError, NotImplementedError) as error:
@@ -50,10 +51,10 @@ class Placement:
         """In which everything on the mesh is traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def state(self, params: nnx.State, optimizer: Any) -> tuple[TrainState, TrainState | None]:
+    def state(self, params: PyTree, optimizer: Any) -> tuple[TrainState, TrainState | None]:
         """The state before the first step, in its place, and the shardings of it; inside `active`."""
         if self.mesh is None:
-            return TrainState(params, jax.jit(optimizer.init)(params)), None
+            return TrainState(params, optimizer.init(params)), None
         shardings = TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
         params = jax.tree.map(place, params, shardings.params)
         return TrainState(
@@ -61,11 +62,24 @@ class Placement:
         ), shardings
 
     def batch(self, batch: Batch) -> Batch:
-        """A batch, which every process has the whole of, in its place."""
+        """A batch, which every process has the whole of, in its place.
+
+        Rows and tokens that do not count are added where their numbers do not divide.
+        """
         if self.mesh is None:
             return batch
         where = sharding.batch_sharding(self.mesh)
-        return Batch._make(place(x, where) for x in batch)
+        rows, tokens = batch.tokens.shape
+        more = ((0, -rows % self.shape.data), (0, -tokens % self.shape.context))
+        return Batch._make(place(np.pad(np.asarray(x), more), where) for x in batch)
+
+    def whole(self, tree: PyTree) -> PyTree:
+        """Arrays on the mesh as arrays of which this process has the whole; all processes call it."""
+        if self.mesh is None:
+            return tree
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        copies = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
+        return jax.tree.map(lambda x: x.addressable_data(0), copies)
 
 
 def place(x: PyTree, where: Sharding) -> jax.Array:

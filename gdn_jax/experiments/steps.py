@@ -1,7 +1,7 @@
 """The pure functions of training: one optimiser step, one validation batch, and the optimiser they use."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -209,6 +209,6 @@ def mean(sums: list[Sums]) -> tuple[float, float]:
     return loss / weight, correct / weight
 
 
-def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:
+def validate(functions: Functions, params: PyTree, batches: Iterable[Batch]) -> tuple[float, float]:
     """`mean` of the batches under the parameters."""
     return mean([functions.evaluate(params, batch) for batch in batches])

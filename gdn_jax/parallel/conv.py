@@ -59,8 +59,8 @@ def _entering(x, W: int, axis_name: str, initial_state, segment_ids) -> jax.Arra
         state = jnp.where(same[:, None] > 0, state, 0)
     if initial_state is None:
         return state  # zeros at the first device
-    dtype = jnp.promote_types(x.dtype, initial_state.dtype)
-    return jnp.where(lax.axis_index(axis_name) == 0, initial_state.astype(dtype), state.astype(dtype))
+    wide = jnp.promote_types(initial_state.dtype, x.dtype)
+    return jnp.where(lax.axis_index(axis_name) == 0, initial_state.astype(wide), state.astype(wide))
 
 
 def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_ids):

@@ -45,11 +45,11 @@ FAULTS = (
     Fault(
         "chunk_states ignores segment_ids",
         """
-    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
     if x.segment_ids is not None:
 """,
         """
-    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
     if False:
 """,
         "tests/test_stages.py::test_chunk_states",
