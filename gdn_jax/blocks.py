@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import swiglu_down
+from gdn_jax.parallel.on_mesh import splits_heads
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -155,11 +156,15 @@ def shared_product(
 ) -> Float[Array, "*S F"]:
     """The results of bias-free projections side by side, from one product of their common input.
 
+    On a mesh that splits heads they are products of their own, whose results each device has its part of.
+
     Args:
       x: their input.
       linears: the projections.
       dtype: their compute dtype.
     """
+    if splits_heads():
+        return jnp.concatenate([linear(x) for linear in linears], axis=-1)
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
     dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
     return x.astype(dtype) @ kernel.astype(dtype)

@@ -18,14 +18,16 @@ from gdn_jax.commands.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
 
-  gdn train TASK   train a model on a task
-  gdn sample RUN   write with the model of a run folder of gdn train bytes
-  gdn eval RUN     bits per byte of a text under that model
-  gdn sweep TASK   compare token mixers on a task: every mixer with several seeds and learning rates
-  gdn check        compare the implementations of the rule on this device with the definition
-  gdn bench        time the implementations of the rule on this device, (--what step) a whole training step,
-                   (--what decode) a token of every request that is served, or (--what scale) several devices
-                   beside one
+  gdn train TASK     train a model on a task
+  gdn sample RUN     write with the model of a run folder of gdn train bytes
+  gdn generate PATH  continue a prompt with a Hugging Face checkpoint of a hybrid model, or with such a run
+  gdn info PATH      layers, parameters, cache and costs of such a checkpoint, or of the model of a run
+  gdn eval RUN       bits per byte of a text under the model of such a run
+  gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
+  gdn check          compare the implementations of the rule on this device with the definition
+  gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
+                     (--what decode) a token of every request that is served, or (--what scale) several devices
+                     beside one
 
   tasks: bytes         next-byte modelling of real text (train only)
          recall        multi-query associative recall
@@ -157,6 +159,24 @@ def _sample(argv: list[str]) -> int:
     return sample(path, options)
 
 
+def _generate(argv: list[str]) -> int:
+    from gdn_jax.experiments.write import WriteOptions, write
+
+    path, rest = _on_run("generate", argv)
+    options = parse(WriteOptions, rest, "gdn generate PATH", WriteOptions(), WriteOptions.__doc__)
+    return write(path, options)
+
+
+def _info(argv: list[str]) -> int:
+    from rich.console import Console
+
+    from gdn_jax.experiments.info import InfoOptions, info
+
+    path, rest = _on_run("info", argv)
+    options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), InfoOptions.__doc__)
+    return info(path, options, Console())
+
+
 def _eval(argv: list[str]) -> int:
     from gdn_jax.experiments.evaluate import EvalOptions, evaluate
 
@@ -226,6 +246,8 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("gdn_jax.experiments.train", partial(_on_task, "train", _train)),
     "sample": ("gdn_jax.experiments.sample", _sample),
+    "generate": ("gdn_jax.experiments.write", _generate),
+    "info": ("gdn_jax.experiments.info", _info),
     "eval": ("gdn_jax.experiments.evaluate", _eval),
     "sweep": ("gdn_jax.experiments.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
     "check": ("gdn_jax.checks.check", _check),

@@ -54,14 +54,15 @@ ROOMS: dict[str, set[str]] = {
     "fused": {"shapes", "gates", "partitioning", "conv", "pallas_kernels.device", "pallas_kernels.layer"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
+    "parallel": {"shapes", "gates", "losses", "partitioning", "conv", "fused", "xla", "ops", *KERNELS},
     "gdn_jax": {"gates", "conv", "chunks", "ops"},
     "serving": {"shapes", "gates", "packing", "conv", "reference", "ops"},
-    "blocks": {"shapes", "fused"},
+    "blocks": {"shapes", "fused", "parallel"},
     "small_layer": {"shapes", "gates", "ops"},
-    "rules": {"shapes", "gates", "packing", "chunks", "ops"},
+    "rules": {"shapes", "gates", "packing", "chunks", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "fused", "ops", "rules", "blocks"},
+    "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "rules", "blocks"},
     "models": {
         "shapes",
         "gates",
@@ -75,8 +76,19 @@ ROOMS: dict[str, set[str]] = {
         "layers",
     },
     "commands": set(),
+    "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "serving", "commands", *KERNELS},
-    "experiments": {"gdn_jax", "blocks", "losses", "layers", "models", "commands", "checks"},
+    "experiments": {
+        "gdn_jax",
+        "parallel",
+        "blocks",
+        "losses",
+        "layers",
+        "models",
+        "hf",
+        "commands",
+        "checks",
+    },
     "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
     "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
 }
@@ -89,11 +101,13 @@ OUTSIDE: dict[str, set[str]] = {
         "jaxlib.mlir.dialects",
     },  # dialects that jax.extend.mlir lacks (llvm)
     "pallas_kernels.tools": {"jaxlib.mlir"},
+    "parallel": {"optax"},
     "plots": {"matplotlib"},
     "blocks": {"flax"},
     "small_layer": {"flax"},
     "layers": {"flax"},
     "models": {"flax"},
+    "hf": {"flax", "tokenizers"},
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
     "experiments": {"flax", "matplotlib", "optax", "orbax", "rich"},
@@ -106,6 +120,7 @@ INSIDE_FUNCTIONS = {
     *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer")),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
+    ("hf", "tokenizers"),
     *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
 }
 
@@ -173,9 +188,9 @@ def test_rooms():
 
 
 def test_folders_hold_no_names():
-    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the three
+    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the four
     rooms whose names users import."""
-    exporting = [ROOT / "gdn_jax", ROOT / "gdn_jax" / "models", ROOT / "gdn_jax" / "serving"]
+    exporting = [ROOT / "gdn_jax", *(ROOT / "gdn_jax" / name for name in ("models", "hf", "serving"))]
     for path in FILES:
         if path.name == "__init__.py" and path.parent not in exporting:
             assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path

@@ -46,11 +46,12 @@ def assert_same_params(a, b):
 
 
 def assert_same_logits(got, want):
-    """Logits, KL divergence and the five likeliest tokens."""
+    """Logits, KL divergence and the five likeliest tokens, but for two whose logits are nearly equal."""
     np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS)
     p, q = (np.asarray(jax.nn.log_softmax(x.astype(np.float64))) for x in (want, got))
     assert np.max(np.sum(np.exp(p) * (p - q), axis=-1)) <= KL
-    np.testing.assert_array_equal(np.argsort(got)[..., -5:], np.argsort(want)[..., -5:])
+    best = np.take_along_axis(want, np.argsort(got)[..., -5:], axis=-1)
+    np.testing.assert_allclose(best, np.sort(want)[..., -5:], rtol=0, atol=2 * LOGITS)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])

@@ -5,7 +5,7 @@ import os
 import jax
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.experiments.options import SizeOptions, TrainOptions
+from gdn_jax.experiments.options import ModelOptions, SizeOptions, TrainOptions, hybrid_values
 
 _GIB = 2**30
 _FLOAT = 4  # bytes of a float32 or an int32
@@ -20,7 +20,12 @@ def parameters(model: SizeOptions, vocab_size: int) -> int:
     d, keys = model.hidden_size, model.num_heads * model.head_dim
     values, inner = round(keys * model.expand_v), round(d * model.mlp_ratio)
     layer = d * (2 * keys + 3 * values) + 3 * d * inner  # q, k; v, gate, o; the SwiGLU
-    return vocab_size * d * (1 if model.tie_embeddings else 2) + model.num_layers * layer
+    layers = model.num_layers * layer
+    if isinstance(model, ModelOptions) and model.model == "hybrid":
+        hybrid = hybrid_values(model)
+        a, number = hybrid["attention"], hybrid["layer_types"].count("attention")
+        layers += number * d * (5 * a.num_heads * a.head_dim - 2 * keys - 3 * values)  # q, k, v, gate, o
+    return vocab_size * d * (1 if model.tie_embeddings else 2) + layers
 
 
 def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: int) -> int:

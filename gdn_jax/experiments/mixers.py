@@ -25,5 +25,7 @@ MIXERS: dict[str, Mixer] = {
 
 def label(model: ModelOptions) -> str:
     """Name of a model's mixer in words."""
+    if model.model == "hybrid":
+        return f"hybrid with attention in every {model.attention_every}th layer"
     name = next(m.label for m in MIXERS.values() if m.rule == model.rule)
     return f"{name}, beta to 2" if model.allow_neg_eigval and "delta" in model.rule else name

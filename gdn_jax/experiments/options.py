@@ -89,8 +89,12 @@ RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softma
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(SizeOptions):
-    """A model: its size and its rule."""
+    """A model: its size, its layers and its rule."""
 
+    model: Literal["gated_delta_net", "hybrid"] = "gated_delta_net"
+    """hybrid: with attention in some layers, in the form of Qwen3.5, so that `save_hf` can write it."""
+    attention_every: int = 4
+    """In a hybrid the last layer of so many is attention."""
     rule: RuleName = "gated_delta"
     """What the token mixers do with q, k, v, g and beta."""
     allow_neg_eigval: bool = False
@@ -101,8 +105,8 @@ class ModelOptions(SizeOptions):
     """Dtype of the residual stream between the blocks."""
 
 
-NOT_IN_CONFIG = {"time_step"}
-"""Options of a model that are no fields of a ModelConfig: they change its initial weights."""
+NOT_IN_CONFIG = {"time_step", "model", "attention_every"}
+"""Options of a model that are no fields of a ModelConfig: they change its initial weights, or set several fields."""
 
 NOT_OPTIONS = {
     *("vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"),
@@ -170,7 +174,7 @@ _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
     "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
     "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
-    "tokens top_k"
+    "tokens top_k attention_every"
 ).split()
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
 _FRACTION = "end_lr warmup".split()
@@ -208,7 +212,33 @@ def check_values(options: dict[str, Any]) -> None:
 def config_values(model: SizeOptions) -> dict[str, Any]:
     """The fields of a `gdn_jax.models.ModelConfig` that options set, by name; what is "auto" is left out."""
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    return {name: value for name, value in values.items() if name not in NOT_IN_CONFIG and value != "auto"}
+    values = {name: value for name, value in values.items() if name not in NOT_IN_CONFIG and value != "auto"}
+    return values | (
+        hybrid_values(model) if isinstance(model, ModelOptions) and model.model == "hybrid" else {}
+    )
+
+
+def hybrid_values(model: "ModelOptions") -> dict[str, Any]:
+    """The fields of a ModelConfig that make a model a hybrid in the form of Qwen3.5.
+
+    Attention has as many heads as a GatedDeltaNet and is as wide as the model, up to 8 dimensions for each head; a
+    quarter of each is rotated.
+    """
+    from gdn_jax.models.config import AttentionConfig, hybrid_layers
+
+    head_dim = max(8, model.hidden_size // model.num_heads // 8 * 8)
+    return {
+        "layer_types": hybrid_layers(model.num_layers, model.attention_every),
+        "attention": AttentionConfig(
+            num_heads=model.num_heads,
+            head_dim=head_dim,
+            qk_norm="head",
+            output_gate=True,
+            rotary_dim=head_dim // 4,
+        ),
+        "zero_centred_norms": True,
+        "scale_embedding": False,
+    }
 
 
 def check_size(model: SizeOptions) -> None:
@@ -222,12 +252,24 @@ def check_size(model: SizeOptions) -> None:
         raise RunError(f"{flag(name)}:{message}") from error
 
 
+def check_layers(model: ModelOptions) -> None:
+    """Raises RunError where the layers of a hybrid cannot be had."""
+    if model.model != "hybrid":
+        return
+    if not 2 <= model.attention_every <= model.num_layers:
+        fail("attention_every", f"2 to --num-layers {model.num_layers}", model.attention_every)
+    for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
+        if getattr(model, name) != wanted:
+            fail(name, f"{wanted} in a hybrid", getattr(model, name))
+
+
 def check(options: TrainOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
     check_values(flat(options))
     run = options.run
     if run.batch_size % run.accumulate:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
+    check_layers(options.model)
     check_size(options.model)
     options.task.check()
     if isinstance(options.task, TextOptions) and options.model.rule == "softmax_attention":
@@ -249,7 +291,11 @@ def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOpt
     Raises:
       RunError: the stored names are not those of this version.
     """
-    return fill(TASKS[name], stored, {name: getattr(run, name) for name in _NOT_STORED})
+    default = ModelOptions()
+    older = {
+        name: getattr(default, name) for name in ("model", "attention_every")
+    }  # runs from before hybrids
+    return fill(TASKS[name], older | stored, {name: getattr(run, name) for name in _NOT_STORED})
 
 
 def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> Any:

@@ -21,6 +21,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments.checkpoints import Checkpoints
 from gdn_jax.experiments.options import TrainOptions
+from gdn_jax.experiments.peak import share_of_peak
 from gdn_jax.experiments.progress import Reporter
 from gdn_jax.experiments.runs import RunFolder
 from gdn_jax.experiments.steps import Functions, StepMetrics, TrainState
@@ -216,8 +217,15 @@ class Trainer:
         reporter.state(loss, speed or 0.0)
         if validation:
             metric = self.task.metric
+            share = share_of_peak(self.parameters - self._embedding(), speed) if speed else None
             reporter.line(
                 f"step {self.step:6d}   {metric} {metrics[metric]:.3f}   "
                 f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
                 + (f"   {speed:,.0f} tokens/s" if speed else "")
+                + (f"   {share:.0%} of peak" if share is not None else "")
             )
+
+    def _embedding(self) -> int:
+        """Values of the embedding, where they only look up: not the output projection too."""
+        options = self.options.model
+        return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size

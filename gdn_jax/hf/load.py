@@ -21,8 +21,12 @@ from gdn_jax.hf.weights import Weight, same
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 
-SKIPPED = re.compile(r"(model\.)?visual\.|(model\.)?mtp\.")
-"""Tensors of parts that a language model of ours does not have: images, and the prediction of several tokens."""
+_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor is of a part that our language models do not have: images, or several tokens at once."""
+    return _SKIPPED.match(name) is not None
 
 
 def load_hf(
@@ -61,7 +65,7 @@ def load_hf(
     names = names_of(described, tensors)
     config = config_of(described, dtype, tensors, names)
     config = dataclasses.replace(config, implementation=implementation)
-    skipped = tuple(name for name in tensors if SKIPPED.match(name))
+    skipped = tuple(name for name in tensors if is_skipped(name))
     plan = weights_of(described.family, config, names)
     _check(folder, plan, tensors, skipped)
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))

@@ -105,6 +105,9 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         "linear_num_key_heads": config.num_heads,
         "linear_num_value_heads": config.num_v_heads or config.num_heads,
         "linear_allow_neg_eigval": config.allow_neg_eigval,
+        # Without them transformers takes tokens of the released vocabulary, which ours may not have.
+        "pad_token_id": None,
+        "eos_token_id": None,
     }
 
 

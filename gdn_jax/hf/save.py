@@ -63,7 +63,7 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes: expected 1 or more, got {max_file_bytes}")
     origin = model.origin
-    family, fields, names = _own(model.config) if origin is None else _as_read(model.config, origin)
+    family, fields, names = own_family(model.config) if origin is None else _as_read(model.config, origin)
     plan = weights_of(family, model.config, names)
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
@@ -106,8 +106,12 @@ def _as_read(config: ModelConfig, origin: Origin) -> tuple[Family, dict[str, Any
     return described.family, fields, origin.names
 
 
-def _own(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
-    """Family, config.json and names of a model that was not loaded."""
+def own_family(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
+    """Family, config.json and names of a model that was not loaded.
+
+    Raises:
+      NotImplementedError: no family has such a model.
+    """
     reasons = []
     for family in FAMILIES:
         try:

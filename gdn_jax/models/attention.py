@@ -207,6 +207,17 @@ class Attention(nnx.Module):
             q, k = (rotate(a, positions, self.config.rotary_dim, self.config.rope_theta) for a in (q, k))
         return q, k, v
 
+    def weights(self, x: Float[Array, "B T D"]) -> Float[Array, "B H T T"]:
+        """The attention map of every head: softmax of the scores of whole rows without padding, rows are queries.
+
+        For looking inside; a call never makes it where cuDNN runs. Rows sum to 1, float32.
+        """
+        q, k, _ = self.heads(x)
+        k = jnp.repeat(k, self.num_heads // self.num_kv_heads, axis=2)
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) / self.head_dim**0.5
+        T = x.shape[1]
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf), axis=-1)
+
     def _normalise(self, q, k):
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)

@@ -1,0 +1,156 @@
+"""`gdn info`: what a checkpoint of Hugging Face's, or the model of a run, consists of and costs."""
+
+import dataclasses
+import math
+from itertools import groupby
+from pathlib import Path
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments.options import RunOptions
+from gdn_jax.experiments.runs import RunFolder
+from gdn_jax.experiments.steps import compute_dtype
+from gdn_jax.experiments.tasks.table import vocab_size
+from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
+from gdn_jax.hf.families import describe
+from gdn_jax.hf.load import config_of, is_skipped, names_of
+from gdn_jax.hf.text import is_checkpoint
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
+
+NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
+
+
+@dataclasses.dataclass(frozen=True)
+class InfoOptions:
+    """What to compute for."""
+
+    context: int = 32768
+    """Tokens of a sequence."""
+    batch: int = 1
+    """Sequences side by side, each with a cache."""
+
+
+def info(path: Path, options: InfoOptions, console: Console) -> int:
+    """Prints layers, parameters, cache and costs; reads no weights. Returns the exit status.
+
+    Raises:
+      RunError: there is no such checkpoint or run, or an option cannot be used.
+    """
+    for name in ("context", "batch"):
+        if getattr(options, name) < 1:
+            options_lib.fail(name, "1 or more", getattr(options, name))
+    try:
+        title, config, skipped = (_of_checkpoint if is_checkpoint(path) else _of_run)(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    console.print(f"{title}, weights {config.weight_dtype}", highlight=False, soft_wrap=True)
+    pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(_period(config.types)))
+    periods = len(config.types) // len(_period(config.types))
+    line = f"{config.num_layers} layers of width {config.hidden_size}: {periods} x ({pattern})"
+    console.print(line, highlight=False, soft_wrap=True)
+    if skipped:
+        console.print(
+            f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(_parameters(config))
+    console.print(_cache(config, options))
+    console.print(_costs(config, options.context))
+    return 0
+
+
+def _period(types: tuple[str, ...]) -> tuple[str, ...]:
+    n = len(types)
+    return next(types[:p] for p in range(1, n + 1) if n % p == 0 and types == types[:p] * (n // p))
+
+
+def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str]]:
+    found = read_json(path / CONFIG)
+    described = describe(found, str(path / CONFIG))
+    tensors = read_tensors(path)
+    config = config_of(described, None, tensors, names_of(described, tensors))
+    return f"{path}: {found['model_type']}", config, [name for name in tensors if is_skipped(name)]
+
+
+def _of_run(path: Path) -> tuple[str, ModelConfig, list[str]]:
+    _, stored = RunFolder.open(path)
+    if stored["task"] not in options_lib.TASKS:
+        raise RunError(f"{path}: expected a run of gdn train, got one of the task {stored['task']}")
+    options = options_lib.from_json(stored["task"], stored["options"], RunOptions())
+    options_lib.check(options)
+    values = options_lib.config_values(options.model) | {"dtype": compute_dtype(options.model)}
+    return f"{path}: a run of {stored['task']}", ModelConfig(vocab_size=vocab_size(options), **values), []
+
+
+def _parameters(config: ModelConfig) -> Table:
+    table = Table(title="parameters", title_justify="left")
+    for name in ("part", "number", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    counts = parameters(config)
+    total = sum(counts.values())
+    for part, count in counts.items():
+        table.add_row(part, f"{count:,}", f"{count / total:.1%}")
+    table.add_row(
+        "all",
+        f"{total:,}",
+        f"{total * jnp.dtype(config.weight_dtype).itemsize / 2**30:.3f} GiB",
+        style="bold",
+    )
+    if config.experts is not None:
+        table.add_row(
+            "that a token meets", f"{active_parameters(config):,}", f"{active_parameters(config) / total:.1%}"
+        )
+    return table
+
+
+def _cache(config: ModelConfig, options: InfoOptions) -> Table:
+    table = Table(title=f"cache of {options.batch} x {options.context:,} tokens", title_justify="left")
+    for name in ("layers", "number", "of one layer and sequence", "together"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for kind in dict.fromkeys(config.types):
+        number, one = config.types.count(kind), COSTS[kind](config, options.context).cache_bytes
+        table.add_row(NAMES[kind], str(number), _bytes(one), _bytes(number * one * options.batch))
+    table.add_row(
+        "all", "", "", _bytes(model_costs(config, options.context).cache_bytes * options.batch), style="bold"
+    )
+    return table
+
+
+def _costs(config: ModelConfig, L: int) -> Table:
+    """The cost table of softmax attention against chunked Gated DeltaNet, for layers of this model."""
+    kinds = [*dict.fromkeys(config.types)]
+    columns = {NAMES[kind]: COSTS[kind](config, L) for kind in kinds} | {"the model": model_costs(config, L)}
+    table = Table(title=f"mixing tokens, without projections, at {L:,} tokens", title_justify="left")
+    table.add_column("cost")
+    for name in columns:
+        table.add_column(f"{name} layer" if name != "the model" else name, justify="right")
+    rows = {
+        "one pass": "prefill_flops",
+        "its activations": "activation_bytes",
+        "the next token": "decode_flops",
+        "kept for it": "cache_bytes",
+    }
+    assert {*rows.values()} == {*MixerCosts._fields}
+    for text, field in rows.items():
+        unit = _bytes if field.endswith("bytes") else _operations
+        table.add_row(text, *(unit(getattr(costs, field)) for costs in columns.values()))
+    return table
+
+
+def _bytes(number: int) -> str:
+    power = min(3, max(0, int(math.log2(max(number, 1))) // 10))
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _operations(number: int) -> str:
+    unit = next((unit for unit in ("T", "G", "M") if number >= _UNITS[unit]), "")
+    return f"{number / _UNITS[unit]:,.4g} {unit}FLOP" if unit else f"{number:,} FLOP"
+
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6}

@@ -1,0 +1,116 @@
+"""Fine-tuning a few numbers instead of all: low-rank changes of chosen projections.
+
+add_lora(model, 8, projections=("q_proj", "v_proj"), rngs=nnx.Rngs(0))
+graphdef, changes, rest = nnx.split(model, LoRAParam, ...)     # train `changes`
+merge_lora(model)                                              # an ordinary model again
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax.models.decoder import LanguageModel
+
+
+class LoRAParam(nnx.Param):
+    """A parameter of a low-rank change."""
+
+
+class LoRALinear(nnx.Linear):
+    """x (W + scale A B) + bias: a projection with a low-rank change, which is 0 at the beginning.
+
+    Args:
+      base: the projection, with W and its bias.
+      rank: width between A and B.
+      scale: factor of the change.
+      rngs: source of A.
+
+    Parameters: those of `base`; a [inputs, rank], LeCun normal, and b [rank, outputs], zeros, both float32.
+
+    Numerics: the changed weight is formed in float32 and rounded once, to W's dtype: layers that read the weights of
+      several projections together see it too, and to merge it changes nothing.
+    Source: Hu et al. 2021 (arXiv 2106.09685).
+    """
+
+    def __init__(self, base: nnx.Linear, rank: int, scale: float, *, rngs: nnx.Rngs):
+        # Not that of nnx.Linear, which makes a weight: here it is a property, for those who read it.
+        self.base = base
+        self.scale = scale
+        init = nnx.initializers.lecun_normal()
+        self.a = LoRAParam(init(rngs.params(), (base.in_features, rank), jnp.float32))
+        self.b = LoRAParam(jnp.zeros((rank, base.out_features), jnp.float32))
+
+    @property
+    def kernel(self) -> Any:  # pyrefly: ignore[bad-override]
+        """The changed weight [inputs, outputs]."""
+        kernel = self.base.kernel[...]
+        change = self.scale * jnp.matmul(self.a[...], self.b[...], precision="highest")
+        return (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S E"]:
+        """The projection of x."""
+        dtype = self.base.dtype or jnp.promote_types(x.dtype, self.base.param_dtype)
+        y = x.astype(dtype) @ self.kernel.astype(dtype)
+        return y if self.base.bias is None else y + self.base.bias[...].astype(dtype)
+
+    def merged(self) -> nnx.Linear:
+        """`base` with the changed weight."""
+        self.base.kernel[...] = self.kernel
+        return self.base
+
+
+def add_lora(
+    model: LanguageModel,
+    rank: int,
+    *,
+    projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+    alpha: float | None = None,
+    rngs: nnx.Rngs,
+) -> None:
+    """Gives projections of all layers a low-rank change; changes the model in place, and not what it computes.
+
+    Args:
+      model: the model.
+      rank: of the changes.
+      projections: names of projections, as "q_proj" of both kinds of layers or "gate_proj" of a SwiGLU. Experts have
+        none.
+      alpha: the factor of the change is alpha / rank; None: rank.
+      rngs: source of the initial weights.
+
+    Raises:
+      ValueError: an argument is wrong; names it.
+    """
+    if rank < 1:
+        raise ValueError(f"rank: expected a positive integer, got {rank}")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise ValueError(f"alpha: expected a positive number, got {alpha}")
+    if any(isinstance(part, LoRALinear) for _, _, part in _parts(model)):
+        raise ValueError("model: expected one without low-rank changes, got one that has them")
+    places = [*_parts(model)]
+    names = {name for _, name, _ in places}
+    for name in projections:
+        if name not in names:
+            raise ValueError(f"projections: expected some of {', '.join(sorted(names))}, got {name}")
+    for part, name, linear in places:
+        if name in projections:
+            setattr(part, name, LoRALinear(linear, rank, (alpha or rank) / rank, rngs=rngs))
+
+
+def merge_lora(model: LanguageModel) -> None:
+    """Adds the low-rank changes of a model to its weights, in place: it is an ordinary model again."""
+    for part, name, linear in [*_parts(model)]:
+        if isinstance(linear, LoRALinear):
+            setattr(part, name, linear.merged())
+
+
+def _parts(model: LanguageModel) -> Iterator[tuple[Any, str, nnx.Linear]]:
+    """(owner, name, projection) of the projections of mixers and MLPs, those of a shared expert too."""
+    for block in model.blocks:
+        for owner in (block.mixer, block.mlp, getattr(block.mlp, "shared", None)):
+            for name, part in ({} if owner is None else vars(owner)).items():
+                if isinstance(part, nnx.Linear):
+                    yield owner, name, part

@@ -1,0 +1,99 @@
+"""Configurations of hybrid models by name: published ones, and small ones of the same forms for a laptop."""
+
+import dataclasses
+
+from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+
+
+def _qwen(num_heads: int, num_kv_heads: int, *, head_dim: int = 256, theta: float = 1e7) -> AttentionConfig:
+    """Attention of Qwen3-Next and Qwen3.5: a quarter of each head is rotated."""
+    rotary = head_dim // 4
+    return AttentionConfig(num_heads, num_kv_heads, head_dim, "head", True, rotary, theta)
+
+
+_QWEN = ModelConfig(
+    vocab_size=248320,
+    num_layers=4,
+    num_heads=16,
+    head_dim=128,
+    expand_v=1.0,
+    attention=_qwen(16, 4),
+    norm_eps=1e-6,
+    zero_centred_norms=True,
+    scale_embedding=False,
+)
+_OLMO = ModelConfig(
+    vocab_size=100352,
+    hidden_size=3840,
+    num_layers=32,
+    num_heads=30,
+    head_dim=96,
+    expand_v=2.0,
+    intermediate_size=11008,
+    allow_neg_eigval=True,
+    attention=AttentionConfig(30, 30, 128, "width", reordered_norm=True),
+    norm_eps=1e-6,
+    mixer_norm_eps=1e-5,
+    scale_embedding=False,
+)
+
+
+def _dense(
+    hidden: int, layers: int, inner: int, v_heads: int, attention: AttentionConfig, tied: bool
+) -> ModelConfig:
+    return dataclasses.replace(
+        _QWEN,
+        hidden_size=hidden,
+        num_layers=layers,
+        intermediate_size=inner,
+        num_v_heads=v_heads,
+        attention=attention,
+        tie_embeddings=tied,
+    )
+
+
+def _moe(
+    hidden: int, layers: int, v_heads: int, attention: AttentionConfig, experts: ExpertsConfig
+) -> ModelConfig:
+    return dataclasses.replace(
+        _QWEN,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_v_heads=v_heads,
+        attention=attention,
+        experts=experts,
+    )
+
+
+_SMALL = dict(vocab_size=256, hidden_size=128, num_layers=4, num_heads=2, num_v_heads=4, head_dim=32)
+
+PRESETS: dict[str, ModelConfig] = {
+    "qwen3.5-small": dataclasses.replace(
+        _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), tie_embeddings=True
+    ),
+    "qwen3.5-moe-small": dataclasses.replace(
+        _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), experts=ExpertsConfig(8, 2, 64, 64)
+    ),
+    "olmo-hybrid-small": dataclasses.replace(
+        _OLMO,
+        **_SMALL | {"num_v_heads": None},
+        intermediate_size=344,
+        attention=AttentionConfig(4, 4, 32, "width", reordered_norm=True),
+    ),
+    "qwen3.5-0.8b": _dense(1024, 24, 3584, 16, _qwen(8, 2), tied=True),
+    "qwen3.5-2b": _dense(2048, 24, 6144, 16, _qwen(8, 2), tied=True),
+    "qwen3.5-4b": _dense(2560, 32, 9216, 32, _qwen(16, 4), tied=True),
+    "qwen3.5-9b": _dense(4096, 32, 12288, 32, _qwen(16, 4), tied=False),
+    "qwen3.5-27b": _dense(5120, 64, 17408, 48, _qwen(24, 4), tied=False),
+    "qwen3.5-35b-a3b": _moe(2048, 40, 32, _qwen(16, 2), ExpertsConfig(256, 8, 512, 512)),
+    "qwen3.5-122b-a10b": _moe(3072, 48, 64, _qwen(32, 2), ExpertsConfig(256, 8, 1024, 1024)),
+    "qwen3-next-80b-a3b": dataclasses.replace(
+        _moe(2048, 48, 32, _qwen(16, 2), ExpertsConfig(512, 10, 512, 512)), vocab_size=151936
+    ),
+    "olmo-hybrid-7b": _OLMO,
+}
+"""Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
+
+Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid) and of torchtitan (the
+other Qwen3.5 models).
+"""

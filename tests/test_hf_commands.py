@@ -1,0 +1,254 @@
+"""`gdn generate` and `gdn info` on checkpoints and runs, and the costs that they tell."""
+
+import dataclasses
+import json
+import types
+
+import hf_checkpoints
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax import cli
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments.load import load_run
+from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf.fields import Fields
+from gdn_jax.hf.save import own_family
+from gdn_jax.hf.text import Tokenizer, stop_tokens
+from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, costs, generate
+from gdn_jax.models.presets import PRESETS
+
+WORDS = [f"word{i}" for i in range(64)]
+
+
+def with_tokenizer(name, to):
+    """A copy of a checkpoint whose token i is the word i."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    folder = hf_checkpoints.copy(name, to)
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="word0")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def run(capsys, *argv):
+    status = cli.main([str(word) for word in argv])
+    return status, *capsys.readouterr()
+
+
+def test_generate_writes_what_the_model_does(tmp_path, capsys):
+    folder = with_tokenizer("qwen3_5_released", tmp_path)
+    want = hf_checkpoints.expected("qwen3_5_released")
+    prompt = " ".join(WORDS[i] for i in want["ids"][0, :9])
+    greedy = [WORDS[i] for i in want["generated"][0]]
+    argv = ("generate", folder, "--prompt", prompt, "--temperature", 0, "--tokens", 16)
+    argv += ("--implementation", "recurrent")
+    status, out, err = run(capsys, *argv)
+    assert (status, err) == (0, "")
+    assert out == prompt + " ".join(greedy) + "\n"
+    # A token that ends the text is neither shown nor passed.
+    stop = want["generated"][0, 4]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, int(stop)]}))
+    _, out, _ = run(capsys, *argv)
+    assert out == prompt + " ".join(greedy[: greedy.index(WORDS[stop])]) + "\n"
+
+    status, _, err = run(capsys, "generate", folder, "--prompt", "word1 word60")
+    assert status == 1 and "prompt: token 60 is image_token_id: images are not supported" in err
+    status, _, err = run(capsys, "generate", folder)
+    assert status == 1 and "--prompt: expected a text of one token or more, got none" in err
+    (folder / "tokenizer.json").write_text("{}")
+    status, _, err = run(capsys, "generate", folder, "--prompt", "x")
+    assert status == 1 and "tokenizer.json: expected a tokenizer, got a damaged file" in err
+
+
+def test_generate_refuses(tmp_path, capsys):
+    status, _, err = run(capsys, "generate", hf_checkpoints.FOLDER / "qwen3_5", "--prompt", "x")
+    assert status == 1 and "expected tokenizer.json for a vocabulary of 64, got none" in err
+    folder = hf_checkpoints.copy("qwen3_5", tmp_path)
+    hf_checkpoints.change_config(folder, model_type="llama")
+    status, _, err = run(capsys, "generate", folder, "--prompt", "x")
+    assert status == 1 and "model_type 'llama': only hybrid models" in err
+    status, _, err = run(capsys, "generate", folder, "--top-p", 2, "--prompt", "x")
+    assert status == 1
+    status, _, err = run(capsys, "generate", tmp_path / "nothing")
+    assert status == 1 and "expected a run folder, got" in err
+
+
+def test_info_of_a_checkpoint(capsys, tmp_path):
+    folder = hf_checkpoints.FOLDER / "qwen3_5_moe_released"
+    status, out, _ = run(capsys, "info", folder, "--context", 100, "--batch", 3)
+    assert status == 0
+    config = load_hf(folder).config
+    counts = costs.parameters(config)
+    assert f"{sum(counts.values()):,}" in out and f"{counts['experts']:,}" in out
+    assert "4 layers of width 32: 1 x (3 x GatedDeltaNet 1 x attention)" in out
+    assert "model.visual." in out and "cache of 3 x 100 tokens" in out
+    status, _, err = run(capsys, "info", folder, "--context", 0)
+    assert status == 1 and "--context: expected 1 or more, got 0" in err
+
+
+def test_stop_tokens(tmp_path):
+    for name, content, want in [
+        ("config.json", {"text_config": {"eos_token_id": 5}}, (5,)),
+        ("generation_config.json", {"eos_token_id": None}, (5,)),
+        ("generation_config.json", {"eos_token_id": [7, 8]}, (7, 8)),
+    ]:
+        (tmp_path / name).write_text(json.dumps(content))
+        assert stop_tokens(tmp_path) == want
+
+
+def test_a_tokenizer(tmp_path):
+    tokenizer = Tokenizer(with_tokenizer("qwen3_5", tmp_path) / "tokenizer.json")
+    assert tokenizer.encode("word3 word17") == [3, 17]
+    assert tokenizer.decode([3, 17]) == "word3 word17"
+
+
+MODELS = [
+    ModelConfig(num_layers=3, num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5),
+    ModelConfig(
+        num_layers=4,
+        attention=AttentionConfig(4, 2, 16, "head", output_gate=True),
+        experts=ExpertsConfig(5, 2, 8, 12),
+        dense_layers=(0,),
+        tie_embeddings=True,
+        dtype="bfloat16",
+    ),
+]
+
+
+@pytest.mark.parametrize("config", MODELS, ids=["pure", "hybrid"])
+def test_costs_are_those_of_the_model(config):
+    """Parameters and the cache, counted on the model itself."""
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert sum(costs.parameters(config).values()) == count
+    L = 37
+    cache = jax.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)).init_cache(1, L))
+    kept = sum(x.size * x.dtype.itemsize for c in cache for x in c[:2])
+    assert costs.model_costs(config, L).cache_bytes == kept
+    if config.experts is None:
+        assert costs.active_parameters(config) == count
+    else:
+        idle = 3 * (5 - 2) * 3 * 8 * config.hidden_size  # layers, experts, projections
+        assert costs.active_parameters(config) == count - idle
+
+
+@pytest.mark.parametrize(
+    "name, total, active",
+    [
+        ("qwen3.5-0.8b", 0.752e9, 0.752e9),
+        ("qwen3.5-35b-a3b", 34.66e9, 3.455e9),
+        ("qwen3-next-80b-a3b", 79.67e9, 3.875e9),
+        ("olmo-hybrid-7b", 7.431e9, 7.431e9),
+    ],
+)
+def test_published_sizes(name, total, active):
+    """Parameters without images and the prediction of several tokens; the experts' numbers are in the names."""
+    config = PRESETS[name]
+    assert sum(costs.parameters(config).values()) == pytest.approx(total, rel=1e-3)
+    assert costs.active_parameters(config) == pytest.approx(active, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_family_has_every_preset(name):
+    """`save_hf` can write it: its configuration is that of a family, and comes back."""
+    family, fields, _ = own_family(PRESETS[name])
+    config = family.config(Fields(fields, family.defaults, name))
+    told = {"num_v_heads": config.num_v_heads, "layer_types": config.layer_types}
+    assert config == dataclasses.replace(PRESETS[name], intermediate_size=config.intermediate_size, **told)
+
+
+def test_costs_grow_as_they_should():
+    """Attention quadratically and its cache linearly; a GatedDeltaNet linearly and its cache not at all."""
+    config = MODELS[1]
+    short, long = (costs.attention_costs(config, L) for L in (10**4, 10**5))
+    assert 99 < long.prefill_flops / short.prefill_flops < 101
+    assert long.cache_bytes == 10 * short.cache_bytes and long.decode_flops > 9.9 * short.decode_flops
+    short, long = (costs.gated_delta_net_costs(config, L) for L in (10**4, 10**5))
+    assert long.prefill_flops == 10 * short.prefill_flops
+    assert (long.cache_bytes, long.decode_flops) == (short.cache_bytes, short.decode_flops)
+    wide = dataclasses.replace(config, head_dim=2 * config.head_dim)
+    assert costs.gated_delta_net_costs(wide, 1).decode_flops == 4 * short.decode_flops
+
+
+def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
+    """The bytes of a run, as they come; the model is a stand-in."""
+    from gdn_jax.experiments import write
+
+    config = ModelConfig(hidden_size=16, num_layers=1, head_dim=4, implementation="recurrent")
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+
+    run_of = types.SimpleNamespace(damaged={3: "torn"}, step=2, model=model, check_text=lambda: None)
+    monkeypatch.setattr(write, "load_run", lambda path, implementation: run_of)
+    status, out, err = run(capsys, "generate", tmp_path, "--prompt", "ab", "--temperature", 0, "--tokens", 6)
+    tokens = np.asarray(generate(model, write.next_byte.encode("ab"), 6))[0]
+    assert status == 0 and out == "ab" + write.next_byte.decode(jax.numpy.asarray(tokens)) + "\n"
+    assert "the checkpoint of step 3 is damaged, using step 2" in err
+    status, _, err = run(capsys, "generate", tmp_path, "--dtype", "float32")
+    assert status == 1 and "--dtype: expected auto for a run" in err
+
+
+HYBRID = (
+    "--model",
+    "hybrid",
+    "--num-layers",
+    "2",
+    "--attention-every",
+    "2",
+    "--hidden-size",
+    "16",
+    "--head-dim",
+    "8",
+)
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_trained_and_written_as_a_checkpoint(folder, tmp_path, capsys):
+    """gdn train, gdn info, save_hf, and gdn generate on what was written."""
+    from tiny_runs import metrics, train
+
+    out = tmp_path / "run"
+    assert train(folder, out, *HYBRID) == 0
+    lines = metrics(out)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    model = load_run(out).model
+    assert model.config.types == ("gated_delta_net", "attention")
+    capsys.readouterr()
+    status, text, _ = run(capsys, "info", out)
+    assert status == 0 and "2 layers of width 16: 1 x (1 x GatedDeltaNet 1 x attention)" in text
+    save_hf(model, tmp_path / "saved")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(model)),
+        nnx.to_pure_dict(nnx.state(load_hf(tmp_path / "saved"))),
+    )
+    argv = ("--prompt", "def f", "--temperature", 0, "--tokens", 5)
+    status, text, err = run(capsys, "generate", tmp_path / "saved", *argv)
+    assert status == 0 and text.startswith("def f") and "its 256 tokens are taken as bytes" in err
+    assert run(capsys, "generate", out, *argv)[:2] == (0, text)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("--attention-every: expected 2 to --num-layers 2, got 3", ("--attention-every", "3")),
+        ("--attention-every: expected 2 to --num-layers 2, got 1", ("--attention-every", "1")),
+        ("--rule: expected gated_delta in a hybrid, got delta", ("--rule", "delta")),
+        ("--allow-neg-eigval: expected False in a hybrid, got True", ("--allow-neg-eigval",)),
+    ],
+)
+def test_hybrids_that_cannot_be_had(message, options, capsys):
+    status, _, err = run(capsys, "train", "bytes", *HYBRID, *options)
+    assert status == 1 and message in err
+
+
+def test_an_older_run_is_no_hybrid():
+    """Its config.json does not say what a model is."""
+    stored = options_lib.to_json(options_lib.TASKS["bytes"])
+    del stored["model"], stored["attention_every"]
+    options = options_lib.from_json("bytes", stored, options_lib.RunOptions())
+    assert options.model == options_lib.ModelOptions()

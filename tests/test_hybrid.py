@@ -1,0 +1,436 @@
+"""Hybrid models: attention and experts against their definitions, caches, padding, packing, sampling, generation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tolerances import FLOAT32, assert_close
+
+from gdn_jax.blocks import RMSNorm
+from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
+from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
+from gdn_jax.models.decoder import ReorderedBlock, make_block
+from gdn_jax.models.experts import Experts
+from gdn_jax.models.sampling import Sampling
+
+F32 = 4 * FLOAT32["o"]  # four float32 layers, each within the bound of the rule; see tests/test_models.py
+CONTINUED = 1e-4  # absolute, of logits of unit size
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "layer_types": ("gated_delta_net", "attention"),
+    "num_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 24,
+    "implementation": "recurrent",
+    "scale_embedding": False,
+}
+QWEN = AttentionConfig(4, 2, 8, "head", output_gate=True, rotary_dim=4)
+OLMO = AttentionConfig(3, None, 8, "width", rotary_dim=8, bias=True, reordered_norm=True)
+NOPE = AttentionConfig(3, 1, 8)
+MODELS = {
+    "qwen3_5": {"attention": QWEN, "zero_centred_norms": True, "tie_embeddings": True},
+    "qwen3_next": {"attention": QWEN, "experts": ExpertsConfig(5, 2, 8, 12), "zero_centred_norms": True},
+    "olmo_hybrid": {"attention": OLMO, "allow_neg_eigval": True, "expand_v": 1.5},
+}
+
+
+def make(name="qwen3_5", **options):
+    return LanguageModel(ModelConfig(**{**SIZES, **MODELS[name], **options}), rngs=nnx.Rngs(0))
+
+
+@nnx.jit(static_argnames="return_cache")
+def _call(model, tokens, **options):
+    return model(tokens, **options)
+
+
+def call(model, tokens, **options):
+    options = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    return _call(model, jnp.asarray(tokens), **options)
+
+
+def tokens(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape).astype(np.int32)
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def perturb(module):
+    """Norms away from 1, biases away from 0."""
+    state = nnx.state(module, nnx.Param)
+    leaves, treedef = jax.tree.flatten(state)
+    nnx.update(module, jax.tree.unflatten(treedef, [x + 0.2 * normal(*x.shape) for x in leaves]))
+    return module
+
+
+# The definitions
+
+
+@pytest.mark.parametrize("config", [QWEN, OLMO, NOPE], ids=["qwen", "olmo", "nope"])
+def test_attention_is_its_definition(config):
+    """Written out in NumPy in float64, a token and a head at a time."""
+    layer = perturb(Attention(24, config, norm_eps=1e-6, zero_centred_norms=config is QWEN, rngs=nnx.Rngs(0)))
+    T, D = 7, config.head_dim
+    x = normal(1, T, 24)
+    H, G = config.num_heads, config.num_heads // (config.num_kv_heads or config.num_heads)
+    f64 = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer)))
+
+    def project(name):
+        part = f64[name]
+        return np.asarray(x[0], np.float64) @ part["kernel"] + part.get("bias", 0)
+
+    def norm(a, name):
+        if config.qk_norm == "none":
+            return a
+        weight = f64[name]["weight"] + (config is QWEN)
+        a = a.reshape(T, -1, D) if config.qk_norm == "head" else a
+        return (a / np.sqrt(np.mean(a * a, -1, keepdims=True) + 1e-6) * weight).reshape(T, -1)
+
+    def turn(a):
+        half = config.rotary_dim // 2
+        out = a.copy()
+        for t in range(T):
+            for j in range(half):
+                angle = t * config.rope_theta ** (-j / half)
+                first, second = a[t, :, j], a[t, :, j + half]
+                out[t, :, j] = first * np.cos(angle) - second * np.sin(angle)
+                out[t, :, j + half] = second * np.cos(angle) + first * np.sin(angle)
+        return out
+
+    q = turn(norm(project("q_proj"), "q_norm").reshape(T, H, D))
+    k = turn(norm(project("k_proj"), "k_norm").reshape(T, H // G, D))
+    v = project("v_proj").reshape(T, H // G, D)
+    o = np.zeros((T, H, D))
+    for t in range(T):
+        for head in range(H):
+            scores = np.exp(k[: t + 1, head // G] @ q[t, head] / np.sqrt(D))
+            o[t, head] = scores / scores.sum() @ v[: t + 1, head // G]
+    o = o.reshape(T, -1)
+    if config.output_gate:
+        o = o / (1 + np.exp(-project("g_proj")))
+    want = o @ f64["o_proj"]["kernel"] + f64["o_proj"].get("bias", 0)
+    got, cache = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert cache is None
+    assert_close(want, np.asarray(got[0]), F32)
+
+
+def test_the_attention_map_is_what_a_call_does():
+    layer = perturb(Attention(24, NOPE, rngs=nnx.Rngs(0)))
+    x = normal(2, 6, 24)
+    weights, (_, _, v) = layer.weights(x), layer.heads(x)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
+    o = jnp.einsum("bhij,bjd->bihd", weights, v[:, :, 0]).reshape(2, 6, -1)  # one head of keys and values
+    assert_close(layer.o_proj(o), layer(x)[0], F32)
+
+
+def test_rotation_depends_on_distance_alone():
+    q, k = normal(1, 1, 2, 8), normal(1, 1, 2, 8, seed=1)
+
+    def score(i, j):
+        turned = (rotate(x, jnp.full((1, 1), n), 6, 100.0) for x, n in ((q, i), (k, j)))
+        return np.asarray(jnp.einsum("bthd,bthd->h", *turned))
+
+    np.testing.assert_allclose(score(7, 3), score(14, 10), rtol=1e-4)
+    assert np.abs(score(7, 3) - score(7, 4)).min() > 1e-3
+    np.testing.assert_array_equal(rotate(q, jnp.full((1, 1), 9), 6, 100.0)[..., 6:], q[..., 6:])
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_experts_are_their_definition(normalise):
+    """A token and an expert at a time; one expert gets no token."""
+    layer = Experts(12, ExpertsConfig(5, 2, 8, 6, normalise), rngs=nnx.Rngs(0))
+    layer.router[...] = layer.router[...].at[:, 3].set(-100 * jnp.sign(jnp.ones(12)))
+    x = jnp.abs(normal(2, 9, 12))
+    f64 = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer)))
+    silu = lambda a: a / (1 + np.exp(-a))  # noqa: E731
+    want = np.zeros((18, 12))
+    for n, row in enumerate(np.asarray(x, np.float64).reshape(18, 12)):
+        scores = np.exp(row @ f64["router"] - np.max(row @ f64["router"]))
+        p = scores / scores.sum()
+        best = np.argsort(p)[-2:]
+        assert 3 not in best
+        for e in best:
+            gate, up = np.split(row @ f64["gate_up"][e], 2)
+            weight = p[e] / (p[best].sum() if normalise else 1)
+            want[n] += weight * (silu(gate) * up) @ f64["down"][e]
+        shared = {name: f64["shared"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down")}
+        y = (silu(row @ shared["gate"]) * (row @ shared["up"])) @ shared["down"]
+        want[n] += y / (1 + np.exp(-row @ f64["shared_gate"]))
+    got = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
+
+
+def test_zero_centred_norm():
+    plain, centred = RMSNorm(6), RMSNorm(6, zero_centred=True)
+    x = normal(3, 6)
+    np.testing.assert_array_equal(plain(x), centred(x))
+    centred.weight[...] = jnp.full(6, 0.5)
+    plain.weight[...] = jnp.full(6, 1.5)
+    np.testing.assert_array_equal(plain(x), centred(x))
+
+
+def test_a_reordered_block_norms_what_its_parts_write():
+    config = ModelConfig(**SIZES, **MODELS["olmo_hybrid"])
+    block = perturb(make_block(config, 1, rngs=nnx.Rngs(0)))
+    assert isinstance(block, ReorderedBlock)
+    x = normal(1, 5, 24)
+    stream, added, _ = block(x, None)
+    y = x + block.mixer_norm(block.mixer(x)[0])
+    assert_close(y + block.mlp_norm(block.mlp(y)), stream + added, 1e-6)
+    assert not isinstance(make_block(config, 0, rngs=nnx.Rngs(0)), ReorderedBlock)
+
+
+# The cache
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow), "olmo_hybrid"]
+)
+def test_prefill_and_decode_equal_one_pass(name):
+    """In pieces, then token by token in a cache of fixed size; rows with padding on the left and on the right too."""
+    model, row = perturb(make(name)), tokens(3, 14)
+    mask = np.ones((3, 9), bool)
+    mask[1, :4], mask[2, 6:] = False, False
+    rows = [row[0], row[1][4:], np.concatenate([row[2][:6], row[2][9:]])]
+    _, cache = call(model, row[:, :9], mask=mask, return_cache=True)
+    cache = tuple(reserve(c, 5) if hasattr(c, "length") else c for c in cache)
+    decoded = []
+    for t in range(9, 14):
+        logits, cache = call(model, row[:, t : t + 1], cache=cache)
+        decoded.append(logits[:, 0])
+    decoded = np.stack(decoded, axis=1)
+    np.testing.assert_array_equal(cache[1].length, [14, 10, 11])
+    for i, tokens_of_row in enumerate(rows):
+        padded = np.pad(tokens_of_row, (0, 14 - len(tokens_of_row)))[None]
+        whole = np.asarray(call(model, padded)[0])[0, : len(tokens_of_row)]
+        np.testing.assert_allclose(decoded[i], whole[-5:], rtol=0, atol=CONTINUED)
+        if i == 0:
+            first, grown = call(model, padded[:, :6], return_cache=True)
+            second, grown = call(model, padded[:, 6:], cache=grown)
+            pieces = np.concatenate([first, second], axis=1)[0]
+            np.testing.assert_allclose(pieces, whole, rtol=0, atol=CONTINUED)
+            assert grown[1].k.shape[1] == 14
+
+
+def test_a_growing_cache_begins_empty():
+    model, row = make(), tokens(2, 6)
+    want, _ = call(model, row)
+    got, cache = call(model, row, cache=model.init_cache(2))
+    np.testing.assert_allclose(got, want, rtol=0, atol=CONTINUED)
+    assert cache[1].k.shape == (2, 6, 2, 8) and type(cache[1]).__name__ == "AttentionCache"
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_full_cache_is_loud():
+    layer = Attention(24, QWEN, rngs=nnx.Rngs(0))
+    cache = layer.init_cache(2, 3)
+    assert isinstance(cache, FixedAttentionCache)
+    step = nnx.jit(lambda layer, x, cache, mask: layer(x, cache=cache, mask=mask))
+    mask = jnp.asarray([[True, True, True], [True, True, False]])
+    _, cache = step(layer, normal(2, 3, 24), cache, mask)
+    y, after = step(layer, normal(2, 1, 24), cache, None)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
+    np.testing.assert_array_equal(after.length, [4, 3])
+    with pytest.raises(ValueError, match="cache: expected room for 4 tokens, got 3 slots"):
+        layer(normal(2, 1, 24), cache=cache)
+
+
+def test_padding_leaves_no_trace():
+    model, row = make("qwen3_next"), tokens(2, 12)
+    mask = np.ones((2, 12), bool)
+    mask[0, :5], mask[1, 9:] = False, False
+    results = [call(model, np.where(mask, row, filler), mask=mask, return_cache=True) for filler in (0, 7)]
+    for logits, cache in results[1:]:
+        np.testing.assert_array_equal(logits[0][mask[0]], results[0][0][0][mask[0]])
+        np.testing.assert_array_equal(logits[1][mask[1]], results[0][0][1][mask[1]])
+        np.testing.assert_array_equal(cache[1].length, [7, 9])
+        np.testing.assert_array_equal(cache[1].k[0, :7], results[0][1][1].k[0, :7])
+
+
+def test_packed_rows_equal_separate_rows():
+    """With an id that comes back, and with padding before them."""
+    model, row = make(), tokens(1, 14)
+    ids = np.array([[9] * 2 + [1] * 4 + [2] * 3 + [1] * 5], np.int32)
+    mask = np.arange(14)[None] >= 2
+    packed = np.asarray(call(model, row, segment_ids=ids, mask=mask)[0])
+    for begin, end in ((2, 6), (6, 9), (9, 14)):
+        alone = np.asarray(call(model, np.pad(row[:, begin:end], ((0, 0), (0, 14 - end + begin))))[0])
+        assert_close(alone[:, : end - begin], packed[:, begin:end], F32)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_attention_errors():
+    layer = Attention(24, QWEN, rngs=nnx.Rngs(0))
+    x, ids = normal(1, 3, 24), jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(
+        NotImplementedError, match="segment_ids: an attention layer keeps no cache of packed rows"
+    ):
+        layer(x, segment_ids=ids, return_cache=True)
+    with pytest.raises(ValueError, match="mask: expected one run of tokens in each row, got a gap in row 0"):
+        layer(x, mask=jnp.asarray([[True, False, True]]))
+    with pytest.raises(ValueError, match=r"cache\.k: expected shape"):
+        layer(x, cache=layer.init_cache(2))
+    with pytest.raises(ValueError, match="x: expected at least one token"):
+        layer(x[:, :0])
+
+
+# The model
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("layer_types: expected one for each of 2 layers, got 1", {"layer_types": ("attention",)}),
+        (
+            "layer_types: expected one of 'gated_delta_net', 'attention', got 'mlp'",
+            {"layer_types": ("mlp", "mlp")},
+        ),
+        (
+            "attention: expected an AttentionConfig with an attention layer in layer_types",
+            {"attention": None},
+        ),
+        ("attention: expected None with no attention layer", {"layer_types": None}),
+        ("dense_layers: expected layers from 0 to 1, got", {"dense_layers": (2,)}),
+        ("mixer_norm_eps: expected a positive number, got 0", {"mixer_norm_eps": 0.0}),
+        ("weight_dtype: expected one of 'float32', 'bfloat16'", {"weight_dtype": "float16"}),
+    ],
+)
+def test_config_errors(message, options):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{**SIZES, "attention": QWEN, **options})
+
+
+@pytest.mark.parametrize(
+    "message, cls, values",
+    [
+        ("num_kv_heads: expected a divisor of num_heads = 4, got 3", AttentionConfig, {"num_kv_heads": 3}),
+        (
+            "rotary_dim: expected an even number up to head_dim = 32, got 3",
+            AttentionConfig,
+            {"rotary_dim": 3},
+        ),
+        ("qk_norm: expected one of", AttentionConfig, {"qk_norm": "both"}),
+        ("rope_theta: expected a positive number, got 0", AttentionConfig, {"rope_theta": 0.0}),
+        (
+            "per_token: expected at most num_experts = 2, got 3",
+            ExpertsConfig,
+            dict(num_experts=2, per_token=3),
+        ),
+        ("expert_size: expected a positive integer", ExpertsConfig, dict(num_experts=2, expert_size=0)),
+    ],
+)
+def test_part_config_errors(message, cls, values):
+    if cls is ExpertsConfig:
+        values = {"per_token": 1, "expert_size": 4, "shared_size": 4} | values
+    with pytest.raises(ValueError, match=message):
+        cls(**values)
+
+
+def test_every_fourth_layer_is_attention():
+    config = ModelConfig(num_layers=8, attention=AttentionConfig())
+    assert config.types == (("gated_delta_net",) * 3 + ("attention",)) * 2
+    assert ModelConfig(num_layers=8).types == ("gated_delta_net",) * 8
+
+
+@pytest.mark.slow
+def test_a_scan_over_periods_changes_nothing():
+    row, results = jnp.asarray(tokens(2, 9)), []
+    for scan in (False, True):
+        config = {"num_layers": 4, "layer_types": ("gated_delta_net", "attention") * 2, "scan_layers": scan}
+        graphdef, params = nnx.split(make("qwen3_next", **config))
+        loss = lambda params, graphdef=graphdef: jnp.sum(jnp.sin(nnx.merge(graphdef, params)(row)[0]))  # noqa: E731
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+        results.append((value, nnx.to_pure_dict(grads)))
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-5), *results)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(results[0][1]))
+
+
+def test_weights_in_bfloat16():
+    model = nnx.eval_shape(lambda: make("qwen3_next", weight_dtype="bfloat16"))
+    wide = {"A_log", "dt_bias"}
+    for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
+        assert x.dtype == (jnp.float32 if path[-1].key in wide else jnp.bfloat16), path
+
+
+# Drawing and stopping
+
+
+def test_limits_of_the_draw():
+    p = np.array([0.05, 0.4, 0.3, 0.15, 0.1])
+    logits = jnp.log(jnp.asarray([p, p[::-1]], jnp.float32))
+
+    def kept(**limits):
+        got = Sampling(**{"temperature": 1.0, **limits}).limited(logits)
+        np.testing.assert_array_equal(np.isfinite(got[1]), np.isfinite(got[0])[::-1])
+        return [*np.flatnonzero(np.isfinite(got[0]))]
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [1, 2]
+    assert kept(top_p=0.69) == [1, 2] and kept(top_p=0.71) == [1, 2, 3]
+    assert kept(top_p=0.01) == [1] and kept(top_p=1.0) == [0, 1, 2, 3, 4]
+    assert kept(min_p=0.37) == [1, 2, 3] and kept(min_p=0.38) == [1, 2]
+    assert kept(min_p=0.0) == [0, 1, 2, 3, 4] and kept(min_p=1.0) == [1]
+    assert kept(top_k=3, top_p=0.8) == [1, 2]  # of three tokens, two have 0.82 of the probability
+    assert kept(temperature=0.1, top_p=0.9) == [1]  # the temperature goes first
+
+
+def test_stopping_and_listening():
+    """Rows end, steps are heard in order, what the listener raises comes back."""
+    model, prompt = make(), tokens(2, 5)
+    greedy = np.asarray(generate(model, jnp.asarray(prompt), 8))
+    np.testing.assert_array_equal(np.asarray(call(model, prompt)[0])[:, -1].argmax(-1), greedy[:, 0])
+    heard = []
+    listened = generate(model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()))
+    np.testing.assert_array_equal(listened, greedy)
+    np.testing.assert_array_equal(np.stack(heard, axis=1), greedy)
+
+    stop = int(greedy[0, 2])
+    stopped = np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[stop]))
+    for row, want in zip(stopped, greedy, strict=True):
+        end = [*want, stop].index(stop)
+        np.testing.assert_array_equal(row[: end + 1], want[: end + 1])
+        assert (row[end:] == stop).all() or end == 8
+
+    heard.clear()
+    early = generate(
+        model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()) or len(heard) == 3
+    )
+    assert len(heard) == 3
+    np.testing.assert_array_equal(early[:, :3], greedy[:, :3])
+    assert (np.asarray(early[:, 2:]) == greedy[:, 2:3]).all()
+
+    def fails(new):
+        raise KeyError("of the listener")
+
+    with pytest.raises(KeyError, match="of the listener"):
+        generate(model, jnp.asarray(prompt), 8, on_token=fails)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_generation_errors():
+    model, prompt = make(), jnp.asarray(tokens(1, 3))
+    for message, options in [
+        ("top_p: expected a number above 0 and up to 1, got 0", {"top_p": 0.0}),
+        ("min_p: expected a number from 0 to 1, got 2", {"min_p": 2.0}),
+        ("stop_tokens: expected tokens below vocab_size = 31, got 31", {"stop_tokens": [31]}),
+        ("temperature: expected 0 or more, got inf", {"temperature": float("inf")}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate(model, prompt, 3, **options)
+    with pytest.raises(ValueError, match="on_token: expected None under jit"):
+        jax.jit(lambda prompt: generate(model, prompt, 3, on_token=print))(prompt)
+
+
+def test_a_config_is_a_value():
+    """Configurations are compared and hashed, as static arguments of jit are."""
+    a, b = (ModelConfig(**SIZES, **MODELS["qwen3_next"]) for _ in range(2))
+    assert a == b and hash(a) == hash(b)
+    assert a != dataclasses.replace(a, attention=dataclasses.replace(QWEN, rotary_dim=2))

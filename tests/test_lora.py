@@ -1,0 +1,106 @@
+"""Low-rank changes: nothing at first, all that is trained, merged without a trace, written as a checkpoint."""
+
+import hf_checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.models.lora import LoRALinear, LoRAParam, add_lora, merge_lora
+
+ALL = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "g_proj",
+    "a_proj",
+    "b_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+
+
+def load():
+    return load_hf(hf_checkpoints.FOLDER / "qwen3_5", implementation="recurrent")
+
+
+def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
+    model, ids = load(), jnp.asarray(hf_checkpoints.expected("qwen3_5")["ids"][:, :17])
+    _, before = nnx.split(model)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(before))
+    add_lora(model, 2, projections=ALL, alpha=4.0, rngs=nnx.Rngs(0))
+    graphdef, changes, rest = nnx.split(model, LoRAParam, ...)
+
+    def loss(changes, rest):
+        model = nnx.merge(graphdef, changes, rest)
+        x, _ = model.hidden_states(ids[:, :-1])
+        return linear_softmax_cross_entropy(x, model.head_weight(), ids[:, 1:]).loss
+
+    @jax.jit
+    def step(changes, rest):
+        value, grads = jax.value_and_grad(loss)(changes, rest)
+        return value, grads, jax.tree.map(lambda p, g: p - 1e-2 * g, changes, grads)
+
+    first, grads, changes = step(changes, rest)
+    for path, g in jax.tree.leaves_with_path(nnx.to_pure_dict(grads)):
+        moves = path[-1].key == "b"  # b is 0, and so is the gradient of a
+        assert np.isfinite(g).all() and (np.abs(g).max() > 0) == moves, path
+    second, grads, changes = step(changes, rest)
+    third, _, changes = step(changes, rest)
+    assert third < second < first
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+    nnx.update(model, changes)
+    changed = nnx.jit(lambda model: model(ids)[0])(model)
+    with pytest.raises(
+        ValueError, match=r"model: expected the parameters of its config, got blocks\.0\.\S+\.a beside"
+    ):
+        save_hf(model, tmp_path / "unmerged")
+    merge_lora(model)
+    np.testing.assert_array_equal(nnx.jit(lambda model: model(ids)[0])(model), changed)
+    after = nnx.to_pure_dict(nnx.state(model))
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, after)
+    for path, equal in jax.tree.leaves_with_path(same):
+        name = jax.tree_util.keystr(path)
+        assert equal == (not any(f"'{part}'" in name for part in ALL) or "bias" in name), name
+    save_hf(model, tmp_path / "saved")
+    loaded = load_hf(tmp_path / "saved")
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), after)
+
+
+def test_it_changes_nothing_at_first():
+    model = load()
+    add_lora(model, 3, projections=["down_proj", "q_proj"], rngs=nnx.Rngs(0))
+    kinds = [type(block.mixer.q_proj) for block in model.blocks] + [
+        type(block.mlp.down_proj) for block in model.blocks
+    ]
+    assert set(kinds) == {LoRALinear} and not isinstance(model.blocks[0].mixer.k_proj, LoRALinear)
+    ids = jnp.asarray(hf_checkpoints.expected("qwen3_5")["ids"][:, :5])
+    call = nnx.jit(lambda model: model(ids)[0])
+    np.testing.assert_array_equal(call(model), call(load()))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    "message, rank, options",
+    [
+        ("rank: expected a positive integer, got 0", 0, {}),
+        ("alpha: expected a positive number, got 0", 1, {"alpha": 0.0}),
+        ("projections: expected some of a_proj, .*, v_proj, got z_proj", 1, {"projections": ["z_proj"]}),
+    ],
+)
+def test_errors(message, rank, options):
+    with pytest.raises(ValueError, match=message):
+        add_lora(load(), rank, **options, rngs=nnx.Rngs(0))
+
+
+def test_twice_is_an_error():
+    model = load()
+    add_lora(model, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="model: expected one without low-rank changes"):
+        add_lora(model, 1, rngs=nnx.Rngs(0))
