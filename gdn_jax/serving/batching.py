@@ -90,7 +90,7 @@ class Server:
             raise ValueError(f"prefill_tokens: expected at least {GRID}, got {prefill_tokens}")
         self._prefill, self._decode, self._params = prefill, decode, params
         self._state = _State(pools, jnp.zeros(slots, jnp.int32))
-        self._free = list(range(slots))
+        self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -171,7 +171,7 @@ class Server:
             request = self._waiting.popleft()
             if request.is_done:  # the token that ends it was read while it waited
                 continue
-            request.slot = self._free.pop()
+            request.slot = self._free.popleft()
             if request.kept is not None:
                 self._state = put_slots(self._state, _indices([request.slot]), request.kept)
                 request.kept = None
