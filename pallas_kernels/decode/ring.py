@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.tiles import ACCESS_BYTES, Tile, lane_layout, load
+from pallas_kernels.decode.step import Config
+from pallas_kernels.decode.tiles import ACCESS_BYTES, GRANULE, Tile, lane_layout, load
 
 LENGTH = 16
 """L: entries of a ring."""
@@ -139,3 +140,9 @@ class Slot:
 
         carry = (S.astype(jnp.float32) * jnp.exp(total), jnp.float32(0) + g, entry(jnp.maximum(count - 1, 0)))
         return lax.fori_loop(0, count, add, carry)[0]
+
+
+def default_config(V: int, state_dtype: Any, kv_layout: bool) -> Config:
+    """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V allows it."""
+    block = 64 if kv_layout or jnp.dtype(state_dtype).itemsize == 2 else GRANULE
+    return Config(block if V % block == 0 else GRANULE)

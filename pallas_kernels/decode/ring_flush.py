@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.ring import LENGTH, Ring, Slot
+from pallas_kernels.decode.ring import LENGTH, Ring, Slot, default_config
 from pallas_kernels.decode.step import Config
 from pallas_kernels.decode.tiles import Rule, Tile, load, one_for_all_layers
 from pallas_kernels.device.launch import grid_index, launch
@@ -71,7 +71,7 @@ def ring_flush(
     (Hk, _, K), (HV, _, V) = ring_k.shape[-3:], ring_u.shape[-3:]
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
-    config = config or Config.default(V, state.dtype)
+    config = config or default_config(V, state.dtype, kv_layout)
     in_place = jax.new_ref(one_for_all_layers(state, layer))
     rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "count": count}
     inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}

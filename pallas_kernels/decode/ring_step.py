@@ -31,11 +31,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import step
-from pallas_kernels.decode.ring import LENGTH, Ring, Slot
+from pallas_kernels.decode.ring import LENGTH, Ring, Slot, default_config
 from pallas_kernels.decode.step import REDUCTION_BYTES, Config
 from pallas_kernels.decode.tiles import Rule, Tile, load, log_decay, one_for_all_layers, write_strength
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import Buffer, store_any
+
+
+RING_DTYPES = ("float32", "bfloat16")
 
 
 def check_supported(q, k, v, state, ring_k, ring_u) -> str | None:
@@ -43,8 +46,8 @@ def check_supported(q, k, v, state, ring_k, ring_u) -> str | None:
     length = ring_u.shape[-2]
     if length != LENGTH:
         return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
-    if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in step.POOL_DTYPES:
-        return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(step.POOL_DTYPES)}"
+    if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in RING_DTYPES:
+        return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(RING_DTYPES)}"
     if q.ndim == 4 and q.shape[1] > LENGTH:
         return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
     return step.check_supported(q, k, v, state)
@@ -180,7 +183,7 @@ def ring_step(
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or Config.default(V, state.dtype)
+    config = config or default_config(V, state.dtype, kv_layout)
     pool = (state, ring_k, ring_u, ring_g)
     in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
     exchange = None if kv_layout else Buffer((config.block,))
