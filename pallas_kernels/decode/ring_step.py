@@ -37,7 +37,6 @@ from pallas_kernels.decode.tiles import Rule, Tile, load, log_decay, one_for_all
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import Buffer, store_any
 
-
 RING_DTYPES = ("float32", "bfloat16")
 
 
