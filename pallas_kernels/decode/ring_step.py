@@ -38,6 +38,7 @@ from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import Buffer, store_any
 
 RING_DTYPES = ("float32", "bfloat16")
+"""Of keys and values in a ring."""
 
 
 def check_supported(q, k, v, state, ring_k, ring_u) -> str | None:

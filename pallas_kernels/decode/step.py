@@ -14,7 +14,7 @@ Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
 the bytes in flight are those of all the warpgroups that fit on an SM.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
-on K and the pool's dtype and layout only, not on N or T: a request's bits do not depend on its neighbours.
+on K, the pool's dtype and layout, and whether T is 1, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
 """
 
