@@ -75,6 +75,7 @@ def test_pool_is_updated_in_place():
     [
         ({}, None),
         ({"pool_dtype": "float16"}, "float16"),
+        ({"pool_dtype": "bfloat16"}, "verified on a GPU for float32 alone"),
         ({"K": 48}, "K = 48"),
         ({"K": 288}, "K = 288"),
         ({"V": 20}, "V = 20"),
@@ -125,3 +126,25 @@ def test_flush(case):
     got = got if case.kv_layout else np.swapaxes(got, -1, -2)
     bound = BOUNDS[case.pool_dtype][0]["final_state"]
     assert_close(before[flushed], got[flushed], bound, case.name, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("ring", "change", "reason"),
+    [
+        ({}, {}, None),
+        ({"ring_u": (9, 2, 8, 128)}, {}, "8 tokens"),
+        ({"ring_k": (9, 1, 16, 128)}, {"ring_dtype": "float16"}, "float16"),
+        ({}, {"pool_dtype": "bfloat16"}, "bfloat16"),
+        ({}, {"T": 17}, "17 tokens"),
+    ],
+)
+def test_ring_refusals_say_why(ring, change, reason):
+    S, ring_dtype = jax.ShapeDtypeStruct, change.pop("ring_dtype", "bfloat16")
+    case = Case("refused", **{"T": 1} | change)
+    shapes = {"ring_k": (9, 1, 16, 128), "ring_u": (9, 2, 16, 128)} | ring
+    q, v = S((3, case.T, 1, 128), "bfloat16"), S((3, case.T, 2, 128), "bfloat16")
+    state = S((9, 2, 128, 128), case.pool_dtype)
+    got = ring_step.check_supported(
+        q, q, v, state, *(S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u"))
+    )
+    assert got is None if reason is None else reason in str(got)

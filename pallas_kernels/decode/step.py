@@ -14,7 +14,7 @@ Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
 the bytes in flight are those of all the warpgroups that fit on an SM.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
-on K and the pool's dtype and layout only, not on N or T: a request's bits do not depend on its neighbours.
+on K, the pool's dtype and layout, and whether T is 1, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
 """
 
@@ -43,7 +43,8 @@ from pallas_kernels.device.memory import store_any
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""
 
-POOL_DTYPES = ("float32", "bfloat16")
+POOL_DTYPES = ("float32",)
+"""What `check_supported` accepts. bfloat16 is written too, but its present form has not run on a GPU."""
 
 REDUCTION_BYTES = 4096
 """Shared memory for sums over warps."""
@@ -57,17 +58,19 @@ class Config:
     """Entries of V in a tile."""
 
     @classmethod
-    def default(cls, V: int, pool_dtype: Any) -> "Config":
-        """A tile has 16 KB at K = 128, where V allows it."""
-        block = 64 if jnp.dtype(pool_dtype).itemsize == 2 else 32
-        return cls(block if V % block == 0 else GRANULE)
+    def default(cls, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
+        """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
+        block = 32
+        if kv_layout and T == 1:
+            block = 128 if jnp.dtype(pool_dtype).itemsize == 2 else 64
+        return cls(next(n for n in (block, 64, GRANULE) if n <= block and V % n == 0))
 
 
 def check_supported(q, k, v, pool) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
     (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
     if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
-        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(POOL_DTYPES)}"
+        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel is verified on a GPU for {POOL_DTYPES[0]} alone"
     if not q.dtype == k.dtype == v.dtype or jnp.dtype(q.dtype).itemsize > 4:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernel takes one dtype of at most 32 bits"
     if K % GRANULE or V % GRANULE or not 0 < K <= MAX_K:
@@ -82,7 +85,8 @@ def check_supported(q, k, v, pool) -> str | None:
 
 
 def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
-    tile = Tile(rule, config.block, gmem.pool.dtype.itemsize)
+    itemsize = gmem.pool.dtype.itemsize
+    tile = Tile(rule, config.block, itemsize, across=rule.kv_layout and itemsize == 2)
     row, head, entries = tile.where(grid_index())
     q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
     slot = gmem.read_slots[row]
@@ -177,7 +181,7 @@ def step(
     slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or Config.default(V, pool.dtype)
+    config = config or Config.default(V, pool.dtype, kv_layout, T)
     in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",

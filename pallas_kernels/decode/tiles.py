@@ -78,6 +78,17 @@ def lane_layout(lanes: int, width: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
+def _across_layout(columns: int, itemsize: int) -> Any:
+    """Of an array [rows, columns]: the warps lie beside each other, so that sums over rows need no other warp."""
+    width = ACCESS_BYTES // itemsize
+    lanes = columns // (WARPS * width)
+    if lanes == 1:
+        tiling = plgpu.Tiling(((WARP, WARPS * width), (width,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1)
+    tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes * width), (lanes * width,), (width,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
+
+
 def _vector_layout(n: int) -> Any:
     """Of [n]: all of it in every warp, so that sums need no other warp."""
     return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
@@ -111,12 +122,14 @@ class Vectors(NamedTuple):
 class Tile:
     """Where a tile lies, and how its registers are laid out."""
 
-    def __init__(self, rule: Rule, block: int, itemsize: int):
+    def __init__(self, rule: Rule, block: int, itemsize: int, across: bool = False):
         self.rule, self.block = rule, block
         self.k_axis = 0 if rule.kv_layout else 1
         self.shape = (rule.K, block) if rule.kv_layout else (block, rule.K)
         self.width, self.lanes = threads_of_row(rule.kv_layout, self.shape[1], itemsize)
-        self.layout = lane_layout(self.lanes, self.width)
+        self.layout = (
+            _across_layout(self.shape[1], itemsize) if across else lane_layout(self.lanes, self.width)
+        )
         self.k_layout, self.v_layout = self.layout.reduce(1 - self.k_axis), self.layout.reduce(self.k_axis)
 
     def where(self, number: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -157,13 +170,11 @@ class Tile:
     ) -> tuple[jax.Array, jax.Array]:
         """The state after a token, and its output along V; all float32."""
         q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
-        y, z = self.products(S.astype(jnp.float32), [k, q])
+        S = S.astype(jnp.float32)
+        y, z = self.products(S, [k, q])
         rq, rk, qk = self.norms(q_whole, k_whole)
         u = beta * (v - (alpha * rk) * y)
         o = (self.rule.scale * rq) * (alpha * z + (rk * qk) * u)
-        if S.dtype != jnp.float32:
-            # Widened once more: two bfloat16 numbers wait in one register.
-            S = lax.optimization_barrier(S).astype(jnp.float32)
         return S * alpha + self.over_v(k) * self.over_k(rk * u), o
 
     def norms(self, q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -177,12 +188,12 @@ class Tile:
 def threads_of_row(kv_layout: bool, columns: int, itemsize: int) -> tuple[int, int]:
     """Neighbours that a thread has of a row of a tile, and threads along the row.
 
-    Rows of V are short: one access covers them. Of a row of K a warp has a fourth or less at once, so that few steps
-    of a sum go from thread to thread.
+    Rows of V are short: one access covers them. Of a row of K a warp has a part at once, so that few steps of a sum
+    go from thread to thread; the parts are those that were fastest.
     """
     width = ACCESS_BYTES // itemsize
     if not kv_layout:
-        return width, math.gcd(8, columns // width)
+        return width, math.gcd(16 if itemsize == 4 else 8, columns // width)
     # Sums over warps take at most four numbers of a thread.
     width = min(width, 4)
     return width, min(columns // width, WARP)
