@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import swiglu_down
+from gdn_jax.parallel.on_mesh import splits_heads
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -85,6 +86,7 @@ class RMSNorm(nnx.Module):
       dtype: dtype of the result; the input's when None.
       param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
       zero_centred: multiply by 1 + weight, which starts at 0.
+      implementation: as for `fused.norms.add_norm`.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class RMSNorm(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         zero_centred: bool = False,
+        implementation: str | None = None,
     ):
+        self.implementation = implementation
         self.weight = NoDecayParam((jnp.zeros if zero_centred else jnp.ones)(features, param_dtype))
         self.zero_centred = zero_centred
         self.eps = eps
@@ -110,7 +114,8 @@ class RMSNorm(nnx.Module):
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         factor = self.factor(accumulation_dtype(x))
-        return add_norm(x, y, factor, eps=self.eps, dtype=self.dtype)
+        options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
+        return add_norm(x, y, factor, **options)
 
     def factor(self, dtype: DTypeLike) -> Float[Array, " D"]:
         """What the normalised x is multiplied by: the weight, or 1 + weight."""
@@ -126,6 +131,7 @@ class SwiGLU(nnx.Module):
       intermediate_size: width in between.
       dtype, param_dtype: compute and parameter dtype.
       kernel_init, out_kernel_init: initialisers of gate and up, and of down.
+      implementation: as for `fused.swiglu.swiglu_down`.
       rngs: source of the initial weights.
     """
 
@@ -138,8 +144,10 @@ class SwiGLU(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer | None = None,
         out_kernel_init: Initializer | None = None,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        self.implementation = implementation
         linear, out = bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
         self.gate_proj = linear(hidden_size, intermediate_size)
         self.up_proj = linear(hidden_size, intermediate_size)
@@ -147,7 +155,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        return swiglu_down(self.gate_proj(x), self.up_proj(x), self.down_proj.kernel[...])
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj.kernel[...]
+        return swiglu_down(gate, up, down, implementation=self.implementation)
 
 
 def shared_product(
@@ -155,11 +164,15 @@ def shared_product(
 ) -> Float[Array, "*S F"]:
     """The results of bias-free projections side by side, from one product of their common input.
 
+    On a mesh that splits heads they are products of their own, whose results each device has its part of.
+
     Args:
       x: their input.
       linears: the projections.
       dtype: their compute dtype.
     """
+    if splits_heads():
+        return jnp.concatenate([linear(x) for linear in linears], axis=-1)
     kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
     dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
     return x.astype(dtype) @ kernel.astype(dtype)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward_rule
+from pallas_kernels.device import launch
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work.residuals import Residuals, Segments
 from pallas_kernels.work.tables import row_items
@@ -117,7 +118,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(forward_rule, "forward", forward)
     monkeypatch.setattr(backward_rule, "backward", backward)
-    monkeypatch.setattr(forward_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
 
 
 def spec(*entries) -> PartitionSpec:

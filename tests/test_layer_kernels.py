@@ -1,81 +1,374 @@
-"""Kernels around the rule without a GPU: right and free of races when interpreted, and used by the layer."""
+"""Kernels around the rule without a GPU: right and free of races when interpreted, and used by layers and models."""
 
+import collections
+import functools
+import re
+
+import fused_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fused_harness import close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from tolerances import assert_close
 
+from gdn_jax.conv import causal_conv1d
+from gdn_jax.fused import embedding as fused_embedding
+from gdn_jax.fused import norms as fused_norms
+from gdn_jax.fused import swiglu as fused_swiglu
+from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models import LanguageModel, ModelConfig
 from pallas_kernels.device import launch
-from pallas_kernels.layer import short_conv
+from pallas_kernels.layer import embedding, gated_norm, norm, rows, short_conv, swiglu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-
-def conv_gradients(x, weight, dy):
-    """dx and dweight in float64, tap by tap."""
-    x, weight, dy = (np.asarray(y).astype(np.float64) for y in (x, weight, dy))
-    T, W = x.shape[1], weight.shape[1]
-    past = np.pad(x, ((0, 0), (W - 1, 0), (0, 0)))
-    taps = np.stack([past[:, j : j + T] for j in range(W)])
-    z = np.einsum("jbtd,dj->btd", taps, weight)
-    s = 1 / (1 + np.exp(-z))
-    dz = dy * s * (1 + z * (1 - s))
-    behind = np.pad(dz, ((0, 0), (0, W - 1), (0, 0)))
-    dx = sum(weight[:, j] * behind[:, W - 1 - j : W - 1 - j + T] for j in range(W))
-    return dx, np.einsum("jbtd,btd->dj", taps, dz)
+# Each has a piece of its own: rows of one warp with four numbers a thread side by side, and with one; rows over four
+# warps, two of them at once, and one; more rows than CTAs take at once, in unequal shares.
+NORMS = {
+    "256": ((16, 256), "float32", "bfloat16"),
+    "96, no y": ((8, 96), "float16", None),
+    "2048": ((6, 2048), "float32", "float16"),
+    "5120, one dtype": ((3, 5120), "bfloat16", "bfloat16"),
+    "1280, no y": ((2, 1280), "bfloat16", None),
+    "many": ((40, 32), "float32", "bfloat16"),
+}
 
 
-def conv_inputs(shape, dtype):
-    rng = np.random.default_rng(0)
-    x, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
-    return x, jnp.asarray(rng.normal(size=(shape[2], 4)) / 2, jnp.float32), dy
-
-
-@pytest.mark.parametrize(("dtype", "tiles"), [("bfloat16", 2), ("float16", 1), ("bfloat16", 16)])
-def test_short_conv_backward(dtype, tiles):
-    """Five tiles in strips of one or two, of which the last is short, or all in one; two rows."""
-    x, weight, dy = conv_inputs((2, 320, 64), dtype)
-    config = short_conv.Config(tiles=tiles)
-    dx, dweight = short_conv.short_conv_backward(x, weight, dy, config=config, interpret=INTERPRET)
-    expected_dx, expected_dweight = conv_gradients(x, weight, dy)
-    rounding = (
-        2.0**-9 if dtype == "bfloat16" else 2.0**-12
-    )  # half a unit of the last place, the rms of it is less
-    assert_close(expected_dx, np.asarray(dx), rounding, "dx")
-    assert_close(expected_dweight, np.asarray(dweight), 1e-6, "dweight")  # sums of 640 terms in float32
+@pytest.mark.parametrize("name", NORMS)
+def test_add_norm(name, monkeypatch):
+    """Its derivative also without a cotangent of the stream."""
+    if name == "many":  # ten blocks for four CTAs
+        monkeypatch.setattr(rows, "NUM_SMS", 1)
+    (N, D), dtype, y_dtype = NORMS[name]
+    draw = draws(D)
+    x, weight = draw(N, D, dtype=dtype), draw(D)
+    y = None if y_dtype is None else draw(N, D, dtype=y_dtype)
+    assert norm.check_supported(x) is None
+    s, n = norm.add_norm(x, y, weight, eps=1e-5, dtype=jnp.bfloat16, interpret=INTERPRET)
+    expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
+    close(expected_n, n, "n")  # of the sum before it is rounded
+    if y is None:
+        assert s is x
+    else:
+        assert s.dtype == x.dtype
+        close(expected_s, s, "s")
+    ds, dn = None if y is None else draw(N, D, dtype=dtype), draw(N, D, dtype="bfloat16")
+    dx, dy, dweight = norm.add_norm_backward(
+        s, weight, ds, dn, eps=1e-5, y_dtype=y_dtype and jnp.dtype(y_dtype), interpret=INTERPRET
+    )
+    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(s, weight, ds, dn)
+    close(expected_dx, dx, "dx")
+    close(expected_dweight, dweight, "dweight")
+    assert dx.dtype == x.dtype and dweight.dtype == jnp.float32
+    if y is None:
+        assert dy is None
+    else:
+        assert dy.dtype == y.dtype
+        close(expected_dx, dy, "dy")
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "W", "reason"),
+    ("N", "V", "dtype"), [(64, 32, "bfloat16"), (24, 128, "float16"), (16, 256, "bfloat16")]
+)
+def test_gated_norm(N, V, dtype):
+    draw = draws(V)
+    o, z, dy = (draw(N, V, dtype=dtype) for _ in range(3))
+    weight = draw(V)
+    assert gated_norm.check_supported(o) is None
+    y = gated_norm.gated_norm(o, z, weight, eps=1e-5, interpret=INTERPRET)
+    close(fused_oracle.gated_norm(o, z, weight), y, "y")
+    got = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, interpret=INTERPRET)
+    expected = fused_oracle.gated_norm_gradients(o, z, weight, dy)
+    for name, a, b in zip(("do", "dz", "dweight"), expected, got, strict=True):
+        close(a, b, name)
+    assert [x.dtype.name for x in (y, *got)] == [dtype, dtype, dtype, "float32"]
+
+
+@pytest.mark.parametrize(("N", "dtype"), [(4096, "bfloat16"), (2048, "float16")])
+def test_swiglu(N, dtype):
+    draw = draws(N)
+    a, b, dh = (draw(N, dtype=dtype) for _ in range(3))
+    assert swiglu.check_supported(a) is None
+    h = swiglu.swiglu(a, b, interpret=INTERPRET)
+    close(fused_oracle.swiglu(a, b), h, "h")
+    *gradients, again = swiglu.swiglu_backward(a, b, dh, interpret=INTERPRET)
+    for name, x, y in zip(("da", "db"), fused_oracle.swiglu_gradients(a, b, dh), gradients, strict=True):
+        close(x, y, name)
+    np.testing.assert_array_equal(again, h)
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(256, "float32"), (384, "bfloat16")])
+def test_embedding_gradient(D, dtype):
+    """Ids of no token, of one, of as many as are read at once, and of more; columns of one CTA and of three. The last
+    three tokens have no id."""
+    counts = (3, 0, 8, 1, 17, 0)
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(7), (*counts, 3)))
+    order = np.argsort(ids, kind="stable").astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    dx = draws(D)(len(ids), D, dtype=dtype)
+    assert embedding.check_supported(dx) is None
+    got = embedding.embedding_gradient(dx, jnp.asarray(order), jnp.asarray(starts), interpret=INTERPRET)
+    assert got.dtype == jnp.float32
+    close(fused_oracle.embedding_gradient(ids, dx, 6), got, "gradient")
+
+
+BORDERS = (3, 5, 7, 9, 14, 18, 24)
+"""First tokens of segments. Strips of 8 tokens begin one and two tokens behind one, one and two before one, with one
+and without; 3 and 5 are nearer to each other than the filter is long."""
+
+# Rows that end inside a strip, without segments and with; a strip longer than the row, and no norm.
+CONVOLUTIONS = {
+    "strips": (dict(B=2, T=24, HV=4), short_conv.Config(16, 4), "bfloat16"),
+    "segments": (dict(B=1, T=40, HV=4, borders=BORDERS), short_conv.Config(8, 2), "bfloat16"),
+    "one strip": (
+        dict(B=1, T=8, HV=8, width=64, borders=(1, 2, 4), normalize=False),
+        short_conv.Config(64, 4),
+        "float16",
+    ),
+}
+
+
+def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=True):
+    """Arrays and options of a convolution, and what float64 makes of them.
+
+    Returns (x, weight, segment_ids), cotangents, options of the operation, and the expected results.
+    """
+    draw, D = draws(T), (2 * heads + HV) * width
+    segments = None
+    if borders is not None:
+        segments = np.cumsum(np.isin(np.arange(T), borders))[None].repeat(B, 0).astype(np.int32)
+    x, weight = draw(B, T, D, dtype=dtype), draw(D, short_conv.WIDTH, scale=0.5)
+    cotangents = tuple(draw(B, T, *shape, dtype=dtype) for shape in 2 * [(heads, width)] + [(HV * width,)])
+    pieces = fused_oracle.whole_rows(B, T) if segments is None else fused_oracle.pieces_of_ids(segments)
+    options = dict(heads=heads, width=width, normalize=normalize)
+    zeros = np.zeros((B, D, short_conv.WIDTH - 1))
+    expected = fused_oracle.short_conv(x, weight, cotangents=(*cotangents, zeros), pieces=pieces, **options)
+    return (x, weight, None if segments is None else jnp.asarray(segments)), cotangents, options, expected
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_short_conv(name):
+    sizes, config, dtype = CONVOLUTIONS[name]
+    (x, weight, segments), cotangents, options, expected = convolution(dtype, **sizes)
+    assert short_conv.check_supported(x, weight, options["heads"], options["width"]) is None
+    fresh = None
+    if segments is not None:
+        fresh = jnp.diff(segments, axis=1, prepend=-1).astype(jnp.int32)
+    run = dict(config=config, interpret=INTERPRET)
+    for n, got in zip("qkv", short_conv.short_conv(x, weight, fresh, **options, **run), strict=True):
+        assert got.dtype == x.dtype
+        close(getattr(expected, n), got, n)
+    dx, dweight = short_conv.short_conv_backward(
+        x, weight, fresh, *cotangents, normalize=options["normalize"], **run
+    )
+    assert (dx.dtype, dweight.dtype) == (x.dtype, jnp.float32)
+    close(expected.dx, dx, "dx")
+    close(expected.dweight, dweight, "dweight")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """gdn_jax.fused takes the kernels, interpreted; the fixture's value counts the calls of each."""
+    calls = collections.Counter()
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    for module, name in (
+        (norm, "add_norm"),
+        (gated_norm, "gated_norm"),
+        (swiglu, "swiglu"),
+        (short_conv, "short_conv"),
+        (embedding, "embedding_gradient"),
+    ):
+        for kernel in (name, f"{name}_backward"):
+            if hasattr(module, kernel):
+                function = functools.partial(getattr(module, kernel), interpret=INTERPRET)
+
+                def call(*arguments, function=function, kernel=kernel, **options):
+                    calls[kernel] += 1
+                    return function(*arguments, **options)
+
+                monkeypatch.setattr(module, kernel, call)
+    return calls
+
+
+def test_seam_of_add_norm(interpreted):
+    """Rows with two leading axes. The backward pass has the stream that was rounded, which every number of dweight is
+    proportional to; dx depends on it through the mean square and a projection alone."""
+    draw = draws(1)
+    x, y, ds, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(4))
+    weight = draw(256)
+    (s, n), back = jax.vjp(lambda x, y, weight: fused_norms.add_norm(x, y, weight), x, y, weight)
+    dx, dy, dweight = back((ds, dn))
+    assert interpreted == {"add_norm": 1, "add_norm_backward": 1}
+    expected = fused_oracle.add_norm(x, y, weight)
+    close(expected[0], s, "s")
+    close(expected[1], n, "n")
+    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected[0], weight, ds, dn)
+    close(expected_dx, dx, "dx", 2)
+    np.testing.assert_array_equal(dx, dy)
+    close(expected_dweight, dweight, "dweight", dtype="bfloat16")
+
+
+def test_seam_of_gated_norm(interpreted):
+    draw = draws(2)
+    o, gate, dy = (draw(2, 4, 4, 128, dtype="float16") for _ in range(3))
+    weight = draw(128)
+    y, back = jax.vjp(lambda *x: fused_norms.gated_norm(*x, eps=1e-5), o, gate, weight)
+    close(fused_oracle.gated_norm(o, gate, weight), y, "y")
+    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
+    for name, a, b in zip(("do", "dgate", "dweight"), expected, back(dy), strict=True):
+        close(a, b, name)
+    assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
+
+
+def test_seam_of_swiglu_down(interpreted):
+    """The product of the branches is rounded, or its cotangent, and then the result."""
+    draw = draws(3)
+    gate, up, dy = (
+        draw(16, 128, dtype="bfloat16"),
+        draw(16, 128, dtype="bfloat16"),
+        draw(16, 24, dtype="bfloat16"),
+    )
+    kernel = draw(128, 24, dtype="bfloat16").astype(jnp.float32)
+    y, back = jax.vjp(fused_swiglu.swiglu_down, gate, up, kernel)
+    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
+    dgate, dup, dkernel = back(dy)
+    expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
+    close(expected[0], dgate, "dgate", 2)
+    close(expected[1], dup, "dup", 2)
+    close(expected[2], dkernel, "dkernel", 2, dtype="bfloat16")
+    assert interpreted == {"swiglu": 1, "swiglu_backward": 1}
+
+
+@pytest.mark.parametrize("tokens", [[[1, 1, -1, 0], [7, -8, 2**30, 1]], [[-7, 6, 6, 6]]])
+def test_seam_of_embed(tokens, interpreted):
+    """-1 is the last row; tokens outside the table name none, and give none a gradient."""
+    draw, tokens = draws(4), jnp.asarray(tokens)
+    table, dx = draw(7, 128), draw(*tokens.shape, 128)
+    x, back = jax.vjp(lambda table: fused_embedding.embed(table, tokens), table)
+    np.testing.assert_array_equal(x, jnp.take(table, tokens, axis=0, mode="fill"))
+    close(fused_oracle.embedding_gradient(tokens, dx, 7), back(dx)[0], "gradient")
+    assert interpreted == {"embedding_gradient": 1}
+
+
+def test_seam_of_short_conv(interpreted):
+    """Segments by their ids, and a final state through which gradients flow."""
+    sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4))
+    (x, weight, segments), cotangents, options, _ = convolution("bfloat16", **sizes)
+    dfinal = draws(5)(1, x.shape[2], short_conv.WIDTH - 1, dtype="bfloat16")
+    (*parts, final), back = jax.vjp(
+        lambda x, weight: fused_short_conv(x, weight, **options, segment_ids=segments), x, weight
+    )
+    dx, dweight = back((*cotangents, dfinal))
+    expected = fused_oracle.short_conv(
+        x,
+        weight,
+        cotangents=(*cotangents, dfinal),
+        pieces=fused_oracle.pieces_of_ids(np.asarray(segments)),
+        **options,
+    )
+    for name, got in zip("qkv", parts, strict=True):
+        close(getattr(expected, name), got, name)
+    np.testing.assert_array_equal(final, causal_conv1d(x, weight, segment_ids=segments)[1])
+    close(expected.dx, dx, "dx", 2)  # of the kernel and of its sum with what comes through the state
+    close(expected.dweight, dweight, "dweight")
+    assert interpreted == {"short_conv": 1, "short_conv_backward": 1}
+
+
+def test_what_the_convolution_leaves_to_the_plain_form(interpreted):
+    """A bias, an initial state and packed sequences."""
+    (x, weight, _), _, options, _ = convolution("bfloat16", B=1, T=8, HV=4)
+    for extra in (
+        dict(bias=jnp.zeros(x.shape[2])),
+        dict(initial_state=jnp.zeros((1, x.shape[2], 3))),
+        dict(cu_seqlens=jnp.array([0, 3, 8])),
+        dict(implementation="chunked"),
+    ):
+        jax.eval_shape(functools.partial(fused_short_conv, **options, **extra), x, weight)
+    assert not interpreted
+    jax.eval_shape(functools.partial(fused_short_conv, **options), x, weight)
+    assert interpreted == {"short_conv": 1}
+
+
+def shape(*sizes, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "reason"),
     [
-        ((1, 64, 64), "float32", 4, "float32"),
-        ((1, 64, 64), "bfloat16", 3, "W = 3"),
-        ((1, 65, 64), "bfloat16", 4, "T = 65"),
-        ((1, 64, 60), "bfloat16", 4, "D = 60"),
-        ((1, 64, 64), "bfloat16", 4, None),
+        (norm, (shape(8, 128, dtype="float64"),), "x is float64"),
+        (norm, (shape(8, 100),), "rows of 100; the kernel takes multiples of 32 up"),
+        (norm, (shape(8, 1056),), "rows of 1056; the kernel takes multiples of 128 up"),
+        (norm, (shape(8, 8320),), "rows of 8320"),
+        (norm, (shape(3, 2, 64),), "6 rows; the kernel takes a multiple of 4"),
+        (norm, (shape(0, 64),), "0 rows"),
+        (norm, (shape(3, 4096, dtype="float32"),), None),
+        (norm, (shape(2, 2, 8192, dtype="float16"),), None),
+        (gated_norm, (shape(1, 64, 4, 128, dtype="float32"),), "o is float32"),
+        (gated_norm, (shape(1, 64, 4, 96),), "V = 96"),
+        (gated_norm, (shape(1, 3, 1, 128),), "a multiple of 1024 numbers"),
+        (gated_norm, (shape(0, 8, 128),), "a multiple of 1024 numbers"),
+        (gated_norm, (shape(1, 16, 1, 64, dtype="float16"),), None),
+        (swiglu, (shape(64, 64, dtype="float32"),), "gate is float32"),
+        (swiglu, (shape(3, 1024),), "a multiple of 2048 numbers"),
+        (swiglu, (shape(0, 2048),), "a multiple of 2048 numbers"),
+        (swiglu, (shape(2, 1024, dtype="float16"),), None),
+        (embedding, (shape(8, 128, dtype="float64"),), "the stream is float64"),
+        (embedding, (shape(8, 192),), "rows of 192; the kernel takes multiples of 128"),
+        (embedding, (shape(0, 128),), "rows of 128"),
+        (embedding, (shape(8, 640, dtype="float32"),), None),
+        (short_conv, (shape(1, 64, 384, dtype="float32"), *CONV[1:]), "x is float32"),
+        (short_conv, (CONV[0], shape(384, 3, dtype="float32"), 4, 32), "W = 3"),
+        (short_conv, (shape(1, 65, 384), *CONV[1:]), "T = 65; the kernel takes multiples of 8"),
+        (short_conv, (shape(1, 0, 384), *CONV[1:]), "T = 0"),
+        (short_conv, (*CONV[:2], 3, 32), "384 channels with 3 heads of 32"),
+        (short_conv, (*CONV[:2], 4, 16), "384 channels with 4 heads of 16"),
+        (short_conv, (shape(1, 64, 416), shape(416, 4), 4, 32), "416 channels with 4 heads of 32"),
+        (short_conv, CONV, None),
     ],
 )
-def test_refusals_say_why(shape, dtype, W, reason):
-    S = jax.ShapeDtypeStruct
-    got = short_conv.check_supported(S(shape, dtype), S((shape[2], W), jnp.float32))
+def test_refusals_say_why(check, arguments, reason):
+    got = check.check_supported(*arguments)
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("implementation", "expected"), [(None, True), ("chunked", False)])
-def test_layer_uses_the_kernel(implementation, expected, monkeypatch):
-    """Once for all of q, k and v, whose shapes are equal: their calls share what is compiled."""
+def kernels_of(module, arguments, monkeypatch):
+    """How many kernels of each name the program of a module's gradient has, lowered for an NVIDIA GPU. Calls of equal
+    shapes share one."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    options = dict(num_heads=2, head_dim=64, expand_v=1.0, dtype=jnp.bfloat16)
+    graphdef, params = nnx.split(module)
+
+    def loss(params, *arguments):
+        return nnx.merge(graphdef, params)(*arguments)[0].astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss)).trace(params, *arguments).lower(lowering_platforms=("cuda",))
+    names = re.findall(r"\b00(\w+?)_mosaic_gpu\b", lowered.as_text())
+    around = ("short_conv", "gated_norm", "add_norm", "swiglu", "embedding")
+    return {name: n for name, n in collections.Counter(names).items() if name.startswith(around)}
+
+
+@pytest.mark.parametrize("implementation", [None, "chunked"])
+def test_layer_uses_the_kernels(implementation, monkeypatch):
+    """One convolution for q, k and v, and one norm with the gate, forward and backward."""
+    options = dict(num_heads=4, head_dim=32, expand_v=1.0, dtype=jnp.bfloat16)
     layer = GatedDeltaNet(64, **options, implementation=implementation, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
+    got = kernels_of(layer, (shape(1, 128, 64),), monkeypatch)
+    names = ("short_conv", "short_conv_backward", "gated_norm", "gated_norm_backward")
+    assert got == (dict.fromkeys(names, 1) if implementation is None else {})
 
-    def loss(params, x):
-        return nnx.merge(graphdef, params)(x)[0].astype(jnp.float32).sum()
 
-    x = jax.ShapeDtypeStruct((1, 128, 64), jnp.bfloat16)
-    text = jax.jit(jax.grad(loss)).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("00short_conv_backward_mosaic_gpu") == int(expected)
+def test_model_uses_the_kernels(monkeypatch):
+    """Three blocks share every kernel. Only the first norm has nothing to add, and only its derivative no y."""
+    sizes = dict(vocab_size=64, hidden_size=128, num_layers=3, num_heads=4, head_dim=32, expand_v=1.0)
+    config = ModelConfig(**sizes, intermediate_size=384, dtype="bfloat16")
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    got = kernels_of(model, (shape(1, 128, dtype="int32"),), monkeypatch)
+    one = ("short_conv", "gated_norm", "swiglu")
+    expected = dict.fromkeys((*one, *(f"{name}_backward" for name in one), "embedding_gradient"), 1)
+    assert got == expected | {"add_norm": 2, "add_norm_backward": 2}

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments import step_bench
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import Block, LanguageModel, ModelConfig, generate, weight_decay_mask
 from gdn_jax.models.generate import _generate
@@ -397,41 +398,47 @@ def test_a_scanned_model_generates(model):
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_as_users_do")
 def test_what_remat_keeps():
-    """Bytes between the passes, and those of a compiled gradient, from below and from above."""
-    B, T, D, layers, HO, K = 2, 256, 64, 2, 2, 32
+    """Bytes between the passes, and those of a compiled gradient, from below and from above: of two blocks, and what
+    a third one adds."""
+    B, T, D, HO, K = 2, 256, 64, 2, 32
     row = jnp.asarray(tokens(B, T))
-    kept, temporaries = {}, {}
-    for remat in ("none", "rule", "full"):
-        sizes = {"hidden_size": D, "num_layers": layers, "num_heads": HO, "head_dim": K, "expand_v": 1.0}
+
+    def bytes_of(num_layers, remat):
+        """What the passes hand over, and what a compiled gradient needs; and the weights but the embedding, of which
+        no derivative reads a number."""
+        sizes = {"hidden_size": D, "num_layers": num_layers, "num_heads": HO, "head_dim": K, "expand_v": 1.0}
         config = ModelConfig(vocab_size=31, **sizes, implementation="chunked", remat=remat)
-        graphdef, params = nnx.split(
-            nnx.eval_shape(lambda config=config: LanguageModel(config, rngs=nnx.Rngs(0)))
-        )
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
         loss = loss_of(graphdef, row)
-        arrays = jax.tree.leaves(jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params))
-        kept[remat] = sum(x.size * x.dtype.itemsize for x in arrays)
+        arrays = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
         compiled = jax.jit(jax.grad(loss)).lower(params).compile()
-        temporaries[remat] = compiled.memory_analysis().temp_size_in_bytes
+        kept, weights = (
+            sum(x.size * x.dtype.itemsize for x in xs) for xs in (arrays, jax.tree.leaves(params))
+        )
+        return kept, compiled.memory_analysis().temp_size_in_bytes, weights - 31 * D * 4
+
+    two = {remat: bytes_of(2, remat) for remat in ("none", "rule", "full")}
+    more = {remat: np.subtract(bytes_of(3, remat), two[remat]) for remat in ("rule", "full")}
     stream = B * T * D * 4
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     chunk = 32  # of the chunked form on a CPU; a block keeps a matrix [chunk, chunk] and a state for each
     residuals = B * HO * (T // chunk) * (chunk * chunk + K * K) * 4
-    least = weights + layers * stream
+    kept, temporaries, weights = ({remat: x[i] for remat, x in two.items()} for i in range(3))
+    # A block has two inputs, the stream and what is added to it; the first block has one.
+    least = weights["full"] + 3 * stream
     assert least <= kept["full"] <= least + 4 * stream  # the last norm and the logits keep theirs
-    assert layers * residuals <= kept["rule"] - kept["full"] <= 1.5 * layers * residuals
+    assert more["full"][0] == more["full"][2] + 2 * stream
+    for kept_by_rule, blocks in ((kept["rule"] - kept["full"], 2), (more["rule"][0] - more["full"][0], 1)):
+        assert blocks * residuals <= kept_by_rule <= 1.5 * blocks * residuals
     assert kept["none"] > 8 * kept["rule"]
-    # The backward pass of the last block begins before the others' residuals are used up.
-    assert (
-        0.8 * (layers - 1) * residuals
-        <= temporaries["rule"] - temporaries["full"]
-        <= 1.5 * layers * residuals
-    )
-    assert layers * stream <= temporaries["full"] <= 0.7 * temporaries["none"]
+    # Memory is fullest in the backward pass of one block, which holds its own residuals under either remat: what
+    # differs by a block is what each of the others keeps.
+    assert 0.8 * residuals <= more["rule"][1] - more["full"][1] <= 1.5 * residuals
+    assert 3 * stream <= temporaries["full"] <= 0.7 * temporaries["none"]
 
 
 @pytest.mark.parametrize("B, T", [(1, 4096), (64, 256)], ids=["cut into segments", "whole sequences"])
 def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
-    """The program on a GPU, traced only."""
+    """None of the rule's kernels. Those around it run again. The program on a GPU, traced only."""
     from pallas_kernels.device import launch
 
     monkeypatch.setattr(launch, "device_reason", lambda: None)
@@ -443,12 +450,15 @@ def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
             **sizes, num_layers=1, dtype="bfloat16", implementation="mosaic_gpu", remat=remat
         )
         graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
-        return operations(jax.grad(lambda params, row: loss_of(graphdef, row)(params)), params, row)
+        traced = jax.make_jaxpr(jax.grad(lambda params, row: loss_of(graphdef, row)(params)))(params, row)
+        found = [eqn for eqn in eqns(traced.jaxpr) if eqn.primitive.name in KERNELS]
+        kernels = collections.Counter(eqn.params["name"].startswith(step_bench.RULE) for eqn in found)
+        products = sum(eqn.primitive.name == "dot_general" for eqn in eqns(traced.jaxpr))
+        return kernels[True], kernels[False], products
 
-    plain, kept, again = (program(remat) for remat in ("none", "rule", "full"))
-    count = [sum(p[name] for name in KERNELS) for p in (plain, kept, again)]
-    assert 0 < count[0] == count[1] < count[2]
-    assert plain["dot_general"] < kept["dot_general"]  # projections are computed again
+    plain, kept, again = (np.array(program(remat)) for remat in ("none", "rule", "full"))
+    assert 0 < plain[0] == kept[0] < again[0]
+    assert np.all(plain[1:] < kept[1:]) and np.all(kept[1:] == again[1:])  # projections, convolution, norms
 
 
 def test_residual_stream_in_bfloat16():

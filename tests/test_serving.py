@@ -163,6 +163,16 @@ def test_gates_are_not_rounded():
     assert_close(expected(x, pool)[1], new, STATE_F32, "states", 1)
 
 
+def test_float16():
+    """Converted, not reinterpreted; beside states of another dtype."""
+    x, pool = draw(3, 1, dtype=np.float16), draw_pool(3)
+    o, new = serving.decode(*one(x), fresh(pool), **x.gates, read_slots=np.arange(3))
+    want_o, want = expected(x, pool)
+    assert o.dtype == np.float16
+    assert_close(want_o[:, 0], o, O_BF16 / 8, "o", 1)
+    assert_close(want, new, STATE_F32, "states", 1)
+
+
 def test_float64():
     with jax.enable_x64(True):
         x = Requests(*(y.astype(np.float64) for y in draw(2, 1)))

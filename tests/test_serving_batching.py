@@ -54,7 +54,8 @@ def functions(batch_invariant=False):
 def make_server(*, batch_invariant=False, ring=None, **options):
     pools = dirty(served(batch_invariant).make_pools(SLOTS, ring=ring))
     options = {"max_batch": 4, "prefill_tokens": 128} | options
-    return serving.Server(*functions(batch_invariant), pools, **options)
+    params = served(batch_invariant).params
+    return serving.Server(*functions(batch_invariant), params, pools, **options)
 
 
 def serve_all(server):
@@ -85,7 +86,7 @@ def assert_same_tokens(want, got):
         np.testing.assert_array_equal(want[i], tokens, err_msg=f"request {i}")
 
 
-@pytest.mark.parametrize("ring", [None, 4])
+@pytest.mark.parametrize("ring", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_request_gets_what_generate_gives(ring):
     """Eight requests through four places and five slots that held NaN; with deferred writes too."""
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
@@ -142,7 +143,7 @@ def test_a_stop_token_ends_a_request():
     assert_same_tokens(want, {numbers[number]: tokens for number, tokens in server.run().items()})
 
 
-@pytest.mark.parametrize("ring", [None, 9])
+@pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 9])
 def test_speculative_decoding(ring):
     """Three drafts a step, some of which are wrong: what is accepted is what `generate` gives, token for token. The
     convolution is rolled back with the recurrent states, or with the cursors of their rings."""
@@ -152,7 +153,7 @@ def test_speculative_decoding(ring):
     pools = dirty(served().make_pools(12, ring=ring))
     cu = np.cumsum([0, *lengths]).astype(np.int32)
     row = np.concatenate([prompts()[i] for i in chosen])[None].astype(np.int32)
-    newest, pools = jax.jit(served().prefill)(row, cu, slots[:, 0], np.zeros(3, bool), pools)
+    newest, pools = jax.jit(served().prefill)(served().params, row, cu, slots[:, 0], np.zeros(3, bool), pools)
     got = [[int(token)] for token in newest]
     verify, rng = jax.jit(served().verify), np.random.default_rng(2)
     accepted, seen = np.ones(3, np.int32), set()
@@ -161,7 +162,7 @@ def test_speculative_decoding(ring):
         right = [each[len(new) : len(new) + T - 1] for each, new in zip(known, got, strict=True)]
         drafts = np.where(rng.random((3, T - 1)) < 0.7, right, rng.integers(0, CONFIG.vocab_size, (3, T - 1)))
         tokens = np.concatenate([[[new[-1]] for new in got], drafts], 1).astype(np.int32)
-        after, pools = verify(tokens, slots, accepted, pools)
+        after, pools = verify(served().params, tokens, slots, accepted, pools)
         accepted = 1 + np.cumprod(drafts == np.asarray(after)[:, :-1], 1).sum(1).astype(np.int32)
         for n in range(3):
             got[n] += np.asarray(after)[n, : accepted[n]].tolist()
@@ -178,7 +179,7 @@ def recording(logits: dict):
     def keep(kind, slots, values):
         logits.setdefault(kind, []).append((np.array(slots), np.array(values)))
 
-    def prefill(tokens, cu_seqlens, slots, has_initial_state, pools):
+    def prefill(_, tokens, cu_seqlens, slots, has_initial_state, pools):
         at = serving.take_slots(pools, slots)
         before = jnp.where(has_initial_state, at, 0)
         owner = jnp.searchsorted(cu_seqlens, jnp.arange(tokens.shape[1]), side="right") - 1
@@ -187,7 +188,7 @@ def recording(logits: dict):
         jax.debug.callback(functools.partial(keep, "prefill"), slots, total)
         return total % 7, serving.put_slots(pools, slots, total)
 
-    def decode(tokens, slots, pools):
+    def decode(_, tokens, slots, pools):
         total = serving.take_slots(pools, slots) + tokens
         jax.debug.callback(functools.partial(keep, "decode"), slots, total)
         return total % 7, serving.put_slots(pools, slots, total)
@@ -207,7 +208,7 @@ def test_indices_are_never_written_to_again():
         return g
 
     prefill, decode = recording({})
-    server = serving.Server(prefill, decode, jnp.full(3, 9), max_batch=2, prefill_tokens=64)
+    server = serving.Server(prefill, decode, None, jnp.full(3, 9), max_batch=2, prefill_tokens=64)
     from gdn_jax.serving import batching
 
     names = ("_run_prefill", "_run_decode")
@@ -245,12 +246,12 @@ def test_errors():
     prefill, decode = recording({})
     pools = jnp.zeros(3)
     with pytest.raises(ValueError, match="max_batch: expected 1 to 3, the slots of the pools, got 4"):
-        serving.Server(prefill, decode, pools, max_batch=4)
+        serving.Server(prefill, decode, None, pools, max_batch=4)
     with pytest.raises(ValueError, match="max_waiting: expected at least 1, got 0"):
-        serving.Server(prefill, decode, pools, max_batch=1, max_waiting=0)
+        serving.Server(prefill, decode, None, pools, max_batch=1, max_waiting=0)
     with pytest.raises(ValueError, match="prefill_tokens: expected at least 64, got 63"):
-        serving.Server(prefill, decode, pools, max_batch=1, prefill_tokens=63)
-    server = serving.Server(prefill, decode, pools, max_batch=1)
+        serving.Server(prefill, decode, None, pools, max_batch=1, prefill_tokens=63)
+    server = serving.Server(prefill, decode, None, pools, max_batch=1)
     with pytest.raises(ValueError, match="prompt: expected a row of at least one token"):
         server.submit([], 1)
     with pytest.raises(ValueError, match="num_tokens: expected at least 1, got 0"):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from serving_cases import assert_same_bits, compiled, draw, draw_pool, every_state, expected, fresh, one
+from serving_cases import K, V, assert_same_bits, compiled, draw, draw_pool, every_state, expected, fresh, one
 from tolerances import assert_close
 
 from gdn_jax import serving
@@ -44,25 +44,25 @@ def test_walk_through_with_three_drafts():
         at, accepted = at + then_accepted, then_accepted
 
 
-@pytest.mark.parametrize(
-    "T, heads, pool_dtype, state_layout",
-    [
-        (2, (1, 2), np.float32, "vk"),
-        (4, (1, 2), BF16, "kv"),
-        (8, (1, 2), BF16, "vk"),
-        (2, (2, 8), BF16, "vk"),
-        (4, (2, 8), np.float32, "kv"),
-        (8, (2, 8), np.float32, "vk"),
-    ],
-)
-def test_verify(T, heads, pool_dtype, state_layout):
+CASES = [
+    (2, (1, 2), np.float32, "vk"),
+    (4, (1, 2), BF16, "kv"),
+    (8, (1, 2), BF16, "vk"),
+    (2, (2, 8), BF16, "vk"),
+    (4, (2, 8), np.float32, "kv"),
+    (8, (2, 8), np.float32, "vk"),
+]
+
+
+@pytest.mark.parametrize("T, heads, pool_dtype, state_layout", CASES)
+def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
     """bfloat16 tokens of five requests, one of them padding, each accepted another number of tokens before."""
     rng = np.random.default_rng(T)
-    x = draw(5, T, heads=heads, dtype=BF16)
+    x = draw(5, T, heads=heads, widths=widths, dtype=BF16)
     slots = rng.permutation(5 * T + 3)[: 5 * T].reshape(5, T).astype(np.int32)
     slots[2] = -1
     accepted = rng.integers(1, T + 1, 5)
-    pool = draw_pool(5 * T + 3, HV=heads[1], dtype=pool_dtype, state_layout=state_layout)
+    pool = draw_pool(5 * T + 3, HV=heads[1], widths=widths, dtype=pool_dtype, state_layout=state_layout)
     o, new = compiled(serving.verify, state_layout=state_layout)(
         *x.tokens, pool, **x.gates, state_slots=jnp.asarray(slots), num_accepted_tokens=jnp.asarray(accepted)
     )
@@ -77,6 +77,14 @@ def test_verify(T, heads, pool_dtype, state_layout):
     assert not o[2].any()
     others = np.setdiff1d(np.arange(len(pool)), slots)
     assert_same_bits(pool[others], new[others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(16, 32), (16, 64)])
+@pytest.mark.parametrize("T", [2, 4, 8])
+def test_heads_of_models(T, heads):
+    """The heads of FlashInfer's tests, with K = V = 128 and a bfloat16 pool."""
+    test_verify(T, heads, BF16, "vk", widths=(128, 128))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def cases():
             yield pytest.param(kind, name, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("kind, name", cases())
+@pytest.mark.parametrize("kind, name", list(cases()))
 def test_nothing_is_copied(kind, name):
     pool = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), jnp.asarray(draw_pool(1))

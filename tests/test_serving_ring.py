@@ -238,6 +238,45 @@ def test_batch_invariance():
         assert_same_bits(a[2], b[2])
 
 
+@pytest.mark.parametrize("Hq, Hk, HV", [(4, 2, 2), pytest.param(2, 3, 6, marks=pytest.mark.slow)])
+def test_any_grouping_of_heads_and_resets(Hq, Hk, HV):
+    """More query heads than value heads; numbers of heads that do not divide one another. One head forgets all at
+    every token: its log decay is -inf, also in the ring."""
+    HO, T, L = max(Hq, HV), 5, 3
+    x = draw(2, T, heads=(Hk, HO))
+    rng = np.random.default_rng(0)
+    q, v = (rng.standard_normal((2, T, *shape)).astype(np.float32) for shape in ((Hq, K), (HV, V)))
+    x = x._replace(q=q, v=v)
+    x.A_log[1] = 100
+    pool = draw_pool(2, HV=HO)
+    want, after = expected(x, pool)
+    ring = make(pool, L, num_key_heads=Hk)
+    outputs = []
+    for t in range(T):
+        o, ring = compiled(serving.decode)(*one(x, t), ring, **x.gates, read_slots=np.arange(2))
+        outputs.append(o)
+    assert_close(want, np.stack(outputs, 1), STATE_F32, "decode", 2)
+    assert_close(after, compiled(serving.snapshot)(ring, np.arange(2)), STATE_F32, "states", 1)
+    o, _ = compiled(serving.verify)(
+        *x.tokens,
+        make(pool, T, num_key_heads=Hk),
+        **x.gates,
+        state_slots=np.arange(2),
+        num_accepted_tokens=np.ones(2, int),
+    )
+    assert_close(want, o, STATE_F32, "verify", 2)
+
+
+def test_no_requests():
+    """A batch of none is nothing to do."""
+    x, pool = draw(0, 1), draw_pool(2)
+    for start in (jnp.array(pool), make(pool, 3)):
+        o, new = compiled(serving.decode)(*one(x), start, **x.gates, read_slots=np.zeros(0, int))
+        assert o.shape == (0, 4, V)
+        for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(new), strict=True):
+            assert_same_bits(before, after)
+
+
 def test_sizes():
     ring = make(draw_pool(3, state_layout="vk"), 4, BF16, state_layout="vk")
     assert ring.length == 4 and ring.k.shape == (3, 2, 4, K) and ring.u.shape == (3, 4, 4, V)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from gdn_jax.commands.errors import RunError, one_line, out_of_memory
 from gdn_jax.experiments.runs import RunFolder
@@ -161,5 +162,7 @@ def _digest(state: Any) -> str:
     """Of the bytes of all arrays: a changed bit in their file goes unnoticed otherwise."""
     digest = hashlib.sha256()
     for array in jax.tree.leaves(state):
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
         digest.update(np.asarray(jax.device_get(array)).tobytes())
     return digest.hexdigest()[:16]

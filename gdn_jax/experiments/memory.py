@@ -44,7 +44,7 @@ def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
 
 def available() -> int:
     """Bytes of the device's memory, of the machine where the device is its CPU."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

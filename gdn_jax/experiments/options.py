@@ -52,6 +52,9 @@ class RunOptions:
     compilation_cache: bool = True
     """On an accelerator, keep compiled programs for the next run: in JAX_COMPILATION_CACHE_DIR, without it in the
     user's cache directory."""
+    mesh: str | None = None
+    """Run on all devices of all processes, split like data=2,head=2,context=2: rows, heads, and tokens of a row; with
+    ,sharded each device of data keeps a part of the parameters. A resumed run may have another mesh."""
     max_minutes: float | None = None
     """Save and stop after this many minutes of training, finished or not. --resume continues."""
 
@@ -167,7 +170,7 @@ TASKS: dict[str, TrainOptions] = {
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache"}  # belong to one start of a run
+_NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache", "mesh"}  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 
 _POSITIVE = (

@@ -15,6 +15,7 @@ line is dropped when the run is resumed.
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ class RunFolder:
             if not isinstance(value, kind := wanted.get(name, str)):
                 raise RunError(f"{file}: expected {name} of type {kind.__name__}, got {value}")
         return cls(path), config
+
+    @classmethod
+    def follow(cls, path: Path, scratch: Path) -> "RunFolder":
+        """A run whose first process is another one: checkpoints are shared, all else goes to scratch."""
+        run, lines = cls(scratch), path / "metrics.jsonl"
+        run.checkpoints, run.damaged = path / "checkpoints", path / "damaged"
+        if lines.exists():
+            shutil.copy(lines, scratch)
+        return run
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Writes a JSON file of the folder."""

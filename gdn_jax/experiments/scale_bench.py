@@ -4,6 +4,9 @@ Times the rule, forward and backward, on meshes that split its rows, its heads o
 the same arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared
 before a time counts: over rows and heads all bits, over tokens within the rounding of the maps that travel. A time is
 the mean of calls that follow one another without a pause, by the clock.
+
+Then the training step of a model, with as many tokens for each device as for one: more rows over data, longer rows
+over context. Efficiency is the time of one device over that of n.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +32,11 @@ from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
+from gdn_jax.experiments import step_bench, steps
+from gdn_jax.experiments.options import ScheduleOptions
+from gdn_jax.experiments.placement import Placement
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.models import LanguageModel
 from gdn_jax.parallel import context
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
@@ -40,9 +49,12 @@ class ScaleBenchOptions:
     what: Literal["scale"] = "scale"
     """The rule on meshes of several devices."""
     mesh: tuple[str, ...] = ()
-    """Meshes to time, as in data=2 head=2 context=2. Default: all devices along each axis."""
+    """Meshes to time, as in data=2 head=2 context=2. Default: all devices along each axis; of the step, with whole
+    and with sharded parameters along data, and along context."""
+    parts: tuple[Literal["rule", "step"], ...] = ("rule", "step")
+    """What is timed: the rule, forward and backward; the training step of a model."""
     tokens: tuple[int, ...] = (262144,)
-    """Tokens of all rows together, one group of lines for each."""
+    """Tokens of all rows together in the rule, one group of lines for each."""
     rows: int = 8
     """Rows that the tokens are cut into where the mesh has a data axis; else they are one row."""
     heads: tuple[int, int] = (16, 32)
@@ -53,6 +65,12 @@ class ScaleBenchOptions:
     """dtype of q, k, v."""
     implementation: str | None = None
     """Of the rule; default: the fastest that supports the call."""
+    model: Literal["tiny", "0.4b", "1.3b"] = "0.4b"
+    """Size of the model of the step, as of gdn bench --what step."""
+    length: int = 8192
+    """Tokens of a row of the step on one device."""
+    step_tokens: int = 65536
+    """Tokens of a step for each device."""
     calls: int = 8
     """Calls that follow one another in one measurement."""
     repeats: int = 5
@@ -64,6 +82,7 @@ class ScaleBenchOptions:
 class Result(NamedTuple):
     """One mesh."""
 
+    what: str
     mesh: str
     rows: int
     length: int
@@ -76,7 +95,7 @@ class Result(NamedTuple):
     collectives: dict[str, int]
     temporary_gib: float
     differs: float
-    """The largest relative difference of an output or gradient from one device's, rms over rms."""
+    """Of the rule: the largest relative difference of an output or gradient from one device's, rms over rms."""
 
 
 def _call(options: ScaleBenchOptions, shape: MeshShape, x: Inputs):
@@ -169,6 +188,7 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
             memory = compiled.memory_analysis()
             results.append(
                 Result(
+                    "rule",
                     str(where),
                     rows,
                     length,
@@ -187,59 +207,132 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
     return results
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints a line for each mesh."""
-    options = parse(ScaleBenchOptions, argv, "gdn bench --what scale", ScaleBenchOptions(), __doc__)
+def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Result]) -> Result:
+    """Times the training step on a mesh.
+
+    Args:
+      alone: the result of one device, where there is one.
+    """
+    config = step_bench.config_of(step_bench.StepBenchOptions(model=options.model, dtype=options.dtype))
+    rows, length = options.step_tokens // options.length * shape.data, options.length * shape.context
+    placement = Placement(shape, shape.make(jax.devices()[: shape.size]))
+    placement.check(config, rows, length)
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
+    del model
+    with placement.active():
+        state, shardings = placement.state(params, optimizer)
+        del params
+        text = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1)).astype(np.int32)
+        batch = placement.batch(Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32)))
+        train: Any = steps.make_functions(graphdef, rest, optimizer, 1, shardings=shardings).train
+        compiled = train.lower(state, batch).compile()
+
+        def once() -> Any:
+            nonlocal state
+            state, metrics = compiled(state, batch)
+            return metrics
+
+        jax.block_until_ready(once())
+        times = _time(once, options)
+    ms, sent, memory = float(np.median(times)), traffic(compiled.as_text() or ""), compiled.memory_analysis()
+    return Result(
+        f"step of {options.model}",
+        str(shape),
+        rows,
+        length,
+        shape.size,
+        ms,
+        min(times),
+        max(times),
+        alone[0].ms / ms if alone else 1.0,
+        sent.total / 2**20,
+        sent.count,
+        memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
+        float("nan"),
+    )
+
+
+def shapes_of(options: ScaleBenchOptions, part: str) -> list[MeshShape]:
+    """Meshes that a part is timed on.
+
+    Raises:
+      RunError: an option is no mesh, or one of more devices than there are, or the sizes do not divide.
+    """
     count = jax.device_count()
-    try:
-        shapes = [MeshShape.parse(text) for text in options.mesh] or [
-            MeshShape(data=count),
-            MeshShape(head=count),
-            MeshShape(context=count),
-        ]
-    except ValueError as error:
-        fail("mesh", "axes and devices", error)
+    shapes = [MeshShape(data=count), MeshShape(head=count), MeshShape(context=count)]
+    if part == "step":
+        shapes = [shapes[0], MeshShape(data=count, shard_parameters=True), shapes[2]]
+    if options.mesh:
+        try:
+            shapes = [MeshShape.parse(text) for text in options.mesh]
+        except ValueError as error:
+            fail("mesh", "axes and devices", error)
     for shape in shapes:
         if shape.size > count:
             fail("mesh", f"at most {count} devices", shape)
-        for tokens in options.tokens:
-            rows = options.rows if shape.data > 1 else 1
-            if rows % shape.data or tokens % (rows * shape.context) or tokens < 1:
-                fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
+    return shapes
+
+
+def _check(options: ScaleBenchOptions) -> None:
+    """Raises RunError where sizes do not divide."""
+    for part in options.parts:
+        for shape in shapes_of(options, part):
+            for tokens in options.tokens if part == "rule" else ():
+                rows = options.rows if shape.data > 1 else 1
+                if tokens < 1 or rows % shape.data or tokens % (rows * shape.context):
+                    fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
+    if options.length < 1 or options.step_tokens % options.length:
+        fail("length", f"a divisor of --step-tokens {options.step_tokens}", options.length)
     if options.json is not None:
         check_writable("json", options.json)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line for each mesh."""
+    options = parse(ScaleBenchOptions, argv, "gdn bench --what scale", ScaleBenchOptions(), __doc__)
+    _check(options)
     console, results = Console(), []
     if not console.is_terminal:
         console.width = 200
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
-    for tokens in options.tokens:
-        alone: dict[tuple[int, int], float] = {}
-        for shape in shapes:
-            try:
-                found = measure(options, shape, alone, tokens)
-            except (
-                jax.errors.JaxRuntimeError
-            ) as error:  # out of memory, among others: the other meshes may fit
-                console.print(f"{shape}, {tokens} tokens: {one_line(error)}", highlight=False)
-                continue
-            results += found
-            for r in found:
-                console.print(f"{r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms", highlight=False)
-            if options.json is not None:
-                content = {"versions": versions(), "results": [r._asdict() for r in results]}
-                write_text(options.json, json.dumps(content, indent=1, default=str))
+
+    def add(name: str, measured: Callable[[], list[Result]]) -> None:
+        try:
+            found = measured()
+        except jax.errors.JaxRuntimeError as error:  # out of memory, among others: the other meshes may fit
+            console.print(f"{name}: {one_line(error)}", highlight=False)
+            return
+        results.extend(found)
+        for r in found:
+            console.print(f"{r.what}, {r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms", highlight=False)
+        if options.json is not None:
+            content = {"versions": versions(), "results": [r._asdict() for r in results]}
+            write_text(options.json, json.dumps(content, indent=1, default=str))
+
+    if "rule" in options.parts:
+        for tokens in options.tokens:
+            times: dict[tuple[int, int], float] = {}
+            for shape in shapes_of(options, "rule"):
+                add(f"rule, {shape}, {tokens} tokens", partial(measure, options, shape, times, tokens))
+    if "step" in options.parts:
+        for shape in (MeshShape(), *(shape for shape in shapes_of(options, "step") if shape.size > 1)):
+            alone = [r for r in results if r.what != "rule" and r.devices == 1]
+            add(f"step, {shape}", lambda shape=shape, alone=alone: [measure_step(options, shape, alone)])
     console.print(_table(results))
     return 0 if results else 1
 
 
 def _table(results: list[Result]) -> Table:
     table = Table()
-    for name in ("mesh", "rows x tokens"):
+    for name in ("what", "mesh", "rows x tokens"):
         table.add_column(name, no_wrap=True)
     for name in ("ms", "spread ms", "efficiency", "MiB sent", "collectives", "temporaries GiB", "differs"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
+            r.what,
             r.mesh,
             f"{r.rows}x{r.length}",
             f"{r.ms:.3f}",
@@ -248,6 +341,6 @@ def _table(results: list[Result]) -> Table:
             f"{r.sent_mib:.2f}",
             ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "none",
             f"{r.temporary_gib:.2f}",
-            f"{r.differs:.1e}" if r.devices > 1 else "",
+            f"{r.differs:.1e}" if r.devices > 1 and r.what == "rule" else "",
         )
     return table

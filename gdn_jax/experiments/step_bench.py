@@ -1,7 +1,7 @@
 """`gdn bench --what step`: times the whole training step of a model, and says where its time goes.
 
-A step is what `gdn train` runs: forward, backward, clipping, AdamW, on random tokens. Its time is that between the
-ends of steps that follow one another without a pause. Seconds to the first step are those of initialising the model,
+A step is what `gdn train` runs: forward, backward, clipping, AdamW, on random tokens. Its time is the mean of several
+that follow one another without a pause. Seconds to the first step are those of initialising the model,
 and of tracing, compiling and running the first step. On a GPU the kernels of a step are added up by kind from a
 profile.
 """
@@ -28,6 +28,7 @@ from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 from gdn_jax.experiments import steps
 from gdn_jax.experiments.options import ScheduleOptions
+from gdn_jax.experiments.peak import share_of_peak
 from gdn_jax.experiments.steps import TrainState
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
@@ -43,13 +44,13 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Models by name: fields of a ModelConfig. V = K in all of them."""
 
-PEAK_FLOPS = 989e12
-"""Dense products in 16 bits of an H100 or H200 in a second, as published."""
+STEPS = 4
+"""Steps of one measurement."""
 
 RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients")
 KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
-    ("convolution", re.compile("^short_conv")),
+    ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient)")),
     ("products", re.compile("nvjet|gemm|cutlass|cublas|xmma|splitK", re.IGNORECASE)),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
@@ -71,8 +72,8 @@ class StepBenchOptions:
     """Tokens of a step: its rows have the same length."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype."""
-    repeats: int = 9
-    """Timed steps."""
+    repeats: int = 5
+    """Measurements, of four steps each."""
     options: tuple[str, ...] = ()
     """More fields of the ModelConfig, as in remat=rule."""
     json: Path | None = None
@@ -84,8 +85,8 @@ class Result(NamedTuple):
 
     length: int
     tokens_per_second: float
-    share_of_peak: float
-    """6 operations for each parameter but the embedding's, and token."""
+    share_of_peak: float | None
+    """See `peak.share_of_peak`."""
     step_ms: float
     fastest_ms: float
     slowest_ms: float
@@ -142,10 +143,10 @@ def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Resu
     first_step_s = time.perf_counter() - started
     loss = float(metrics.loss)
 
-    def once() -> None:
+    def once() -> Any:
         nonlocal state
         state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
+        return metrics
 
     times = _times(once, options.repeats)
     kinds, kernels = _kinds(once) if jax.default_backend() == "gpu" else ({}, {})
@@ -156,7 +157,7 @@ def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Resu
     return Result(
         length,
         per_second,
-        6 * counted * per_second / PEAK_FLOPS,
+        share_of_peak(counted, per_second),
         step_ms,
         min(times),
         max(times),
@@ -169,22 +170,23 @@ def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Resu
     )
 
 
-def _times(once: Callable[[], None], repeats: int) -> list[float]:
-    """Milliseconds of each step, after three that warm up."""
+def _times(once: Callable[[], Any], repeats: int) -> list[float]:
+    """Milliseconds of a step in each measurement, after one that warms up."""
     times = []
-    for i in range(3 + repeats):
+    for _ in range(1 + repeats):
         started = time.perf_counter()
-        once()
-        if i >= 3:
-            times.append((time.perf_counter() - started) * 1e3)
-    return times
+        for _ in range(STEPS - 1):
+            once()
+        jax.block_until_ready(once())
+        times.append((time.perf_counter() - started) / STEPS * 1e3)
+    return times[1:]
 
 
-def _kinds(once: Callable[[], None], calls: int = 3) -> tuple[dict[str, float], dict[str, float]]:
+def _kinds(once: Callable[[], Any], calls: int = 3) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by kind, and of the thirty kernels that take longest."""
     by_kind: dict[str, float] = defaultdict(float)
     by_name: dict[str, float] = defaultdict(float)
-    for kernel in device_time.kernels(device_time.profile(once, calls)):
+    for kernel in device_time.kernels(device_time.profile(lambda: jax.block_until_ready(once()), calls)):
         ms = (kernel.end_ns - kernel.start_ns) / 1e6 / calls
         by_kind[next(kind for kind, names in KINDS if names.search(kernel.name))] += ms
         by_name[kernel.name] += ms
@@ -229,7 +231,7 @@ def _table(results: list[Result]) -> Table:
         table.add_row(
             str(r.length),
             f"{r.tokens_per_second:.0f}",
-            f"{100 * r.share_of_peak:.1f} %",
+            "" if r.share_of_peak is None else f"{100 * r.share_of_peak:.1f} %",
             f"{r.step_ms:.1f}",
             f"{r.fastest_ms:.1f} to {r.slowest_ms:.1f}",
             f"{r.temporary_gib:.1f}",

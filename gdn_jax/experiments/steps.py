@@ -1,9 +1,9 @@
 """The pure functions of training: one optimiser step, one validation batch, and the optimiser they use."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import ModelOptions, ScheduleOptions, config_values
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.parallel.on_mesh import linear_softmax_cross_entropy
 
 
 class TrainState(NamedTuple):
@@ -172,11 +172,13 @@ def make_functions(
     optimizer: optax.GradientTransformation,
     accumulate: int,
     deterministic: bool = True,
+    shardings: TrainState | None = None,
 ) -> Functions:
     """Compiled step functions of a model.
 
     Args:
       graphdef, rest, optimizer, accumulate: see `train_step`.
+      shardings: of the state, which keeps them; None on one device.
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
         it, jax 0.11.2, and do not without; a CPU agrees in any case.)
@@ -189,8 +191,10 @@ def make_functions(
         return loss_sum(graphdef, rest, params, batch)[1]
 
     flags = compiler_flags(deterministic)
+    where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
     return Functions(
-        jax.jit(train, donate_argnums=0, compiler_options=flags), jax.jit(evaluate, compiler_options=flags)
+        jax.jit(train, donate_argnums=0, compiler_options=flags, **where),
+        jax.jit(evaluate, compiler_options=flags),
     )
 
 
@@ -205,6 +209,6 @@ def mean(sums: list[Sums]) -> tuple[float, float]:
     return loss / weight, correct / weight
 
 
-def validate(functions: Functions, params: PyTree, batches: list[Batch]) -> tuple[float, float]:
+def validate(functions: Functions, params: PyTree, batches: Iterable[Batch]) -> tuple[float, float]:
     """`mean` of the batches under the parameters."""
     return mean([functions.evaluate(params, batch) for batch in batches])

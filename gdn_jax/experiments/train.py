@@ -6,14 +6,18 @@ and its lines of metrics describe it: the run can be resumed.
 
 import contextlib
 import shlex
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn_jax.commands.errors import RunError, os_line
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
 from gdn_jax.commands.files import write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
@@ -23,10 +27,12 @@ from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.checkpoints import Checkpoints
 from gdn_jax.experiments.compiled import keep_compiled
 from gdn_jax.experiments.options import TrainOptions
+from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.progress import Reporter
 from gdn_jax.experiments.runs import RunFolder, check_free
 from gdn_jax.experiments.tasks.table import check_same_data, make_task
 from gdn_jax.experiments.training import Diverged, Trainer
+from gdn_jax.parallel import processes
 
 
 def train(options: TrainOptions, console: Console) -> int:
@@ -36,23 +42,48 @@ def train(options: TrainOptions, console: Console) -> int:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
     options_lib.check(options)
+    if options.run.mesh is not None:
+        try:
+            processes.join()
+        except ValueError as error:
+            raise RunError(str(error)) from error
     compiled = keep_compiled(options.run.compilation_cache)
     if compiled is not None:
         console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
+    placement = Placement.on(options.run.mesh)
+    try:
+        if options.run.mesh is not None and not processes.is_first():
+            return _follow(options, placement)
+        return _lead(options, placement, console)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or out_of_memory(error):
+            raise
+        again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
+        reason = f"another process of the run is gone ({one_line(error)})"
+        text = f"gdn: process {jax.process_index()}: {reason}; what was saved is kept; continue with: {again}"
+        print(text, file=sys.stderr)
+        processes.leave(1)
+
+
+def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
+    """`train` in the first process, or the only one."""
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
         with owned(run.path):
             task = make_task(options)
             check_same_data(config["data"], task)
-            trainer = Trainer.make(options, task)
+            trainer = Trainer.make(options, task, placement)
             stored = config["options"] | options_lib.to_json(options)
             if stored != config["options"]:  # where the data lies, or how many checkpoints are kept
                 config["options"] = stored
                 run.write_json("config.json", config)
+            processes.wait("the run is open")
             return _work(trainer, run, config["versions"], console)
     check_free(options.run.out)
+    if jax.process_count() > 1 and options.run.out is None:
+        raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options)
-    trainer = Trainer.make(options, task)
+    trainer = Trainer.make(options, task, placement)
     config = {
         "task": options.task.task,
         "options": options_lib.to_json(options),
@@ -65,7 +96,19 @@ def train(options: TrainOptions, console: Console) -> int:
     run = RunFolder.create(options.run.out, options.task.task)
     with owned(run.path):
         run.write_json("config.json", config)
+        processes.wait("the run is open")
         return _work(trainer, run, config["versions"], console)
+
+
+def _follow(options: TrainOptions, placement: Placement) -> int:
+    """`train` in the other processes: the same steps and checkpoints, and nothing else in the run folder."""
+    if options.run.out is None:
+        raise RunError("--out: expected a folder that all processes share, got none")
+    trainer = Trainer.make(options, make_task(options), placement)
+    processes.wait("the run is open")
+    with tempfile.TemporaryDirectory() as scratch:
+        run = RunFolder.follow(options.run.out, Path(scratch))
+        return _work(trainer, run, {}, Console(quiet=True))
 
 
 def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Console) -> int:

@@ -21,10 +21,14 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments.checkpoints import Checkpoints
 from gdn_jax.experiments.options import TrainOptions
+from gdn_jax.experiments.peak import share_of_peak
+from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.progress import Reporter
 from gdn_jax.experiments.runs import RunFolder
 from gdn_jax.experiments.steps import Functions, StepMetrics, TrainState
+from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.table import Task
+from gdn_jax.parallel import processes
 
 
 class Diverged(Exception):
@@ -66,12 +70,13 @@ class Trainer:
     rest: PyTree
     functions: Functions
     state: TrainState
+    placement: Placement
     step: int = 0
     tally: Tally = dataclasses.field(default_factory=Tally)
     seconds: float = 0.0  # spent in the loop, over all resumptions
 
     @classmethod
-    def make(cls, options: TrainOptions, task: Task) -> "Trainer":
+    def make(cls, options: TrainOptions, task: Task, placement: Placement | None = None) -> "Trainer":
         """A trainer at step 0. Traces the step, so that an unusable configuration fails here.
 
         Raises:
@@ -81,15 +86,19 @@ class Trainer:
         model = steps.make_model(options.model, task.vocab_size, options.run.seed)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
-        functions = steps.make_functions(
-            graphdef, rest, optimizer, options.run.accumulate, options.run.deterministic
-        )
-        state = TrainState(params, optimizer.init(params))
-        try:
-            jax.eval_shape(functions.train, state, task.train_batch(1))
-        except (ValueError, NotImplementedError) as error:
-            raise RunError(str(error)) from error
-        return cls(options, task, graphdef, rest, functions, state)
+        placement = placement or Placement()
+        batch, accumulate = task.train_batch(1), options.run.accumulate
+        placement.check(model.config, batch.tokens.shape[0] // accumulate, batch.tokens.shape[1])
+        with placement.active():
+            state, shardings = placement.state(params, optimizer)
+            functions = steps.make_functions(
+                graphdef, rest, optimizer, accumulate, options.run.deterministic, shardings
+            )
+            try:
+                jax.eval_shape(functions.train, state, placement.batch(batch))
+            except (ValueError, NotImplementedError) as error:
+                raise RunError(str(error)) from error
+        return cls(options, task, graphdef, rest, functions, state, placement)
 
     @property
     def parameters(self) -> int:
@@ -97,8 +106,8 @@ class Trainer:
         return sum(x.size for x in jax.tree.leaves(self.state.params))
 
     def model(self) -> Any:
-        """The model with the present parameters."""
-        return nnx.merge(self.graphdef, self.state.params, self.rest)
+        """The model with the present parameters, on one device."""
+        return nnx.merge(self.graphdef, self.placement.whole(self.state.params), self.rest)
 
     def restore(self, store: Checkpoints) -> dict[int, str]:
         """Takes over the latest checkpoint that is whole, if there is one; returns the damaged ones after it.
@@ -131,15 +140,23 @@ class Trainer:
         if store.latest() == self.step:
             return
         copy = jax.tree.map(jnp.copy, self.state)  # the step takes over the memory of its argument
-        _, metrics = self.functions.train(copy, self.task.train_batch(self.step + 1))
+        _, metrics = self._train(copy, self.step + 1)
         Tally().add(self.step + 1, metrics)
         facts = {"seconds": self.seconds, "tally": dataclasses.asdict(self.tally)}
         store.save(self.step, self.state, facts)
 
+    def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
+        with self.placement.active():
+            return self.functions.train(state, self.placement.batch(self.task.train_batch(step)))
+
+    def _validate(self, batches: list[Batch]) -> tuple[float, float]:
+        with self.placement.active():
+            return steps.validate(self.functions, self.state.params, map(self.placement.batch, batches))
+
     def validate(self) -> dict[str, float]:
         """Validation metrics, named val_*."""
         size = self.options.run.batch_size // self.options.run.accumulate
-        loss, accuracy = steps.validate(self.functions, self.state.params, self.task.val_batches(size))
+        loss, accuracy = self._validate(self.task.val_batches(size))
         if not math.isfinite(loss):
             raise Diverged(f"validation loss is {loss} after step {self.step}")
         return {"val_loss": loss} | {"val_" + k: v for k, v in self.task.metrics(loss, accuracy).items()}
@@ -148,7 +165,7 @@ class Trainer:
         """Metrics of the tests by their size; none where the task has no tests."""
         size = self.options.run.batch_size // self.options.run.accumulate
         return {
-            at: self.task.metrics(*steps.validate(self.functions, self.state.params, batches))
+            at: self.task.metrics(*self._validate(batches))
             for at, batches in self.task.test_batches(size).items()
         }
 
@@ -170,8 +187,7 @@ class Trainer:
         pending: StepMetrics | None = None  # settled one step late, so that the device never waits for us
         first = self.step + 1
         while self.step < o.steps:
-            batch = self.task.train_batch(self.step + 1)
-            self.state, metrics = self.functions.train(self.state, batch)
+            self.state, metrics = self._train(self.state, self.step + 1)
             if pending is not None:
                 self.tally.add(self.step, pending)
             self.step, pending = self.step + 1, metrics
@@ -179,8 +195,10 @@ class Trainer:
                 name: self.step % getattr(o, name) == 0 for name in ("log_every", "eval_every", "save_every")
             }
             last = self.step == o.steps
-            late = time.monotonic() - begin > limit
-            if self.step == first or last or late or asked.is_set() or any(at.values()):
+            late, stop = time.monotonic() - begin > limit, asked.is_set()
+            if jax.process_count() > 1:  # all stop at the same step
+                late, stop = processes.any_process(late, stop) if at["log_every"] else (False, False)
+            if self.step == first or last or late or stop or any(at.values()):
                 self.tally.add(self.step, pending)
                 pending = None
             self.seconds = before + time.monotonic() - begin
@@ -194,11 +212,11 @@ class Trainer:
                 validation = self.validate() if at["eval_every"] or last else {}
                 self._record(run, reporter, float(jnp.asarray(schedule(self.step - 1))), validation, speed)
                 mark, timed = time.monotonic(), 0
-            if at["save_every"] or last or late or asked.is_set():
+            if at["save_every"] or last or late or stop:
                 pause = time.monotonic()
                 self.save(store)
                 mark += time.monotonic() - pause
-            if asked.is_set() and not last:
+            if stop and not last:
                 return "interrupted"
             if late and not last:
                 return f"stopped by --max-minutes {o.max_minutes:g}"
@@ -216,8 +234,15 @@ class Trainer:
         reporter.state(loss, speed or 0.0)
         if validation:
             metric = self.task.metric
+            share = share_of_peak(self.parameters - self._embedding(), speed) if speed else None
             reporter.line(
                 f"step {self.step:6d}   {metric} {metrics[metric]:.3f}   "
                 f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
                 + (f"   {speed:,.0f} tokens/s" if speed else "")
+                + (f"   {share:.0%} of peak" if share is not None else "")
             )
+
+    def _embedding(self) -> int:
+        """Values of the embedding, where they only look up: not the output projection too."""
+        options = self.options.model
+        return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size

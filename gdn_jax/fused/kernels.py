@@ -23,7 +23,7 @@ def usable(implementation: str | None, reason: str | None) -> bool:
     return device_reason() is None
 
 
-def token_axes(x: jax.Array, unit: int) -> tuple[str, dict[str, int]]:
+def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dict[str, int]]:
     """Names of the dimensions of [B, T, ..], and into how many parts rows "b" and tokens "t" can be split.
 
     Args:

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import causal_conv1d, last_inputs, segment_starts
@@ -44,7 +45,7 @@ def short_conv(
 
     plain = bias is None and initial_state is None and cu_seqlens is None
     if plain and usable(implementation, kernel.check_supported(x, weight, heads, width)):
-        fresh = None if segment_ids is None else segment_starts(segment_ids)
+        fresh = None if segment_ids is None else segment_starts(segment_ids).astype(jnp.int32)
         call = partial(_short_conv, heads=heads, width=width, normalize=normalize)
         args, operands, results = (x, weight, fresh), ("b . .", ". .", "b ."), ("b . . .", "b . . .", "b . .")
         q, k, v = on_explicit_shards(call, args, operands, results, {"b": x.shape[0]})

@@ -40,7 +40,8 @@ def _arithmetic(config: ModelConfig) -> dict[str, Any]:
 def _norm(config: ModelConfig) -> RMSNorm:
     """A norm of the residual stream."""
     zero_centred = config.zero_centred_norms
-    return RMSNorm(config.hidden_size, eps=config.norm_eps, zero_centred=zero_centred, **_arithmetic(config))
+    options = dict(eps=config.norm_eps, zero_centred=zero_centred, implementation=config.implementation)
+    return RMSNorm(config.hidden_size, **options, **_arithmetic(config))
 
 
 def make_mixer(
@@ -111,7 +112,8 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config)
         inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
         if mlp is None:
-            mlp = SwiGLU(config.hidden_size, config.mlp_size, **_arithmetic(config), **inits, rngs=rngs)
+            options = _arithmetic(config) | {"implementation": config.implementation}
+            mlp = SwiGLU(config.hidden_size, config.mlp_size, **options, **inits, rngs=rngs)
         self.mlp = mlp
 
     def __call__(
@@ -330,7 +332,8 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"tokens: expected an integer dtype, got {tokens.dtype}")
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
-        x = embed(self.embedding[...], tokens).astype(jnp.float32)
+        x = embed(self.embedding[...], tokens, implementation=self.config.implementation)
+        x = x.astype(jnp.float32)
         if self.config.scale_embedding:
             x = x * self.config.hidden_size**0.5
         x = x.astype(self.config.residual_dtype)

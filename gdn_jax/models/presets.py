@@ -1,6 +1,7 @@
 """Configurations of hybrid models by name: published ones, and small ones of the same forms for a laptop."""
 
 import dataclasses
+from typing import Any
 
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 
@@ -65,7 +66,9 @@ def _moe(
     )
 
 
-_SMALL = dict(vocab_size=256, hidden_size=128, num_layers=4, num_heads=2, num_v_heads=4, head_dim=32)
+_SMALL: dict[str, Any] = dict(
+    vocab_size=256, hidden_size=128, num_layers=4, num_heads=2, num_v_heads=4, head_dim=32
+)
 
 PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-small": dataclasses.replace(

@@ -23,6 +23,8 @@ class LayerPools(NamedTuple):
 class ServedModel:
     """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
 
+    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools.
+
     Args:
       model: the model; its mixers are `GatedDeltaNet`s with the short convolution.
       batch_invariant: of `serving.decode` and `serving.prefill`.
@@ -44,7 +46,7 @@ class ServedModel:
                     "model: expected GatedDeltaNets with the short convolution, got others"
                 )
             self._mixers.append(mixer)
-        self._graphdef, self._params = nnx.split(model)
+        self._graphdef, self.params = nnx.split(model)
         self._batch_invariant = batch_invariant
 
     def make_pools(self, slots: int, *, dtype: DTypeLike = jnp.float32, ring: int | None = None) -> tuple:
@@ -66,6 +68,7 @@ class ServedModel:
 
     def prefill(
         self,
+        params: Any,
         tokens: Int[Array, "1 T"],
         cu_seqlens: Int[Array, " N1"],
         slots: Int[Array, " N"],
@@ -91,13 +94,13 @@ class ServedModel:
             )
             return mixer.rule_output(o, x), LayerPools(conv, state)
 
-        model = nnx.merge(self._graphdef, self._params)
+        model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         last = x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)]
         return jnp.argmax(model.logits(last), -1).astype(jnp.int32), new or ()
 
     def decode(
-        self, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
+        self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
     ) -> tuple[Int[Array, " B"], tuple]:
         """One token of every request: the next ones, and the pools."""
 
@@ -117,12 +120,13 @@ class ServedModel:
             )
             return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
 
-        model = nnx.merge(self._graphdef, self._params)
+        model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens[:, None], around=mix, return_cache=True)
         return jnp.argmax(model.logits(x[:, 0]), -1).astype(jnp.int32), new or ()
 
     def verify(
         self,
+        params: Any,
         tokens: Int[Array, "N T"],
         state_slots: Int[Array, "N T"],
         num_accepted_tokens: Int[Array, " N"],
@@ -156,7 +160,7 @@ class ServedModel:
             )
             return mixer.rule_output(o, x), LayerPools(conv, state)
 
-        model = nnx.merge(self._graphdef, self._params)
+        model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         return jnp.argmax(model.logits(x), -1).astype(jnp.int32), new or ()
 

@@ -23,7 +23,8 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CALLS = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}|replica_groups=\[\d+,(\d+)\]")
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[([^\]]*)\] *\{([^}]*)\})")
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 
 
 class Traffic(NamedTuple):
@@ -50,6 +51,8 @@ def traffic(program: str) -> Traffic:
     Args:
       program: `jax.jit(f).lower(...).compile().as_text()`.
     """
+    found = re.search(r"num_partitions=(\d+)", program)
+    devices = int(found.group(1)) if found else 1
     own: dict[str, list[tuple[str, int]]] = {}
     calls: dict[str, list[tuple[str, int]]] = {}
     name = entry = ""
@@ -60,7 +63,7 @@ def traffic(program: str) -> Traffic:
             if line.startswith("ENTRY"):
                 entry = name
         elif found := _OPERATION.search(line):
-            own[name].append((found["kind"], _sent(found)))
+            own[name].append((found["kind"], _sent(found, devices)))
         elif "=" in line and name:
             trips = int(found.group(1)) if " while(" in line and (found := _TRIPS.search(line)) else 1
             called = [
@@ -82,20 +85,30 @@ def traffic(program: str) -> Traffic:
     return Traffic(dict(count), dict(sent))
 
 
-def _sent(found: re.Match) -> int:
+def _sent(found: re.Match, devices: int) -> int:
     kind = found["kind"]
     shapes = [_size(*shape) for shape in _SHAPE.findall(found["type"])]
     if found["start"]:  # operands, then results
         shapes = [x for x in shapes if x > 4] or shapes  # without the counters of collective-permute-start
         shapes = shapes[len(shapes) // 2 :] if found["type"].startswith("(") and len(shapes) > 1 else shapes
-    size, groups = sum(shapes), _GROUPS.search(found["rest"])
+    size = sum(shapes)
     if kind == "collective-permute":
         return size
-    n = 1
-    if groups:
-        n = int(groups[2]) if groups[2] else len(groups[1].split(","))
+    n = _group_size(found["rest"]) or devices
     factor = {"all-reduce": 2.0, "reduce-scatter": float(n)}.get(kind, 1.0)  # sizes are those of results
     return math.ceil(factor * (n - 1) / n * size)
+
+
+def _group_size(rest: str) -> int | None:
+    """Devices that take part together, from the operation's replica_groups; None where all do."""
+    groups = _GROUPS.search(rest)
+    if groups is None:
+        return None
+    listed, size, mesh, axes = groups.groups()
+    if mesh:
+        sizes = {name: int(n) for name, n, _ in _AXIS.findall(mesh)}
+        return math.prod(int(part) if part else sizes[name] for name, _, part in _AXIS.findall(axes))
+    return int(size) if size else len(listed.split(",")) if listed else None
 
 
 def _size(dtype: str, dimensions: str) -> int:

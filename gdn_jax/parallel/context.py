@@ -2,8 +2,8 @@
 
 Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state
 that enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow
-with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and every
-device then differentiates its own tokens alone.
+with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and
+every device then differentiates its own tokens alone.
 
 The function is that of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
 """

@@ -18,11 +18,10 @@ def short_conv(
     initial_state: Float[Array, "N D W1"] | None = None,
     cu_seqlens: Int[Array, " N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "N D W1"]]:
-    """`gdn_jax.fused.short_conv` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
+    """`gdn_jax.causal_conv1d` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
-    Args: those of `gdn_jax.fused.short_conv`. x and segment_ids are this device's tokens, at least W - 1 of them;
+    Args: those of `gdn_jax.causal_conv1d`. x and segment_ids are this device's tokens, at least W - 1 of them;
       weight, bias, initial_state and cu_seqlens are the same on every device of the axis.
       axis_name: the mesh axis.
 
@@ -42,7 +41,7 @@ def short_conv(
     state = _entering(x, W, axis_name, initial_state, segment_ids)
     ends = slice(None, W - 1), slice(1 - W, None)
     head_ids, tail_ids = (None if segment_ids is None else segment_ids[:, end] for end in ends)
-    # The first tokens apart, so that the others are whole rows for the kernel.
+    # The first tokens apart: only they see the device before.
     head, _ = causal_conv1d(x[:, : W - 1], weight, bias, initial_state=state, segment_ids=head_ids)
     y, _ = causal_conv1d(x, weight, bias, segment_ids=segment_ids)
     _, final = causal_conv1d(x[:, 1 - W :], weight, segment_ids=tail_ids)
@@ -60,8 +59,8 @@ def _entering(x, W: int, axis_name: str, initial_state, segment_ids) -> jax.Arra
         state = jnp.where(same[:, None] > 0, state, 0)
     if initial_state is None:
         return state  # zeros at the first device
-    dtype = jnp.promote_types(x.dtype, initial_state.dtype)
-    return jnp.where(lax.axis_index(axis_name) == 0, initial_state.astype(dtype), state.astype(dtype))
+    wide = jnp.promote_types(initial_state.dtype, x.dtype)
+    return jnp.where(lax.axis_index(axis_name) == 0, initial_state.astype(wide), state.astype(wide))
 
 
 def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_ids):

@@ -20,9 +20,9 @@ from gdn_jax.serving.prompts import GRID
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
-"""(tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
+"""(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
 Decode = Callable[..., tuple[jax.Array, Any]]
-"""(tokens [B], slots [B], pools) -> next tokens [B], pools."""
+"""(params, tokens [B], slots [B], pools) -> next tokens [B], pools."""
 
 
 class QueueFull(RuntimeError):
@@ -59,6 +59,7 @@ class Server:
 
     Args:
       prefill, decode: a model; pure functions, which are compiled once. -1 among the slots is padding.
+      params: the model's parameters, the functions' first argument.
       pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on.
       max_batch: requests that run at once, at most as many as there are slots.
       max_waiting: requests that may wait.
@@ -73,6 +74,7 @@ class Server:
         self,
         prefill: Prefill,
         decode: Decode,
+        params: Any,
         pools: Any,
         *,
         max_batch: int,
@@ -86,9 +88,9 @@ class Server:
             raise ValueError(f"max_waiting: expected at least 1, got {max_waiting}")
         if prefill_tokens < GRID:
             raise ValueError(f"prefill_tokens: expected at least {GRID}, got {prefill_tokens}")
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._params = prefill, decode, params
         self._state = _State(pools, jnp.zeros(slots, jnp.int32))
-        self._free = list(range(slots))
+        self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -169,7 +171,7 @@ class Server:
             request = self._waiting.popleft()
             if request.is_done:  # the token that ends it was read while it waited
                 continue
-            request.slot = self._free.pop()
+            request.slot = self._free.popleft()
             if request.kept is not None:
                 self._state = put_slots(self._state, _indices([request.slot]), request.kept)
                 request.kept = None
@@ -206,7 +208,11 @@ class Server:
             owners.append(request if request.seen == len(request.prompt) else None)
         ended = [slot if owner else -1 for slot, owner in zip(slots, owners + [None] * padding, strict=True)]
         new, self._state = _run_prefill(
-            self._prefill, self._state, _indices(tokens)[None], *map(_indices, (ends, slots, goes_on, ended))
+            self._prefill,
+            self._state,
+            self._params,
+            _indices(tokens)[None],
+            *map(_indices, (ends, slots, goes_on, ended)),
         )
         self._count(new, owners)
 
@@ -214,7 +220,7 @@ class Server:
         owners: list[_Request | None] = [request for request in self._running if request.made]
         if owners:
             slots = [request.slot for request in owners if request] + [-1] * (self._max_batch - len(owners))
-            new, self._state = _run_decode(self._decode, self._state, _indices(slots))
+            new, self._state = _run_decode(self._decode, self._state, self._params, _indices(slots))
             self._count(new, owners)
 
     def _count(self, new: jax.Array, owners: list[_Request | None]) -> None:
@@ -245,14 +251,16 @@ def _indices(values: Any) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _run_prefill(prefill: Prefill, state: _State, tokens, cu_seqlens, slots, has_initial_state, ended):
+def _run_prefill(
+    prefill: Prefill, state: _State, params, tokens, cu_seqlens, slots, has_initial_state, ended
+):
     """Only prompts that end in this step have a newest token."""
-    new, pools = prefill(tokens, cu_seqlens, slots, has_initial_state, state.pools)
+    new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools)
     return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _run_decode(decode: Decode, state: _State, slots):
+def _run_decode(decode: Decode, state: _State, params, slots):
     at = Address.of(slots, state.newest)
-    new, pools = decode(take(state.newest, at), slots, state.pools)
+    new, pools = decode(params, take(state.newest, at), slots, state.pools)
     return new, _State(pools, put(state.newest, at, new))

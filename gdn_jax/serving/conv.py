@@ -16,7 +16,7 @@ from gdn_jax import conv
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_pool, check_sequences, check_slots, slot_count
 from gdn_jax.serving.drafts import check_spans, span_addresses, token_mask, walk
-from gdn_jax.serving.slots import Address, Indices
+from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_array
 
 Pool = Float[Array, "slots *state"]
@@ -146,10 +146,7 @@ def _check(D: int, pool, weight, layer) -> None:
 @partial(jax.jit, static_argnums=9, donate_argnums=0, inline=True)
 def _prompts(pool, x, weight, bias, cu_seqlens, read_slots, write_slots, has_initial_state, layer, static):
     activation, null_slot = static
-    read = Address.of(read_slots, pool, null_slot, layer)
-    write = (
-        read if write_slots is None else Address.of(write_slots, pool, null_slot, layer).only(read.is_slot)
-    )
+    read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
     state = slots.take(pool, read)
     if has_initial_state is not None:
         state = jnp.where(has_initial_state[:, None, None], state, 0)
@@ -162,10 +159,7 @@ def _prompts(pool, x, weight, bias, cu_seqlens, read_slots, write_slots, has_ini
 @partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
 def _token(pool, x, weight, bias, read_slots, write_slots, layer, static):
     activation, null_slot = static
-    read = Address.of(read_slots, pool, null_slot, layer)
-    write = (
-        read if write_slots is None else Address.of(write_slots, pool, null_slot, layer).only(read.is_slot)
-    )
+    read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
     y, state = conv.causal_conv1d_update(x, slots.take(pool, read), weight, bias, activation=activation)
     return jnp.where(read.is_slot[:, None], y, 0), slots.put(pool, write, state)
 

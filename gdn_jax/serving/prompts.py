@@ -145,13 +145,9 @@ def _prefill(
 ):
     every, null_slot, batch_invariant, options = static
     options = dict(options)
-    read = Address.of(read_slots, pool, null_slot, layer)
-    write = (
-        read if write_slots is None else Address.of(write_slots, pool, null_slot, layer).only(read.is_slot)
-    )
-    initial = _states(
-        pool, read, accumulation_dtype(*tokens, *jax.tree.leaves(pool)[:1]), options["state_layout"]
-    )
+    read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
+    states = pool.state if isinstance(pool, RingPool) else pool
+    initial = _states(pool, read, accumulation_dtype(*tokens, states), options["state_layout"])
     if has_initial_state is not None:
         initial = jnp.where(has_initial_state[:, None, None, None], initial, 0)
     # A sequence without a slot starts from zeros; if it writes nothing either, its outputs are zeros. The gates are
@@ -168,16 +164,19 @@ def _prefill(
         o, final = ops.gated_delta_rule(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, **options)
         h = _chunk_states(tokens, final, cu_seqlens, initial, options) if keep else None
     if h is not None:
-        after, C = every * (1 + jnp.arange(checkpoint_slots.shape[1])), options["chunk_size"]
-        length = jnp.diff(cu_seqlens)[:, None]
-        chunks = -(-length // C)
-        chunk = jnp.cumsum(chunks, axis=0) - chunks + after // C  # that begins there, if the sequence goes on
-        goes_on = (after < length)[..., None, None, None]
-        states = jnp.where(goes_on, h.at[chunk].get(mode="clip"), final[:, None])
-        at = Address.of(checkpoint_slots, pool, null_slot, layer)
-        pool = _store(pool, at.only((after <= length) & read.is_slot[:, None]), states)
-    pool = _store(pool, write, final)
-    return o, pool
+        at = Address.of(checkpoint_slots, pool, null_slot, layer).only(read.is_slot[:, None])
+        pool = _keep(pool, at, h, final, cu_seqlens, every, options["chunk_size"])
+    return o, _store(pool, write, final)
+
+
+def _keep(pool, at: Address, h: Array, final: Array, cu_seqlens: Int[Array, " N1"], every: int, C: int):
+    """The pool with the states after every so many tokens of each sequence, from those at the chunks' starts."""
+    after, length = every * (1 + jnp.arange(at.slot.shape[1])), jnp.diff(cu_seqlens)[:, None]
+    chunks = -(-length // C)
+    chunk = jnp.cumsum(chunks, axis=0) - chunks + after // C  # that begins there, if the sequence goes on
+    goes_on = (after < length)[..., None, None, None]
+    states = jnp.where(goes_on, h.at[chunk].get(mode="clip"), final[:, None])
+    return _store(pool, at.only(after <= length), states)
 
 
 def _states(pool, at: Address, dtype, state_layout: str) -> Array:

@@ -1,17 +1,8 @@
 """Deferred writes: a slot is a checkpoint state and a ring of the tokens since. Decoding seldom writes a state then.
 
-With S0 the checkpoint, tokens j of the ring with key k_j, written value u_j and log decay g_j, and
-D_j = exp(g_j+1 + ... + g_t) the decay since token j, a new token t needs no newer state than S0:
-
-    found = exp(g_1 + ... + g_t) k_t^T S0 + sum_{j < t} D_j (k_t . k_j) u_j          k_t^T times the decayed state
-    u_t   = beta_t (v_t - found)
-    o_t   = scale (exp(g_1 + ... + g_t) q_t^T S0 + sum_{j <= t} D_j (q_t . k_j) u_j)
-
-A flush makes the ring part of the checkpoint, S0 <- exp(g_1 + ... + g_t) S0 + sum_j D_j k_j u_j^T. It happens when
-the ring is full. Drafts of a speculative step are appended like any token; those that are not accepted vanish by
-counting the ring's tokens without them.
-
-Decays are exponentials of sums of log decays, never quotients of two decays: a gate may be as low as -inf.
+A flush makes the ring part of the checkpoint. It happens when the ring is full. Drafts of a speculative step are
+appended like any token; those that are not accepted vanish by counting the ring's tokens without them. The equations
+are in `deferred`.
 
 Source: the deferred state writes of Dao's "ReplaySSM"; FlashInfer's `gated_delta_rule_stp_ucache_flush`.
 """
@@ -28,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_integers, check_range, check_slots, slot_count
+from gdn_jax.serving.deferred import Entry, respond
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, Tokens, alone, by_row, prepare, step
 from gdn_jax.shapes import (
@@ -37,10 +29,7 @@ from gdn_jax.shapes import (
     check_array,
     check_choice,
     check_floating,
-    split_heads,
 )
-
-einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class RingPool(NamedTuple):
@@ -194,51 +183,6 @@ def snapshot(
     return _snapshot(pool, jnp.asarray(read_slots), layer, state_layout, null_slot)
 
 
-class Entry(NamedTuple):
-    """What some slots hold, in float32 or float64, zeros where the ring holds no token."""
-
-    state: Float[Array, "B HO K V"]
-    k: Float[Array, "B Hk L K"]
-    u: Float[Array, "B HO L V"]
-    g: Float[Array, "B HO L"]
-    count: Int[Array, " B"]
-
-    def split(self, split: Callable[[Array], Array]) -> "Entry":
-        """The same with split heads."""
-        return Entry(split(self.state), split(self.k), split(self.u), split(self.g), self.count)
-
-    def folded(self) -> Array:
-        """The present state; heads split or alike in number."""
-        total, since = _decays(self.g)
-        written = einsum("...jk,...jv->...kv", self.k, since[..., None] * self.u)
-        new = total[..., None, None] * self.state + written
-        return jnp.where(_like(self.count == 0, new), self.state, new)
-
-    def append(self, k: Array, u: Array, g: Array) -> "Entry":
-        """With one more token, of which the heads are split as here."""
-        here = jnp.arange(self.g.shape[-1]) == self.count[:, None]
-
-        def placed(ring, x, axis):
-            x = jnp.expand_dims(x, axis)
-            mask = here.reshape(here.shape[0], *(1,) * (ring.ndim + axis - 1), -1, *(1,) * (-1 - axis))
-            return jnp.where(mask, x, ring)
-
-        return Entry(
-            self.state, placed(self.k, k, -2), placed(self.u, u, -2), placed(self.g, g, -1), self.count + 1
-        )
-
-
-def _like(mask: Bool[Array, " B"], x: Array) -> Array:
-    return mask.reshape(-1, *(1,) * (x.ndim - 1))
-
-
-def _decays(g: Array) -> tuple[Array, Array]:
-    """exp of the sum of all log decays [..., L] of a ring, and of those after each entry."""
-    until = jnp.flip(jnp.cumsum(jnp.flip(g, -1), -1), -1)
-    after = jnp.concatenate([until[..., 1:], jnp.zeros_like(until[..., :1])], -1)
-    return jnp.exp(until[..., 0]), jnp.exp(after)
-
-
 def _entry(pool: RingPool, at: Address, dtype, state_layout: str) -> Entry:
     """The slots of a pool as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
     held: RingPool = slots.take(pool, at)
@@ -248,64 +192,13 @@ def _entry(pool: RingPool, at: Address, dtype, state_layout: str) -> Entry:
     return Entry(state.astype(dtype), k, u, jnp.where(real[:, None], held.g, 0).astype(dtype), held.count)
 
 
-def _present(entry: Entry) -> Float[Array, "B HO K V"]:
-    """The present states of entries with whole heads."""
-    counts = (entry.k.shape[1], entry.u.shape[1])
-    h = entry.split(lambda x: split_heads(x, 1, counts)).folded()
-    return h.reshape(entry.state.shape)
-
-
-class Appended(NamedTuple):
-    """Results of the algebra for one or more tokens of every request."""
-
-    o: Float[Array, "B T HO V"]
-    u: Float[Array, "B T HO V"]
-
-
-def _respond(entry: Entry, x: Tokens, options: Options, ring_dtype: Any) -> Appended:
-    """The module's equations for tokens [B, T, heads, ...] one after the other, over one reading of the states.
-
-    A token's key and value meet later tokens as the ring stores them.
-    """
-    entry = entry.split(options.split)
-    q, k, v, g, beta = (options.split(jnp.moveaxis(y, 1, 2)) for y in x)  # [B, *heads, T, ...]
-    found, read = (einsum("...tk,...kv->...tv", y, entry.state) for y in (k, q))
-
-    def token(entry: Entry, x):
-        q, k, v, g, beta, found, read = x
-        total, since = _decays(jnp.concatenate([entry.g, g[..., None]], -1))
-        total, since = total[..., None], since[..., :-1]
-
-        def recall(y):
-            return einsum("...j,...jv->...v", since * einsum("...k,...jk->...j", y, entry.k), entry.u)
-
-        u = beta[..., None] * (v - (total * found + recall(k)))
-        o = total * read + recall(q) + jnp.sum(q * k, -1, keepdims=True) * u
-        # The decays of a ring count from its entries on: the token's own gate is appended with it.
-        stored_k, stored_u = (y.astype(ring_dtype).astype(y.dtype) for y in (k, u))
-        return entry.append(stored_k, stored_u, g), (options.scale * o, u)
-
-    room = [(0, 0)] * (entry.g.ndim - 1) + [(0, v.shape[-2])]
-    entry = entry._replace(
-        k=jnp.pad(entry.k, [*([(0, 0)] * (entry.k.ndim - 2)), room[-1], (0, 0)]),
-        u=jnp.pad(entry.u, [*([(0, 0)] * (entry.u.ndim - 2)), room[-1], (0, 0)]),
-        g=jnp.pad(entry.g, room),
-    )
-    xs = [jnp.moveaxis(y, -2, 0) for y in (q, k, v)] + [jnp.moveaxis(y, -1, 0) for y in (g, beta)]
-    xs += [jnp.moveaxis(y, -2, 0) for y in (found, read)]
-    _, out = lax.scan(token, entry, xs)  # [T, B, *heads, V]
-    shape = (options.dims.HO, options.dims.V)
-    return Appended(*(jnp.moveaxis(y, 0, 1).reshape(y.shape[1], y.shape[0], *shape) for y in out))
-
-
 def _append(pool: RingPool, at: Address, position: Int[Array, "B T"], k, u, g) -> RingPool:
     """The pool with tokens [B, T, heads, ...] in their rings at some positions.
 
     Heads are indexed too: with a slice in their place, XLA would transpose the whole ring for it, there and back.
     """
-    k, u, g, pool = lax.optimization_barrier(
-        (k, u, g, pool)
-    )  # XLA copies what may be read after it is written
+    # u hangs on what was read from the rings. XLA copies a ring that may still be read after it is written.
+    k, u, g, pool = lax.optimization_barrier((k, u, g, pool))
     slot = at.slot[:, None, None]
     slot = (slot,) if at.layer is None else (slot, at.layer)
 
@@ -322,6 +215,8 @@ def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, A
     One row in L is wanted of most calls: what f does costs as much as there is to do, not as much as there might be.
     """
     B = wanted.shape[0]
+    if B == 0:
+        return carry
     order = jnp.where(jnp.sort(~wanted, stable=True), slots.BEYOND, jnp.argsort(~wanted, stable=True))
     order = jnp.pad(order, (0, -B % block), constant_values=slots.BEYOND)
     number = jnp.sum(wanted)
@@ -334,7 +229,7 @@ def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, A
 
 
 def _block(B: int, pool: RingPool, options: Options) -> int:
-    return 1 if options.batch_invariant else -(-B // pool.length)
+    return 1 if options.batch_invariant else max(1, -(-B // pool.length))
 
 
 def decode(
@@ -351,13 +246,13 @@ def decode(
     if write is not None:
         return _decode_elsewhere(pool, entry, tokens, write, options)
     x = Tokens(*(y[:, None] for y in tokens))
-    out = by_row(partial(_respond, options=options, ring_dtype=pool.k.dtype), options, entry, x)
+    out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, x)
     pool = _append(pool, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
 
     def renew(rows, carry):
         states, o = carry
         some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
-        take_token = alone(lambda entry, x: step(_present(entry), x, options))
+        take_token = alone(lambda entry, x: step(entry.present(), x, options))
         h, new_o = take_token(some, x)
         return slots.put(states, read.rows(rows), options.swap(h)), o.at[rows].set(new_o, mode="drop")
 
@@ -369,7 +264,7 @@ def decode(
 
 
 def _decode_elsewhere(pool, entry, tokens, write, options):
-    h, o = by_row(lambda entry, x: step(_present(entry), x, options), options, entry, tokens)
+    h, o = by_row(lambda entry, x: step(entry.present(), x, options), options, entry, tokens)
     return o, put_states(pool, write, options.swap(h))
 
 
@@ -383,7 +278,7 @@ def verify(
     pool = _flush_rows(pool, flushed, options.state_layout, _block(options.dims.B, pool, options))
     tokens = prepare(raw, pool.state, options)
     entry = _entry(pool, at, tokens.g.dtype, options.state_layout)
-    out = by_row(partial(_respond, options=options, ring_dtype=pool.k.dtype), options, entry, tokens)
+    out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, tokens)
     pool = _append(pool, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
     added = T if num_tokens is None else num_tokens.astype(jnp.int32)
     return out.o, _put_counts(pool, at, entry.count + added, entry.count)
@@ -391,8 +286,7 @@ def verify(
 
 def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Array, "N HO _ _"]:
     """What `snapshot` returns."""
-    entry = _entry(pool, at, accumulation_dtype(pool.state), state_layout)
-    h = _present(entry)
+    h = _entry(pool, at, accumulation_dtype(pool.state), state_layout).present()
     return h if state_layout == STATE_LAYOUTS[0] else jnp.swapaxes(h, -1, -2)
 
 
@@ -425,7 +319,7 @@ def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> R
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0, inline=True)
 def _accept(pool, read_slots, num_accepted, layer, null_slot):
-    return _drop(pool, Address.of(read_slots, pool, null_slot, layer), num_accepted)
+    return _drop(pool, Address.of(read_slots, pool, null_slot, layer).only(num_accepted >= 1), num_accepted)
 
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0, inline=True)

@@ -52,6 +52,16 @@ class Address(NamedTuple):
         return (self.slot,) if self.layer is None else (self.slot, self.layer)
 
 
+def addresses(
+    pool: Any, read_slots: Array, write_slots: Array | None, null_slot: int | None, layer: Any
+) -> tuple[Address, Address]:
+    """Where a call reads and where it writes; it writes nothing for a request that it does not read."""
+    read = Address.of(read_slots, pool, null_slot, layer)
+    if write_slots is None:
+        return read, read
+    return read, Address.of(write_slots, pool, null_slot, layer).only(read.is_slot)
+
+
 def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
     """Which tokens of packed sequences belong to one that has a slot."""
     owner = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right") - 1

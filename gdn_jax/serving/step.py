@@ -18,7 +18,7 @@ from gdn_jax.serving.arguments import (
     token_dims,
 )
 from gdn_jax.serving.ring import RingPool
-from gdn_jax.serving.slots import Address, Indices
+from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.tokens import Options, Raw, by_row, prepare, step
 
 Pool = Float[Array, "slots *state"] | RingPool
@@ -111,10 +111,7 @@ def decode(
 
 @partial(jax.jit, static_argnums=5, donate_argnums=0, inline=True)
 def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
-    read = Address.of(read_slots, pool, options.null_slot, layer)
-    write = read
-    if write_slots is not None:
-        write = Address.of(write_slots, pool, options.null_slot, layer).only(read.is_slot)
+    read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if isinstance(pool, RingPool):
         o, pool = ring.decode(pool, raw, read, None if write_slots is None else write, options)
     else:

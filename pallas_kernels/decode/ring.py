@@ -1,4 +1,4 @@
-"""A ring of tokens beside a state: in memory, and in the registers of a warpgroup beside its tile of the state.
+"""A ring of tokens beside a state: in memory, and in the registers of a warpgroup that streams the state past it.
 
 A slot of a pool holds a checkpoint S0 and L entries (k_j, u_j, g_j), of which the first `count` are tokens:
 normalised keys, written values, log decays. They stand for the state
@@ -6,136 +6,248 @@ normalised keys, written values, log decays. They stand for the state
     S = D S0 + sum_j D_j k_j u_j^T
 
 where D_j = exp(g_j+1 + ... + g_count) is the decay since token j, and D that since the checkpoint.
+
+A state that is only read need not stay in registers: it passes in chunks, and x^T S0 is added up on the way. A warp
+has a fourth of the rows of what is summed over, of S0 = [4, K / 4, V] and of the ring [4, L / 4, ...] alike, and all
+columns; the four sums meet in shared memory.
 """
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.tiles import ACCESS_BYTES, Tile, lane_layout, load
+from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.device.launch import grid_index, warpgroup_index
+from pallas_kernels.device.layouts import L2NORM_EPS
+from pallas_kernels.device.memory import store_any
 
 LENGTH = 16
 """L: entries of a ring."""
 
+CHUNK_ROWS = 8
+"""Rows of K that a warp has of a chunk [K, V], at most."""
 
-class Held(NamedTuple):
-    """A ring in registers, and log decays up to the present."""
+CHUNK_ENTRIES = 32
+"""Entries of V of a chunk [V, K]."""
 
-    k: jax.Array
-    u: jax.Array
-    since: jax.Array
-    """Since each token."""
-    total: jax.Array
-    """Since the checkpoint."""
-    count: jax.Array
+AHEAD = 2
+"""Chunks that are on their way while one is worked on."""
 
 
-class Ring:
-    """A ring in registers: rows [L, columns], each in a few lanes of one warp."""
+def rows_layout(columns: int) -> Any:
+    """Of [4, rows, columns]: a warp has one of the four, its threads lie along the columns."""
+    width = math.gcd(columns // WARP, 4)
+    tiling = plgpu.Tiling(((WARPS, 1, WARP * width), (width,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
 
-    def __init__(self, tile: Tile, itemsize: int, exchange: Any):
-        self.tile, self.exchange = tile, exchange
-        K, lanes = tile.rule.K, tile.lanes
-        self.k_layout = lane_layout(lanes, math.gcd(K // lanes, ACCESS_BYTES // itemsize))
-        self.u_layout = lane_layout(lanes, min(tile.block // lanes, 4))
-        self.g_layout = lane_layout(lanes, LENGTH // lanes)
-        self.rows = self.k_layout.reduce(1)
 
-    def by_row(self, x: jax.Array, like: jax.Array, layout: Any) -> jax.Array:
-        """A number for each row, repeated along it."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [0]), layout)
+def keys_layout(parts: int, columns: int) -> Any:
+    """Of keys [4, rows, parts, columns]: a warp has one of the four, its threads lie along parts and columns."""
+    lanes = WARP // parts
+    width = math.gcd(columns // lanes, 4)
+    tiling = plgpu.Tiling(((WARPS, 1, parts, lanes * width), (width,)))
+    lane_dims = (-2,) if parts == 1 else (-3, -2)
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=lane_dims, vector_dim=-1)
 
-    def by_column(self, x: jax.Array, layout: Any) -> jax.Array:
-        """A vector, repeated in every row."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (LENGTH, x.shape[0]), [1]), layout)
 
-    def row(self, columns: int, layout: Any) -> jax.Array:
-        """The row of each entry."""
-        return plgpu.broadcasted_iota(jnp.int32, (LENGTH, columns), 0, layout=layout)
+@functools.cache
+def _relabelled(shape: tuple[int, ...], layout: Any, other: Any) -> Any:
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), other)
+    )
+    def relabel(ctx, x):
+        target = other.to_mgpu()
+        registers = x.registers.reshape(target.registers_shape(shape))
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
-    def load(self, k: Any, u: Any, g: Any, count: jax.Array) -> Held:
-        """What a ring holds, zeros in place of what is left over in it."""
-        held_u = load(u, self.u_layout)
-        held_u = jnp.where(self.row(self.tile.block, self.u_layout) < count, held_u, jnp.zeros_like(held_u))
-        g = self.decays(g, count)
-        column = plgpu.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), 1, layout=self.g_layout)
-        later = column > self.row(LENGTH, self.g_layout)
-        since = jnp.sum(jnp.where(later, self.by_column(g, self.g_layout), 0.0), axis=1)
-        return Held(load(k, self.k_layout), held_u, since, jnp.sum(g), count)
+    return relabel
 
-    def decays(self, g: Any, count: jax.Array) -> jax.Array:
-        """Log decays of a ring in every warp, zeros in place of what is left over in it."""
-        layout = self.g_layout.reduce(0)
-        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=layout)
-        return jnp.where(position < count, load(g, layout), 0.0)
 
-    def recall(self, held: Held, decay: jax.Array, x: jax.Array, norm: Any) -> jax.Array:
-        """sum_j D_j (x . k_j) u_j along V, for x along K, times norm."""
-        products = jnp.sum(held.k.astype(jnp.float32) * self.by_column(x, self.k_layout), axis=1)
-        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
-        weight = jnp.where(position < held.count, decay * products * norm, 0.0)
-        u = held.u.astype(jnp.float32)
-        return self.to_v(jnp.sum(u * self.by_row(weight, u, self.u_layout), axis=0))
+def relabelled(x: jax.Array, layout: Any, other: Any, interpreted: bool) -> jax.Array:
+    """x in a layout that puts the same numbers into the same registers, in other words."""
+    return x if interpreted else _relabelled(x.shape, layout, other)(x)
 
-    def to_v(self, x: jax.Array) -> jax.Array:
-        """From the columns of a ring to the tile's V."""
-        return self._exchange(x, self.tile.v_layout)
 
-    def from_v(self, x: jax.Array) -> jax.Array:
-        """And back."""
-        return self._exchange(x, self.u_layout.reduce(0))
+def total(x: jax.Array) -> jax.Array:
+    """Sum of a matrix."""
+    return jnp.sum(jnp.sum(x, axis=1))
 
-    def _exchange(self, x: jax.Array, layout: Any) -> jax.Array:
-        if self.exchange is None:
-            return plgpu.layout_cast(x, layout)
-        plgpu.commit_smem()
-        self.exchange[...] = x
-        plgpu.commit_smem()
-        return load(self.exchange, layout)
 
-    def append(self, held: Held, k: jax.Array, u: jax.Array) -> Held:
-        """With a token at the present; a ring that is full stays."""
-        new_k = self.by_column(k, self.k_layout)
-        new_u = self.by_column(self.from_v(u).astype(held.u.dtype), self.u_layout)
-        at_k = self.row(k.shape[0], self.k_layout) == held.count
-        at_u = self.row(u.shape[0], self.u_layout) == held.count
-        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
-        return Held(
-            jnp.where(at_k, new_k, held.k),
-            jnp.where(at_u, new_u, held.u),
-            jnp.where(position == held.count, 0.0, held.since),
-            held.total,
-            held.count + 1,
-        )
+def spread(x: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], layout: Any) -> jax.Array:
+    """x along some axes of a shape, repeated along the others."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
+
+
+def parts_of_k(kv_layout: bool) -> int:
+    """Parts in which vectors along K lie in memory."""
+    return WARPS if kv_layout else 1
 
 
 class Slot:
-    """What belongs to a slot and a tile."""
+    """What belongs to a slot and to `block` entries of V of one head.
+
+    In memory [4, 4, parts, K / parts], [4, 4, V] and [16] are the ring, [4, K / 4, V] or [V, K] is the state. Vectors
+    along K are [parts, K / parts]: the four warps' rows of [K, V], or one part.
+    """
 
     def __init__(
-        self, gmem: Any, tile: Tile, place: jax.Array, head: jax.Array, k_head: jax.Array, entries: Any
+        self,
+        gmem: Any,
+        rule: Rule,
+        place: jax.Array,
+        head: jax.Array,
+        k_head: jax.Array,
+        first: Any,
+        block: int,
     ):
-        self.state = tile.state(gmem.state, place, head, entries)
+        self.rule, self.block, self.first = rule, block, first
+        entries = pl.ds(first, block)
         self.k, self.g = gmem.ring_k.at[place, k_head], gmem.ring_g.at[place, head]
-        self.u = gmem.ring_u.at[place, head, :, entries]
+        self.u = gmem.ring_u.at[place, head, :, :, entries]
+        state = gmem.state.at[place, head]
+        self.state = state.at[:, :, entries] if rule.kv_layout else state.at[entries]
+        self.columns = rows_layout(block)
+        """Layout of [4, rows, block]."""
+        self.along_v = self.columns.reduce(1).reduce(0)
+        self.parts = parts_of_k(rule.kv_layout)
+        self.keys = keys_layout(self.parts, rule.K // self.parts)
+        self.whole_k = self.keys.reduce(1).reduce(0)
+        """Layout of a vector along K, all of it in every warp."""
+        if rule.kv_layout:
+            self.size = math.gcd(CHUNK_ROWS, rule.K // WARPS)
+            self.number, self.shape = rule.K // WARPS // self.size, (WARPS, self.size, block)
+            self.layout, self.k_axes, self.v_axes = self.columns, (0, 1), (2,)
+            self.chunk_k, self.chunk_v = self.layout.reduce(2), self.along_v
+        else:
+            width = ACCESS_BYTES // gmem.state.dtype.itemsize
+            self.size = CHUNK_ENTRIES
+            self.number, self.shape = block // self.size, (self.size, rule.K)
+            self.layout, self.k_axes, self.v_axes = (
+                lane_layout(math.gcd(16, rule.K // width), width),
+                (1,),
+                (0,),
+            )
+            self.chunk_k, self.chunk_v = self.layout.reduce(0), self.layout.reduce(1)
 
-    def folded(self, tile: Tile, S: jax.Array, count: jax.Array, total: jax.Array, g: Any) -> jax.Array:
-        """D S + sum_j D_j k_j u_j^T, for the log decay `total` since the checkpoint, and g after the last token."""
+    def chunk(self, i: int) -> Any:
+        """A chunk of the state in memory."""
+        part = pl.ds(i * self.size, self.size)
+        return self.state.at[:, part] if self.rule.kv_layout else self.state.at[part]
+
+    def start(self) -> list[jax.Array]:
+        """Loads of the first chunks."""
+        return [load(self.chunk(i), self.layout) for i in range(min(AHEAD, self.number))]
+
+    def chunks(self, ahead: list[jax.Array]) -> Iterator[jax.Array]:
+        """All chunks, of which the first are on their way, in float32."""
+        for i in range(self.number):
+            if i + AHEAD < self.number:
+                ahead.append(load(self.chunk(i + AHEAD), self.layout))
+            yield ahead.pop(0).astype(jnp.float32)
+
+    def k_of_chunk(self, i: int, x: Any) -> jax.Array:
+        """What a chunk needs of a vector along K in memory."""
+        x = x.at[:, pl.ds(i * self.size, self.size)] if self.rule.kv_layout else x.at[0]
+        return load(x, self.chunk_k).astype(jnp.float32)
+
+    def key(self, j: jax.Array) -> Any:
+        """A key of the ring in memory."""
+        return self.k.at[lax.div(j, WARPS), lax.rem(j, WARPS)]
+
+    def value(self, j: jax.Array) -> Any:
+        """A value of the ring in memory."""
+        return self.u.at[lax.div(j, WARPS), lax.rem(j, WARPS)]
+
+    def decays(self, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Decay since each entry [4, L / 4], 0 for what is left over, and since the checkpoint."""
+        tiling = plgpu.Tiling(((WARPS, 1, LENGTH),))
+        layout = plgpu.Layout.TILED(
+            tiling, warp_dims=(-3,), lane_dims=(plgpu.Replicated(WARP),), vector_dim=-1
+        )
+        shape, in_row = (WARPS, LENGTH // WARPS, LENGTH), layout.reduce(0).reduce(0)
+        g = load(self.g, in_row)
+        g = jnp.where(plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=in_row) < count, g, 0.0)
+        warp, row, column = (plgpu.broadcasted_iota(jnp.int32, shape, n, layout=layout) for n in range(3))
+        entry = warp * (LENGTH // WARPS) + row
+        since = jnp.sum(jnp.where(column > entry, spread(g, shape, (2,), layout), 0.0), axis=2)
+        is_token = jnp.sum(jnp.where((column == entry) & (column < count), 1.0, 0.0), axis=2)
+        return jnp.where(is_token > 0.0, jnp.exp(since), 0.0), jnp.exp(jnp.sum(g))
+
+    def folded(self, i: int, S: jax.Array, count: jax.Array, total: jax.Array, last: Any) -> jax.Array:
+        """A chunk of D S + sum_j D_j k_j u_j^T, where D is `total`, and `last` the log decay after the last token."""
 
         def entry(j):
-            k, u = load(self.k.at[j], tile.k_layout), load(self.u.at[j], tile.v_layout)
-            return k, u, self.g[j]
+            return (
+                self.k_of_chunk(i, self.key(j)),
+                load(self.v_of_chunk(i, self.value(j)), self.chunk_v),
+                self.g[j],
+            )
 
-        def add(i, carry):
+        def add(n, carry):
             S, since, (k, u, g) = carry
             # The entry before is on its way while this one is added.
-            following = entry(jnp.maximum(count - 2 - i, 0))
-            k = tile.over_v(k.astype(jnp.float32) * jnp.exp(since))
-            return S + k * tile.over_k(u.astype(jnp.float32)), since + g, following
+            following = entry(jnp.maximum(count - 2 - n, 0))
+            return S + self.outer(k * jnp.exp(since), u.astype(jnp.float32)), since + g, following
 
-        carry = (S.astype(jnp.float32) * jnp.exp(total), jnp.float32(0) + g, entry(jnp.maximum(count - 1, 0)))
+        carry = (S * total, jnp.float32(0) + last, entry(jnp.maximum(count - 1, 0)))
         return lax.fori_loop(0, count, add, carry)[0]
+
+    def v_of_chunk(self, i: int, x: Any) -> Any:
+        """What a chunk needs of a vector along V in memory."""
+        return x if self.rule.kv_layout else x.at[pl.ds(i * self.size, self.size)]
+
+    def outer(self, k: jax.Array, u: jax.Array) -> jax.Array:
+        """k u^T of a chunk."""
+        return spread(k, self.shape, self.k_axes, self.layout) * spread(
+            u, self.shape, self.v_axes, self.layout
+        )
+
+    def store(self, i: int, S: jax.Array) -> None:
+        """Writes a chunk."""
+        ref = self.chunk(i)
+        store_any(ref, S.astype(ref.dtype))
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """1 / |x|, of a vector along K in every warp."""
+    return lax.rsqrt(total(x * x) + L2NORM_EPS)
+
+
+def warpgroups(tiles: int, tokens: int = 1) -> int:
+    """Warpgroups of a CTA, each with a tile of its own: four leave a thread 128 registers, one more."""
+    return 4 if tiles % 4 == 0 and tokens == 1 else 1
+
+
+def tile_index(W: int) -> tuple[jax.Array, jax.Array]:
+    """Number of a warpgroup's tile, and of the warpgroup in its CTA."""
+    wg = warpgroup_index()
+    return grid_index() * W + wg, wg
+
+
+def default_block(V: int) -> int:
+    """Entries of V that a warpgroup has: a state of a head, or what V allows."""
+    return next(block for block in (128, 64, 32) if V % block == 0)
+
+
+def split_k(x: jax.Array, kv_layout: bool) -> jax.Array:
+    """[..., K] as [..., parts, K / parts]."""
+    parts = parts_of_k(kv_layout)
+    return x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)
+
+
+def divided(
+    state: jax.Array, k: jax.Array, u: jax.Array, g: jax.Array, *, kv_layout: bool
+) -> list[jax.Array]:
+    """States and rings with rows that are summed over as [4, rows / 4]."""
+    if kv_layout:
+        state = state.reshape(*state.shape[:2], WARPS, -1, state.shape[-1])
+    k, u = (x.reshape(*x.shape[:2], WARPS, LENGTH // WARPS, x.shape[-1]) for x in (k, u))
+    return [state, split_k(k, kv_layout), u, g]

@@ -20,30 +20,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.ring import LENGTH, Ring, Slot
-from pallas_kernels.decode.step import Config
-from pallas_kernels.decode.tiles import Rule, Tile, load, one_for_all_layers
-from pallas_kernels.device.launch import grid_index, launch
-from pallas_kernels.device.memory import store_any
+from pallas_kernels.decode.ring import LENGTH, Slot, default_block, divided, tile_index, warpgroups
+from pallas_kernels.decode.tiles import Rule, one_for_all_layers
+from pallas_kernels.device.launch import launch
 
 
-def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int) -> None:
-    tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
-    ring = Ring(tile, gmem.ring_k.dtype.itemsize, None)
-    row, head, entries = tile.where(grid_index())
-    slot = gmem.read_slots[row]
+def _body(gmem: Any, _: Any, *, rule: Rule, block: int, W: int, room: int) -> None:
+    parts = rule.V // block
+    tile, _ = tile_index(W)
+    number, first = lax.div(tile, parts), lax.rem(tile, parts) * block
+    row, head = lax.div(number, rule.HV), lax.rem(number, rule.HV)
+    slot_number = gmem.read_slots[row]
 
-    @pl.when(rule.is_slot(slot))
+    @pl.when(rule.is_slot(slot_number))
     def _():
-        place = rule.place(slot, gmem.layer)
+        place = rule.place(slot_number, gmem.layer)
         count = gmem.count[place]
 
         @pl.when(count + room > LENGTH)
         def _():
-            here = Slot(gmem, tile, place, head, lax.div(head, rule.HV // rule.Hk), entries)
-            S = load(here.state, tile.layout)
-            total = jnp.sum(ring.decays(here.g, count))
-            store_any(here.state, here.folded(tile, S, count, total, 0.0).astype(S.dtype))
+            slot = Slot(gmem, rule, place, head, lax.div(head, rule.HV // rule.Hk), first, block)
+            total = slot.decays(count)[1]
+            for i, S in enumerate(slot.chunks(slot.start())):
+                slot.store(i, slot.folded(i, S, count, total, 0.0))
 
 
 def ring_flush(
@@ -58,31 +57,34 @@ def ring_flush(
     kv_layout: bool = True,
     null_slot: int | None = None,
     layer: int | Int[Array, ""] | None = None,
-    config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "slots *layers HV rows columns"]:
     """The states, where count + room > L with what the rings hold. All other slots keep their bits.
 
     Args:
-      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, layer, config, interpret: as for
+      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, layer, interpret: as for
         `ring_step`.
       room: tokens that must find room; L for every ring that is not empty.
     """
     (Hk, _, K), (HV, _, V) = ring_k.shape[-3:], ring_u.shape[-3:]
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
-    config = config or Config.default(V, state.dtype)
-    in_place = jax.new_ref(one_for_all_layers(state, layer))
-    rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "count": count}
-    inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}
+    block, flat = default_block(V), [one_for_all_layers(x, layer) for x in (state, ring_k, ring_u, ring_g)]
+    tiles = read_slots.shape[0] * HV * (V // block)
+    W = warpgroups(tiles)
+    states, *rings = divided(*flat, kv_layout=kv_layout)
+    in_place = jax.new_ref(states)
+    inputs = dict(zip(("ring_k", "ring_u", "ring_g"), rings, strict=True))
+    inputs["count"] = one_for_all_layers(count, layer)
     at = {"read_slots": read_slots, "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None]}
     launch(
         "ring_flush",
-        functools.partial(_body, rule=rule, config=config, room=room),
+        functools.partial(_body, rule=rule, block=block, W=W, room=room),
         inputs=inputs | at | {"state": in_place},
         outputs={},
         memory={},
-        ctas=read_slots.shape[0] * HV * (V // config.block),
+        ctas=tiles // W,
+        warpgroups=W,
         auto_barriers=False,
         interpret=interpret,
     )

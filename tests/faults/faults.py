@@ -45,11 +45,11 @@ FAULTS = (
     Fault(
         "chunk_states ignores segment_ids",
         """
-    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
     if x.segment_ids is not None:
 """,
         """
-    g, beta = _full_gates(dims.HO, k, x.g, x.beta, x.initial_state)
+    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
     if False:
 """,
         "tests/test_stages.py::test_chunk_states",
@@ -120,6 +120,25 @@ FAULTS = (
         "inner = int(((-(-values // length) - 1) * counts).sum())",
         "inner = int((-(-values // length) * counts).sum())",
         "tests/test_kernels.py::test_segments_of_a_cut",
+    ),
+    # The kernels around the rule.
+    Fault(
+        "the convolution forgets borders of segments just before a strip",
+        "            past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])",
+        "            past[:n] = past[:n]",
+        "tests/test_layer_kernels.py::test_short_conv",
+    ),
+    Fault(
+        "the convolution's derivative forgets borders of segments just behind a strip",
+        "                behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])",
+        "                behind[n:] = behind[n:]",
+        "tests/test_layer_kernels.py::test_short_conv",
+    ),
+    Fault(
+        "tokens outside the vocabulary have a gradient",
+        "    ids = jnp.where(ids < 0, V, ids)  # those that name no row come last\n",
+        "    ids = jnp.maximum(ids, 0)\n",
+        "tests/test_layer_kernels.py::test_seam_of_embed",
     ),
     # Layers, models and experiments.
     Fault(

@@ -1,0 +1,158 @@
+"""What a model calls in the place of single operations: the same on one device and on a mesh of `MeshShape.make`.
+
+XLA splits most of a model by itself. Three operations it cannot split as they are: the rule and the convolution over
+tokens, and the loss, which walks over tiles of tokens. Where a program is traced under `jax.set_mesh`, they run in a
+`jax.shard_map` over all axes of the mesh; elsewhere these functions are the operations themselves.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from gdn_jax import losses, ops
+from gdn_jax.conv import causal_conv1d
+from gdn_jax.fused.short_conv import short_conv as fused_short_conv
+from gdn_jax.fused.short_conv import split_normalized
+from gdn_jax.parallel import context
+from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
+from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD
+from gdn_jax.partitioning import vary_alike
+
+
+def _axes() -> dict[str, int] | None:
+    """Devices along each axis of the mesh that is set; None without one, and inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
+        return None
+    return dict(mesh.shape)
+
+
+def _dividing(sizes: dict[str, int], axis: str, *dimensions: int) -> str | None:
+    """The axis, where its devices divide the dimensions."""
+    return axis if all(n % sizes[axis] == 0 for n in dimensions) else None
+
+
+def _check_tokens(T: int, sizes: dict[str, int]) -> None:
+    if T % sizes[CONTEXT]:
+        raise ValueError(
+            f"x: expected rows of a multiple of {sizes[CONTEXT]} tokens, the devices of context, got {T}"
+        )
+
+
+def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.gated_delta_rule`, over tokens too where the mesh that is set has a context axis."""
+    sizes = _axes()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return ops.gated_delta_rule(q, k, v, g, beta, **options)
+    _check_tokens(q.shape[1], sizes)
+    arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, q.shape[0])
+    heads = _dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
+    tokens, states = PartitionSpec(rows, CONTEXT, heads), PartitionSpec(rows, heads)
+    known = {
+        "initial_state": states,
+        "cu_seqlens": PartitionSpec(),
+        "segment_ids": PartitionSpec(rows, CONTEXT),
+    }
+
+    def local(tokens, arrays):
+        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **options)
+
+    return jax.shard_map(local, in_specs=((tokens,) * 5, known), out_specs=(tokens, states))(
+        (q, k, v, g, beta), arrays
+    )
+
+
+def splits_heads() -> bool:
+    """Whether the mesh that is set has a head axis: then what holds the channels of q, k and v is best left apart."""
+    sizes = _axes()
+    return sizes is not None and sizes[HEAD] > 1
+
+
+def short_conv(
+    x,
+    weight,
+    bias=None,
+    *,
+    heads: int,
+    width: int,
+    normalize: bool = True,
+    implementation=None,
+    **arrays: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis q, k and v are filtered apart,
+    over tokens too."""
+    sizes = _axes()
+    if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
+        options = dict(heads=heads, width=width, normalize=normalize, implementation=implementation)
+        return fused_short_conv(x, weight, bias, **options, **arrays)
+    keys, past = heads * width, arrays.pop("initial_state", None)
+    ys, states = [], []
+    for part in (slice(0, keys), slice(keys, 2 * keys), slice(2 * keys, None)):
+        filters = weight[part], None if bias is None else bias[part]
+        state = None if past is None else past[:, part]
+        y, state = _filtered(sizes, x[..., part], *filters, initial_state=state, **arrays)
+        ys.append(y)
+        states.append(state)
+    return *split_normalized(jnp.concatenate(ys, -1), heads, width, normalize), jnp.concatenate(states, 1)
+
+
+def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
+    """`causal_conv1d` of channels that may be split over heads, on the tokens of each device."""
+    if sizes[CONTEXT] == 1:
+        return causal_conv1d(x, weight, bias, **arrays)
+    _check_tokens(x.shape[1], sizes)
+    arrays = {name: arrays.get(name) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, x.shape[0])
+    channels = _dividing(sizes, HEAD, x.shape[2])
+    tokens, states = PartitionSpec(rows, CONTEXT, channels), PartitionSpec(rows, channels)
+    known = {
+        "initial_state": states,
+        "cu_seqlens": PartitionSpec(),
+        "segment_ids": PartitionSpec(rows, CONTEXT),
+    }
+
+    def local(x, weight, bias, arrays):
+        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
+
+    specs = (tokens, PartitionSpec(channels), PartitionSpec(channels), known)
+    return jax.shard_map(local, in_specs=specs, out_specs=(tokens, states))(x, weight, bias, arrays)
+
+
+def linear_softmax_cross_entropy(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    label_weights: Float[Array, "B T"],
+    **options: Any,
+) -> losses.LossSums:
+    """`gdn_jax.losses.linear_softmax_cross_entropy`, of each device's tokens, summed over the mesh that is set.
+
+    The devices of the head axis share a row's tokens here: each needs the whole weight, which has no heads.
+    """
+    call = partial(losses.linear_softmax_cross_entropy, **options)
+    sizes = _axes()
+    if sizes is None:
+        return call(x, weight, targets, label_weights=label_weights)
+    rows = _dividing(sizes, DATA, x.shape[0])
+    _check_tokens(x.shape[1], sizes)
+    heads = (HEAD,) if x.shape[1] % (sizes[CONTEXT] * sizes[HEAD]) == 0 else ()
+    over = (*([rows] if rows else []), CONTEXT, *heads)
+    tokens = PartitionSpec(rows, (CONTEXT, *heads))
+
+    def local(*args):
+        x, weight, targets, label_weights = vary_alike(args)
+        sums = call(x, weight, targets, label_weights=label_weights)
+        return jax.tree.map(lambda y: lax.psum(y, over), sums)
+
+    # Else XLA would carry this cut of the tokens back through the model.
+    x = lax.with_sharding_constraint(x, PartitionSpec(rows, CONTEXT))
+    specs = (tokens, PartitionSpec(), tokens, tokens)
+    return jax.shard_map(local, in_specs=specs, out_specs=PartitionSpec())(x, weight, targets, label_weights)

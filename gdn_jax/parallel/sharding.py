@@ -1,0 +1,108 @@
+"""Where the parameters of a model, the state of its optimiser and its batches lie on a mesh.
+
+    parameter                           along head                   along data, where parameters are sharded
+    q, k, v, a, b and g projections     their outputs, by heads      their inputs
+    o projection                        its inputs, by heads         its outputs
+    gate and up projections             the inner width              the width of the stream
+    down projection                     the inner width              the width of the stream
+    A_log, dt_bias                      heads                        -
+    embedding and head                  -                            the vocabulary, else the width of the stream
+    everything else                     -                            the first dimension that divides
+
+A matrix whose dimension does not divide keeps it whole along data; along head that is refused.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
+
+_OUTPUTS = {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "gate_proj", "up_proj"}
+_INPUTS = {"o_proj", "down_proj"}
+_HEADS = {"A_log", "dt_bias"}
+
+
+def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
+    """Refuses what does not divide.
+
+    Args:
+      config: the model's, a `gdn_jax.models.ModelConfig`.
+      shape: of the mesh.
+      batch, length: rows of a batch that are computed at once, and their tokens.
+
+    Raises:
+      ValueError: names the axis, what was expected and what came.
+    """
+    HV = config.num_heads if config.num_v_heads is None else config.num_v_heads
+    heads = math.gcd(config.num_heads, HV)
+    if heads % shape.head:
+        raise ValueError(
+            f"head: expected a divisor of the model's heads, {heads} of keys and values, got {shape.head}"
+        )
+    if config.mlp_size % shape.head:
+        raise ValueError(
+            f"head: expected a divisor of the SwiGLU's inner width {config.mlp_size}, got {shape.head}"
+        )
+    if shape.context > 1 and config.rule not in ("gated_delta", "delta"):
+        raise NotImplementedError(
+            f"context: the rule {config.rule} does not run over split tokens, the delta rules do"
+        )
+    if batch % shape.data:
+        raise ValueError(f"data: expected a divisor of the {batch} rows of a batch, got {shape.data}")
+    if length % shape.context:
+        raise ValueError(f"context: expected a divisor of the {length} tokens of a row, got {shape.context}")
+    if shape.context > 1 and length // shape.context < config.conv_size - 1:
+        least = config.conv_size - 1
+        raise ValueError(
+            f"context: expected at least {least} tokens of a row on each device, got {length // shape.context}"
+        )
+
+
+def parameter_specs(params: Any, shape: MeshShape) -> Any:
+    """PartitionSpec of every parameter.
+
+    Args:
+      params: a pytree of arrays or shapes whose paths have the names of the modules, as `nnx.state(model)` has.
+      shape: of the mesh.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, x: _spec(path, x.shape, shape), params)
+
+
+def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -> Any:
+    """NamedShardings of the parameters and of `optimizer.init(params)`, where `optimizer` is one of optax."""
+    import optax
+
+    specs = parameter_specs(params, shape)
+    state = jax.eval_shape(optimizer.init, params)
+    state_specs = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: PartitionSpec()
+    )
+
+    def sharding(spec):
+        return NamedSharding(mesh, spec)
+
+    is_spec = dict(is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(sharding, specs, **is_spec), jax.tree.map(sharding, state_specs, **is_spec)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of tokens [B, T]."""
+    return NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))
+
+
+def _spec(path: tuple, size: tuple[int, ...], shape: MeshShape) -> PartitionSpec:
+    names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+    entries: list[str | None] = [None] * len(size)
+    if shape.head > 1 and size:
+        if names & _HEADS or names & _INPUTS:
+            entries[0] = HEAD
+        elif names & _OUTPUTS:
+            entries[-1] = HEAD
+    if shape.shard_parameters and shape.data > 1:
+        free = [i for i, n in enumerate(size) if entries[i] is None and n % shape.data == 0]
+        if free and len(size) >= 2:
+            entries[free[0]] = DATA
+    return PartitionSpec(*entries)

@@ -1,0 +1,47 @@
+"""What the tests of the parts around the rule share: inputs, a function with its gradients, and bounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tolerances import assert_close
+
+# One rounding is off by at most half a unit of the last place: in bfloat16 2^-8 of a number whose significand is 1,
+# and 2^-9 of one just below 2. It is as likely anywhere in between: its rms, 3^(-1/2) of that, is below 2^-9. float16
+# has three digits more. Several roundings, independent of each other, add in squares, so n times this bounds n of
+# them with room.
+ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 0.0}
+
+# What is float32 throughout: sums of some hundred terms, in which errors of 2^-24 = 6e-8 of a term add in squares,
+# and about ten roundings of the sigmoid, root and products.
+SUMS = 1e-6
+
+
+def close(expected, got, name: str, roundings: int = 1, sums: float = SUMS, dtype: str | None = None) -> None:
+    """Fails where a result is further off than so many roundings to its dtype (or another) and float32 sums leave."""
+    got = np.asarray(got)
+    assert_close(expected, got, sums + roundings * ROUNDING[dtype or got.dtype.name], name)
+
+
+def draws(seed: int):
+    """A function that draws arrays of a shape and dtype."""
+    rng = np.random.default_rng(seed)
+    return lambda *shape, dtype="float32", scale=1.0: jnp.asarray(scale * rng.standard_normal(shape), dtype)
+
+
+def compiled_vjp(f):
+    """run(cotangents, *primals): the results of f and the gradients of its primals, in one compiled function."""
+
+    @jax.jit
+    def run(cotangents, *primals):
+        values, back = jax.vjp(f, *primals)
+        return values, back(cotangents)
+
+    return run
+
+
+def value_and_vjp(f, cotangents, *primals):
+    """Results and gradients as NumPy arrays; None for a primal of None."""
+    values, gradients = compiled_vjp(f)(cotangents, *primals)
+    for primal, gradient in zip(primals, gradients, strict=True):
+        assert primal is None or gradient.dtype == primal.dtype, "a gradient has not the dtype of its primal"
+    return jax.device_get((values, gradients))

@@ -1,0 +1,156 @@
+"""The kernels around the rule on a GPU of compute capability 9.0, through the public functions: values and gradients
+against float64 formulas, and the same bits in every call."""
+
+import functools
+
+import fused_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_harness import close, compiled_vjp, draws
+
+from gdn_jax.fused import embedding, norms, swiglu
+from gdn_jax.fused.short_conv import short_conv
+
+pytestmark = pytest.mark.gpu
+
+REPEATS = 50
+
+# float32 with the GPU's approximate exponential, root and division: each is off by up to 2^-22 = 2.4e-7 (PTX ISA,
+# ex2.approx, rsqrt.approx and div.full), and the argument of the exponential is rounded, 5 * 2^-24 of e^5.
+SUMS = 2e-6
+
+close = functools.partial(close, sums=SUMS)
+
+
+def evaluate(f, cotangents, *primals):
+    """Results and gradients of f, whose program has a kernel and which has the same bits in every call."""
+    run = compiled_vjp(f)
+    assert "mosaic_gpu" in run.lower(cotangents, *primals).as_text(), "no kernel in the program"
+    first = run(cotangents, *primals)
+    same = jax.jit(lambda a, b: jnp.stack(jax.tree.leaves(jax.tree.map(_same_bits, a, b))).all())
+    assert all([bool(same(first, run(cotangents, *primals))) for _ in range(REPEATS)]), (
+        "other bits in a repeat"
+    )
+    for primal, gradient in zip(primals, first[1], strict=True):
+        assert primal is None or gradient.dtype == primal.dtype, "a gradient has not the dtype of its primal"
+    return jax.device_get(first)
+
+
+def _same_bits(a, b):
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+    return jnp.array_equal(*(jax.lax.bitcast_convert_type(x, unsigned) for x in (a, b)))
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype", "y_dtype"),
+    [(1024, "float32", "bfloat16"), (2048, "bfloat16", "bfloat16"), (1024, "float16", None)],
+)
+def test_add_norm(D, dtype, y_dtype):
+    draw = draws(D)
+    tokens = (2, 2048)
+    x, weight = draw(*tokens, D, dtype=dtype), draw(D)
+    y = None if y_dtype is None else draw(*tokens, D, dtype=y_dtype)
+    ds, dn = draw(*tokens, D, dtype=dtype), draw(*tokens, D, dtype=y_dtype or dtype)
+
+    def f(x, y, weight):
+        return norms.add_norm(x, y, weight, dtype=y_dtype)
+
+    (s, n), (dx, dy, dweight) = evaluate(f, (ds, dn), x, y, weight)
+    expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
+    close(expected_s, s, "s")
+    close(expected_n, n, "n")
+    # The backward pass has the stream that was rounded: every number of dweight is proportional to it, dx depends on
+    # it through the mean square and a projection.
+    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected_s, weight, ds, dn)
+    close(expected_dx, dx, "dx", 2)
+    close(expected_dweight, dweight, "dweight", dtype=dtype)
+    if y is not None:
+        close(expected_dx, dy, "dy", 2)
+
+
+@pytest.mark.parametrize(("V", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16")])
+def test_gated_norm(V, dtype):
+    draw = draws(V)
+    o, gate, dy = (draw(2, 2048, 4, V, dtype=dtype) for _ in range(3))
+    weight = draw(V)
+    y, gradients = evaluate(lambda *x: norms.gated_norm(*x), dy, o, gate, weight)
+    close(fused_oracle.gated_norm(o, gate, weight), y, "y")
+    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
+    for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
+        close(a, b, name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_swiglu_down(dtype):
+    """The product of the branches is rounded, or its cotangent, and then the result. The projection has the
+    size of a fresh one, so that no sum leaves float16."""
+    draw = draws(1)
+    gate, up = draw(4096, 2816, dtype=dtype), draw(4096, 2816, dtype=dtype)
+    dy = draw(4096, 1024, dtype=dtype)
+    kernel = draw(2816, 1024, dtype=dtype, scale=2816**-0.5).astype(jnp.float32)
+    y, gradients = evaluate(swiglu.swiglu_down, dy, gate, up, kernel)
+    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
+    expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
+    for name, a, b in zip(("dgate", "dup", "dkernel"), expected, gradients, strict=True):
+        close(a, b, name, 2, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "values", "dtype", "segments"),
+    [
+        (8, 64, 1024, "bfloat16", True),
+        (4, 128, 512, "float16", False),
+        (4, 128, 1024, "bfloat16", True),
+        (4, 256, 1024, "bfloat16", False),
+    ],
+)
+def test_short_conv(heads, width, values, dtype, segments):
+    """Two rows that end inside a strip; segments of 1 to 300 tokens, or none."""
+    B, T, D, W = 2, 2056, 2 * heads * width + values, 4
+    draw, rng = draws(width), np.random.default_rng(width)
+    x, weight = draw(B, T, D, dtype=dtype), draw(D, W, scale=0.5)
+    shapes = ((heads, width), (heads, width), (values,))
+    cotangents = (*(draw(B, T, *s, dtype=dtype) for s in shapes), draw(B, D, W - 1, dtype=dtype))
+    pieces, ids = fused_oracle.whole_rows(B, T), None
+    if segments:
+        lengths = rng.choice([1, 2, 3, 5, 64, 127, 300], (B, T))
+        ids = np.stack([np.repeat(np.arange(T), row)[:T] for row in lengths]).astype(np.int32)
+        pieces = fused_oracle.pieces_of_ids(ids)
+    options = dict(heads=heads, width=width)
+    ids = None if ids is None else jnp.asarray(ids)
+    (*parts, final), gradients = evaluate(
+        lambda x, weight: short_conv(x, weight, **options, segment_ids=ids), cotangents, x, weight
+    )
+    expected = fused_oracle.short_conv(x, weight, cotangents=cotangents, pieces=pieces, **options)
+    for name, got in zip("qkv", parts, strict=True):
+        close(getattr(expected, name), got, name)
+    np.testing.assert_array_equal(final, expected.final_state.astype(final.dtype))
+    close(
+        expected.dx, gradients[0], "dx", 2
+    )  # of the kernel and of its sum with what comes through the state
+    close(expected.dweight, gradients[1], "dweight")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embed(dtype):
+    """Ids as in a text, where the n-th is n times rarer than the first: some thousand times, and never. Among them
+    negative ones, and some that name no row."""
+    V, D, shape = 8192, 1024, (4, 4096)
+    draw, rng = draws(2), np.random.default_rng(2)
+    odds = 1 / np.arange(1, V + 1)
+    tokens = rng.choice(V, shape, p=odds / odds.sum()).astype(np.int32)
+    tokens[0, :100] -= V
+    tokens[1, :3] = V, -V - 1, 2**30
+    table, dx = draw(V, D, dtype=dtype), draw(*shape, D, dtype=dtype)
+    rows, (gradient,) = evaluate(lambda table: embedding.embed(table, jnp.asarray(tokens)), dx, table)
+    named = (tokens >= -V) & (tokens < V)
+    np.testing.assert_array_equal(rows[named], np.asarray(table)[tokens[named] % V])
+    assert np.isnan(rows[~named].astype(np.float32)).all()
+    expected = fused_oracle.embedding_gradient(tokens, dx, V)
+    # A sum of n terms grows as their root, and each addition is off by 2^-24 of it: in squares n / 2^(1/2) of a term.
+    most = np.bincount(tokens[named] % V, minlength=V)
+    assert most.max() > 1000 and (most == 0).any()
+    close(expected, gradient, "gradient", sums=2.0**-24 * most.max() ** 0.5)
+    assert not gradient[most == 0].astype(np.float32).any()

@@ -1,0 +1,324 @@
+"""A training step and whole runs on meshes of CPU devices, beside one device."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from gdn_jax import cli
+from gdn_jax.experiments import steps
+from gdn_jax.experiments.options import ScheduleOptions
+from gdn_jax.experiments.placement import Placement
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.parallel import processes, sharding
+from gdn_jax.parallel.communication import traffic
+from gdn_jax.parallel.mesh import MeshShape
+
+CONFIG = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=8, head_dim=4, expand_v=1.0, intermediate_size=32,
+    implementation="recurrent",
+)  # fmt: skip
+ROWS, LENGTH = 8, 32
+OPTIMIZER = steps.make_optimizer(ScheduleOptions(), 10, 1e-2)
+
+SHAPES = [
+    *(
+        "data=8",
+        "head=8",
+        "context=8",
+        "data=4,head=2",
+        "data=2,head=4",
+        "data=4,context=2",
+        "data=2,context=4",
+    ),
+    *("head=4,context=2", "head=2,context=4", "data=2,head=2,context=2"),
+    *(
+        "data=8,sharded",
+        "data=4,head=2,sharded",
+        "data=4,context=2,sharded",
+        "data=2,head=2,context=2,sharded",
+    ),
+]
+QUICK = ("head=8", "data=2,head=2,context=2,sharded")
+
+
+def three_steps(text, config=CONFIG):
+    """Metrics of three steps, the parameters after them, and what a step sends."""
+    shape = MeshShape.parse(text)
+    if jax.device_count() < shape.size:
+        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
+    placement = Placement(shape, shape.make(jax.devices()[: shape.size]))
+    placement.check(config, ROWS, LENGTH)
+    graphdef, params, rest = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    rng, metrics, compiled = np.random.default_rng(0), [], None
+    with placement.active():
+        state, shardings = placement.state(params, OPTIMIZER)
+        train = steps.make_functions(graphdef, rest, OPTIMIZER, 1, shardings=shardings).train
+        for _ in range(3):
+            text = rng.integers(0, 32, (ROWS, LENGTH + 1)).astype(np.int32)
+            weights = rng.integers(0, 2, (ROWS, LENGTH)).astype(np.float32)
+            batch = placement.batch(Batch(text[:, :-1], text[:, 1:], weights))
+            compiled = compiled or train.lower(state, batch).compile()
+            state, step_metrics = compiled(state, batch)
+            metrics.append([float(x) for x in step_metrics])
+    return np.array(metrics), placement.whole(state.params), traffic(compiled.as_text())
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Three steps on one device."""
+    return three_steps("data=1")
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=() if text in QUICK else pytest.mark.slow) for text in SHAPES]
+)
+def test_three_steps(text, alone):
+    """Losses, accuracies, gradient norms and the parameters after them."""
+    metrics, params, _ = three_steps(text)
+    np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
+    for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
+        # AdamW divides by the root of a square: where a gradient is next to nothing, its rounding is not.
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_what_a_step_sends():
+    """Over data one all-reduce, of the gradients and the sums."""
+    _, params, sent = three_steps("data=8")
+    assert set(sent.count) == {"all-reduce"}
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert size <= sent.total * 8 / 14 <= 1.01 * size
+
+
+def specs(text):
+    """PartitionSpecs of the model's parameters by name."""
+    params = nnx.state(LanguageModel(CONFIG, rngs=nnx.Rngs(0)), nnx.Param)
+    found = sharding.parameter_specs(params, MeshShape.parse(text))
+    flat = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return {jax.tree_util.keystr(path): spec for path, spec in flat}
+
+
+def test_where_parameters_lie():
+    """Every one of them, on a mesh with all that there is."""
+    block = "['blocks'][0]"
+    mixer = {
+        **dict.fromkeys((f"['{x}_proj']['kernel']" for x in "qkvabg"), PartitionSpec("data", "head")),
+        "['o_proj']['kernel']": PartitionSpec("head", "data"),
+        "['A_log']": PartitionSpec("head"),
+        "['dt_bias']": PartitionSpec("head"),
+        "['conv_weight']": PartitionSpec("data", None),
+        "['o_norm']['weight']": PartitionSpec(None),
+    }
+    mlp = {
+        "['gate_proj']['kernel']": PartitionSpec("data", "head"),
+        "['up_proj']['kernel']": PartitionSpec("data", "head"),
+        "['down_proj']['kernel']": PartitionSpec("head", "data"),
+    }
+    expected = {
+        **{f"{block}['mixer']{name}": spec for name, spec in mixer.items()},
+        **{f"{block}['mlp']{name}": spec for name, spec in mlp.items()},
+        **{f"{block}['{x}_norm']['weight']": PartitionSpec(None) for x in ("mixer", "mlp")},
+        "['embedding']": PartitionSpec("data", None),
+        "['head']": PartitionSpec("data", None),
+        "['norm']['weight']": PartitionSpec(None),
+    }
+    found = {k.removesuffix(".value"): s for k, s in specs("data=2,head=2,sharded").items() if "[1]" not in k}
+    assert found == expected
+    assert all("data" not in s for s in specs("data=2,head=2").values())
+    assert all(not any(s) for s in specs("context=2").values())
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("head=3", {}, "head: expected a divisor of the model's heads, 8 of keys and values, got 3"),
+        ("head=8", dict(num_heads=4, num_v_heads=8), "head: expected a divisor of the model's heads, 4 of"),
+        (
+            "head=8",
+            dict(intermediate_size=20),
+            "head: expected a divisor of the SwiGLU's inner width 20, got 8",
+        ),
+        ("data=3", {}, "data: expected a divisor of the 8 rows of a batch, got 3"),
+        ("context=5", {}, "context: expected a divisor of the 32 tokens of a row, got 5"),
+        ("context=16", {}, "context: expected at least 3 tokens of a row on each device, got 2"),
+        ("context=2", dict(rule="mamba2"), "context: the rule mamba2 does not run over split tokens"),
+    ],
+)
+def test_refusals(text, options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        sharding.check(dataclasses.replace(CONFIG, **options), MeshShape.parse(text), ROWS, LENGTH)
+
+
+def test_meshes_as_text():
+    shape = MeshShape.parse("data=2,context=4,sharded")
+    assert (
+        shape == MeshShape(data=2, context=4, shard_parameters=True)
+        and str(shape) == "data=2,context=4,sharded"
+    )
+    assert str(MeshShape()) == "data=1"
+    for text in ("data=0", "rows=2", "data=2,data=2", "data", "head=-1", "sharded=1"):
+        with pytest.raises(ValueError, match="expected"):
+            MeshShape.parse(text)
+    with pytest.raises(ValueError, match="mesh: expected 8 devices as there are, got data=3 with 3"):
+        MeshShape(data=3).make(jax.devices()[:8])
+
+
+PROGRAM = """HloModule jit_f, num_partitions=8
+%body (p: f32[2]) -> f32[2] {
+  %a = f32[2]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %w = f32[2]{0} while(%x), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = (f32[4]{0}, bf16[8]{0}) all-reduce(%a, %b), replica_groups=mesh['i'=8] {'i'}, to_apply=%add
+  %g = f32[8]{0} all-gather(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+  %s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %t = f32[2]{0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}
+}
+"""
+
+
+def test_traffic():
+    """Operations in loops as often as they run, tuples, groups in each notation, and asynchronous ones once."""
+    sent = traffic(PROGRAM)
+    assert sent.count == {"collective-permute": 4, "all-reduce": 1, "all-gather": 1, "reduce-scatter": 1}
+    assert sent.sent == {
+        "collective-permute": 3 * 8 + 32,
+        "all-reduce": 56,
+        "all-gather": 16,
+        "reduce-scatter": 24,
+    }
+
+
+MESH = ("--num-heads", "2", "--mesh", "data=2,head=2,context=2,sharded")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path, folder):
+    """Half on one mesh, half on another: the losses of one device, within rounding."""
+    if jax.device_count() != 8:
+        pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
+    assert tiny_runs.train(folder, tmp_path / "alone", "--num-heads", "2") == 0
+    assert tiny_runs.train(folder, tmp_path / "mesh", *MESH, "--max-minutes", "0.0001") == 0
+    assert tiny_runs.resume(tmp_path / "mesh", "--mesh", "data=4,context=2") == 0
+    check_alike(tmp_path / "alone", tmp_path / "mesh")
+
+
+def check_alike(one, other):
+    """Metrics of two runs agree within rounding."""
+    one, other = tiny_runs.metrics(one), tiny_runs.metrics(other)
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for a, b in zip(one, other, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_a_mesh_that_does_not_fit(tmp_path, folder, capsys):
+    assert tiny_runs.train(folder, tmp_path / "run", "--mesh", "data=3") == 1
+    message = capsys.readouterr().err
+    assert "--mesh: expected" in message and "data=3 with 3" in message
+    assert not (tmp_path / "run").exists()
+
+
+def launch(arguments, kill_after=None):
+    """`gdn` in two processes of four devices each; their exit statuses and outputs.
+
+    kill_after: a path after whose appearance the second process is killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running: list[subprocess.Popen] = []
+    for index in range(2):
+        more = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(index),
+            "JAX_NUM_CPU_DEVICES": "4",
+            "JAX_PLATFORMS": "cpu",
+        }
+        command = [sys.executable, "-m", "gdn_jax.cli", *arguments]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running.append(subprocess.Popen(command, env={**os.environ, **more}, **pipes))
+    while kill_after is not None and not kill_after.exists():
+        assert running[0].poll() is None, running[0].communicate()[0]
+        time.sleep(0.2)
+    if kill_after is not None:
+        running[1].kill()
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    return [process.returncode for process in running], outputs
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path, folder):
+    """One mesh over both: the losses of one device; one folder, written by the first; it goes on in one process."""
+    if jax.device_count() != 8:
+        pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
+    assert tiny_runs.train(folder, tmp_path / "alone", "--num-heads", "2") == 0
+    arguments = ["--data", str(folder), "--out", str(tmp_path / "both"), *tiny_runs.TINY_TEXT, *MESH]
+    codes, outputs = launch(["train", "bytes", *arguments])
+    assert codes == [0, 0], outputs
+    check_alike(tmp_path / "alone", tmp_path / "both")
+    files = {path.name for path in (tmp_path / "both").iterdir()}
+    assert files == {path.name for path in (tmp_path / "alone").iterdir()}
+    assert json.loads((tmp_path / "both" / "result.json").read_text())["finished"]
+    assert "results in" not in outputs[1]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies(tmp_path, folder):
+    """The other one ends within a minute and says so; the run goes on in one process from the last checkpoint."""
+    if jax.device_count() != 8:
+        pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
+    out = tmp_path / "run"
+    arguments = ["train", "bytes", "--data", str(folder), "--out", str(out), *tiny_runs.TINY_TEXT, *MESH]
+    codes, outputs = launch([*arguments, "--steps", "3000"], kill_after=out / "checkpoints" / "4")
+    assert codes[0] not in (0, None), outputs[0]
+    assert "another process of the run is gone" in outputs[0] and "--resume" in outputs[0]
+    (out / "lock").unlink(missing_ok=True)
+    assert tiny_runs.resume(out, "--max-minutes", "0.0001") == 0
+
+
+def test_the_environment_of_several_processes(monkeypatch):
+    """What is missing or impossible is said before anything waits for it."""
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match="JAX_NUM_PROCESSES: expected a value beside JAX_COORDINATOR_ADDRESS"
+    ):
+        processes.join()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "2")
+    with pytest.raises(
+        ValueError, match="JAX_PROCESS_ID: expected a number below JAX_NUM_PROCESSES, got 2 of 2"
+    ):
+        processes.join()
+
+
+@pytest.mark.slow
+def test_bench(capsys, tmp_path):
+    """The command for several devices, on a problem that is over in seconds."""
+    sizes = (
+        "--tokens 512 --heads 8 8 --width 8 --dtype float32 --calls 1 --repeats 1 --implementation recurrent"
+    )
+    step = "--model tiny --length 64 --step-tokens 64"
+    out = tmp_path / "scale.json"
+    arguments = ["bench", "--what", "scale", *sizes.split(), *step.split(), "--json", str(out)]
+    assert cli.main([*arguments, "--mesh", "data=8", "head=2,context=4"]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [(r["what"].split()[0], r["mesh"]) for r in results] == [
+        *(("rule", "data=1"), ("rule", "data=8"), ("rule", "data=1"), ("rule", "head=2,context=4")),
+        *(("step", "data=1"), ("step", "data=8"), ("step", "head=2,context=4")),
+    ]
+    assert results[1]["collectives"] == {} and results[1]["differs"] < 1e-6
+    assert results[3]["collectives"]["collective-permute"] and results[3]["differs"] < 1e-5
+    assert "efficiency" in capsys.readouterr().out
