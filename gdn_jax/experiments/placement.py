@@ -55,7 +55,10 @@ class Placement:
         """The state before the first step, in its place, and the shardings of it; inside `active`."""
         if self.mesh is None:
             return TrainState(params, optimizer.init(params)), None
-        shardings = TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
+        try:
+            shardings = TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
+        except ValueError as error:
+            raise RunError(f"--mesh: {error}") from error
         params = jax.tree.map(place, params, shardings.params)
         return TrainState(
             params, jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)

@@ -8,6 +8,7 @@ import contextlib
 import shlex
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -55,14 +56,25 @@ def train(options: TrainOptions, console: Console) -> int:
         if options.run.mesh is not None and not processes.is_first():
             return _follow(options, placement)
         return _lead(options, placement, console)
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or out_of_memory(error):
+    except Exception as error:
+        if jax.process_count() == 1:
             raise
-        again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
-        reason = f"another process of the run is gone ({one_line(error)})"
-        text = f"gdn: process {jax.process_index()}: {reason}; what was saved is kept; continue with: {again}"
-        print(text, file=sys.stderr)
+        # The ordinary end would wait for the others, which may be gone or wait for this one.
+        _tell(
+            error, shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
+        )
         processes.leave(1)
+
+
+def _tell(error: Exception, again: str) -> None:
+    """Prints why this process of several ends."""
+    reason = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error):
+        reason = f"another process of the run is gone ({one_line(error)}); what was saved is kept"
+        reason += f"; continue with: {again}"
+    elif not isinstance(error, RunError):
+        traceback.print_exception(error)
+    print(f"gdn: process {jax.process_index()}: {' '.join(reason.split())}", file=sys.stderr)
 
 
 def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:

@@ -101,6 +101,10 @@ def _spec(path: tuple, size: tuple[int, ...], shape: MeshShape) -> PartitionSpec
             entries[0] = HEAD
         elif names & _OUTPUTS:
             entries[-1] = HEAD
+        for n, entry in zip(size, entries, strict=True):
+            if entry == HEAD and n % shape.head:
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"head: expected a divisor of {n}, the width of {name}, got {shape.head}")
     if shape.shard_parameters and shape.data > 1:
         free = [i for i, n in enumerate(size) if entries[i] is None and n % shape.data == 0]
         if free and len(size) >= 2:
