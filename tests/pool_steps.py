@@ -215,8 +215,8 @@ CASES = (
 )
 
 RING_CASES = (
-    (Case("ring"), (0, 3, 15)),
-    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=64), (7, 3, 15)),
+    (Case("ring", V=64), (0, 3, 15)),
+    (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=32), (7, 3, 15)),
     (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
 )
 """With the tokens that each row's ring holds."""
