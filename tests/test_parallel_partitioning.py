@@ -82,10 +82,10 @@ def check_same(got, expected, dtype="float32"):
         ("chunked", "few keys", "rows and heads"),
         pytest.param("chunked", "plain", "rows", marks=pytest.mark.slow),
         pytest.param("chunked", "segments", "rows", marks=pytest.mark.slow),
-        ("chunked", "packed", "heads"),
+        pytest.param("chunked", "packed", "heads", marks=pytest.mark.slow),
         pytest.param("recurrent", "plain", "rows", marks=pytest.mark.slow),
-        ("recurrent", "few keys", "heads"),
-        pytest.param("recurrent", "packed", "heads", marks=pytest.mark.slow),
+        pytest.param("recurrent", "few keys", "heads", marks=pytest.mark.slow),
+        ("recurrent", "packed", "heads"),
     ],
 )
 def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):

@@ -50,7 +50,7 @@ SHAPES = [
         "data=2,head=2,context=2,sharded",
     ),
 ]
-QUICK = ("head=8", "data=2,head=2,context=2,sharded")
+QUICK = ("data=2,head=2,context=2,sharded",)
 
 
 def three_steps(text, config=CONFIG):
