@@ -324,7 +324,7 @@ def deep(**options):
     [
         pytest.param("none", False, marks=pytest.mark.slow),
         pytest.param("none", True, marks=pytest.mark.slow),
-        ("rule", True),
+        pytest.param("rule", True, marks=pytest.mark.slow),
         pytest.param("full", False, marks=pytest.mark.slow),
     ],
 )

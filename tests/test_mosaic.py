@@ -54,8 +54,11 @@ def value_and_gradients(case: cases.Case, x: cases.Inputs) -> dict:
 @pytest.mark.parametrize(
     "case",
     [
-        cases.Case("seam-floor", beta="some 0", **TINY),
-        cases.Case("seam-norm", use_qk_l2norm=True, keys="any", state_layout="vk", **TINY),
+        pytest.param(cases.Case("seam-floor", beta="some 0", **TINY), marks=pytest.mark.slow),
+        pytest.param(
+            cases.Case("seam-norm", use_qk_l2norm=True, keys="any", state_layout="vk", **TINY),
+            marks=pytest.mark.slow,
+        ),
         cases.Case("seam-scale-20", scale=20.0, **TINY),
     ],
     ids=lambda case: case.name,

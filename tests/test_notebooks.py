@@ -254,7 +254,14 @@ def check(path: pathlib.Path, part: float) -> None:
             assert alike(old, new), f"{where}prints\n{new}instead of\n{old}"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.stem[:2] in {"04", "05", "06"} else ())
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_first_half_runs(path):
     check(path, 0.5)
 

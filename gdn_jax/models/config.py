@@ -15,6 +15,8 @@ from gdn_jax.shapes import check_choice
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "rule", "full")
 LAYER_TYPES = ("gated_delta_net", "attention")
+DEFAULT_PERIOD = 4
+"""Layers of which the last is attention, where a model has attention and does not say where."""
 QK_NORMS = ("none", "head", "width")
 
 
@@ -206,7 +208,12 @@ class ModelConfig:
                 )
             for layer_type in self.layer_types:
                 check_choice("layer_types", layer_type, LAYER_TYPES)
-        if (self.attention is not None) != ("attention" in self.types):
+        attends = self.attention is not None and self.num_layers >= DEFAULT_PERIOD
+        if (
+            self.layer_types is not None
+        ):  # else not asked for one by one: a wrong number of layers may be huge
+            attends = "attention" in self.layer_types
+        if (self.attention is not None) != attends:
             wanted, got = ("an AttentionConfig", "None") if self.attention is None else ("None", "one")
             layers = "an attention layer" if self.attention is None else "no attention layer"
             raise ValueError(f"attention: expected {wanted} with {layers} in layer_types, got {got}")
@@ -222,7 +229,7 @@ class ModelConfig:
         """Type of every layer."""
         if self.layer_types is not None:
             return self.layer_types
-        return hybrid_layers(self.num_layers, 0 if self.attention is None else 4)
+        return hybrid_layers(self.num_layers, 0 if self.attention is None else DEFAULT_PERIOD)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has a mixture of experts."""
