@@ -29,6 +29,7 @@ def load():
     return load_hf(hf_checkpoints.FOLDER / "qwen3_5", implementation="recurrent")
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
     model, ids = load(), jnp.asarray(hf_checkpoints.expected("qwen3_5")["ids"][:, :17])
     _, before = nnx.split(model)

@@ -103,6 +103,9 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        # Without its list of arrays Orbax gives up the reads of all of them at once, which has ended the process.
+        if not (self._folder / str(step) / "state" / "manifest.ocdbt").exists():
+            raise ValueError("its list of arrays is missing")
         wanted = ocp.args.Composite(
             state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
             facts=ocp.args.JsonRestore(),
