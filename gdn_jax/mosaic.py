@@ -84,31 +84,44 @@ def _rule(x: RuleArrays, scale: float, options: Options) -> tuple[jax.Array, jax
     return _forward(x, scale, options)[:2]
 
 
+class _Static(NamedTuple):
+    """What a shard of a call depends on beside its arrays."""
+
+    scale: float
+    options: Options
+    segment_chunks: int | None
+    """Chunks of every segment; None: rows are not cut."""
+
+
 def _forward(x: RuleArrays, scale: float, options: Options):
     """Outputs, final states and residuals of the kernels, on the shards of the arguments."""
-    from pallas_kernels.forward import rule
-
-    static = dict(scale=scale, use_qk_l2norm=options.use_qk_l2norm)
-
-    def forward(x: RuleArrays, config: rule.Config | None):
-        return rule.forward(*x[:6], **static, **options.kernel_arguments(x), config=config)
-
     if options.shards is None:
-        return forward(x, None)
+        return _run_forward(x, scale, options)
     axes = RuleAxes.of(x, options.backward_head_slices)
     # What is kept of the segments has a shape: all shards are cut alike, as is best for those that are expected.
-    expected = jax.eval_shape(lambda x: forward(x, None)[2], axes.shard(x, options.shards))
-    segment_chunks = _segment_chunks(expected)
-
-    def on_shard(x: RuleArrays):
-        o, final, residuals = forward(x, rule.Config(segment_chunks=segment_chunks or 0))
-        return o, final, _ResidualArrays.of(residuals)
+    expected = jax.eval_shape(lambda x: _run_forward(x, scale, options)[2], axes.shard(x, options.shards))
+    static = _Static(scale, options, _segment_chunks(expected))
 
     def results(shapes):
         return *axes.outputs, _residual_axes(axes, shapes[2])
 
-    o, final, arrays = on_shards(on_shard, (x,), (axes.inputs,), results, axes.sizes)
-    return o, final, arrays.residuals(segment_chunks)
+    o, final, arrays = on_shards(_forward_on_shard, static, (x,), (axes.inputs,), results, axes.sizes)
+    return o, final, arrays.residuals(static.segment_chunks)
+
+
+def _run_forward(x: RuleArrays, scale: float, options: Options, config: Any = None):
+    from pallas_kernels.forward import rule
+
+    static = dict(scale=scale, use_qk_l2norm=options.use_qk_l2norm, config=config)
+    return rule.forward(*x[:6], **static, **options.kernel_arguments(x))
+
+
+def _forward_on_shard(static: _Static, x: RuleArrays):
+    from pallas_kernels.forward import rule
+
+    config = rule.Config(segment_chunks=static.segment_chunks or 0)
+    o, final, residuals = _run_forward(x, static.scale, static.options, config)
+    return o, final, _ResidualArrays.of(residuals)
 
 
 def _residual_axes(axes: RuleAxes, arrays: "_ResidualArrays") -> "_ResidualArrays":
@@ -189,28 +202,31 @@ def _rule_bwd(scale: float, options: Options, saved, cotangents):
     if options.use_qk_l2norm:
         (q, k), through_norm = jax.vjp(_normalized, q, k)
     plain = x._replace(q=q, k=k)
-    config = rule.Config(head_slices=options.backward_head_slices)
-
-    def backward(x: RuleArrays, residuals, cotangents):
-        arguments = options.kernel_arguments(x)
-        return rule.backward(*x[:6], residuals, *cotangents, scale=scale, config=config, **arguments)
-
     if options.shards is None:
-        out = backward(plain, residuals, cotangents)
+        out = _run_backward(plain, residuals, cotangents, scale, options)
     else:
         axes = RuleAxes.of(x, options.backward_head_slices)
-        arrays, segment_chunks = _ResidualArrays.of(residuals), _segment_chunks(residuals)
-
-        def on_shard(x: RuleArrays, arrays: _ResidualArrays, cotangents):
-            return backward(x, arrays.residuals(segment_chunks), cotangents)
-
+        arrays, static = _ResidualArrays.of(residuals), _Static(scale, options, _segment_chunks(residuals))
         operands = axes.inputs, _residual_axes(axes, arrays), axes.outputs
-        gradients = rule.Cotangents(*axes.inputs[:6])
-        out = on_shards(on_shard, (plain, arrays, cotangents), operands, lambda _: gradients, axes.sizes)
+        gradients, args = rule.Cotangents(*axes.inputs[:6]), (plain, arrays, cotangents)
+        out = on_shards(_backward_on_shard, static, args, operands, lambda _: gradients, axes.sizes)
     if through_norm is not None:
         dq, dk = through_norm((out.dq, out.dk))
         out = out._replace(dq=dq, dk=dk)
     return (RuleArrays._make((*out, None, None)),)
+
+
+def _run_backward(x: RuleArrays, residuals, cotangents, scale: float, options: Options):
+    from pallas_kernels.backward import rule
+
+    config = rule.Config(head_slices=options.backward_head_slices)
+    arguments = options.kernel_arguments(x)
+    return rule.backward(*x[:6], residuals, *cotangents, scale=scale, config=config, **arguments)
+
+
+def _backward_on_shard(static: _Static, x: RuleArrays, arrays: _ResidualArrays, cotangents):
+    residuals = arrays.residuals(static.segment_chunks)
+    return _run_backward(x, residuals, cotangents, static.scale, static.options)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)

@@ -10,17 +10,15 @@ of the arrays' types and `on_explicit_shards` reads them there.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gdn_jax.shapes import RuleArrays
@@ -71,16 +69,22 @@ class RuleAxes(NamedTuple):
 
 def on_shards(
     f: Callable[..., Any],
+    static: Hashable,
     args: Sequence[Any],
     operands: Sequence[Any],
     results: Callable[[Any], Any],
     sizes: Mapping[str, int],
 ) -> Any:
-    """f(*args), which under jit every device computes on its own shard of the arrays, without communication.
+    """f(static, *args), which under jit every device computes on its own shard of the arrays, without communication.
+
+    However often a program calls the same f with the same static argument and shapes, it is lowered once: a kernel
+    takes up to half a second to lower, and a deep model calls each one in every layer.
 
     Args:
-      f: maps arrays to arrays. Along the names of `sizes` it treats every index by itself, so that f of a shard is
-        the shard of f. A dimension of n times a name's size holds n indices in a row for each of that name's.
+      f: maps a static argument and arrays to arrays; a function of a module, so that calls can be seen to be alike.
+        Along the names of `sizes` it treats every index by itself, so that f of a shard is the shard of f. A
+        dimension of n times a name's size holds n indices in a row for each of that name's.
+      static: what else f depends on.
       args: pytrees of arrays or None.
       operands: for each argument the names of its dimensions, a string such as "b t h k" in place of every array; "."
         is a dimension of no name.
@@ -89,25 +93,15 @@ def on_shards(
       sizes: how many equal parts each name that may be split has at most.
 
     Returns:
-      f(*args). Under vmap f runs unsplit.
+      f(static, *args). Under vmap f runs unsplit.
     """
+    compiled = jax.jit(f, static_argnums=0)
     leaves, treedef = jax.tree.flatten(tuple(args))
-    traced, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    # Constants of f as operands, for which `custom_partitioning` has no other place. A shard has its own.
-    constants = [jnp.asarray(x) for x in traced.consts]
+    shapes = jax.eval_shape(partial(compiled, static), *args)
     ins, outs = _flat_axes(tuple(args), tuple(operands)), _flat_axes(shapes, results(shapes))
-    ins = (*ins, *((".",) * x.ndim for x in constants))
 
     def whole(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        arrays, constants = (
-            leaves[: len(leaves) - len(traced.consts)],
-            leaves[len(leaves) - len(traced.consts) :],
-        )
-        return tuple(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*arrays))
-
-    def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        arrays = leaves[: len(leaves) - len(traced.consts)]
-        return tuple(jax.tree.leaves(f(*jax.tree.unflatten(treedef, arrays))))
+        return tuple(jax.tree.leaves(compiled(static, *jax.tree.unflatten(treedef, leaves))))
 
     def choose(mesh: Mesh, arrays, names: Sequence[Axes]) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
         given = [x.sharding for x in arrays]
@@ -121,7 +115,9 @@ def on_shards(
         mesh, chosen = choose(mesh, (*operands, *results), (*ins, *outs))
 
         def shard(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(_summed(chosen, *part) for part in zip(outs, flat(*leaves), strict=True))
+            lowered = _lowered(compiled, static, jax.tree.unflatten(treedef, leaves), mesh)
+            parts = jax.tree.leaves(lowered.call(*jax.tree.unflatten(treedef, leaves)))
+            return tuple(_summed(chosen, *part) for part in zip(outs, parts, strict=True))
 
         given, made = ([NamedSharding(mesh, _spec(chosen, names)) for names in side] for side in (ins, outs))
         return mesh, shard, tuple(made), tuple(given)
@@ -143,9 +139,20 @@ def on_shards(
     @call.def_vmap
     def _(axis_size, batched, *leaves):
         in_axes = tuple(0 if b else None for b in batched)
-        return jax.vmap(flat, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
+        return jax.vmap(whole, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
 
-    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves, *constants))
+    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves))
+
+
+def _lowered(compiled: Any, static: Hashable, args: tuple[Any, ...], mesh: Mesh) -> export.Exported:
+    """A function of one shard as a module, to be called from others.
+
+    The partitioner asks for a module of its own for each call. JAX keeps what it has traced and lowered of a function
+    that is compiled by itself, which an export reads, but not what is lowered as a part of such modules.
+    """
+    platform = mesh.devices.flat[0].platform
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    return export.export(compiled, platforms=("cuda" if platform == "gpu" else platform,))(static, *shapes)
 
 
 def on_explicit_shards(

@@ -4,12 +4,17 @@ import dataclasses
 import importlib
 import re
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+from flax import nnx
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from meshes import AUTO, EXPLICIT, mesh_of, place, spec, value_and_gradients
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
@@ -19,6 +24,7 @@ from gdn_jax.checks import cases
 from gdn_jax.fused.norms import add_norm, gated_norm
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.fused.swiglu import swiglu_down
+from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel.communication import traffic
 from pallas_kernels.device import launch as device_launch
 
@@ -208,7 +214,28 @@ def test_debug_checks_tell_what_is_gathered(kind):
 KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
+    "layer.embedding",
 )  # fmt: skip
+
+LOWERED = Counter()
+"""Kernels by name, as often as `no_launch` has lowered them."""
+LAUNCH = Primitive("launch")
+LAUNCH.multiple_results = True
+LAUNCH.def_abstract_eval(lambda *inputs, name, outputs: [ShapedArray(*y) for y in outputs])
+
+
+def lower_launch(context, *inputs, name, outputs):
+    """Every output is the sum of all inputs."""
+    LOWERED[name] += 1
+
+    def run(*inputs):
+        total = sum(jnp.sum(x.astype(jnp.float32)) for x in inputs)
+        return [jnp.full(shape, total, dtype) for shape, dtype in outputs]
+
+    return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
+
+
+mlir.register_lowering(LAUNCH, lower_launch)
 
 
 @pytest.fixture
@@ -216,12 +243,16 @@ def no_launch(monkeypatch):
     """Kernels that write the sum of all they read everywhere: all around them runs as on a GPU."""
 
     def launch(name, body, *, inputs, outputs, **rest):
-        total = sum(jnp.sum(x.astype(jnp.float32)) for x in inputs.values() if x is not None)
-        return {key: jnp.full(y.shape, total, y.dtype) for key, y in outputs.items() if y is not None}
+        given, results = ({k: x for k, x in part.items() if x is not None} for part in (inputs, outputs))
+        shapes = tuple((tuple(y.shape), jnp.dtype(y.dtype)) for y in results.values())
+        return dict(zip(results, LAUNCH.bind(*given.values(), name=name, outputs=shapes), strict=True))
 
     for module in KERNEL_MODULES:
         monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{module}"), "launch", launch)
     monkeypatch.setattr(device_launch, "device_reason", lambda: None)
+    jax.clear_caches()  # of what was traced with other kernels
+    yield
+    jax.clear_caches()
 
 
 @partitioners
@@ -259,6 +290,39 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
         compiled = value_and_gradients(call).lower((q, k, v, gate, gate, state), (v, state)).compile()
     assert not traffic(compiled.as_text()).count
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_deep_model_lowers_no_more_kernels():
+    """Neither for one device nor for the shards of a mesh: layers share what is lowered, forward and backward."""
+    sizes = dict(
+        vocab_size=64, hidden_size=1024, intermediate_size=1024, num_heads=4, head_dim=64, expand_v=1.0
+    )
+
+    def lowered(layers, devices):
+        config = ModelConfig(**sizes, num_layers=layers, dtype="bfloat16", implementation="mosaic_gpu")
+        model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        mesh = mesh_of((devices,), ("data",))
+
+        def lie(where, tree):
+            sharding = NamedSharding(mesh, where)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+        def loss(params, rest, tokens):
+            return nnx.merge(graphdef, params, rest).hidden_states(tokens)[0].astype(jnp.float32).sum()
+
+        tokens = lie(spec("data"), jax.ShapeDtypeStruct((8, 128), jnp.int32))
+        jax.clear_caches()
+        LOWERED.clear()
+        program = jax.jit(jax.grad(loss)).lower(*lie(spec(), (params, rest)), tokens).compile()
+        sent = traffic(program.as_text()).count
+        assert sent == ({"all-reduce": 1} if devices > 1 else {})
+        return dict(LOWERED)
+
+    two, three = lowered(2, 8), lowered(3, 8)
+    assert two == three
+    assert set(two) == set(lowered(2, 1)), "the kernels of one device"
 
 
 def fused_part(name):

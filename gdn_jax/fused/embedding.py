@@ -46,23 +46,22 @@ def _embed_fwd(embedding, tokens):
 
 
 def _embed_bwd(saved, dx):
-    from pallas_kernels.layer.embedding import embedding_gradient
-
     tokens, like = saved
-    V = like.shape[0]
-
-    def kernel(tokens, dx):
-        ids = tokens.reshape(-1).astype(jnp.int32)
-        ids = jnp.where(ids < 0, ids + V, ids)
-        ids = jnp.where(ids < 0, V, ids)  # those that name no row come last
-        order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-        starts = jnp.searchsorted(ids[order], jnp.arange(V + 1, dtype=jnp.int32)).astype(jnp.int32)
-        return embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
-
     names, sizes = token_axes(dx, 1)
     operands = (names.removesuffix(" ."), names)
-    gradient = run(kernel, (tokens, dx), operands, ". . +b +t", sizes)
+    gradient = run(_gradient, like.shape[0], (tokens, dx), operands, ". . +b +t", sizes)
     return gradient.astype(like.dtype), None
+
+
+def _gradient(V, tokens, dx):
+    from pallas_kernels.layer.embedding import embedding_gradient
+
+    ids = tokens.reshape(-1).astype(jnp.int32)
+    ids = jnp.where(ids < 0, ids + V, ids)
+    ids = jnp.where(ids < 0, V, ids)  # those that name no row come last
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    starts = jnp.searchsorted(ids[order], jnp.arange(V + 1, dtype=jnp.int32)).astype(jnp.int32)
+    return embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
 
 
 _embed.defvjp(_embed_fwd, _embed_bwd)

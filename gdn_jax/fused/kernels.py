@@ -1,7 +1,7 @@
 """When a part runs by its kernels, and on which shards of its arrays."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,12 +42,13 @@ def tokens_of(numbers: int, block: int) -> int:
 
 def run(
     kernel: Callable[..., Any],
+    static: Hashable,
     args: Sequence[Any],
     operands: Sequence[Any],
     results: Any,
     sizes: Mapping[str, int],
 ) -> Any:
-    """kernel(*args), on the shards of the arguments; see `partitioning.on_shards`."""
+    """kernel(static, *args), on the shards of the arguments; see `partitioning.on_shards`."""
     if expected_shards(args) is None:
-        return kernel(*args)
-    return on_shards(kernel, args, operands, lambda _: results, sizes)
+        return kernel(static, *args)
+    return on_shards(kernel, static, args, operands, lambda _: results, sizes)

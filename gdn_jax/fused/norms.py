@@ -99,15 +99,16 @@ def _norm_axes(x) -> tuple[str, dict[str, int]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_norm(x, y, weight, eps, dtype):
+    names, sizes = _norm_axes(x)
+    return run(_add_norm_forward, (eps, dtype), (x, y, weight), (names, names, "."), (names, names), sizes)
+
+
+def _add_norm_forward(static, x, y, weight):
     from pallas_kernels.layer import norm
 
-    def kernel(x, y, weight):
-        flat = None if y is None else _rows(y)
-        s, n = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype)
-        return s.reshape(x.shape), n.reshape(x.shape)
-
-    names, sizes = _norm_axes(x)
-    return run(kernel, (x, y, weight), (names, names, "."), (names, names), sizes)
+    eps, dtype = static
+    s, n = norm.add_norm(_rows(x), None if y is None else _rows(y), weight, eps=eps, dtype=dtype)
+    return s.reshape(x.shape), n.reshape(x.shape)
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
@@ -116,20 +117,21 @@ def _add_norm_fwd(x, y, weight, eps, dtype):
 
 
 def _add_norm_bwd(eps, dtype, saved, cotangents):
+    s, weight, like_y = saved
+    names, sizes = _norm_axes(s)
+    static = eps, None if like_y is None else like_y.dtype
+    args, operands = (s, weight, *cotangents), (names, ".", names, names)
+    results = (names, None if like_y is None else names, ". +b +t")
+    dx, dy, dweight = run(_add_norm_backward, static, args, operands, results, sizes)
+    return dx, dy, dweight.astype(weight.dtype)
+
+
+def _add_norm_backward(static, s, weight, ds, dn):
     from pallas_kernels.layer import norm
 
-    s, weight, like_y = saved
-
-    def kernel(s, weight, ds, dn):
-        y_dtype = None if like_y is None else like_y.dtype
-        out = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
-        dx, dy, dweight = out
-        return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
-
-    names, sizes = _norm_axes(s)
-    results = (names, None if like_y is None else names, ". +b +t")
-    dx, dy, dweight = run(kernel, (s, weight, *cotangents), (names, ".", names, names), results, sizes)
-    return dx, dy, dweight.astype(weight.dtype)
+    eps, y_dtype = static
+    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
+    return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
 
 _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
@@ -143,13 +145,14 @@ def _head_axes(o) -> tuple[str, dict[str, int]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gated_norm(o, gate, weight, eps):
+    names, sizes = _head_axes(o)
+    return run(_gated_norm_forward, eps, (o, gate, weight), (names, names, "."), names, sizes)
+
+
+def _gated_norm_forward(eps, o, gate, weight):
     from pallas_kernels.layer import gated_norm as kernels
 
-    def kernel(o, gate, weight):
-        return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
-
-    names, sizes = _head_axes(o)
-    return run(kernel, (o, gate, weight), (names, names, "."), names, sizes)
+    return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
 
 
 def _gated_norm_fwd(o, gate, weight, eps):
@@ -157,16 +160,18 @@ def _gated_norm_fwd(o, gate, weight, eps):
 
 
 def _gated_norm_bwd(eps, saved, dy):
-    from pallas_kernels.layer import gated_norm as kernels
-
-    def kernel(o, gate, weight, dy):
-        out = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
-        return out[0].reshape(o.shape), out[1].reshape(o.shape), out[2]
-
     names, sizes = _head_axes(dy)
     results = (names, names, ". +b +t")
-    do, dgate, dweight = run(kernel, (*saved, dy), (names, names, ".", names), results, sizes)
+    args, operands = (*saved, dy), (names, names, ".", names)
+    do, dgate, dweight = run(_gated_norm_backward, eps, args, operands, results, sizes)
     return do, dgate, dweight.astype(saved[2].dtype)
+
+
+def _gated_norm_backward(eps, o, gate, weight, dy):
+    from pallas_kernels.layer import gated_norm as kernels
+
+    do, dgate, dweight = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
+    return do.reshape(o.shape), dgate.reshape(o.shape), dweight
 
 
 _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)

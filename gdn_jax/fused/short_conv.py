@@ -67,13 +67,16 @@ def split_normalized(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _short_conv(x, weight, fresh, heads, width, normalize):
+    results = ("b . . .", "b . . .", "b . .")
+    static, args = (heads, width, normalize), (x, weight, fresh)
+    return run(_forward, static, args, ("b . .", ". .", "b ."), results, {"b": x.shape[0]})
+
+
+def _forward(static, x, weight, fresh):
     from pallas_kernels.layer import short_conv as kernels
 
-    def kernel(x, weight, fresh):
-        return kernels.short_conv(x, weight, fresh, heads=heads, width=width, normalize=normalize)
-
-    results = ("b . . .", "b . . .", "b . .")
-    return run(kernel, (x, weight, fresh), ("b . .", ". .", "b ."), results, {"b": x.shape[0]})
+    heads, width, normalize = static
+    return kernels.short_conv(x, weight, fresh, heads=heads, width=width, normalize=normalize)
 
 
 def _short_conv_fwd(x, weight, fresh, heads, width, normalize):
@@ -81,15 +84,16 @@ def _short_conv_fwd(x, weight, fresh, heads, width, normalize):
 
 
 def _short_conv_bwd(heads, width, normalize, saved, cotangents):
-    from pallas_kernels.layer import short_conv as kernels
-
-    def kernel(x, weight, fresh, dq, dk, dv):
-        return kernels.short_conv_backward(x, weight, fresh, dq, dk, dv, normalize=normalize)
-
     operands = ("b . .", ". .", "b .", "b . . .", "b . . .", "b . .")
     sizes = {"b": saved[0].shape[0]}
-    dx, dweight = run(kernel, (*saved, *cotangents), operands, ("b . .", ". . +b"), sizes)
+    dx, dweight = run(_backward, normalize, (*saved, *cotangents), operands, ("b . .", ". . +b"), sizes)
     return dx, dweight.astype(saved[1].dtype), None
+
+
+def _backward(normalize, x, weight, fresh, dq, dk, dv):
+    from pallas_kernels.layer import short_conv as kernels
+
+    return kernels.short_conv_backward(x, weight, fresh, dq, dk, dv, normalize=normalize)
 
 
 _short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

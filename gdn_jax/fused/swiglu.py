@@ -49,13 +49,14 @@ def _axes(gate) -> tuple[str, dict[str, int]]:
 
 @jax.custom_vjp
 def _swiglu_down(gate, up, kernel):
+    names, sizes = _axes(gate)
+    return run(_product, None, (gate, up), (names, names), names, sizes) @ kernel
+
+
+def _product(_, gate, up):
     from pallas_kernels.layer import swiglu
 
-    def product(gate, up):
-        return swiglu.swiglu(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
-
-    names, sizes = _axes(gate)
-    return run(product, (gate, up), (names, names), names, sizes) @ kernel
+    return swiglu.swiglu(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
 
 
 def _swiglu_down_fwd(gate, up, kernel):
@@ -63,18 +64,19 @@ def _swiglu_down_fwd(gate, up, kernel):
 
 
 def _swiglu_down_bwd(saved, dy):
-    from pallas_kernels.layer import swiglu
-
     gate, up, kernel = saved
     dh = jnp.einsum("...d,fd->...f", dy, kernel)
-
-    def derivative(gate, up, dh):
-        parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
-        return tuple(x.reshape(gate.shape) for x in parts)
-
     names, sizes = _axes(gate)
-    dgate, dup, h = run(derivative, (gate, up, dh), (names,) * 3, (names,) * 3, sizes)
+    dgate, dup, h = run(_derivatives, None, (gate, up, dh), (names,) * 3, (names,) * 3, sizes)
     return dgate, dup, jnp.einsum("...f,...d->fd", h, dy)
+
+
+def _derivatives(_, gate, up, dh):
+    """Of the product of the branches, from its cotangent; and the product."""
+    from pallas_kernels.layer import swiglu
+
+    parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
+    return tuple(x.reshape(gate.shape) for x in parts)
 
 
 _swiglu_down.defvjp(_swiglu_down_fwd, _swiglu_down_bwd)
