@@ -70,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
         "mosaic",
         "fused",
         "ops",
+        "parallel",
         "serving",
         "rules",
         "blocks",

@@ -21,6 +21,7 @@ from gdn_jax.experiments.options import ScheduleOptions
 from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import processes, sharding
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
@@ -91,6 +92,21 @@ def test_three_steps(text, alone):
     for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
         # AdamW divides by the root of a square: where a gradient is next to nothing, its rounding is not.
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["context=4", "data=2,head=2,context=2,sharded"])
+def test_three_steps_of_a_hybrid_model(text):
+    """Every other layer is attention, whose tokens are exchanged for heads."""
+    attention = AttentionConfig(4, 2, 4, "head", output_gate=True, rotary_dim=4)
+    layers = ("gated_delta_net", "attention")
+    config = dataclasses.replace(CONFIG, attention=attention, layer_types=layers)
+    metrics, params, sent = three_steps(text, config)
+    alone = three_steps("data=1", config)
+    np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
+    for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+    assert sent.count["all-to-all"] == 8
 
 
 @pytest.mark.slow

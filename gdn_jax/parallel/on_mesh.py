@@ -1,11 +1,13 @@
 """What a model calls in the place of single operations: the same on one device and on a mesh of `MeshShape.make`.
 
-XLA splits most of a model by itself. Three operations it cannot split as they are: the rule and the convolution over
-tokens, and the loss, which walks over tiles of tokens. Where a program is traced under `jax.set_mesh`, they run in a
-`jax.shard_map` over all axes of the mesh; elsewhere these functions are the operations themselves.
+XLA splits most of a model by itself. Four operations it cannot split well: the rule and the convolution over tokens,
+attention over tokens, and the loss, which walks over tiles of tokens. Where a program is traced under `jax.set_mesh`,
+they run in a `jax.shard_map` over all axes of the mesh; elsewhere these functions are the operations themselves.
 """
 
 import math
+import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -123,6 +125,57 @@ def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
 
     specs = (tokens, PartitionSpec(channels), PartitionSpec(channels), known)
     return jax.shard_map(local, in_specs=specs, out_specs=(tokens, states))(x, weight, bias, arrays)
+
+
+def attention(
+    attend: Callable[..., jax.Array],
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    *,
+    lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H D"]:
+    """attend(q, k, v, lengths=lengths, segment_ids=segment_ids), which treats every head by itself.
+
+    Where the mesh that is set has a context axis, its devices exchange their tokens of all heads for all tokens of
+    some heads, and the result back: four all-to-alls of what a device holds, of which it keeps 1 / devices. A key
+    head that several devices read is sent to each. Query heads that do not divide leave it to XLA, which gathers
+    keys and values; `gdn_jax.debug_checks` tells of it.
+
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    """
+    rows = dict(lengths=lengths, segment_ids=segment_ids)
+    sizes = _axes()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return attend(q, k, v, **rows)
+    parts = sizes[HEAD] * sizes[CONTEXT]
+    if q.shape[2] % parts:
+        if ops.debug_checks_are_on():
+            warnings.warn(
+                f"attention: {q.shape[2]} heads cannot be split over the {parts} devices of a row; keys and values "
+                "are gathered",
+                stacklevel=2,
+            )
+        return attend(q, k, v, **rows)
+    _check_tokens(q.shape[1], sizes)
+    data = _dividing(sizes, DATA, q.shape[0])
+    tokens = PartitionSpec(data, CONTEXT, HEAD)
+
+    def local(q, k, v, rows):
+        q, k, v, rows = vary_alike((q, k, v, rows))
+        k, v = (_repeated(x, sizes[CONTEXT]) for x in (k, v))
+        q, k, v = (lax.all_to_all(x, CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
+        return lax.all_to_all(attend(q, k, v, **rows), CONTEXT, 1, 2, tiled=True)
+
+    k, v = (_repeated(x, sizes[HEAD]) for x in (k, v))
+    specs = ((tokens,) * 3) + (PartitionSpec(data),)
+    return jax.shard_map(local, in_specs=specs, out_specs=tokens)(q, k, v, rows)
+
+
+def _repeated(x: Float[Array, "B T H D"], parts: int) -> Float[Array, "B T HR D"]:
+    """Every head as often as makes their number a multiple of the parts."""
+    return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
 
 
 def linear_softmax_cross_entropy(
