@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
 
 TILE_LOGITS = 2**26
@@ -162,6 +163,7 @@ def _walk(x, weight, targets, label_weights, z_loss, tile, *, gradients) -> tupl
         pieces = jax.tree.map(lambda a: _pad(a, -T % tile).reshape(-1, tile, *a.shape[1:]), tokens)
         zero = jnp.zeros((), dtype)
         start = ((zero, zero, zero), jnp.zeros(weight.shape, dtype) if gradients else None)
+        start, _ = vary_alike((start, (weight, tokens)))
 
         def step(total, piece):
             summed, per_token = of_tile(piece)

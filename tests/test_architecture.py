@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "packing": {"shapes"},
     "partitioning": {"shapes"},
     "conv": {"shapes", "partitioning"},
-    "losses": {"shapes"},
+    "losses": {"shapes", "partitioning"},
     "reference": {"shapes"},
     "chunks": {"shapes"},
     "chunked": {"shapes", "packing", "chunks"},

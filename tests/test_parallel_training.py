@@ -22,7 +22,7 @@ from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel import processes, sharding
+from gdn_jax.parallel import on_mesh, processes, sharding
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
 
@@ -116,6 +116,27 @@ def test_what_a_step_sends():
     assert set(sent.count) == {"all-reduce"}
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert size <= sent.total * 8 / 14 <= 1.01 * size
+
+
+def test_the_loss_of_more_tokens_than_a_tile():
+    """On every device: sums and gradients of one device."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 8), (16, 8)))
+    targets, weights = rng.integers(0, 16, (4, 32)), rng.random((4, 32)).astype(np.float32)
+
+    @jax.jit
+    def loss(x, weight):
+        known = dict(label_weights=weights, tile=4)
+        return on_mesh.linear_softmax_cross_entropy(x, weight, targets, **known).loss
+
+    expected = jax.value_and_grad(loss, (0, 1))(x, weight)
+    shape = MeshShape(data=2, head=2, context=2)
+    if jax.device_count() < shape.size:
+        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
+    with jax.set_mesh(shape.make(jax.devices()[:8])):
+        got = jax.value_and_grad(loss, (0, 1))(x, weight)
+    for y, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
 def specs(text):
