@@ -9,6 +9,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
@@ -122,7 +123,10 @@ def test_the_loss_of_more_tokens_than_a_tile():
     """On every device: sums and gradients of one device."""
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 8), (16, 8)))
-    targets, weights = rng.integers(0, 16, (4, 32)), rng.random((4, 32)).astype(np.float32)
+    targets, weights = (
+        jnp.asarray(rng.integers(0, 16, (4, 32))),
+        jnp.asarray(rng.random((4, 32)), jnp.float32),
+    )
 
     @jax.jit
     def loss(x, weight):
