@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax import losses, ops
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.fused.short_conv import split_normalized
+from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context
 from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
 from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD
@@ -95,14 +95,20 @@ def short_conv(
         options = dict(heads=heads, width=width, normalize=normalize, implementation=implementation)
         return fused_short_conv(x, weight, bias, **options, **arrays)
     keys, past = heads * width, arrays.pop("initial_state", None)
-    ys, states = [], []
-    for part in (slice(0, keys), slice(keys, 2 * keys), slice(2 * keys, None)):
-        filters = weight[part], None if bias is None else bias[part]
-        state = None if past is None else past[:, part]
-        y, state = _filtered(sizes, x[..., part], *filters, initial_state=state, **arrays)
-        ys.append(y)
-        states.append(state)
-    return *split_normalized(jnp.concatenate(ys, -1), heads, width, normalize), jnp.concatenate(states, 1)
+    ends = (keys, 2 * keys)
+    # Parts that are split from one array and never joined: XLA would send the cotangents of joined ones around.
+    parts = jnp.split(x, ends, -1), jnp.split(weight, ends)
+    biases = (None,) * 3 if bias is None else jnp.split(bias, ends)
+    pasts = (None,) * 3 if past is None else jnp.split(past, ends, 1)
+    filtered = [
+        _filtered(sizes, *part, initial_state=state, **arrays)
+        for *part, state in zip(*parts, biases, pasts, strict=True)
+    ]
+    (q, k, v), states = zip(*filtered, strict=True)
+    q, k = (y.reshape(*y.shape[:-1], heads, width) for y in (q, k))
+    if normalize:
+        q, k = l2norm(q), l2norm(k)
+    return q, k, v, jnp.concatenate(states, 1)
 
 
 def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
