@@ -58,8 +58,8 @@ def check(text, config, **options):
 @pytest.mark.parametrize(
     ("text", "heads"),
     [
-        ("data=2,context=4", (8, 8)),
         ("head=2,context=4", (8, 2)),
+        pytest.param("data=2,context=4", (8, 8), marks=pytest.mark.slow),
         pytest.param("context=8", (8, 1), marks=pytest.mark.slow),
         pytest.param("context=4", (12, 6), marks=pytest.mark.slow),
         pytest.param("data=2,head=2,context=2", (4, 2), marks=pytest.mark.slow),

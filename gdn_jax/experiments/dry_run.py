@@ -115,23 +115,27 @@ def expected(
     specs = sharding.parameter_specs(params, shape)
     is_spec = dict(is_leaf=lambda x: isinstance(x, PartitionSpec))
     paths = [str(path[0]) for path, _ in jax.tree.leaves_with_path(params)]
-    gradients, gathered = 0.0, 0.0
+    gradients, gathered, moved = 0.0, 0.0, 0.0
     for path, x, spec in zip(paths, jax.tree.leaves(params), jax.tree.leaves(specs, **is_spec), strict=True):
         held = _FLOAT * math.prod(x.shape) / (h if HEAD in spec else 1)
         groups = [d * c * h] if "head" in path else [d * c]
-        if config.tie_embeddings and "embedding" in path:  # read twice, reduced twice
+        if "embedding" in path and config.tie_embeddings:  # read twice, reduced twice
             groups.append(d * c * h)
+        elif "embedding" in path and h > 1:  # XLA splits the vocabulary over heads to look up in it
+            held /= h
+            moved += 2 * held * h / d if DATA in spec else 0
         gradients += sum(2 * (group - 1) / group * held for group in groups)
         times = 2 if "blocks" in path and config.scan_layers else 1
         gathered += times * (d - 1) / d * held if DATA in spec else 0
     stream = _FLOAT * r * t * config.hidden_size
     recurrent, attending = (config.types.count(kind) for kind in ("gated_delta_net", "attention"))
-    found = {"gradients": {"all-reduce": gradients}, "weights": {"all-gather": gathered}}
+    weights = {"all-gather": gathered, "collective-permute": moved}
+    found = {"gradients": {"all-reduce": gradients}, "weights": weights}
     if h > 1:
         readers = recurrent * 8
         if config.attention is not None:
             readers += attending * (6 if config.attention.output_gate else 5)
-        times = 2 * config.num_layers + readers
+        times = 1 + 2 * config.num_layers + readers
         found["stream"] = {"all-reduce": times * 2 * (h - 1) / h * stream}
         found["loss"] = {"all-gather": (h - 1) / h * stream}
     if c > 1:

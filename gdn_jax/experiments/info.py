@@ -37,8 +37,8 @@ class InfoOptions:
     batch: int = 1
     """Sequences side by side, each with a cache."""
     mesh: str | None = None
-    """Compiles a training step of these sequences, in plain JAX and float32, for a mesh of devices that need not exist,
-    as in data=16,head=4,context=4,sharded, and says what each device holds and sends. Takes about a minute."""
+    """Compiles a training step of these sequences, in plain JAX and float32, for a mesh of devices that need not be
+    there, as in data=16,head=4,context=4,sharded, and says what each of them holds and sends. Takes a minute."""
 
 
 def info(path: Path, options: InfoOptions, console: Console) -> int:
