@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import swiglu_down
-from gdn_jax.parallel.on_mesh import splits_heads
+from gdn_jax.parallel.on_mesh import projections, splits_heads
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -155,27 +155,45 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj.kernel[...]
-        return swiglu_down(gate, up, down, implementation=self.implementation)
+        gate, up = products(x, (self.gate_proj, self.up_proj))
+        return swiglu_down(gate, up, self.down_proj.kernel[...], implementation=self.implementation)
 
 
-def shared_product(
-    x: Float[Array, "*S D"], linears: Sequence[nnx.Linear], dtype: DTypeLike | None
-) -> Float[Array, "*S F"]:
-    """The results of bias-free projections side by side, from one product of their common input.
+def products(x: Float[Array, "*S D"], linears: Sequence[nnx.Linear]) -> tuple[Float[Array, "*S F"], ...]:
+    """The results of several projections of one input, of which a mesh that splits heads has parts."""
+    if not splits_heads() or any(type(linear) is not nnx.Linear for linear in linears):
+        return tuple(linear(x) for linear in linears)
+
+    def project(x, weights):
+        results = []
+        for linear, (kernel, bias) in zip(linears, weights, strict=True):
+            dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
+            y = x.astype(dtype) @ kernel.astype(dtype)
+            results.append(y if bias is None else y + bias.astype(dtype))
+        return tuple(results)
+
+    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in linears]
+    return projections(project, x, weights)
+
+
+def shared_products(
+    x: Float[Array, "*S D"], groups: Sequence[Sequence[nnx.Linear]], dtype: DTypeLike | None
+) -> list[Float[Array, "*S F"]]:
+    """For each group of bias-free projections their results side by side, from one product of their common input.
 
     On a mesh that splits heads they are products of their own, whose results each device has its part of.
 
     Args:
       x: their input.
-      linears: the projections.
+      groups: the projections.
       dtype: their compute dtype.
     """
     if splits_heads():
-        return jnp.concatenate([linear(x) for linear in linears], axis=-1)
-    kernel = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
-    dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
-    return x.astype(dtype) @ kernel.astype(dtype)
+        ys = iter(products(x, [linear for group in groups for linear in group]))
+        return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
+    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]
+    dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
+    return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
 
 
 def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears, shared_product
+from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears, shared_products
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -247,8 +247,9 @@ class GatedDeltaNet(nnx.Module):
         Returns:
           q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
         """
-        qkv = shared_product(x, (self.q_proj, self.k_proj, self.v_proj), self.dtype)
-        a, b = jnp.split(shared_product(x, (self.a_proj, self.b_proj), self.dtype), 2, axis=-1)
+        groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
+        qkv, gates = shared_products(x, groups, self.dtype)
+        a, b = jnp.split(gates, 2, axis=-1)
         g = log_decay(a, self.A_log[...], self.dt_bias[...])
         beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
         if mask is not None:

@@ -9,8 +9,8 @@ and head on it, S of the residual stream of its tokens, and devices d of data, h
 
     gradients      all-reduce           2 (d c - 1) / (d c) of them
     weights        all-gather           with sharded parameters: (d - 1) / d of them, p_l twice, forward and backward
-    stream         all-reduce           over h, each 2 (h - 1) / h S: of a block two forward, and backward one for
-                                        each projection that reads the stream
+    stream         all-reduce           over h, each 2 (h - 1) / h S: of a block two forward, and two backward, or
+                                        three where it has an output gate; one where the embedding is looked up
     loss           all-gather           over h: (h - 1) / h S, as its devices share the tokens
     states         collective-permute   over c, see docs/parallel.md
     convolution    collective-permute   over c: W - 1 tokens of its input, forward and backward
@@ -71,24 +71,24 @@ def dry_run(config: ModelConfig, shape: MeshShape, rows: int, length: int) -> Dr
             "--mesh: expected a model without experts, for which there is no formula of what they send"
         )
     config = _compiled_alike(dataclasses.replace(config, dtype="float32", weight_dtype="float32"))
-    placement = Placement(shape, shape.make(_devices(shape.size)))
+    mesh = shape.make(_devices(shape.size))
+    placement = Placement(shape, mesh)
     placement.check(config, rows, length)
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
     with placement.active():
         try:
-            found = sharding.state_shardings(optimizer, params, placement.mesh, shape)
+            found = sharding.state_shardings(optimizer, params, mesh, shape)
         except ValueError as error:
             raise RunError(f"--mesh: {error}") from error
         shardings = steps.TrainState(*found)
         state = steps.TrainState(params, jax.eval_shape(optimizer.init, params))
-        where = sharding.batch_sharding(placement.mesh)
-        tokens = Batch(
-            *(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.float32))
-        )
+        where = sharding.batch_sharding(mesh)
+        dtypes = (jnp.int32, jnp.int32, jnp.float32)
+        batch = Batch._make(jax.ShapeDtypeStruct((rows, length), dtype) for dtype in dtypes)
         train: Any = steps.make_functions(graphdef, rest, optimizer, 1, shardings=shardings).train
-        arguments = _lying(state, shardings), _lying(tokens, Batch(where, where, where))
+        arguments = _lying(state, shardings), _lying(batch, Batch._make([where] * 3))
         # Nobody runs it: what its loops look like does not matter.
         quickly = {"xla_backend_optimization_level": 0}
         compiled = train.lower(*arguments).compile(compiler_options=quickly)
@@ -119,23 +119,22 @@ def expected(
     for path, x, spec in zip(paths, jax.tree.leaves(params), jax.tree.leaves(specs, **is_spec), strict=True):
         held = _FLOAT * math.prod(x.shape) / (h if HEAD in spec else 1)
         groups = [d * c * h] if "head" in path else [d * c]
+        pieces = d if DATA in spec else 1
         if "embedding" in path and config.tie_embeddings:  # read twice, reduced twice
             groups.append(d * c * h)
-        elif "embedding" in path and h > 1:  # XLA splits the vocabulary over heads to look up in it
-            held /= h
-            moved += 2 * held * h / d if DATA in spec else 0
+        elif "embedding" in path and h > 1:  # XLA splits the vocabulary over head to look up in it
+            moved = 2 * held / d if DATA in spec else 0
+            held, pieces = held / h, max(1, pieces / h)
         gradients += sum(2 * (group - 1) / group * held for group in groups)
         times = 2 if "blocks" in path and config.scan_layers else 1
-        gathered += times * (d - 1) / d * held if DATA in spec else 0
+        gathered += times * (pieces - 1) / pieces * held
     stream = _FLOAT * r * t * config.hidden_size
     recurrent, attending = (config.types.count(kind) for kind in ("gated_delta_net", "attention"))
     weights = {"all-gather": gathered, "collective-permute": moved}
     found = {"gradients": {"all-reduce": gradients}, "weights": weights}
     if h > 1:
-        readers = recurrent * 8
-        if config.attention is not None:
-            readers += attending * (6 if config.attention.output_gate else 5)
-        times = 1 + 2 * config.num_layers + readers
+        gated = config.attention is not None and config.attention.output_gate
+        times = 1 + 2 * config.num_layers + 3 * recurrent + (3 if gated else 2) * attending
         found["stream"] = {"all-reduce": times * 2 * (h - 1) / h * stream}
         found["loss"] = {"all-gather": (h - 1) / h * stream}
     if c > 1:

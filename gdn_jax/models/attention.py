@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.blocks import Initializer, RMSNorm
+from gdn_jax.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers import check_mask, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import on_mesh
@@ -195,12 +195,12 @@ class Attention(nnx.Module):
           past: tokens before the first one [B]; None: 0.
         """
         B, T, _ = x.shape
-        q, k = self.q_proj(x), self.k_proj(x)
+        q, k, v = products(x, (self.q_proj, self.k_proj, self.v_proj))
         if self.config.qk_norm == "width":
             q, k = self._normalise(q, k)
         q = q.reshape(B, T, self.num_heads, self.head_dim)
         k = k.reshape(B, T, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(B, T, self.num_kv_heads, self.head_dim)
+        v = v.reshape(B, T, self.num_kv_heads, self.head_dim)
         if self.config.qk_norm == "head":
             q, k = self._normalise(q, k)
         if self.config.rotary_dim:

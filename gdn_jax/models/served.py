@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import serving
-from gdn_jax.blocks import shared_product
+from gdn_jax.blocks import shared_products
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
@@ -168,7 +168,7 @@ class ServedModel:
 
 def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
     """Queries, keys and values of every token side by side, before the convolution."""
-    return shared_product(x, (mixer.q_proj, mixer.k_proj, mixer.v_proj), mixer.dtype)
+    return shared_products(x, [(mixer.q_proj, mixer.k_proj, mixer.v_proj)], mixer.dtype)[0]
 
 
 def _filter(mixer: GatedDeltaNet) -> tuple[Array, Array | None]:

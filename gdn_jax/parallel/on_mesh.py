@@ -77,6 +77,30 @@ def splits_heads() -> bool:
     return sizes is not None and sizes[HEAD] > 1
 
 
+def projections(
+    project: Callable[[jax.Array, Any], Any], x: Float[Array, "*S D"], weights: Any
+) -> tuple[Float[Array, "*S _"], ...]:
+    """project(x, weights): products of x with matrices whose last axis is split over head, as that of each result is.
+
+    The cotangent of x is summed over the head axis once. XLA by itself would sum what each product adds to it.
+
+    Args:
+      weights: a pytree of arrays.
+    """
+    sizes = _axes()
+    if sizes is None or sizes[HEAD] == 1:
+        return project(x, weights)
+
+    def local(x, weights):
+        return project(*vary_alike((x, weights)))
+
+    split = PartitionSpec(*(None,) * (x.ndim - 1), HEAD)
+    specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
+    return jax.shard_map(local, axis_names={HEAD}, in_specs=(PartitionSpec(), specs), out_specs=split)(
+        x, weights
+    )
+
+
 def short_conv(
     x,
     weight,
@@ -165,12 +189,12 @@ def attention(
             )
         return attend(q, k, v, **rows)
     _check_tokens(q.shape[1], sizes)
-    data = _dividing(sizes, DATA, q.shape[0])
+    data, devices = _dividing(sizes, DATA, q.shape[0]), sizes[CONTEXT]
     tokens = PartitionSpec(data, CONTEXT, HEAD)
 
     def local(q, k, v, rows):
         q, k, v, rows = vary_alike((q, k, v, rows))
-        k, v = (_repeated(x, sizes[CONTEXT]) for x in (k, v))
+        k, v = (_repeated(x, devices) for x in (k, v))
         q, k, v = (lax.all_to_all(x, CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
         return lax.all_to_all(attend(q, k, v, **rows), CONTEXT, 1, 2, tiled=True)
 
