@@ -4,11 +4,12 @@ No weight is made: arrays are shapes. The compiled program tells what each devic
 what the formulas below expect.
 
 The program is the training step of `gdn train` in plain JAX and float32, with `scan_layers` where the model's layers
-have a period. What the formulas count, in bytes of one device, with p_l parameters of the layers and p_e of embedding
-and head on it, S of the residual stream of its tokens, and devices d of data, h of head, c of context:
+have a period. What the formulas count, in bytes of one device, with S bytes of the residual stream of its tokens, and
+devices d of data, h of head, c of context:
 
     gradients      all-reduce           2 (d c - 1) / (d c) of them
-    weights        all-gather           with sharded parameters: (d - 1) / d of them, p_l twice, forward and backward
+    weights        all-gather           with sharded parameters: (d - 1) / d of them, in a loop over layers twice,
+                                        forward and backward
     stream         all-reduce           over h, each 2 (h - 1) / h S: of a block two forward, and two backward, or
                                         three where it has an output gate; one where the embedding is looked up
     loss           all-gather           over h: (h - 1) / h S, as its devices share the tokens
@@ -114,11 +115,11 @@ def expected(
     r, t = rows // d, length // c
     specs = sharding.parameter_specs(params, shape)
     is_spec = dict(is_leaf=lambda x: isinstance(x, PartitionSpec))
-    paths = [str(path[0]) for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
     gradients, gathered, moved = 0.0, 0.0, 0.0
     for path, x, spec in zip(paths, jax.tree.leaves(params), jax.tree.leaves(specs, **is_spec), strict=True):
         held = _FLOAT * math.prod(x.shape) / (h if HEAD in spec else 1)
-        groups = [d * c * h] if "head" in path else [d * c]
+        groups = [d * c * h] if "'head'" in path else [d * c]
         pieces = d if DATA in spec else 1
         if "embedding" in path and config.tie_embeddings:  # read twice, reduced twice
             groups.append(d * c * h)
@@ -126,7 +127,10 @@ def expected(
             moved = 2 * held / d if DATA in spec else 0
             held, pieces = held / h, max(1, pieces / h)
         gradients += sum(2 * (group - 1) / group * held for group in groups)
-        times = 2 if "blocks" in path and config.scan_layers else 1
+        # XLA keeps what it has gathered for the backward pass, but not in a loop, nor in a `jax.shard_map` (where
+        # projections of one input stand together).
+        apart = config.scan_layers or (h > 1 and HEAD in spec[-1:] and "g_proj" not in path)
+        times = 2 if "blocks" in path and apart else 1
         gathered += times * (pieces - 1) / pieces * held
     stream = _FLOAT * r * t * config.hidden_size
     recurrent, attending = (config.types.count(kind) for kind in ("gated_delta_net", "attention"))
