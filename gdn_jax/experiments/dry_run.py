@@ -18,7 +18,6 @@ devices d of data, h of head, c of context:
     attention      all-to-all           over c: (c - 1) / c of q, k, v and o, forward and backward
 """
 
-import contextlib
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -65,7 +64,8 @@ def dry_run(config: ModelConfig, shape: MeshShape, rows: int, length: int) -> Dr
       rows, length: sequences of a step, and their tokens.
 
     Raises:
-      RunError: the model or its batch do not divide, the model has experts, or JAX already runs on fewer devices.
+      RunError: the model or its batch do not divide, the model has experts, or JAX began with fewer devices
+        of the CPU.
     """
     if config.experts is not None:
         raise RunError(
@@ -175,13 +175,8 @@ def _lying(arrays: Any, shardings: Any) -> Any:
 
 
 def _devices(number: int) -> list[jax.Device]:
-    """So many devices of the CPU, of which JAX makes as many as asked for before it begins."""
-    with contextlib.suppress(RuntimeError):  # it has begun
-        jax.config.update("jax_num_cpu_devices", number)
-        jax.config.update("jax_platforms", "cpu")
+    """So many devices of the CPU, of which JAX begins with as many as JAX_NUM_CPU_DEVICES says."""
     devices = jax.devices("cpu")
     if len(devices) < number:
-        raise RunError(
-            f"--mesh: expected at most {len(devices)} devices, as this process began with, got {number}"
-        )
+        raise RunError(f"--mesh: expected at most {len(devices)} devices, JAX_NUM_CPU_DEVICES, got {number}")
     return devices[:number]

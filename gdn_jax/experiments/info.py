@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -54,6 +57,8 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         shape = None if options.mesh is None else MeshShape.parse(options.mesh)
     except ValueError as error:
         raise RunError(f"--{error}") from error
+    if shape is not None and os.environ.get("JAX_NUM_CPU_DEVICES") != str(shape.size):
+        return _with_devices(path, options, shape.size)
     preset = str(path) in PRESETS and not path.exists()
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
@@ -77,6 +82,16 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     if shape is not None:
         _print_dry_run(console, dry_run(config, shape, options.batch, options.context), shape, options)
     return 0
+
+
+def _with_devices(path: Path, options: InfoOptions, number: int) -> int:
+    """`info` in a process whose JAX begins with so many devices of the CPU. Returns the exit status."""
+    words = ["info", str(path)]
+    for field in dataclasses.fields(options):
+        words += [f"--{field.name}", str(getattr(options, field.name))]
+    known = {"JAX_NUM_CPU_DEVICES": str(number), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "gdn_jax.cli", *words]
+    return subprocess.run(command, env={**os.environ, **known}, check=False).returncode
 
 
 def _print_dry_run(console: Console, run: DryRun, shape: MeshShape, options: InfoOptions) -> None:
