@@ -94,11 +94,11 @@ def projections(
     def local(x, weights):
         return project(*vary_alike((x, weights)))
 
-    split = PartitionSpec(*(None,) * (x.ndim - 1), HEAD)
+    axes = [_dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), x.shape[:-1], strict=False)]
+    axes += [None] * (x.ndim - 1 - len(axes))
     specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
-    return jax.shard_map(local, axis_names={HEAD}, in_specs=(PartitionSpec(), specs), out_specs=split)(
-        x, weights
-    )
+    options = dict(in_specs=(PartitionSpec(*axes), specs), out_specs=PartitionSpec(*axes, HEAD))
+    return jax.shard_map(local, **options)(x, weights)
 
 
 def short_conv(
