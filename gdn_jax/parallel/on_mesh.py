@@ -98,7 +98,8 @@ def projections(
     axes += [None] * (x.ndim - 1 - len(axes))
     specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
     options = dict(in_specs=(PartitionSpec(*axes), specs), out_specs=PartitionSpec(*axes, HEAD))
-    return jax.shard_map(local, **options)(x, weights)
+    # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
+    return jax.checkpoint(jax.shard_map(local, **options))(x, weights)
 
 
 def short_conv(
