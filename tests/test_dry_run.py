@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.dry_run import dry_run
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
@@ -82,6 +83,13 @@ def test_refusals():
     experts = dataclasses.replace(CONFIG, experts=ExpertsConfig(4, 2, 8, 8))
     with pytest.raises(RunError, match="expected a model without experts"):
         dry_run(experts, shape, ROWS, LENGTH)
+
+
+def test_info_of_a_preset(capsys):
+    assert cli.main(["info", "qwen3.5-small"]) == 0
+    assert "qwen3.5-small: a preset, weights float32" in capsys.readouterr().out
+    assert cli.main(["info", "qwen3.5-small", "--mesh", "rows=2"]) == 1
+    assert "--mesh: expected axes out of data, head, context" in capsys.readouterr().err
 
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
