@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.inference import for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
 
@@ -161,7 +162,8 @@ def _tell(number, tokens) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
 def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
-    model = nnx.merge(graphdef, params)
+    model = for_inference(nnx.merge(graphdef, params))
+    graphdef, params = nnx.split(model)
 
     def choose(logits, i):
         """Token i of each row."""
