@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
-    """Gives back what the programs of a file hold: every one takes a few memory mappings, Linux allows a process 65,530,
-    and XLA ends in a segmentation fault where it gets no more."""
+    """Gives back what the programs of a file hold: every one takes a few memory mappings, Linux allows a process
+    65,530, and XLA ends in a segmentation fault where it gets no more."""
     yield
     jax.clear_caches()
 

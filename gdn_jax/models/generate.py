@@ -187,7 +187,7 @@ def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *,
     else:
         position = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
         last = jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
-    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache)
+    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache or ())
     token = choose(model.logits(last), 0)
     tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
     ended = ends(token, jnp.zeros(token.shape, bool))

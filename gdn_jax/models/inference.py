@@ -12,9 +12,9 @@ from gdn_jax.models.lora import merge_lora
 def for_inference(model: LanguageModel) -> LanguageModel:
     """A copy whose products find their weights in the compute dtype, as they would round them at every call.
 
-    Its logits are those of the model, bit for bit. Low-rank changes are merged. Where a tied output projection would be
-    rounded, the copy has one of its own; the embedding stays as it is, since the residual stream begins with it. What
-    needs no rounding is shared with the model. The copy is neither for training nor for saving.
+    Its logits are those of the model, bit for bit. Low-rank changes are merged. Where a tied output projection would
+    be rounded, the copy has one of its own; the embedding stays as it is, since the residual stream begins with it.
+    What needs no rounding is shared with the model. The copy is neither for training nor for saving.
 
     Args:
       model: the model; may be traced.

@@ -25,8 +25,8 @@ class LayerPools(NamedTuple):
 class ServedModel:
     """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
 
-    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those of
-    `for_inference(model)`: 16-bit models read 16-bit weights.
+    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those
+    of `for_inference(model)`: 16-bit models read 16-bit weights.
 
     Args:
       model: the model; its mixers are `GatedDeltaNet`s with the short convolution.
