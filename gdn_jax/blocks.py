@@ -23,7 +23,8 @@ Initializer = Callable[..., jax.Array]
 
 _FEW_ROWS = 256
 """Up to here a GPU multiplies by weights in less time than it takes to write them side by side. Worked out for an
-H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, a row takes 2 operations of 700 T/s."""
+H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, and a row takes 2 of 700 T operations
+a second."""
 
 
 @runtime_checkable
