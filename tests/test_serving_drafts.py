@@ -156,9 +156,9 @@ def test_trees():
 
 
 def test_trees_on_a_ring():
-    """Step after step of trees that differ, of which a random token is accepted: every token has the output of its own
-    path alone, and what a request goes on from is the path to the accepted token. One step is of chains, some have
-    fewer tokens, and after an `accept` a token is decoded."""
+    """Step after step of trees that differ, of which a random token is accepted: every token has the output of its
+    own path alone, and what a request goes on from is the path to the accepted token. One step is of chains, some
+    have fewer tokens, and after an `accept` a token is decoded."""
     T, steps, at = 7, 9, np.array([3, 0, 4])
     x, pool = draw(3, T * steps, seed=8), draw_pool(6)
     x.A_log[1] = 100  # this head forgets all at every token

@@ -7,7 +7,7 @@ D_j = exp(g_j+1 + ... + g_t) the decay since token j, a new token t needs no new
     u_t   = beta_t (v_t - found)
     o_t   = scale (exp(g_1 + ... + g_t) q_t^T S0 + sum_{j <= t} D_j (q_t . k_j) u_j)
 
-and the present state is exp(g_1 + ... + g_t) S0 + sum_j D_j k_j u_j^T. Where the tokens of a call are a tree, the sums
+and the present state is exp(g_1 + ... + g_t) S0 + sum_j D_j k_j u_j^T. Where the tokens of a call are a tree, sums
 are those along a token's path: D_j is 0 for a token j that t does not follow.
 
 Decays are exponentials of sums of log decays, never quotients of two decays: a gate may be as low as -inf.
