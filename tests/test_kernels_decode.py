@@ -1,5 +1,5 @@
-"""The serving kernels without a GPU: through the public calls, they are right and free of races when interpreted, work
-in place when lowered, and refuse with a reason what they cannot do."""
+"""The serving kernels without a GPU, through the public calls: right and free of races when interpreted, in place
+when lowered, and refused with a reason."""
 
 import dataclasses
 import re
