@@ -22,7 +22,7 @@ def test_steps_are_timed(tmp_path, capsys):
     path = tmp_path / "decode.json"
     assert run("--json", str(path), "--pools", "float32", "--dtype", "float32") == 0
     out = capsys.readouterr().out
-    assert "2 tokens of 3, float32 pool, a write in 4:" in out and "tokens/s" in out
+    assert "tokens 2, batch 3, float32 pool, a write in 4:" in out and "tokens/s" in out
     results = json.loads(path.read_text())["results"]
     lines = list(itertools.product((1, 2), (1, 4), (1, 3)))
     assert [(r["tokens"], r["deferred"], r["batch"]) for r in results] == lines
@@ -51,8 +51,8 @@ def test_what_the_kernels_cannot_take_is_a_line_of_its_own(capsys):
     lines = "--pools float32 --batches 1 --deferred 1 --tokens 1 --implementations mosaic_gpu xla"
     assert run(*lines.split()) == 1
     out = capsys.readouterr().out
-    assert "mosaic_gpu, 1 tokens of 1, float32 pool, a write in 1: implementation 'mosaic_gpu': K = 16" in out
-    assert re.search(r"xla, 1 tokens of 1, float32 pool, a write in 1: [1-9]\d* tokens/s", out)
+    assert "mosaic_gpu, tokens 1, batch 1, float32 pool, a write in 1: implementation 'mosaic_gpu': K = 16" in out
+    assert re.search(r"xla, tokens 1, batch 1, float32 pool, a write in 1: [1-9]\d* tokens/s", out)
 
 
 @pytest.mark.parametrize(

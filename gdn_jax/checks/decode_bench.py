@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
         results.append(result)
         what = f"{result.tokens_per_second:.0f} tokens/s" if result.failure is None else result.failure
         name = "" if line.implementation is None else f"{line.implementation}, "
-        sizes = f"{line.tokens} tokens of {line.batch}, {line.pool} pool, a write in {line.deferred}"
+        sizes = f"tokens {line.tokens}, batch {line.batch}, {line.pool} pool, a write in {line.deferred}"
         console.print(f"{name}{sizes}: {what}", highlight=False)
         if options.json is not None:
             content = {"versions": versions(), "results": [result._asdict() for result in results]}
