@@ -50,7 +50,7 @@ def test_step(case):
     x = pool_steps.draw(case)
     o, pool = pool_steps.serve(case, x, **KERNELS)
     pool_steps.assert_right(case, x, o, pool)
-    plain = pool_steps.serve(case, x, implementation="xla")
+    plain = jax.jit(partial(pool_steps.serve, case, implementation="xla"))(x)
     bounds = BOUNDS[case.dtype][0]["o"], BOUNDS[case.pool_dtype][0]["final_state"]
     for name, y, like, bound in zip(("o", "pool"), (o, pool), plain, bounds, strict=True):
         assert y.dtype == like.dtype
@@ -60,7 +60,7 @@ def test_step(case):
 @pytest.mark.usefixtures("interpreted")
 def test_requests_that_write_where_others_read():
     """A request that is forked, and a slot that goes on while another request takes its place: all is read first."""
-    case = Case("crossed", N=4, K=32, V=32, slots=6, elsewhere=True, padding=False)
+    case = Case("crossed", N=4, K=32, V=32, slots=9, elsewhere=True, padding=False)
     x = pool_steps.draw(case)
     x |= {
         "read_slots": jnp.array([3, 3, 5, 0], jnp.int32),
@@ -74,7 +74,7 @@ def test_padding_batch_leaves_the_pool():
     """Slot numbers of any dtype, of which not one is in the pool."""
     case = Case("all-padding", K=32, V=32)
     x = pool_steps.draw(case)
-    for numbers in (jnp.full(3, -1, jnp.int8), jnp.full(3, -1, jnp.uint32), jnp.array([9, 7, 2**31 - 1])):
+    for numbers in (jnp.full(3, -1, jnp.int8), jnp.full(3, -1, jnp.uint32), jnp.array([9, -5, 2**31 - 1])):
         o, pool = pool_steps.serve(case, x | {"read_slots": numbers}, **KERNELS)
         assert not np.asarray(o).any()
         assert (np.asarray(pool) == np.asarray(x["pool"])).all()
@@ -123,8 +123,8 @@ def in_place(f, pool, *arguments) -> str:
         views = {y.shape, (y.shape[0] * y.shape[1], *y.shape[2:])}
         types = ["tensor<" + "x".join(map(str, shape)) + "x" for shape in views]
         for line in text.splitlines():
-            operation = re.search(r"= \"?([a-z_]*[.]?[a-z_]+)", line)
-            results = line.rpartition("->")[2] if "->" in line else line.rpartition(":")[2]
+            operation = re.match(r" *%[\w:]+ = \"?([\w.]+)", line)
+            results = line.rpartition("->" if "->" in line else ":")[2]
             if operation and any(name in results for name in types):
                 assert operation[1] in IN_PLACE, line
     return text
@@ -147,11 +147,11 @@ def test_pools_are_updated_in_place():
     x = pool_steps.draw(case)
     pool = jnp.stack([x.pop("pool")] * 2, 1)
     in_place(lambda pool, x: pool_steps.serve(case, x | {"pool": pool}, layer=1, **KERNELS), pool, x)
-    for case, kernels_of_arrays in ((Case("ring"), 4), (Case("ring-drafts", T=4, uneven=True), 5)):
+    for case in (Case("ring"), Case("ring-drafts", T=4, uneven=True)):
         x = pool_steps.draw_ring(case, (0, 3, 15))
         pool = pool_steps.ring_pool(case, x)
         text = in_place(lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), pool, x)
-        assert text.count("#stablehlo.output_operand_alias<") == kernels_of_arrays
+        assert text.count("#stablehlo.output_operand_alias<") == 4
 
 
 @pytest.mark.parametrize(
