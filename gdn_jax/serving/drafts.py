@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
@@ -138,7 +139,8 @@ def check_spans(
 
 
 def _check_parents(parents) -> None:
-    if ((parents < -1) | (parents >= jnp.arange(parents.shape[1]))).any():
+    parents = np.asarray(parents)
+    if ((parents < -1) | (parents >= np.arange(parents.shape[1]))).any():
         raise ValueError(
             f"parents: expected an earlier token of the row for each, or -1, got {parents.tolist()}"
         )
