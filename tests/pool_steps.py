@@ -5,7 +5,9 @@ public call of them.
 """
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tolerances import assert_close
@@ -32,6 +34,10 @@ class Case:
     """Whether row 1 is padding, and where states are not written to their own slots, one of row 0 is dropped."""
     uneven: bool = False
     """Whether rows have from 0 to T tokens."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each row, if they are given."""
+    offsets: tuple[int, ...] | None = None
+    """With T > 1, which of its states each row goes on from, if they are given."""
     elsewhere: bool = False
     """Whether states are written to other slots than they are read from."""
     use_qk_l2norm: bool = True
@@ -48,8 +54,8 @@ class Case:
         return {name: getattr(self, name) for name in names} | {"scale": self.K**-0.5}
 
 
-def draw(case: Case) -> dict:
-    """Arguments of a kernel."""
+def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = None) -> dict:
+    """Arguments of a kernel; draw_pool makes the pool of a shape."""
     rng = np.random.default_rng(case.seed)
     N, T, K, V = case.N, case.T, case.K, case.V
     Hq, Hk, HV = case.heads
@@ -68,8 +74,9 @@ def draw(case: Case) -> dict:
         read[1] = slots + 5 if case.null_slot is None else case.null_slot
         if T > 1 or case.elsewhere:
             write[0, T // 2] = -1
-    if T > 1:  # a request goes on from the state after its last accepted token; the first one from its first
-        write[np.arange(N), (np.arange(N) * 3) % T] = read
+    offsets = np.arange(N) * 3 % T if case.offsets is None else np.array(case.offsets)
+    if T > 1:
+        write[np.arange(N), offsets] = read
     q = normal(N, T, Hq, K) if case.use_qk_l2norm else normal(N, T, Hq, K) * K**-0.5
     k = normal(N, T, Hk, K) if case.use_qk_l2norm else normal(N, T, Hk, K) * K**-0.5
     shape = (slots, HV, K, V) if case.kv_layout else (slots, HV, V, K)
@@ -79,13 +86,16 @@ def draw(case: Case) -> dict:
         "v": normal(N, T, HV, V),
         "a": normal(N, T, HV),
         "b": normal(N, T, HV),
-        "pool": jnp.asarray(rng.normal(size=shape), case.pool_dtype),
+        "pool": jnp.asarray(draw_pool(shape) if draw_pool else rng.normal(size=shape), case.pool_dtype),
         "A_log": np.log(rng.uniform(0.01, 16, HV)).astype(np.float32),
         "dt_bias": (rng.normal(size=HV) + case.gate_shift).astype(np.float32),
         "read_slots": read,
         "write_slots": write,
         "num_tokens": rng.integers(0, T + 1, N).astype(np.int32) if case.uneven else None,
+        "num_accepted_tokens": offsets + 1,
     }
+    if case.lengths is not None:
+        x["num_tokens"] = np.array(case.lengths, np.int32)
     return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
 
 
@@ -104,9 +114,8 @@ def serve(case: Case, x: dict, **more) -> tuple:
     tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
     options = public_options(case, **gates, **more)
     if case.T > 1:
-        accepted = 1 + (jnp.arange(case.N) * 3) % case.T
-        spans = dict(state_slots=x["write_slots"], num_accepted_tokens=accepted, num_tokens=x["num_tokens"])
-        return serving.verify(*tokens, x["pool"], **spans, **options)
+        spans = {name: x[name] for name in ("num_accepted_tokens", "num_tokens")}
+        return serving.verify(*tokens, x["pool"], state_slots=x["write_slots"], **spans, **options)
     write = x["write_slots"][:, 0] if case.elsewhere else None
     tokens = [y[:, 0] for y in tokens]
     o, pool = serving.decode(*tokens, x["pool"], read_slots=x["read_slots"], write_slots=write, **options)
@@ -139,7 +148,7 @@ def _f64(x) -> np.ndarray:
 def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
     """Outputs and the pool, in float64."""
     swap = (lambda h: h) if case.kv_layout else (lambda h: np.swapaxes(h, -1, -2))
-    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + x["dt_bias"])
+    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + _f64(x["dt_bias"]))
     beta = (1 + case.allow_neg_eigval) / (1 + np.exp(-_f64(x["b"])))
     before = _f64(x["pool"])
     o, after = np.zeros(x["v"].shape), before.copy()
