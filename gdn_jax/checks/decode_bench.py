@@ -160,16 +160,17 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     tokens = jax.device_put(
         tuple(np.moveaxis(y.reshape(line.batch, steps, T, *y.shape[2:]), 1, 0) for y in x.tokens)
     )
-    common = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
+    common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
     common |= {"state_layout": options.state_layout, "implementation": line.implementation}
     slots, all_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
 
     def step(pool, token):
+        q, k, v, a, b = token if T > 1 else (y[:, 0] for y in token)
         if T > 1:
             spans = {"state_slots": slots, "num_accepted_tokens": all_accepted}
-            o, pool = serving.verify(*token, pool, **spans, **common)
+            o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
             return pool, o
-        o, pool = serving.decode(*(y[:, 0] for y in token), pool, read_slots=slots, **common)
+        o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
         return pool, o[:, None]
 
     def all_tokens(pool, tokens):
@@ -263,34 +264,27 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(result.failure for result in results) else 0
 
 
-COLUMNS = (
-    "by",
-    "tokens",
-    "pool",
-    "tokens a write",
-    "batch",
-    "tokens/s",
-    "step us",
-    "spread us",
-    "TB/s",
-    "error",
-)
+COLUMNS = ("by", "tokens", "pool", "write", "batch", "tokens/s", "us", "spread", "TB/s", "error")
+"""Tokens and time are those of a step; write: in how many tokens a state is written."""
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table()
+    """The lines that were timed."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for r in results:
-        numbers = [r.failure] + [""] * 3
         if r.failure is None:
-            spread = f"{r.fastest_us:.1f} to {r.slowest_us:.1f}"
-            numbers = [
+            table.add_row(
+                r.implementation or "",
+                str(r.tokens),
+                r.pool,
+                str(r.deferred),
+                str(r.batch),
                 f"{r.tokens_per_second:.0f}",
                 f"{r.step_us:.1f}",
-                spread,
+                f"{r.fastest_us:.1f}-{r.slowest_us:.1f}",
                 f"{r.terabytes_per_second:.2f}",
-            ]
-        what = (r.implementation or "", str(r.tokens), r.pool, str(r.deferred), str(r.batch))
-        table.add_row(*what, *numbers, f"{r.error:.1e}")
+                f"{r.error:.1e}",
+            )
     return table

@@ -40,9 +40,11 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
     return reason or device_reason()
 
 
-def _rule(options: Options) -> dict[str, Any]:
+def _rule(raw: Raw, options: Options) -> dict[str, Any]:
     """What the kernels are told of the rule."""
     return {
+        "A_log": raw.A_log,
+        "dt_bias": raw.dt_bias,
         "scale": options.scale,
         "use_qk_l2norm": options.use_qk_l2norm,
         "allow_neg_eigval": options.allow_neg_eigval,
@@ -50,13 +52,10 @@ def _rule(options: Options) -> dict[str, Any]:
     }
 
 
-def _gates(raw: Raw) -> dict[str, Array]:
-    return {"A_log": raw.A_log, "dt_bias": raw.dt_bias}
-
-
 def _one_token(raw: Raw) -> Raw:
     """Tokens [B, ..] as [B, 1, ..]."""
-    return Raw(*(x[:, None] for x in raw[:5]), raw.A_log, raw.dt_bias)
+    q, k, v, a, b = (x[:, None] for x in raw[:5])
+    return Raw(q, k, v, a, b, raw.A_log, raw.dt_bias)
 
 
 def _int32(numbers: Array, pool: Any) -> Int[Array, " B"]:
@@ -73,8 +72,9 @@ def decode(
     one, null_slot = _one_token(raw), options.null_slot
 
     def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
-        at = {"read_slots": read, "write_slots": write[:, None], "layer": layer, "null_slot": null_slot}
-        o, pool = step(*one[:5], pool, **_gates(one), **_rule(options), **at)
+        at: dict[str, Any] = {"read_slots": read, "write_slots": write[:, None]}
+        at |= {"layer": layer, "null_slot": null_slot}
+        o, pool = step(*one[:5], pool, **_rule(raw, options), **at)
         return o[:, 0], pool
 
     numbers = _int32(read_slots, pool)
@@ -105,12 +105,11 @@ def verify(
     """`serving.verify` on a pool with a state for each token. No request reads what another writes."""
     from pallas_kernels.decode.step import step
 
-    at = {"read_slots": start.slot, "write_slots": after.slot, "layer": start.layer}
-    num_tokens = _counts(num_tokens)
-    return step(*raw[:5], pool, **_gates(raw), **_rule(options), **at, num_tokens=num_tokens)
+    at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot, "layer": start.layer}
+    return step(*raw[:5], pool, **_rule(raw, options), **at, num_tokens=_int32_or_none(num_tokens))
 
 
-def _counts(num_tokens: Array | None) -> Array | None:
+def _int32_or_none(num_tokens: Array | None) -> Array | None:
     return None if num_tokens is None else num_tokens.astype(jnp.int32)
 
 
@@ -118,9 +117,8 @@ def _on_ring(pool: RingPool, raw: Raw, at: Address, options: Options, **how: Any
     """The tokens' outputs, and the pool with them in it but for the cursors."""
     from pallas_kernels.decode.ring_step import ring_step
 
-    arrays = {"state": pool.state, "ring_k": pool.k, "ring_u": pool.u, "ring_g": pool.g, "count": pool.count}
-    where = {"read_slots": at.slot, "layer": at.layer}
-    o, state, k, u, g = ring_step(*raw[:5], **arrays, **where, **_gates(raw), **_rule(options), **how)
+    where: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer, "count": pool.count}
+    o, state, k, u, g = ring_step(*raw[:5], *pool[:4], **where, **_rule(raw, options), **how)
     return o, pool._replace(state=state, k=k, u=u, g=g)
 
 
@@ -139,12 +137,17 @@ def verify_on_ring(
 
     T = options.dims.T
     pool = ring.drop(pool, at, num_accepted)
-    where = {"read_slots": at.slot, "count": pool.count, "layer": at.layer}
-    layout = {"kv_layout": options.state_layout == STATE_LAYOUTS[0]}
-    state = ring_flush(pool.state, pool.k, pool.u, pool.g, **where, **layout, room=T)
+    state = ring_flush(
+        *pool[:4],
+        read_slots=at.slot,
+        count=pool.count,
+        room=T,
+        kv_layout=options.state_layout == STATE_LAYOUTS[0],
+        layer=at.layer,
+    )
     count = slots.take(pool.count, at)
     count = jnp.where(count + T > pool.length, 0, count)
     pool = ring.put_counts(pool._replace(state=state), at, count, count)
-    num_tokens = _counts(num_tokens)
+    num_tokens = _int32_or_none(num_tokens)
     o, pool = _on_ring(pool, raw, at, options, deferred=False, num_tokens=num_tokens)
     return o, ring.put_counts(pool, at, count + (T if num_tokens is None else num_tokens), count)

@@ -330,22 +330,23 @@ def drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
     """The pool without the tokens of the last call that were not accepted."""
     length = num_accepted.astype(jnp.int32)
     if pool.parents is not None:
-        pool, length = _keep_path(pool, at, length - 1)
+        pool, length = _keep_path(pool, at, slots.take(pool.parents, at), length - 1)
     before, count = slots.take(pool.before, at), slots.take(pool.count, at)
     return pool._replace(count=slots.put(pool.count, at, jnp.minimum(before + length, count)))
 
 
-def _keep_path(pool: RingPool, at: Address, last: Int[Array, " B"]) -> tuple[RingPool, Int[Array, " B"]]:
-    """The pool with the last call's tokens up to `last`, along its tree, as a chain; and how many they are."""
-    held: RingPool = slots.take(pool, at)
-    before, index = held.before[:, None], jnp.arange(pool.length)
+def _keep_path(
+    pool: RingPool, at: Address, parents: Int[Array, "B L"], last: Int[Array, " B"]
+) -> tuple[RingPool, Int[Array, " B"]]:
+    """The pool with the last call's tokens up to `last`, along the tree, as a chain; and how many they are."""
+    before, index = slots.take(pool.before, at)[:, None], jnp.arange(pool.length)
 
     def up(_, carry):
         on_path, t = carry
-        parent = jnp.take_along_axis(held.parents, jnp.maximum(t, 0), axis=1)
+        parent = jnp.take_along_axis(parents, jnp.maximum(t, 0), axis=1)
         return on_path | (index == t), jnp.where(t < 0, t, parent)
 
-    start = (jnp.zeros(held.parents.shape, bool), last[:, None])
+    start = (jnp.zeros(parents.shape, bool), last[:, None])
     on_path, _ = lax.fori_loop(0, pool.length, up, start)
     length = jnp.sum(on_path, axis=1)
     source = before + jnp.argsort(~on_path, axis=1, stable=True)
@@ -355,7 +356,7 @@ def _keep_path(pool: RingPool, at: Address, last: Int[Array, " B"]) -> tuple[Rin
         """Its tokens' entries [B, L, heads, ..], oldest first."""
         return jax.vmap(lambda x, i: x[i])(jnp.moveaxis(ring, 2, 1), source)
 
-    pool = _append(pool, at, position, *map(path, (held.k, held.u, held.g)))
+    pool = _append(pool, at, position, *map(path, slots.take((pool.k, pool.u, pool.g), at)))
     return pool._replace(parents=_put_parents(pool, at, _chain(pool.length))), length
 
 
