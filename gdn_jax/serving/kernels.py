@@ -1,7 +1,8 @@
 """Decode and verify by the kernels: which calls they take, and what stands between such a call and them.
 
-The kernels make the gates, normalise q and k, and know padding by themselves; they change the pool in place. What is
-left for here is the cursors of rings, and requests that write where others read: kernels read and write at once.
+The kernels make the gates, normalise q and k, know padding, and change the pool in place. A request's bits do not
+depend on the others. What is left for here is the cursors of rings, and requests that write where others read: a
+kernel reads and writes at once.
 """
 
 from typing import Any
