@@ -83,7 +83,7 @@ def test_padding_batch_leaves_the_pool():
 @pytest.mark.usefixtures("interpreted")
 def test_pool_of_a_whole_model():
     """The second of three layers, in every kind of pool; the others keep their bits."""
-    case, counts = Case("layers", K=32, V=32), (0, 3, 15)
+    plain = Case("layers", K=32, V=32)
 
     def with_layers(pool):
         return jax.tree.map(lambda y: jnp.stack([jnp.zeros_like(y), y, jnp.ones_like(y)], 1), pool)
@@ -93,16 +93,17 @@ def test_pool_of_a_whole_model():
         return y[:, 1]
 
     options = {"layer": jnp.int32(1)} | KERNELS
-    x = pool_steps.draw(case)
-    o, pool = pool_steps.serve(case, x | {"pool": with_layers(x["pool"])}, **options)
-    pool_steps.assert_right(case, x, o, layer(pool))
-    elsewhere = dataclasses.replace(case, elsewhere=True)
-    x = pool_steps.draw(elsewhere)
-    o, pool = pool_steps.serve(elsewhere, x | {"pool": with_layers(x["pool"])}, **options)
-    pool_steps.assert_right(elsewhere, x, o, layer(pool))
-    x = pool_steps.draw_ring(case, counts)
-    o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
-    pool_steps.assert_ring_right(case, x, (1, 4, 0), (o, *map(layer, pool[:4])))
+    for change in ({}, {"elsewhere": True}, {"T": 2}):
+        case = dataclasses.replace(plain, **change)
+        x = pool_steps.draw(case)
+        o, pool = pool_steps.serve(case, x | {"pool": with_layers(x["pool"])}, **options)
+        pool_steps.assert_right(case, x, o, layer(pool))
+    for T, counts, after in ((1, (0, 3, 15), (1, 4, 0)), (2, (0, 3, 15), (2, 5, 2))):
+        case = dataclasses.replace(plain, T=T)
+        x = pool_steps.draw_ring(case, counts)
+        o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
+        pool_steps.assert_ring_right(case, x, after, (o, *map(layer, pool[:4])))
+        np.testing.assert_array_equal(layer(pool.count)[x["read_slots"]][::2], after[::2])
 
 
 def test_slow_gates_keep_their_digits():
