@@ -98,12 +98,11 @@ def test_pool_of_a_whole_model():
         x = pool_steps.draw(case)
         o, pool = pool_steps.serve(case, x | {"pool": with_layers(x["pool"])}, **options)
         pool_steps.assert_right(case, x, o, layer(pool))
-    for T, counts, after in ((1, (0, 3, 15), (1, 4, 0)), (2, (0, 3, 15), (2, 5, 2))):
-        case = dataclasses.replace(plain, T=T)
-        x = pool_steps.draw_ring(case, counts)
-        o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
-        pool_steps.assert_ring_right(case, x, after, (o, *map(layer, pool[:4])))
-        np.testing.assert_array_equal(layer(pool.count)[x["read_slots"]][::2], after[::2])
+    case = dataclasses.replace(plain, T=2)
+    x = pool_steps.draw_ring(case, (0, 3, 15))
+    o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
+    pool_steps.assert_ring_right(case, x, (2, 5, 2), (o, *map(layer, pool[:4])))
+    np.testing.assert_array_equal(layer(pool.count)[x["read_slots"]][::2], (2, 2))
 
 
 def test_slow_gates_keep_their_digits():
