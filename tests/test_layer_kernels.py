@@ -47,7 +47,7 @@ def test_add_norm(name, monkeypatch):
     x, weight = draw(N, D, dtype=dtype), draw(D)
     y = None if y_dtype is None else draw(N, D, dtype=y_dtype)
     assert norm.check_supported(x) is None
-    s, n = norm.add_norm(x, y, weight, eps=1e-5, dtype=jnp.bfloat16, interpret=INTERPRET)
+    s, n, kept = norm.add_norm(x, y, weight, eps=1e-5, dtype=jnp.bfloat16, keep=True, interpret=INTERPRET)
     expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
     close(expected_n, n, "n")  # of the sum before it is rounded
     if y is None:
@@ -55,11 +55,17 @@ def test_add_norm(name, monkeypatch):
     else:
         assert s.dtype == x.dtype
         close(expected_s, s, "s")
+    assert kept.dtype == (jnp.bfloat16 if dtype == "float32" else dtype)
+    np.testing.assert_array_equal(kept, s.astype(kept.dtype))
     ds, dn = None if y is None else draw(N, D, dtype=dtype), draw(N, D, dtype="bfloat16")
     dx, dy, dweight = norm.add_norm_backward(
-        s, weight, ds, dn, eps=1e-5, y_dtype=y_dtype and jnp.dtype(y_dtype), interpret=INTERPRET
+        *(kept, weight, ds, dn),
+        eps=1e-5,
+        x_dtype=x.dtype,
+        y_dtype=y_dtype and jnp.dtype(y_dtype),
+        interpret=INTERPRET,
     )
-    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(s, weight, ds, dn)
+    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(kept, weight, ds, dn)
     close(expected_dx, dx, "dx")
     close(expected_dweight, dweight, "dweight")
     assert dx.dtype == x.dtype and dweight.dtype == jnp.float32
@@ -193,21 +199,27 @@ def interpreted(monkeypatch):
     return calls
 
 
-def test_seam_of_add_norm(interpreted):
-    """Rows with two leading axes. The backward pass has the stream that was rounded, which every number of dweight is
-    proportional to; dx depends on it through the mean square and a projection alone."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_seam_of_add_norm(interpreted, dtype):
+    """Rows with two leading axes. The backward pass has the stream rounded to bfloat16, which every number of dweight
+    is proportional to; dx depends on it through the mean square and a projection alone."""
     draw = draws(1)
-    x, y, ds, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(4))
+    y, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(2))
+    x, ds = (draw(2, 8, 256, dtype=dtype) for _ in range(2))
     weight = draw(256)
-    (s, n), back = jax.vjp(lambda x, y, weight: fused_norms.add_norm(x, y, weight), x, y, weight)
+
+    def f(x, y, weight):
+        return fused_norms.add_norm(x, y, weight, dtype="bfloat16")
+
+    (s, n), back = jax.vjp(f, x, y, weight)
     dx, dy, dweight = back((ds, dn))
     assert interpreted == {"add_norm": 1, "add_norm_backward": 1}
     expected = fused_oracle.add_norm(x, y, weight)
     close(expected[0], s, "s")
     close(expected[1], n, "n")
     expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected[0], weight, ds, dn)
-    close(expected_dx, dx, "dx", 2)
-    np.testing.assert_array_equal(dx, dy)
+    close(expected_dx, dx, "dx", 2, dtype="bfloat16")
+    np.testing.assert_array_equal(dx.astype(dy.dtype), dy)
     close(expected_dweight, dweight, "dweight", dtype="bfloat16")
 
 

@@ -41,7 +41,9 @@ def add_norm(
     Returns:
       s in x's dtype (x itself without y), and n.
 
-    Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded.
+    Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded. The
+      kernel keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent of n: the
+      cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     from pallas_kernels.layer import norm
@@ -99,20 +101,24 @@ def _norm_axes(x) -> tuple[str, dict[str, int]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_norm(x, y, weight, eps, dtype):
+    return _run_add_norm(x, y, weight, eps, dtype)
+
+
+def _run_add_norm(x, y, weight, eps, dtype, keep=False):
     from pallas_kernels.layer import norm
 
     def kernel(x, y, weight):
         flat = None if y is None else _rows(y)
-        s, n = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype)
-        return s.reshape(x.shape), n.reshape(x.shape)
+        results = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype, keep=keep)
+        return tuple(result.reshape(x.shape) for result in results)
 
     names, sizes = _norm_axes(x)
-    return run(kernel, (x, y, weight), (names, names, "."), (names, names), sizes)
+    return run(kernel, (x, y, weight), (names, names, "."), (names,) * (3 if keep else 2), sizes)
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
-    s, n = _add_norm(x, y, weight, eps, dtype)
-    return (s, n), (s, weight, None if y is None else jnp.zeros((0,), y.dtype))
+    s, n, kept = _run_add_norm(x, y, weight, eps, dtype, keep=True)
+    return (s, n), (kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
 
 
 def _add_norm_bwd(eps, dtype, saved, cotangents):
@@ -121,9 +127,8 @@ def _add_norm_bwd(eps, dtype, saved, cotangents):
     s, weight, like_y = saved
 
     def kernel(s, weight, ds, dn):
-        y_dtype = None if like_y is None else like_y.dtype
-        out = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
-        dx, dy, dweight = out
+        dtypes = dict(x_dtype=ds.dtype, y_dtype=None if like_y is None else like_y.dtype)
+        dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **dtypes)
         return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
     names, sizes = _norm_axes(s)
