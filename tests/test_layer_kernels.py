@@ -86,7 +86,8 @@ def test_gated_norm(N, V, dtype):
     assert gated_norm.check_supported(o) is None
     y = gated_norm.gated_norm(o, z, weight, eps=1e-5, interpret=INTERPRET)
     close(fused_oracle.gated_norm(o, z, weight), y, "y")
-    got = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, interpret=INTERPRET)
+    *got, again = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, again=True, interpret=INTERPRET)
+    np.testing.assert_array_equal(again, y)
     expected = fused_oracle.gated_norm_gradients(o, z, weight, dy)
     for name, a, b in zip(("do", "dz", "dweight"), expected, got, strict=True):
         close(a, b, name)
@@ -235,6 +236,20 @@ def test_seam_of_gated_norm(interpreted):
     assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
 
 
+def test_seam_of_gated_norm_with_its_projection(interpreted):
+    """What is projected is rounded, or its cotangent, and then the result."""
+    draw = draws(6)
+    o, gate = (draw(2, 4, 4, 128, dtype="bfloat16") for _ in range(2))
+    weight, kernel = draw(128), draw(512, 24, dtype="bfloat16").astype(jnp.float32)
+    dresult = draw(2, 4, 24, dtype="bfloat16")
+    result, back = jax.vjp(fused_norms.gated_norm, o, gate, weight, kernel)
+    close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
+    expected = fused_oracle.gated_projection_gradients(o, gate, weight, kernel, dresult)
+    for name, a, b in zip(("do", "dgate", "dweight", "dkernel"), expected, back(dresult), strict=True):
+        close(a, b, name, 2, dtype="bfloat16")
+    assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
+
+
 def test_seam_of_swiglu_down(interpreted):
     """The product of the branches is rounded, or its cotangent, and then the result."""
     draw = draws(3)
@@ -359,7 +374,7 @@ def kernels_of(module, arguments, monkeypatch):
     def loss(params, *arguments):
         return nnx.merge(graphdef, params)(*arguments)[0].astype(jnp.float32).sum()
 
-    lowered = jax.jit(jax.grad(loss)).trace(params, *arguments).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(jax.value_and_grad(loss)).trace(params, *arguments).lower(lowering_platforms=("cuda",))
     names = re.findall(r"\b00(\w+?)_mosaic_gpu\b", lowered.as_text())
     around = ("short_conv", "gated_norm", "add_norm", "swiglu", "embedding")
     return {name: n for name, n in collections.Counter(names).items() if name.startswith(around)}

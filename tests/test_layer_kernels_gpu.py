@@ -83,6 +83,19 @@ def test_gated_norm(V, dtype):
         close(a, b, name)
 
 
+def test_gated_norm_with_its_projection():
+    """What is projected is rounded, or its cotangent, and then the result."""
+    draw = draws(2)
+    o, gate = (draw(2, 2048, 8, 128, dtype="bfloat16") for _ in range(2))
+    weight, kernel = draw(128), draw(1024, 512, dtype="bfloat16", scale=2.0**-5).astype(jnp.float32)
+    dresult = draw(2, 2048, 512, dtype="bfloat16")
+    result, gradients = evaluate(norms.gated_norm, dresult, o, gate, weight, kernel)
+    close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
+    expected = fused_oracle.gated_projection_gradients(o, gate, weight, kernel, dresult)
+    for name, a, b in zip(("do", "dgate", "dweight", "dkernel"), expected, gradients, strict=True):
+        close(a, b, name, 2, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_swiglu_down(dtype):
     """The product of the branches is rounded, or its cotangent, and then the result. The projection has the

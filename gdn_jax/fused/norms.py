@@ -1,4 +1,4 @@
-"""RMSNorm with the sum before it, and RMSNorm of each head with the gate behind it.
+"""RMSNorm with the sum before it, and RMSNorm of each head with the gate and the projection behind it.
 
 The kernels' results can be differentiated once, in reverse.
 """
@@ -62,35 +62,43 @@ def gated_norm(
     o: Float[Array, "*S V"],
     gate: Float[Array, "*S V"],
     weight: Float[Array, " V"],
+    kernel: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
     implementation: str | None = None,
-) -> Float[Array, "*S V"]:
-    """RMSNorm of each head times SiLU of its gate.
+) -> Float[Array, "*R E"]:
+    """RMSNorm of each head times SiLU of its gate, and the projection of all heads.
 
         y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
+        result = y without a kernel, else the heads of y side by side @ kernel
+
+    With the GPU's kernels, y is not kept for the derivative of the projection but made again beside that of the norm.
 
     Args:
-      o: outputs of the rule [.., V], any floating dtype.
-      gate: [.., V], any floating dtype.
+      o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
+      gate: of o's shape, any floating dtype.
       weight: [V].
+      kernel: projection [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
       implementation: as for `add_norm`.
 
     Returns:
-      y in o's dtype. Numerics: float32 (float64 when o is), rounded once, at the end.
+      [.., D] in o's dtype, without a kernel [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
 
     Source: fla's `FusedRMSNormGated`.
     """
-    from pallas_kernels.layer import gated_norm as kernel
+    from pallas_kernels.layer import gated_norm as kernels
 
-    if usable(implementation, kernel.check_supported(o)):
+    kernel = None if kernel is None else kernel.astype(o.dtype)
+    if usable(implementation, kernels.check_supported(o)):
         names, sizes = _head_axes(o)
+        result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
         call = partial(_gated_norm, eps=eps)
-        return on_explicit_shards(call, (o, gate, weight), (names, names, "."), names, sizes)
+        operands = (names, names, ".", None if kernel is None else ". .")
+        return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
-    return (n * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+    return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), kernel)
 
 
 def _norm_axes(x) -> tuple[str, dict[str, int]]:
@@ -141,37 +149,50 @@ _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
 
 
 def _head_axes(o) -> tuple[str, dict[str, int]]:
-    from pallas_kernels.layer import gated_norm as kernel
-
-    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernel.BLOCK))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gated_norm(o, gate, weight, eps):
     from pallas_kernels.layer import gated_norm as kernels
 
-    def kernel(o, gate, weight):
+    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernels.BLOCK))
+
+
+def _project(y, kernel):
+    """The heads side by side, times the kernel if there is one."""
+    return y if kernel is None else y.reshape(*y.shape[:-2], -1) @ kernel
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gated_norm(o, gate, weight, kernel, eps):
+    from pallas_kernels.layer import gated_norm as kernels
+
+    def norm(o, gate, weight):
         return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
 
     names, sizes = _head_axes(o)
-    return run(kernel, (o, gate, weight), (names, names, "."), names, sizes)
+    return _project(run(norm, (o, gate, weight), (names, names, "."), names, sizes), kernel)
 
 
-def _gated_norm_fwd(o, gate, weight, eps):
-    return _gated_norm(o, gate, weight, eps), (o, gate, weight)
+def _gated_norm_fwd(o, gate, weight, kernel, eps):
+    return _gated_norm(o, gate, weight, kernel, eps), (o, gate, weight, kernel)
 
 
-def _gated_norm_bwd(eps, saved, dy):
+def _gated_norm_bwd(eps, saved, dresult):
     from pallas_kernels.layer import gated_norm as kernels
 
-    def kernel(o, gate, weight, dy):
-        out = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
-        return out[0].reshape(o.shape), out[1].reshape(o.shape), out[2]
+    *primals, kernel = saved
+    o, _, weight = primals
+    again = kernel is not None
+    dy = jnp.einsum("...d,fd->...f", dresult, kernel).reshape(o.shape) if again else dresult
 
-    names, sizes = _head_axes(dy)
-    results = (names, names, ". +b +t")
-    do, dgate, dweight = run(kernel, (*saved, dy), (names, names, ".", names), results, sizes)
-    return do, dgate, dweight.astype(saved[2].dtype)
+    def derivative(o, gate, weight, dy):
+        rows = (_rows(o), _rows(gate), weight, _rows(dy))
+        do, dgate, dweight, y = kernels.gated_norm_backward(*rows, eps=eps, again=again)
+        y = None if y is None else y.reshape(o.shape)
+        return do.reshape(o.shape), dgate.reshape(o.shape), dweight, y
+
+    names, sizes = _head_axes(o)
+    results = (names, names, ". +b +t", names if again else None)
+    do, dgate, dweight, y = run(derivative, (*primals, dy), (names, names, ".", names), results, sizes)
+    dkernel = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
+    return do, dgate, dweight.astype(weight.dtype), dkernel
 
 
 _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
