@@ -274,10 +274,10 @@ class GatedDeltaNet(nnx.Module):
         """
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
-        else:
-            gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
-            o = gated_norm(o, gate, weight, eps=self.o_norm.eps, implementation=self.implementation)
-        return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
+            return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
+        gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
+        options = dict(eps=self.o_norm.eps, implementation=self.implementation)
+        return gated_norm(o, gate, weight, self.o_proj.kernel[...], **options)
 
     def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
         """q and k as the rule wants them, v, and the new convolution state [N, conv_dim, W-1], of whole sequences."""

@@ -1,8 +1,8 @@
 """The seam to the GPU kernels: what they can run, and the only derivatives that are defined over them.
 
-Nothing else of the library imports `pallas_kernels`; what times and checks kernels as such does. Here stands what a
-call needs around the kernels and what is mathematics: the factor of the output where the kernels cannot hold it, the
-floor of the write strengths, and the derivative of the L2 norm.
+The kernels of what stands around the rule in a layer are reached through `fused`, those of serving through
+`serving.kernels`. Here stands what a call needs around the kernels and what is mathematics: the factor of the output
+where the kernels cannot hold it, the floor of the write strengths, and the derivative of the L2 norm.
 """
 
 from functools import partial

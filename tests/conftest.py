@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Gives back what the programs of a file hold: every one takes a few memory mappings, Linux allows a process
+    65,530, and XLA ends in a segmentation fault where it gets no more."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def no_type_checks():
     """What a user sees: the test run's type checks would report a wrong shape before the library does."""

@@ -180,6 +180,22 @@ def gated_norm_gradients(
     return do, dy * add_norm(o, None, weight, eps)[1] * silu_slope(gate), dweight
 
 
+def gated_projection(o: Any, gate: Any, weight: Any, kernel: Any, eps: float = 1e-5) -> np.ndarray:
+    """The heads of `gated_norm` side by side @ kernel."""
+    y = gated_norm(o, gate, weight, eps)
+    return y.reshape(*y.shape[:-2], -1) @ wide(kernel)
+
+
+def gated_projection_gradients(
+    o: Any, gate: Any, weight: Any, kernel: Any, dresult: Any, eps: float = 1e-5
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """do, dgate, dweight and dkernel."""
+    dresult, kernel = wide(dresult), wide(kernel)
+    y, dy = gated_norm(o, gate, weight, eps), (dresult @ kernel.T).reshape(o.shape)
+    dkernel = y.reshape(-1, len(kernel)).T @ dresult.reshape(-1, dresult.shape[-1])
+    return *gated_norm_gradients(o, gate, weight, dy, eps), dkernel
+
+
 def swiglu(a: Any, b: Any) -> np.ndarray:
     """silu(a) b."""
     a = wide(a)

@@ -1,11 +1,18 @@
-"""Cases for the serving kernels: a few tokens of some requests on states in a pool, and the truth in float64."""
+"""Cases for the serving kernels: a few tokens of some requests on states in a pool, and the truth in float64.
+
+A case is drawn as the arguments of a kernel, with which the truth is computed too. `serve` and `serve_ring` make the
+public call of them.
+"""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tolerances import assert_close
 
+from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
 
@@ -24,9 +31,13 @@ class Case:
     dtype: str = "bfloat16"
     pool_dtype: str = "float32"
     padding: bool = True
-    """Whether row 1 is padding, and a state of row 0 is dropped."""
+    """Whether row 1 is padding, and where states are not written to their own slots, one of row 0 is dropped."""
     uneven: bool = False
     """Whether rows have from 0 to T tokens."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each row, if they are given."""
+    offsets: tuple[int, ...] | None = None
+    """With T > 1, which of its states each row goes on from, if they are given."""
     elsewhere: bool = False
     """Whether states are written to other slots than they are read from."""
     use_qk_l2norm: bool = True
@@ -43,8 +54,8 @@ class Case:
         return {name: getattr(self, name) for name in names} | {"scale": self.K**-0.5}
 
 
-def draw(case: Case) -> dict:
-    """Arguments of a kernel."""
+def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = None) -> dict:
+    """Arguments of a kernel; draw_pool makes the pool of a shape."""
     rng = np.random.default_rng(case.seed)
     N, T, K, V = case.N, case.T, case.K, case.V
     Hq, Hk, HV = case.heads
@@ -61,7 +72,11 @@ def draw(case: Case) -> dict:
         write = order[N : N * (T + 1)].reshape(N, T).copy()
     if case.padding:
         read[1] = slots + 5 if case.null_slot is None else case.null_slot
-        write[0, T // 2] = -1
+        if T > 1 or case.elsewhere:
+            write[0, T // 2] = -1
+    offsets = np.arange(N) * 3 % T if case.offsets is None else np.array(case.offsets)
+    if T > 1:
+        write[np.arange(N), offsets] = read
     q = normal(N, T, Hq, K) if case.use_qk_l2norm else normal(N, T, Hq, K) * K**-0.5
     k = normal(N, T, Hk, K) if case.use_qk_l2norm else normal(N, T, Hk, K) * K**-0.5
     shape = (slots, HV, K, V) if case.kv_layout else (slots, HV, V, K)
@@ -71,14 +86,59 @@ def draw(case: Case) -> dict:
         "v": normal(N, T, HV, V),
         "a": normal(N, T, HV),
         "b": normal(N, T, HV),
-        "pool": jnp.asarray(rng.normal(size=shape), case.pool_dtype),
+        "pool": jnp.asarray(draw_pool(shape) if draw_pool else rng.normal(size=shape), case.pool_dtype),
         "A_log": np.log(rng.uniform(0.01, 16, HV)).astype(np.float32),
         "dt_bias": (rng.normal(size=HV) + case.gate_shift).astype(np.float32),
         "read_slots": read,
         "write_slots": write,
         "num_tokens": rng.integers(0, T + 1, N).astype(np.int32) if case.uneven else None,
+        "num_accepted_tokens": offsets + 1,
     }
+    if case.lengths is not None:
+        x["num_tokens"] = np.array(case.lengths, np.int32)
     return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
+
+
+def public_options(case: Case, **more) -> dict:
+    """Of `serving.decode` and `serving.verify`."""
+    names = ("use_qk_l2norm", "allow_neg_eigval", "null_slot")
+    options = {name: getattr(case, name) for name in names}
+    return options | {"state_layout": "kv" if case.kv_layout else "vk"} | more
+
+
+TOKENS = ("q", "k", "v", "a", "b")
+
+
+def serve(case: Case, x: dict, **more) -> tuple:
+    """o [N, T, HV, V] and the pool, by `serving.decode` where there is one token, else by `serving.verify`."""
+    tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
+    options = public_options(case, **gates, **more)
+    if case.T > 1:
+        spans = {name: x[name] for name in ("num_accepted_tokens", "num_tokens")}
+        return serving.verify(*tokens, x["pool"], state_slots=x["write_slots"], **spans, **options)
+    write = x["write_slots"][:, 0] if case.elsewhere else None
+    tokens = [y[:, 0] for y in tokens]
+    o, pool = serving.decode(*tokens, x["pool"], read_slots=x["read_slots"], write_slots=write, **options)
+    return o[:, None], pool
+
+
+def ring_pool(case: Case, x: dict, rejected: int = 0) -> serving.RingPool:
+    """The pool of a ring's case, after a call of whose tokens so many are not accepted and one is."""
+    count = x["count"]
+    after = jnp.minimum(count + rejected, LENGTH)
+    arrays = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
+    return serving.RingPool(*arrays, after, jnp.where(count > 0, count - 1, -1))
+
+
+def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
+    """o [N, T, HV, V] and the pool, by `serving.decode` or `serving.verify` on a ring."""
+    tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
+    options = public_options(case, **gates, **more)
+    if case.T > 1:
+        spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"])
+        return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=jnp.ones(case.N, int))
+    o, pool = serving.decode(*(y[:, 0] for y in tokens), pool, read_slots=x["read_slots"], **options)
+    return o[:, None], pool
 
 
 def _f64(x) -> np.ndarray:
@@ -88,7 +148,7 @@ def _f64(x) -> np.ndarray:
 def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
     """Outputs and the pool, in float64."""
     swap = (lambda h: h) if case.kv_layout else (lambda h: np.swapaxes(h, -1, -2))
-    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + x["dt_bias"])
+    g = -np.exp(_f64(x["A_log"])) * np.logaddexp(0, _f64(x["a"]) + _f64(x["dt_bias"]))
     beta = (1 + case.allow_neg_eigval) / (1 + np.exp(-_f64(x["b"])))
     before = _f64(x["pool"])
     o, after = np.zeros(x["v"].shape), before.copy()
@@ -202,6 +262,19 @@ def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> 
     assert_close(expected[read[rows]], got[read[rows]], bound, f"{case.name} states", axis=1)
 
 
+def assert_cursors(x: dict, before: serving.RingPool, after: serving.RingPool, counts, starts) -> None:
+    """The cursors of the call's slots are those; the others have kept theirs."""
+    read = np.asarray(x["read_slots"])
+    rows = np.flatnonzero(read >= 0)
+    for old, new, numbers in (
+        (before.count, after.count, counts),
+        (before.before, after.before, starts),
+    ):
+        want = np.asarray(old).copy()
+        want[read[rows]] = np.asarray(numbers)[rows]
+        np.testing.assert_array_equal(want, new)
+
+
 CASES = (
     Case("plain"),
     Case("vk", kv_layout=False, pool_dtype="bfloat16"),
@@ -224,5 +297,6 @@ RING_CASES = (
 DRAFT_CASES = (
     (Case("drafts", T=4, V=32), (0, 3, 12)),
     (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
+    (Case("drafts-no-room", T=2, K=32, V=32, padding=False, heads=(1, 1, 1)), (15, 16, 14)),
     (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
 )

@@ -156,6 +156,7 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
         ("--seed 4294967296", "--seed: expected less than 2**32, got 4294967296"),
         ("--batch-size 2000000000", "expected a run that fits into the "),
         ("--hidden-size 2000000000 --num-layers 2000000000", "expected a run that fits into the "),
+        ("--model hybrid --num-layers 2000000000", "--num-layers: expected at most 10000 in a hybrid"),
     ],
 )
 def test_error_is_one_line(folder, tmp_path, capsys, words, message):

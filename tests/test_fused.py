@@ -148,6 +148,20 @@ def test_gated_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_norm_with_its_projection(dtype):
+    draw = draws(7)
+    tokens = (2, 9) if dtype == "float32" else (18,)  # as for test_swiglu_down
+    o, gate = (draw(*tokens, 3, 24, dtype=dtype) for _ in range(2))
+    weight, kernel = draw(24), draw(72, 10, dtype=dtype).astype(jnp.float32)
+    dresult = draw(*tokens, 10, dtype=dtype)
+    result, gradients = value_and_vjp(norms.gated_norm, dresult, o, gate, weight, kernel)
+    close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
+    expected = fused_oracle.gated_projection_gradients(o, gate, weight, kernel, dresult)
+    for name, a, b in zip(("do", "dgate", "dweight", "dkernel"), expected, gradients, strict=True):
+        close(a, b, name, 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_down(dtype):
     draw = draws(4)
     # One axis of tokens in bfloat16: a CPU rounds every addition of a product over two axes, as dkernel would be.

@@ -1,4 +1,10 @@
-"""The serving kernels without a GPU: right and free of races when interpreted, and refused with a reason."""
+"""The serving kernels without a GPU, through the public calls: right and free of races when interpreted, in place
+when lowered, and refused with a reason."""
+
+import dataclasses
+import re
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,48 +15,94 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pool_steps import CASES, DRAFT_CASES, RING_CASES, Case
 from tolerances import assert_close
 
+from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
+from gdn_jax.serving import drafts, kernels
+from gdn_jax.serving import step as serving_step
 from pallas_kernels.decode import ring_flush, ring_step, step, tiles
+from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+KERNELS = {"implementation": "mosaic_gpu"}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Public calls believe that there is a GPU, and lower for it."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+
+
+@pytest.fixture
+def interpreted(monkeypatch, hopper):
+    """Public calls interpret the kernels: outside jit, inside which the interpreter hangs."""
+    for module, name in ((step, "step"), (ring_step, "ring_step"), (ring_flush, "ring_flush")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
+    for module, name in ((serving_step, "_decode"), (drafts, "_verify")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    choose = SimpleNamespace(cond=lambda wanted, yes, no, x: yes(x) if wanted else no(x))
+    monkeypatch.setattr(kernels, "lax", choose)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.usefixtures("interpreted")
 def test_step(case):
+    """Near the oracle, and near plain JAX in every slot: what one leaves alone, the other does."""
     x = pool_steps.draw(case)
-    pool_steps.assert_right(case, x, *step.step(**x, **case.options, interpret=INTERPRET))
+    o, pool = pool_steps.serve(case, x, **KERNELS)
+    pool_steps.assert_right(case, x, o, pool)
+    plain = jax.jit(partial(pool_steps.serve, case, implementation="xla"))(x)
+    bounds = BOUNDS[case.dtype][0]["o"], BOUNDS[case.pool_dtype][0]["final_state"]
+    for name, y, like, bound in zip(("o", "pool"), (o, pool), plain, bounds, strict=True):
+        assert y.dtype == like.dtype
+        assert_close(np.asarray(like).astype(np.float64), np.asarray(y), bound, f"{case.name} {name}")
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_requests_that_write_where_others_read():
+    """A request that is forked, and a slot that goes on while another request takes its place: all is read first."""
+    case = Case("crossed", N=4, K=32, V=32, slots=9, elsewhere=True, padding=False)
+    x = pool_steps.draw(case)
+    x |= {
+        "read_slots": jnp.array([3, 3, 5, 0], jnp.int32),
+        "write_slots": jnp.array([[5], [3], [0], [-1]], jnp.int32),
+    }
+    pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_padding_batch_leaves_the_pool():
-    case = Case("all-padding", V=32)
+    """Slot numbers of any dtype, of which not one is in the pool."""
+    case = Case("all-padding", K=32, V=32)
     x = pool_steps.draw(case)
-    x["read_slots"] = jnp.full_like(x["read_slots"], -1)
-    o, pool = step.step(**x, **case.options, interpret=INTERPRET)
-    assert not np.asarray(o).any()
-    assert (np.asarray(pool) == np.asarray(x["pool"])).all()
+    for numbers in (jnp.full(3, -1, jnp.int8), jnp.full(3, -1, jnp.uint32), jnp.array([9, -5, 2**31 - 1])):
+        o, pool = pool_steps.serve(case, x | {"read_slots": numbers}, **KERNELS)
+        assert not np.asarray(o).any()
+        assert (np.asarray(pool) == np.asarray(x["pool"])).all()
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_pool_of_a_whole_model():
     """The second of three layers, in every kind of pool; the others keep their bits."""
-    case, counts = Case("layers", V=32), (0, 3, 15)
+    plain = Case("layers", K=32, V=32)
 
-    def with_layers(x, names):
-        return x | {
-            name: jnp.stack([jnp.zeros_like(x[name]), x[name], jnp.ones_like(x[name])], 1) for name in names
-        }
+    def with_layers(pool):
+        return jax.tree.map(lambda y: jnp.stack([jnp.zeros_like(y), y, jnp.ones_like(y)], 1), pool)
 
     def layer(y):
         assert not np.asarray(y[:, 0]).any() and (np.asarray(y[:, 2]) == 1).all()
         return y[:, 1]
 
-    x = pool_steps.draw(case)
-    options = {**case.options, "layer": jnp.int32(1), "interpret": INTERPRET}
-    o, pool = step.step(**with_layers(x, ["pool"]), **options)
-    pool_steps.assert_right(case, x, o, layer(pool))
-    x = pool_steps.draw_ring(case, counts)
-    layered = with_layers(x, ["state", "ring_k", "ring_u", "ring_g", "count"])
-    o, *pool = ring_step.ring_step(**layered, **options, deferred=True)
-    pool_steps.assert_ring_right(case, x, (1, 4, 0), (o, *map(layer, pool)))
+    options = {"layer": jnp.int32(1)} | KERNELS
+    for change in ({}, {"elsewhere": True}, {"T": 2}):
+        case = dataclasses.replace(plain, **change)
+        x = pool_steps.draw(case)
+        o, pool = pool_steps.serve(case, x | {"pool": with_layers(x["pool"])}, **options)
+        pool_steps.assert_right(case, x, o, layer(pool))
+    case = dataclasses.replace(plain, T=2)
+    x = pool_steps.draw_ring(case, (0, 3, 15))
+    o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
+    pool_steps.assert_ring_right(case, x, (2, 5, 2), (o, *map(layer, pool[:4])))
+    np.testing.assert_array_equal(layer(pool.count)[x["read_slots"]][::2], (2, 2))
 
 
 def test_slow_gates_keep_their_digits():
@@ -60,14 +112,46 @@ def test_slow_gates_keep_their_digits():
     np.testing.assert_allclose(got, np.logaddexp(0, x.astype(np.float64)), rtol=1e-6)
 
 
-def test_pool_is_updated_in_place():
-    """The kernel's pool is the caller's, if that gives it away: no copy is left for XLA to make."""
-    case = Case("in-place", V=32)
+def in_place(f, pool, *arguments) -> str:
+    """f(pool, *arguments), lowered for a GPU with the pool given away, of which nothing is copied: every array of its
+    shapes is an argument, what a kernel or XLA writes in place, or a view of one."""
+    text = jax.jit(f, donate_argnums=0).trace(pool, *arguments).lower(lowering_platforms=("cuda",)).as_text()
+    arrays = [y for y in jax.tree.leaves(pool) if y.ndim > 2]
+    signature = text[text.index("@main") : text.index("{\n", text.index("@main"))]
+    assert len(re.findall("tf.aliasing_output", signature)) == len(jax.tree.leaves(pool)), "not given away"
+    for y in arrays:
+        views = {y.shape, (y.shape[0] * y.shape[1], *y.shape[2:])}
+        types = ["tensor<" + "x".join(map(str, shape)) + "x" for shape in views]
+        for line in text.splitlines():
+            operation = re.match(r" *%[\w:]+ = \"?([\w.]+)", line)
+            results = line.rpartition("->" if "->" in line else ":")[2]
+            if operation and any(name in results for name in types):
+                assert operation[1] in IN_PLACE, line
+    return text
+
+
+IN_PLACE = ("stablehlo.custom_call", "stablehlo.reshape", "stablehlo.scatter", "stablehlo.case", "call")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_pools_are_updated_in_place():
+    """Plain, with slots of its own to write, of a whole model, drafts, and on a ring."""
+    for case in (Case("in-place"), Case("elsewhere", elsewhere=True), Case("drafts", T=4, uneven=True)):
+        x = pool_steps.draw(case)
+        pool = x.pop("pool")
+        text = in_place(
+            lambda pool, x, case=case: pool_steps.serve(case, x | {"pool": pool}, **KERNELS), pool, x
+        )
+        assert text.count("#stablehlo.output_operand_alias<") == (2 if case.elsewhere else 1)
+    case = Case("layers")
     x = pool_steps.draw(case)
-    run = jax.jit(lambda pool, x: step.step(**(x | {"pool": pool}), **case.options), donate_argnums=0)
-    text = run.trace(x.pop("pool"), x).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("#stablehlo.output_operand_alias<") == 1
-    assert "stablehlo.copy" not in text
+    pool = jnp.stack([x.pop("pool")] * 2, 1)
+    in_place(lambda pool, x: pool_steps.serve(case, x | {"pool": pool}, layer=1, **KERNELS), pool, x)
+    for case in (Case("ring"), Case("ring-drafts", T=4, uneven=True)):
+        x = pool_steps.draw_ring(case, (0, 3, 15))
+        pool = pool_steps.ring_pool(case, x)
+        text = in_place(lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), pool, x)
+        assert text.count("#stablehlo.output_operand_alias<") == 4
 
 
 @pytest.mark.parametrize(
@@ -75,7 +159,7 @@ def test_pool_is_updated_in_place():
     [
         ({}, None),
         ({"pool_dtype": "float16"}, "float16"),
-        ({"pool_dtype": "bfloat16"}, "verified on a GPU for float32 alone"),
+        ({"pool_dtype": "bfloat16"}, None),
         ({"K": 48}, "K = 48"),
         ({"K": 288}, "K = 288"),
         ({"V": 20}, "V = 20"),
@@ -91,20 +175,29 @@ def test_refusals_say_why(change, reason):
 
 
 @pytest.mark.parametrize(("case", "counts"), RING_CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.usefixtures("interpreted")
 def test_deferred(case, counts):
     x = pool_steps.draw_ring(case, counts)
-    results = ring_step.ring_step(**x, **case.options, deferred=True, interpret=INTERPRET)
+    before = pool_steps.ring_pool(case, x)
+    o, pool = pool_steps.serve_ring(case, x, before, **KERNELS)
     after = [0 if n + 1 >= pool_steps.LENGTH else n + 1 for n in counts]
-    pool_steps.assert_ring_right(case, x, after, results)
+    pool_steps.assert_ring_right(case, x, after, (o, *pool[:4]))
+    starts = [-1 if m == 0 else n for n, m in zip(counts, after, strict=True)]
+    pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
 @pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.usefixtures("interpreted")
 def test_verify_on_a_ring(case, counts):
+    """Behind drafts that were rejected; where those now find no room, the ring is flushed first."""
     x = pool_steps.draw_ring(case, counts)
-    results = ring_step.ring_step(**x, **case.options, deferred=False, interpret=INTERPRET)
+    before = pool_steps.ring_pool(case, x, rejected=2)
+    o, pool = pool_steps.serve_ring(case, x, before, **KERNELS)
+    starts = [0 if n + case.T > pool_steps.LENGTH else n for n in counts]
     tokens = [case.T] * case.N if x["num_tokens"] is None else x["num_tokens"].tolist()
-    after = [n + m for n, m in zip(counts, tokens, strict=True)]
-    pool_steps.assert_ring_right(case, x, after, results)
+    after = [n + m for n, m in zip(starts, tokens, strict=True)]
+    pool_steps.assert_ring_right(case, x, after, (o, *pool[:4]))
+    pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
 @pytest.mark.parametrize("case", [case for case, _ in RING_CASES], ids=lambda case: case.name)
@@ -134,17 +227,45 @@ def test_flush(case):
         ({}, {}, None),
         ({"ring_u": (9, 2, 8, 128)}, {}, "8 tokens"),
         ({"ring_k": (9, 1, 16, 128)}, {"ring_dtype": "float16"}, "float16"),
-        ({}, {"pool_dtype": "bfloat16"}, "bfloat16"),
+        ({}, {"pool_dtype": "float16"}, "float16"),
+        ({}, {"g_dtype": "bfloat16"}, "log decays are bfloat16"),
         ({}, {"T": 17}, "17 tokens"),
     ],
 )
 def test_ring_refusals_say_why(ring, change, reason):
-    S, ring_dtype = jax.ShapeDtypeStruct, change.pop("ring_dtype", "bfloat16")
-    case = Case("refused", **{"T": 1} | change)
+    change = {"T": 1, "ring_dtype": "bfloat16", "g_dtype": "float32"} | change
+    S, ring_dtype, g_dtype = jax.ShapeDtypeStruct, change.pop("ring_dtype"), change.pop("g_dtype")
+    case = Case("refused", **change)
     shapes = {"ring_k": (9, 1, 16, 128), "ring_u": (9, 2, 16, 128)} | ring
     q, v = S((3, case.T, 1, 128), "bfloat16"), S((3, case.T, 2, 128), "bfloat16")
     state = S((9, 2, 128, 128), case.pool_dtype)
-    got = ring_step.check_supported(
-        q, q, v, state, *(S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u"))
-    )
+    rings = [S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u")]
+    got = ring_step.check_supported(q, q, v, state, *rings, S((9, 2, 16), g_dtype))
     assert got is None if reason is None else reason in str(got)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_public_refusals_say_why():
+    case = Case("refused", K=32, V=32)
+    x = pool_steps.draw_ring(case, (0, 3, 15))
+    ring, gates = pool_steps.ring_pool(case, x), {name: x[name] for name in ("A_log", "dt_bias")}
+    tokens = [x[name][:, 0] for name in pool_steps.TOKENS]
+    slots = {"read_slots": jnp.arange(3), "write_slots": jnp.arange(3, 6)}
+    with pytest.raises(NotImplementedError, match="write_slots with a RingPool"):
+        serving.decode(*tokens, ring, **gates, **slots, **KERNELS)
+    with pytest.raises(NotImplementedError, match="drafts that are a tree"):
+        spans = dict(state_slots=jnp.arange(3)[:, None], num_accepted_tokens=jnp.ones(3, int))
+        tree = jnp.full((3, 1), -1)
+        serving.verify(
+            *(x[name] for name in pool_steps.TOKENS), ring.state, **gates, **spans, parents=tree, **KERNELS
+        )
+    with pytest.raises(NotImplementedError, match="drafts that are a tree, or a ring for them"):
+        trees = ring._replace(parents=jnp.zeros((len(ring.count), 16), int))
+        serving.decode(*tokens, trees, **gates, read_slots=jnp.arange(3), **KERNELS)
+
+
+def test_another_device_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "device_reason", lambda: "there is no GPU")
+    case = Case("cpu", K=32, V=32)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': there is no GPU"):
+        pool_steps.serve(case, pool_steps.draw(case), **KERNELS)

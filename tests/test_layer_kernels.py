@@ -47,7 +47,7 @@ def test_add_norm(name, monkeypatch):
     x, weight = draw(N, D, dtype=dtype), draw(D)
     y = None if y_dtype is None else draw(N, D, dtype=y_dtype)
     assert norm.check_supported(x) is None
-    s, n = norm.add_norm(x, y, weight, eps=1e-5, dtype=jnp.bfloat16, interpret=INTERPRET)
+    s, n, kept = norm.add_norm(x, y, weight, eps=1e-5, dtype=jnp.bfloat16, keep=True, interpret=INTERPRET)
     expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
     close(expected_n, n, "n")  # of the sum before it is rounded
     if y is None:
@@ -55,11 +55,17 @@ def test_add_norm(name, monkeypatch):
     else:
         assert s.dtype == x.dtype
         close(expected_s, s, "s")
+    assert kept.dtype == (jnp.bfloat16 if dtype == "float32" else dtype)
+    np.testing.assert_array_equal(kept, s.astype(kept.dtype))
     ds, dn = None if y is None else draw(N, D, dtype=dtype), draw(N, D, dtype="bfloat16")
     dx, dy, dweight = norm.add_norm_backward(
-        s, weight, ds, dn, eps=1e-5, y_dtype=y_dtype and jnp.dtype(y_dtype), interpret=INTERPRET
+        *(kept, weight, ds, dn),
+        eps=1e-5,
+        x_dtype=x.dtype,
+        y_dtype=y_dtype and jnp.dtype(y_dtype),
+        interpret=INTERPRET,
     )
-    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(s, weight, ds, dn)
+    expected_dx, expected_dweight = fused_oracle.add_norm_gradients(kept, weight, ds, dn)
     close(expected_dx, dx, "dx")
     close(expected_dweight, dweight, "dweight")
     assert dx.dtype == x.dtype and dweight.dtype == jnp.float32
@@ -80,7 +86,8 @@ def test_gated_norm(N, V, dtype):
     assert gated_norm.check_supported(o) is None
     y = gated_norm.gated_norm(o, z, weight, eps=1e-5, interpret=INTERPRET)
     close(fused_oracle.gated_norm(o, z, weight), y, "y")
-    got = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, interpret=INTERPRET)
+    *got, again = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, again=True, interpret=INTERPRET)
+    np.testing.assert_array_equal(again, y)
     expected = fused_oracle.gated_norm_gradients(o, z, weight, dy)
     for name, a, b in zip(("do", "dz", "dweight"), expected, got, strict=True):
         close(a, b, name)
@@ -193,21 +200,27 @@ def interpreted(monkeypatch):
     return calls
 
 
-def test_seam_of_add_norm(interpreted):
-    """Rows with two leading axes. The backward pass has the stream that was rounded, which every number of dweight is
-    proportional to; dx depends on it through the mean square and a projection alone."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_seam_of_add_norm(interpreted, dtype):
+    """Rows with two leading axes. The backward pass has the stream rounded to bfloat16, which every number of dweight
+    is proportional to; dx depends on it through the mean square and a projection alone."""
     draw = draws(1)
-    x, y, ds, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(4))
+    y, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(2))
+    x, ds = (draw(2, 8, 256, dtype=dtype) for _ in range(2))
     weight = draw(256)
-    (s, n), back = jax.vjp(lambda x, y, weight: fused_norms.add_norm(x, y, weight), x, y, weight)
+
+    def f(x, y, weight):
+        return fused_norms.add_norm(x, y, weight, dtype="bfloat16")
+
+    (s, n), back = jax.vjp(f, x, y, weight)
     dx, dy, dweight = back((ds, dn))
     assert interpreted == {"add_norm": 1, "add_norm_backward": 1}
     expected = fused_oracle.add_norm(x, y, weight)
     close(expected[0], s, "s")
     close(expected[1], n, "n")
     expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected[0], weight, ds, dn)
-    close(expected_dx, dx, "dx", 2)
-    np.testing.assert_array_equal(dx, dy)
+    close(expected_dx, dx, "dx", 2, dtype="bfloat16")
+    np.testing.assert_array_equal(dx.astype(dy.dtype), dy)
     close(expected_dweight, dweight, "dweight", dtype="bfloat16")
 
 
@@ -220,6 +233,20 @@ def test_seam_of_gated_norm(interpreted):
     expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, back(dy), strict=True):
         close(a, b, name)
+    assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
+
+
+def test_seam_of_gated_norm_with_its_projection(interpreted):
+    """What is projected is rounded, or its cotangent, and then the result."""
+    draw = draws(6)
+    o, gate = (draw(2, 4, 4, 128, dtype="bfloat16") for _ in range(2))
+    weight, kernel = draw(128), draw(512, 24, dtype="bfloat16").astype(jnp.float32)
+    dresult = draw(2, 4, 24, dtype="bfloat16")
+    result, back = jax.vjp(fused_norms.gated_norm, o, gate, weight, kernel)
+    close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
+    expected = fused_oracle.gated_projection_gradients(o, gate, weight, kernel, dresult)
+    for name, a, b in zip(("do", "dgate", "dweight", "dkernel"), expected, back(dresult), strict=True):
+        close(a, b, name, 2, dtype="bfloat16")
     assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
 
 
@@ -347,7 +374,7 @@ def kernels_of(module, arguments, monkeypatch):
     def loss(params, *arguments):
         return nnx.merge(graphdef, params)(*arguments)[0].astype(jnp.float32).sum()
 
-    lowered = jax.jit(jax.grad(loss)).trace(params, *arguments).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(jax.value_and_grad(loss)).trace(params, *arguments).lower(lowering_platforms=("cuda",))
     names = re.findall(r"\b00(\w+?)_mosaic_gpu\b", lowered.as_text())
     around = ("short_conv", "gated_norm", "add_norm", "swiglu", "embedding")
     return {name: n for name, n in collections.Counter(names).items() if name.startswith(around)}

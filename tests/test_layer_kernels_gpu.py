@@ -61,11 +61,12 @@ def test_add_norm(D, dtype, y_dtype):
     expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
     close(expected_s, s, "s")
     close(expected_n, n, "n")
-    # The backward pass has the stream that was rounded: every number of dweight is proportional to it, dx depends on
-    # it through the mean square and a projection.
+    # The backward pass has the stream that was rounded to the narrower dtype: every number of dweight is proportional
+    # to it, dx depends on it through the mean square and a projection.
     expected_dx, expected_dweight = fused_oracle.add_norm_gradients(expected_s, weight, ds, dn)
-    close(expected_dx, dx, "dx", 2)
-    close(expected_dweight, dweight, "dweight", dtype=dtype)
+    narrow = y_dtype or dtype
+    close(expected_dx, dx, "dx", 2, dtype=narrow)
+    close(expected_dweight, dweight, "dweight", dtype=narrow)
     if y is not None:
         close(expected_dx, dy, "dy", 2)
 
@@ -80,6 +81,19 @@ def test_gated_norm(V, dtype):
     expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
         close(a, b, name)
+
+
+def test_gated_norm_with_its_projection():
+    """What is projected is rounded, or its cotangent, and then the result."""
+    draw = draws(2)
+    o, gate = (draw(2, 2048, 8, 128, dtype="bfloat16") for _ in range(2))
+    weight, kernel = draw(128), draw(1024, 512, dtype="bfloat16", scale=2.0**-5).astype(jnp.float32)
+    dresult = draw(2, 2048, 512, dtype="bfloat16")
+    result, gradients = evaluate(norms.gated_norm, dresult, o, gate, weight, kernel)
+    close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
+    expected = fused_oracle.gated_projection_gradients(o, gate, weight, kernel, dresult)
+    for name, a, b in zip(("do", "dgate", "dweight", "dkernel"), expected, gradients, strict=True):
+        close(a, b, name, 2, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

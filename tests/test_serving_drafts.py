@@ -155,6 +155,56 @@ def test_trees():
     assert_close(want, o, STATE_F32)
 
 
+def test_trees_on_a_ring():
+    """Step after step of trees that differ, of which a random token is accepted: every token has the output of its
+    own path alone, and what a request goes on from is the path to the accepted token. One step is of chains, some
+    have fewer tokens, and after an `accept` a token is decoded."""
+    T, steps, at = 7, 9, np.array([3, 0, 4])
+    x, pool = draw(3, T * steps, seed=8), draw_pool(6)
+    x.A_log[1] = 100  # this head forgets all at every token
+    ring = serving.make_ring_pool(jnp.array(pool), num_key_heads=2, length=16, dtype=np.float32, trees=True)
+    ring = ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
+    states, accepted, rng = pool[at].astype(np.float64), np.ones(3, int), np.random.default_rng(0)
+    flushes = 0
+    for i in range(steps):
+        span = x.at(slice(None), slice(T * i, T * i + T))
+        parents = None if i == 4 else TREES[rng.permutation(3)]
+        lengths = np.array([T, 5, T]) if i % 3 == 2 else np.full(3, T)
+        before = np.asarray(ring.state)
+        o, ring = compiled(serving.verify)(
+            *span.tokens,
+            ring,
+            **x.gates,
+            state_slots=at,
+            num_accepted_tokens=accepted,
+            num_tokens=lengths,
+            parents=parents,
+        )
+        flushes += (before[at] != np.asarray(ring.state)[at]).any(axis=(1, 2, 3)).sum()
+        accepted = rng.integers(1, lengths + 1)
+        for n in range(3):
+            tree = TREES[1] if parents is None else parents[n]
+            for t in range(lengths[n]):
+                want, after = expected(span.at(slice(n, n + 1), path(tree, t)), states[[n]])
+                assert_close(want[0, -1], o[n, t], STATE_F32, f"o of token {t} of request {n} in step {i}")
+                if t == accepted[n] - 1:
+                    state = after
+            states[n] = state[0]
+            assert not np.asarray(o)[n, lengths[n] :].any()
+        if i % 3 == 1:
+            ring = compiled(serving.accept)(ring, at, accepted)
+            assert_close(states, compiled(serving.snapshot)(ring, at), STATE_F32, f"states after step {i}")
+            again = compiled(serving.accept)(ring, at, accepted)
+            assert_same_bits(ring.count, again.count)  # it may be said twice, as the next `verify` does
+        if i == 7:
+            o, ring = compiled(serving.decode)(*one(x), ring, **x.gates, read_slots=at)
+            want, states = expected(x.at(slice(None), slice(1)), states)
+            assert_close(want[:, 0], o, STATE_F32)
+            accepted = np.ones(3, int)
+    assert 3 < flushes < 3 * steps
+    assert_same_bits(pool[[1, 2, 5]], np.asarray(ring.state)[[1, 2, 5]])
+
+
 def test_a_chain_as_a_tree_is_the_same():
     x, pool = draw(2, 4), draw_pool(8)
     options = dict(**x.gates, state_slots=np.arange(8).reshape(2, 4), num_accepted_tokens=np.array([2, 4]))

@@ -1,5 +1,7 @@
 """A donated pool is changed in place: no program of serving needs room for a copy of it, or of a ring in it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +28,11 @@ def prefill(pool, **options):
     )
 
 
-def verify(pool, slots):
-    return serving.verify(*tokens(), pool, **X.gates, state_slots=slots, num_accepted_tokens=np.array([1, 3]))
+def verify(pool, slots, **options):
+    accepted = np.array([1, 3])
+    return serving.verify(
+        *tokens(), pool, **X.gates, state_slots=slots, num_accepted_tokens=accepted, **options
+    )
 
 
 CALLS = {
@@ -42,6 +47,7 @@ CALLS = {
     "copy": lambda pool: serving.copy_slots(pool, SLOTS, SLOTS + 1),
 }
 WITHOUT_A_RING = {"verify": lambda pool: verify(pool, np.arange(8).reshape(2, 4))}
+FOR_TREES = {"verify": lambda pool: verify(pool, SLOTS, parents=np.array([[-1, 0, 0, 2], [-1, -1, 1, 1]]))}
 WITH_A_RING = {
     "verify": lambda pool: verify(pool, SLOTS),
     "flush": lambda pool: serving.flush(pool, SLOTS),
@@ -49,7 +55,7 @@ WITH_A_RING = {
 }
 
 
-KINDS = {"pool": CALLS | WITHOUT_A_RING, "ring": CALLS | WITH_A_RING}
+KINDS = {"pool": CALLS | WITHOUT_A_RING, "ring": CALLS | WITH_A_RING, "ring for trees": FOR_TREES}
 
 
 def cases():
@@ -65,8 +71,9 @@ def test_nothing_is_copied(kind, name):
     pool = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), jnp.asarray(draw_pool(1))
     )
-    if kind == "ring":
-        pool = jax.eval_shape(lambda states: serving.make_ring_pool(states, num_key_heads=HK), pool)
+    if "ring" in kind:
+        make = partial(serving.make_ring_pool, num_key_heads=HK, trees="trees" in kind)
+        pool = jax.eval_shape(make, pool)
     memory = jax.jit(KINDS[kind][name], donate_argnums=0).lower(pool).compile().memory_analysis()
     sizes = [np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool)]
     assert memory.alias_size_in_bytes == sum(sizes), "the pool is not donated"

@@ -1,12 +1,13 @@
 """`gdn bench --what decode`: tokens a second of serving over batch sizes, after a check of what is computed.
 
-A step is one token of every request: from the projections' outputs, with gates and norms inside, from states in a
-pool to states in the same pool, in place. With deferred writes it is the mean over a period between two writes of a
-state. Bytes are those of the states alone, which a step has to move: once in and once out, or with deferred writes
-once in and once in a period out.
+A step is one token of every request, or several drafts of which all are accepted: from the projections' outputs, with
+gates and norms inside, from states in a pool to states in the same pool, in place. With deferred writes it is the
+mean over a period between two writes of a state. Bytes are those of the states alone, which a step has to move: once
+in and once for each token out, or with deferred writes once in and once in a period out.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -40,13 +41,15 @@ class DecodeBenchOptions:
     """Options of `gdn bench --what decode`."""
 
     what: Literal["decode"] = "decode"
-    """One token of every running request."""
+    """A step of every running request."""
     batches: tuple[int, ...] = (1, 8, 32, 128, 512)
     """Requests of a step, one line of the table for each."""
     pools: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """dtypes of the pool of states."""
     deferred: tuple[int, ...] = (1, 16)
     """Tokens between two writes of a state; 1 is a plain pool."""
+    tokens: tuple[int, ...] = (1, 4)
+    """Tokens of a step: 1 is `serving.decode`, more are `serving.verify`."""
     heads: tuple[int, int] = (16, 32)
     """Key heads (and query heads) and value heads."""
     width: int = 128
@@ -55,8 +58,8 @@ class DecodeBenchOptions:
     """dtype of q, k, v, a and b, and of the keys and values in a ring."""
     state_layout: Literal["kv", "vk"] = "kv"
     """Layout of the states."""
-    implementation: Literal["mosaic_gpu", "xla"] | None = None
-    """None: the fastest that can run."""
+    implementations: tuple[Literal["mosaic_gpu", "xla"], ...] = ()
+    """Implementations to time, "mosaic_gpu" for the kernels. If none is named: what runs unasked."""
     repeats: int = 20
     """Timed steps, or periods."""
     seed: int = 0
@@ -65,12 +68,29 @@ class DecodeBenchOptions:
     """File for all numbers, rewritten after every line."""
 
 
+class Line(NamedTuple):
+    """What one line of the table is about."""
+
+    implementation: str | None
+    tokens: int
+    pool: str
+    deferred: int
+    batch: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of a period."""
+        return max(1, self.deferred // self.tokens)
+
+
 class Result(NamedTuple):
     """One line."""
 
-    batch: int
+    implementation: str | None
+    tokens: int
     pool: str
     deferred: int
+    batch: int
     error: float = math.nan
     tokens_per_second: float = math.nan
     step_us: float = math.nan
@@ -81,7 +101,7 @@ class Result(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """Inputs of a period on the host: tokens [B, L, ...], parameters of the gates and states."""
+    """Inputs of a period on the host: tokens [B, steps * T, ...], parameters of the gates and states."""
 
     tokens: tuple[np.ndarray, ...]
     A_log: np.ndarray
@@ -90,71 +110,84 @@ class _Problem(NamedTuple):
     slots: np.ndarray
 
 
-def _draw(options: DecodeBenchOptions, batch: int, pool: str, period: int) -> _Problem:
+def _draw(options: DecodeBenchOptions, line: Line) -> _Problem:
     rng = np.random.default_rng(options.seed)
-    (Hk, HV), D = options.heads, options.width
+    (Hk, HV), D, batch = options.heads, options.width, line.batch
 
     def normal(*shape: int) -> np.ndarray:
-        return rng.standard_normal((batch, period, *shape), np.float32).astype(DTYPES[options.dtype])
+        x = rng.standard_normal((batch, line.steps * line.tokens, *shape), np.float32)
+        return x.astype(DTYPES[options.dtype])
 
     tokens = (normal(Hk, D), normal(Hk, D), normal(HV, D), normal(HV), normal(HV))
     A_log = np.log(rng.uniform(0.1, 16, HV)).astype(np.float32)
     dt_bias = rng.uniform(-6, -2, HV).astype(np.float32)
-    states = rng.standard_normal((batch, HV, D, D), np.float32).astype(DTYPES[pool])
+    states = rng.standard_normal((batch, HV, D, D), np.float32).astype(DTYPES[line.pool])
     return _Problem(tokens, A_log, dt_bias, states, rng.permutation(batch).astype(np.int32))
 
 
-def _error(x: _Problem, o: np.ndarray, state_layout: str) -> float:
-    """Error of the outputs of the first and last request against float64."""
+def _error(x: _Problem, periods: list[np.ndarray], state_layout: str) -> float:
+    """Error of the outputs of the first and last request against float64; every period has the same tokens."""
     rows = np.unique([0, len(x.slots) - 1])
-    q, k, v, a, b = (y[rows].astype(np.float64) for y in x.tokens)
+    o = np.concatenate([y[rows] for y in periods], 1)
+    q, k, v, a, b = (np.tile(y[rows].astype(np.float64), (1, 2, *(1,) * (y.ndim - 2))) for y in x.tokens)
     g = -np.exp(x.A_log.astype(np.float64)) * np.logaddexp(a + x.dt_bias, 0)
     options = {"use_qk_l2norm": True, "state_layout": state_layout}
     want, _ = oracle.forward(
         q, k, v, g, 1 / (1 + np.exp(-b)), initial_state=x.states[x.slots[rows]], **options
     )
-    return worst_ratio(want, o[rows], 2)
+    return worst_ratio(want, o, 2)
 
 
-def measure(options: DecodeBenchOptions, batch: int, pool_dtype: str, period: int) -> Result:
+def _pool(options: DecodeBenchOptions, line: Line, x: _Problem) -> tuple[Any, np.ndarray]:
+    """The pool, and where the requests are in it: slots [B], or [B, T] with a state for each of several tokens."""
+    if line.deferred > 1:
+        ring = {"num_key_heads": options.heads[0], "length": line.deferred, "dtype": DTYPES[options.dtype]}
+        states = jnp.asarray(x.states)
+        return serving.make_ring_pool(states, state_layout=options.state_layout, **ring), x.slots
+    if line.tokens == 1:
+        return jnp.asarray(x.states), x.slots
+    # All drafts are accepted: a step goes on from the state after its last token.
+    T = line.tokens
+    slots = x.slots[:, None] * T + np.arange(T, dtype=np.int32)
+    return jnp.repeat(jnp.asarray(x.states), T, 0), slots
+
+
+def measure(options: DecodeBenchOptions, line: Line) -> Result:
     """Checks and times one line."""
-    x = _draw(options, batch, pool_dtype, period)
-    pool: Any = jnp.asarray(x.states)
-    if period > 1:
-        ring = {"num_key_heads": options.heads[0], "length": period, "dtype": DTYPES[options.dtype]}
-        pool = serving.make_ring_pool(pool, state_layout=options.state_layout, **ring)
-    tokens = jax.device_put(tuple(np.moveaxis(y, 1, 0) for y in x.tokens))
-    gates = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
-    slots = jnp.asarray(x.slots)
+    x = _draw(options, line)
+    pool, slots = _pool(options, line, x)
+    steps, T = line.steps, line.tokens
+    tokens = jax.device_put(
+        tuple(np.moveaxis(y.reshape(line.batch, steps, T, *y.shape[2:]), 1, 0) for y in x.tokens)
+    )
+    common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
+    common |= {"state_layout": options.state_layout, "implementation": line.implementation}
+    slots, all_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
 
     def step(pool, token):
-        q, k, v, a, b = token
-        o, pool = serving.decode(
-            q,
-            k,
-            v,
-            a,
-            b,
-            pool,
-            **gates,
-            read_slots=slots,
-            state_layout=options.state_layout,
-            implementation=options.implementation,
-        )
-        return pool, o
+        q, k, v, a, b = token if T > 1 else (y[:, 0] for y in token)
+        if T > 1:
+            spans = {"state_slots": slots, "num_accepted_tokens": all_accepted}
+            o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
+            return pool, o
+        o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
+        return pool, o[:, None]
 
     def all_tokens(pool, tokens):
-        if period > 1:
+        if steps > 1:
             return jax.lax.scan(step, pool, tokens)
         pool, o = step(pool, tuple(y[0] for y in tokens))
         return pool, o[None]
 
     on_gpu = jax.default_backend() == "gpu"
-    compiler_options = GRAPH_OPTIONS if on_gpu and period == 1 else {}
+    compiler_options = GRAPH_OPTIONS if on_gpu and steps == 1 else {}
     run = jax.jit(all_tokens, donate_argnums=0).lower(pool, tokens).compile(compiler_options=compiler_options)
-    pool, o = run(pool, tokens)
-    error = _error(x, np.moveaxis(np.asarray(o), 0, 1), options.state_layout)
-    result = Result(batch, pool_dtype, period, error)
+    outputs = []
+    for _ in range(2):  # the second period begins with what the first one left
+        pool, o = run(pool, tokens)
+        outputs.append(np.moveaxis(np.asarray(o), 0, 1).reshape(line.batch, steps * T, *o.shape[3:]))
+    error = _error(x, outputs, options.state_layout)
+    result = Result(*line, error)
     if not error <= BOUNDS[options.dtype]:
         return result._replace(failure=f"wrong: error {error:.1e}, allowed {BOUNDS[options.dtype]:.1e}")
 
@@ -164,14 +197,14 @@ def measure(options: DecodeBenchOptions, batch: int, pool_dtype: str, period: in
         jax.block_until_ready((pool, o))
 
     timing = _time(once, options.repeats, on_gpu)
-    us = timing.median_ms * 1e3 / period
-    moved = x.states.nbytes * (1 + 1 / period)
+    us = timing.median_ms * 1e3 / steps
+    writes = T if line.deferred == 1 else 1 / steps
     return result._replace(
-        tokens_per_second=batch / us * 1e6,
+        tokens_per_second=line.batch * T / us * 1e6,
         step_us=us,
-        fastest_us=timing.fastest_ms * 1e3 / period,
-        slowest_us=timing.slowest_ms * 1e3 / period,
-        terabytes_per_second=moved / us * 1e-6,
+        fastest_us=timing.fastest_ms * 1e3 / steps,
+        slowest_us=timing.slowest_ms * 1e3 / steps,
+        terabytes_per_second=x.states.nbytes * (1 + writes) / us * 1e-6,
     )
 
 
@@ -190,12 +223,14 @@ def _time(once: Callable[[], None], repeats: int, on_gpu: bool) -> Timing:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a line for each batch size, dtype of the pool and length of the ring."""
+    """Prints a line for each implementation, number of tokens, dtype of the pool, length of the ring and batch."""
     options = parse(DecodeBenchOptions, argv, "gdn bench --what decode", DecodeBenchOptions(), __doc__)
-    for name in ("batches", "deferred", "heads"):
+    for name in ("batches", "deferred", "tokens", "heads"):
         for value in getattr(options, name):
             if value < 1:
                 fail(name, "numbers of at least 1", value)
+    if any(1 < ring < most for ring in options.deferred for most in options.tokens):
+        fail("tokens", "no more than a ring holds", " ".join(map(str, options.tokens)))
     if options.heads[1] % options.heads[0]:
         fail("heads", "a number of value heads that the key heads divide", " ".join(map(str, options.heads)))
     if not 1 <= options.width <= 256:
@@ -207,17 +242,21 @@ def main(argv: list[str] | None = None) -> int:
         check_writable("json", options.json)
     console, results = Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
-    lines = [
-        (b, pool, period) for pool in options.pools for period in options.deferred for b in options.batches
-    ]
-    for batch, pool, period in lines:
+    implementations = options.implementations or (None,)
+    lines = itertools.product(
+        implementations, options.tokens, options.pools, options.deferred, options.batches
+    )
+    for line in itertools.starmap(Line, lines):
         try:
-            result = measure(options, batch, pool, period)
-        except jax.errors.JaxRuntimeError as error:  # out of memory, among others: the other lines may fit
-            result = Result(batch, pool, period, failure=one_line(error))
+            result = measure(options, line)
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            # Out of memory, or nothing for the kernels: the other lines may fit.
+            result = Result(*line, failure=one_line(error))
         results.append(result)
         what = f"{result.tokens_per_second:.0f} tokens/s" if result.failure is None else result.failure
-        console.print(f"batch {batch}, {pool} pool, a write in {period}: {what}", highlight=False)
+        name = "" if line.implementation is None else f"{line.implementation}, "
+        sizes = f"tokens {line.tokens}, batch {line.batch}, {line.pool} pool, a write in {line.deferred}"
+        console.print(f"{name}{sizes}: {what}", highlight=False)
         if options.json is not None:
             content = {"versions": versions(), "results": [result._asdict() for result in results]}
             write_text(options.json, json.dumps(content, indent=1))
@@ -225,19 +264,27 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(result.failure for result in results) else 0
 
 
+COLUMNS = ("by", "tokens", "pool", "write", "batch", "tokens/s", "us", "spread", "TB/s", "error")
+"""Tokens and time are those of a step; write: in how many tokens a state is written."""
+
+
 def _table(results: list[Result]) -> Table:
-    table = Table()
-    for name in ("batch", "pool", "tokens a write", "tokens/s", "step us", "spread us", "TB/s", "error"):
+    """The lines that were timed."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for r in results:
-        numbers = [r.failure] + [""] * 3
         if r.failure is None:
-            spread = f"{r.fastest_us:.1f} to {r.slowest_us:.1f}"
-            numbers = [
+            table.add_row(
+                r.implementation or "",
+                str(r.tokens),
+                r.pool,
+                str(r.deferred),
+                str(r.batch),
                 f"{r.tokens_per_second:.0f}",
                 f"{r.step_us:.1f}",
-                spread,
+                f"{r.fastest_us:.1f}-{r.slowest_us:.1f}",
                 f"{r.terabytes_per_second:.2f}",
-            ]
-        table.add_row(str(r.batch), r.pool, str(r.deferred), *numbers, f"{r.error:.1e}")
+                f"{r.error:.1e}",
+            )
     return table

@@ -182,6 +182,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
 _FRACTION = "end_lr warmup".split()
 _SEEDS = "seed data_seed".split()  # 32 bits without a sign
+_MOST_LAYERS = 10_000  # of a hybrid, whose configuration lists the type of each
 
 
 def flat(options: Any) -> dict[str, Any]:
@@ -259,6 +260,8 @@ def check_layers(model: ModelOptions) -> None:
     """Raises RunError where the layers of a hybrid cannot be had."""
     if model.model != "hybrid":
         return
+    if model.num_layers > _MOST_LAYERS:
+        fail("num_layers", f"at most {_MOST_LAYERS} in a hybrid", model.num_layers)
     if not 2 <= model.attention_every <= model.num_layers:
         fail("attention_every", f"2 to --num-layers {model.num_layers}", model.attention_every)
     for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):

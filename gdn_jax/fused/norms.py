@@ -1,4 +1,4 @@
-"""RMSNorm with the sum before it, and RMSNorm of each head with the gate behind it.
+"""RMSNorm with the sum before it, and RMSNorm of each head with the gate and the projection behind it.
 
 The kernels' results can be differentiated once, in reverse.
 """
@@ -41,7 +41,9 @@ def add_norm(
     Returns:
       s in x's dtype (x itself without y), and n.
 
-    Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded.
+    Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded. The
+      kernel keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent of n: the
+      cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     from pallas_kernels.layer import norm
@@ -60,35 +62,43 @@ def gated_norm(
     o: Float[Array, "*S V"],
     gate: Float[Array, "*S V"],
     weight: Float[Array, " V"],
+    kernel: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
     implementation: str | None = None,
-) -> Float[Array, "*S V"]:
-    """RMSNorm of each head times SiLU of its gate.
+) -> Float[Array, "*R E"]:
+    """RMSNorm of each head times SiLU of its gate, and the projection of all heads.
 
         y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
+        result = y without a kernel, else the heads of y side by side @ kernel
+
+    With the GPU's kernels, y is not kept for the derivative of the projection but made again beside that of the norm.
 
     Args:
-      o: outputs of the rule [.., V], any floating dtype.
-      gate: [.., V], any floating dtype.
+      o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
+      gate: of o's shape, any floating dtype.
       weight: [V].
+      kernel: projection [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
       implementation: as for `add_norm`.
 
     Returns:
-      y in o's dtype. Numerics: float32 (float64 when o is), rounded once, at the end.
+      [.., D] in o's dtype, without a kernel [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
 
     Source: fla's `FusedRMSNormGated`.
     """
-    from pallas_kernels.layer import gated_norm as kernel
+    from pallas_kernels.layer import gated_norm as kernels
 
-    if usable(implementation, kernel.check_supported(o)):
+    kernel = None if kernel is None else kernel.astype(o.dtype)
+    if usable(implementation, kernels.check_supported(o)):
         names, sizes = _head_axes(o)
+        result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
         call = partial(_gated_norm, eps=eps)
-        return on_explicit_shards(call, (o, gate, weight), (names, names, "."), names, sizes)
+        operands = (names, names, ".", None if kernel is None else ". .")
+        return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
-    return (n * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+    return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), kernel)
 
 
 def _norm_axes(x) -> tuple[str, dict[str, int]]:
@@ -99,21 +109,27 @@ def _norm_axes(x) -> tuple[str, dict[str, int]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_norm(x, y, weight, eps, dtype):
+    return _run_add_norm(x, y, weight, eps, dtype)
+
+
+def _run_add_norm(x, y, weight, eps, dtype, keep=False):
     names, sizes = _norm_axes(x)
-    return run(_add_norm_forward, (eps, dtype), (x, y, weight), (names, names, "."), (names, names), sizes)
+    results = (names,) * (3 if keep else 2)
+    return run(_add_norm_forward, (eps, dtype, keep), (x, y, weight), (names, names, "."), results, sizes)
 
 
 def _add_norm_forward(static, x, y, weight):
     from pallas_kernels.layer import norm
 
-    eps, dtype = static
-    s, n = norm.add_norm(_rows(x), None if y is None else _rows(y), weight, eps=eps, dtype=dtype)
-    return s.reshape(x.shape), n.reshape(x.shape)
+    eps, dtype, keep = static
+    flat = None if y is None else _rows(y)
+    results = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype, keep=keep)
+    return tuple(result.reshape(x.shape) for result in results)
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
-    s, n = _add_norm(x, y, weight, eps, dtype)
-    return (s, n), (s, weight, None if y is None else jnp.zeros((0,), y.dtype))
+    s, n, kept = _run_add_norm(x, y, weight, eps, dtype, keep=True)
+    return (s, n), (kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
 
 
 def _add_norm_bwd(eps, dtype, saved, cotangents):
@@ -130,7 +146,8 @@ def _add_norm_backward(static, s, weight, ds, dn):
     from pallas_kernels.layer import norm
 
     eps, y_dtype = static
-    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, y_dtype=y_dtype)
+    dtypes = dict(x_dtype=ds.dtype, y_dtype=y_dtype)
+    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **dtypes)
     return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
 
@@ -138,15 +155,21 @@ _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
 
 
 def _head_axes(o) -> tuple[str, dict[str, int]]:
-    from pallas_kernels.layer import gated_norm as kernel
+    from pallas_kernels.layer import gated_norm as kernels
 
-    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernel.BLOCK))
+    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernels.BLOCK))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gated_norm(o, gate, weight, eps):
+def _project(y, kernel):
+    """The heads side by side, times the kernel if there is one."""
+    return y if kernel is None else y.reshape(*y.shape[:-2], -1) @ kernel
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gated_norm(o, gate, weight, kernel, eps):
     names, sizes = _head_axes(o)
-    return run(_gated_norm_forward, eps, (o, gate, weight), (names, names, "."), names, sizes)
+    y = run(_gated_norm_forward, eps, (o, gate, weight), (names, names, "."), names, sizes)
+    return _project(y, kernel)
 
 
 def _gated_norm_forward(eps, o, gate, weight):
@@ -155,23 +178,31 @@ def _gated_norm_forward(eps, o, gate, weight):
     return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
 
 
-def _gated_norm_fwd(o, gate, weight, eps):
-    return _gated_norm(o, gate, weight, eps), (o, gate, weight)
+def _gated_norm_fwd(o, gate, weight, kernel, eps):
+    return _gated_norm(o, gate, weight, kernel, eps), (o, gate, weight, kernel)
 
 
-def _gated_norm_bwd(eps, saved, dy):
-    names, sizes = _head_axes(dy)
-    results = (names, names, ". +b +t")
-    args, operands = (*saved, dy), (names, names, ".", names)
-    do, dgate, dweight = run(_gated_norm_backward, eps, args, operands, results, sizes)
-    return do, dgate, dweight.astype(saved[2].dtype)
+def _gated_norm_bwd(eps, saved, dresult):
+    *primals, kernel = saved
+    o, _, weight = primals
+    again = kernel is not None
+    dy = jnp.einsum("...d,fd->...f", dresult, kernel).reshape(o.shape) if again else dresult
+    names, sizes = _head_axes(o)
+    args, operands = (*primals, dy), (names, names, ".", names)
+    results = (names, names, ". +b +t", names if again else None)
+    do, dgate, dweight, y = run(_gated_norm_backward, (eps, again), args, operands, results, sizes)
+    dkernel = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
+    return do, dgate, dweight.astype(weight.dtype), dkernel
 
 
-def _gated_norm_backward(eps, o, gate, weight, dy):
+def _gated_norm_backward(static, o, gate, weight, dy):
     from pallas_kernels.layer import gated_norm as kernels
 
-    do, dgate, dweight = kernels.gated_norm_backward(_rows(o), _rows(gate), weight, _rows(dy), eps=eps)
-    return do.reshape(o.shape), dgate.reshape(o.shape), dweight
+    eps, again = static
+    rows = (_rows(o), _rows(gate), weight, _rows(dy))
+    do, dgate, dweight, y = kernels.gated_norm_backward(*rows, eps=eps, again=again)
+    y = None if y is None else y.reshape(o.shape)
+    return do.reshape(o.shape), dgate.reshape(o.shape), dweight, y
 
 
 _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.inference import for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
 
@@ -161,7 +162,8 @@ def _tell(number, tokens) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
 def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
-    model = nnx.merge(graphdef, params)
+    model = for_inference(nnx.merge(graphdef, params))
+    graphdef, params = nnx.split(model)
 
     def choose(logits, i):
         """Token i of each row."""
@@ -185,7 +187,7 @@ def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *,
     else:
         position = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
         last = jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
-    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache)
+    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache or ())
     token = choose(model.logits(last), 0)
     tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
     ended = ends(token, jnp.zeros(token.shape, bool))

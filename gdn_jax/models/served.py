@@ -12,6 +12,7 @@ from gdn_jax.blocks import shared_products
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.inference import for_inference
 
 
 class LayerPools(NamedTuple):
@@ -24,7 +25,8 @@ class LayerPools(NamedTuple):
 class ServedModel:
     """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
 
-    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools.
+    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those
+    of `for_inference(model)`: 16-bit models read 16-bit weights.
 
     Args:
       model: the model; its mixers are `GatedDeltaNet`s with the short convolution.
@@ -47,7 +49,7 @@ class ServedModel:
                     "model: expected GatedDeltaNets with the short convolution, got others"
                 )
             self._mixers.append(mixer)
-        self._graphdef, self.params = nnx.split(model)
+        self._graphdef, self.params = nnx.split(for_inference(model))
         self._batch_invariant = batch_invariant
 
     def make_pools(self, slots: int, *, dtype: DTypeLike = jnp.float32, ring: int | None = None) -> tuple:

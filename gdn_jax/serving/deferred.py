@@ -7,7 +7,8 @@ D_j = exp(g_j+1 + ... + g_t) the decay since token j, a new token t needs no new
     u_t   = beta_t (v_t - found)
     o_t   = scale (exp(g_1 + ... + g_t) q_t^T S0 + sum_{j <= t} D_j (q_t . k_j) u_j)
 
-and the present state is exp(g_1 + ... + g_t) S0 + sum_j D_j k_j u_j^T.
+and the present state is exp(g_1 + ... + g_t) S0 + sum_j D_j k_j u_j^T. Where the tokens of a call are a tree, sums
+are those along a token's path: D_j is 0 for a token j that t does not follow.
 
 Decays are exponentials of sums of log decays, never quotients of two decays: a gate may be as low as -inf.
 """
@@ -43,34 +44,20 @@ class Entry(NamedTuple):
         """The present states. Without a token since, they are the older ones, bit for bit."""
         counts = (self.k.shape[1], self.u.shape[1])
         S0, k, u, g, count = self.split(lambda x: split_heads(x, 1, counts))
-        total, since = _decays(g)
+        decays = jnp.exp(_log_decays(g))
+        total, since = decays[..., 0], decays[..., 1:]
         new = total[..., None, None] * S0 + einsum("...jk,...jv->...kv", k, since[..., None] * u)
         return jnp.where(_like(count == 0, new), S0, new).reshape(self.state.shape)
-
-    def append(self, k: Array, u: Array, g: Array) -> "Entry":
-        """With one more token, of which the heads are split as here."""
-        here = jnp.arange(self.g.shape[-1]) == self.count[:, None]
-
-        def placed(ring, x, axis):
-            x = jnp.expand_dims(x, axis)
-            B, L = here.shape
-            mask = here.reshape(B, *(1,) * (ring.ndim + axis - 1), L, *(1,) * (-1 - axis))
-            return jnp.where(mask, x, ring)
-
-        return Entry(
-            self.state, placed(self.k, k, -2), placed(self.u, u, -2), placed(self.g, g, -1), self.count + 1
-        )
 
 
 def _like(mask: Bool[Array, " B"], x: Array) -> Array:
     return mask.reshape(mask.shape[0], *(1,) * (x.ndim - 1))
 
 
-def _decays(g: Array) -> tuple[Array, Array]:
-    """exp of the sum of all log decays [..., L] of a ring, and of those after each entry."""
+def _log_decays(g: Array) -> Array:
+    """Sums of the log decays [..., L] of a ring, [..., 1 + L]: of all, and of those after each entry."""
     until = jnp.flip(jnp.cumsum(jnp.flip(g, -1), -1), -1)
-    after = jnp.concatenate([until[..., 1:], jnp.zeros_like(until[..., :1])], -1)
-    return jnp.exp(until[..., 0]), jnp.exp(after)
+    return jnp.concatenate([until, jnp.zeros_like(until[..., :1])], -1)
 
 
 class Appended(NamedTuple):
@@ -80,36 +67,55 @@ class Appended(NamedTuple):
     u: Float[Array, "B T HO V"]
 
 
-def respond(entry: Entry, x: Tokens, options: Options, ring_dtype: Any) -> Appended:
+def respond(
+    entry: Entry, x: Tokens, parents: Int[Array, "B T"] | None = None, *, options: Options, ring_dtype: Any
+) -> Appended:
     """The module's equations for tokens [B, T, heads, ...] one after the other, over one reading of the states.
 
     A token's key and value meet later tokens as a ring of that dtype stores them.
+
+    Args:
+      parents: which of them each token follows, -1 for the last one of the ring; None for a chain.
     """
     entry = entry.split(options.split)
     q, k, v, g, beta = (options.split(jnp.moveaxis(y, 1, 2)) for y in x)  # [B, *heads, T, ...]
     found, read = (einsum("...tk,...kv->...tv", y, entry.state) for y in (k, q))
+    (B, *_, T, _), L = v.shape, entry.g.shape[-1]
 
-    def token(entry: Entry, x):
+    def token(seen_k, seen_u, since, t, x):
+        """since: log decays since the checkpoint, and since each entry and token; -inf for what is not followed."""
         q, k, v, g, beta, found, read = x
-        total, since = _decays(jnp.concatenate([entry.g, g[..., None]], -1))
-        total, since = total[..., None], since[..., :-1]
+        since = since + g[..., None]
+        total, decay = jnp.exp(since[..., :1]), jnp.exp(since[..., 1:])
 
         def recall(y):
-            return einsum("...j,...jv->...v", since * einsum("...k,...jk->...j", y, entry.k), entry.u)
+            return einsum("...j,...jv->...v", decay * einsum("...k,...jk->...j", y, seen_k), seen_u)
 
         u = beta[..., None] * (v - (total * found + recall(k)))
         o = total * read + recall(q) + jnp.sum(q * k, -1, keepdims=True) * u
         stored_k, stored_u = (y.astype(ring_dtype).astype(y.dtype) for y in (k, u))
-        return entry.append(stored_k, stored_u, g), (options.scale * o, u)
+        seen_k, seen_u = seen_k.at[..., L + t, :].set(stored_k), seen_u.at[..., L + t, :].set(stored_u)
+        return seen_k, seen_u, since.at[..., 1 + L + t].set(0), (options.scale * o, u)
 
-    def with_room(ring: Array, axis: int) -> Array:
+    def follow(carry, x):
+        seen_k, seen_u, since = carry
+        t, parent, x = x
+        before = since if parents is None else since[parent + 1, jnp.arange(B)]
+        seen_k, seen_u, after, out = token(seen_k, seen_u, before, t, x)
+        return (seen_k, seen_u, after if parents is None else since.at[t + 1].set(after)), out
+
+    def with_room(ring: Array, axis: int, fill: float = 0) -> Array:
         widths = [(0, 0)] * ring.ndim
-        widths[axis] = (0, v.shape[-2])
-        return jnp.pad(ring, widths)
+        widths[axis] = (0, T)
+        return jnp.pad(ring, widths, constant_values=fill)
 
-    entry = entry._replace(k=with_room(entry.k, -2), u=with_room(entry.u, -2), g=with_room(entry.g, -1))
+    since = with_room(_log_decays(entry.g), -1, -jnp.inf)
+    if parents is not None:  # those after every token, behind those before the first
+        since = jnp.zeros((T + 1, *since.shape), since.dtype).at[0].set(since)
     xs = [jnp.moveaxis(y, -2, 0) for y in (q, k, v)] + [jnp.moveaxis(y, -1, 0) for y in (g, beta)]
     xs += [jnp.moveaxis(y, -2, 0) for y in (found, read)]
-    _, out = lax.scan(token, entry, xs)  # [T, B, *heads, V]
+    in_order = (jnp.arange(T), None if parents is None else parents.T, xs)
+    carry = (with_room(entry.k, -2), with_room(entry.u, -2), since)
+    _, out = lax.scan(follow, carry, in_order)  # [T, B, *heads, V]
     shape = (options.dims.HO, options.dims.V)
-    return Appended(*(jnp.moveaxis(y, 0, 1).reshape(y.shape[1], y.shape[0], *shape) for y in out))
+    return Appended(*(jnp.moveaxis(y, 0, 1).reshape(B, T, *shape) for y in out))

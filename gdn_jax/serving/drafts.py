@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from gdn_jax.serving import ring, slots
+from gdn_jax.serving import kernels, ring, slots
 from gdn_jax.serving.arguments import (
     check_integers,
     check_pool,
@@ -72,7 +73,7 @@ def verify(
       num_tokens: [N] integers from 0 to T, how many tokens of each request there are; the others are padding. By
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for
-        the last accepted one. By default each follows the one before.
+        the last accepted one. By default each follows the one before. A `RingPool` has to be made for trees.
       scale, use_qk_l2norm, allow_neg_eigval, state_layout, null_slot, layer, batch_invariant, implementation: as for
         `decode`.
 
@@ -83,8 +84,7 @@ def verify(
       ValueError: an argument is wrong; names it, what was expected and what came. As in `decode`, values are looked
         at where they are known or with `debug_checks` on; without it, a request with a wrong num_accepted_tokens is
         padding.
-      NotImplementedError: the named implementation cannot run this call; parents with a `RingPool`, whose order is
-        that of a chain.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
 
     Numerics: as `decode`. The states between the tokens of a call are not rounded to the pool's dtype.
     Source: vLLM's `fused_recurrent_gated_delta_rule` with `ssm_state_indices` [N, 1 + gamma]; SGLang's
@@ -100,11 +100,10 @@ def verify(
             raise ValueError(
                 f"q: expected at most {pool.length} tokens, the length of the ring, got {dims.T}"
             )
-        if parents is not None:
-            raise NotImplementedError(
-                "parents: a ring holds a chain of tokens; use a pool with a slot a token"
-            )
-    choose(implementation, "verify has no kernel yet")
+        if parents is not None and pool.parents is None:
+            raise ValueError("parents: expected a ring that is made for trees, see make_ring_pool")
+    raw = Raw(q, k, v, a, b, A_log, dt_bias)
+    no_kernel = partial(kernels.unsupported, raw, pool, is_tree=parents is not None)
     options = Options(
         dims,
         check_scale(scale, dims),
@@ -113,8 +112,8 @@ def verify(
         state_layout,
         null_slot,
         batch_invariant,
+        choose(implementation, no_kernel),
     )
-    raw = Raw(q, k, v, a, b, A_log, dt_bias)
     spans = (state_slots, num_accepted_tokens, num_tokens, parents)
     spans = tuple(None if x is None else jnp.asarray(x) for x in spans)
     return _verify(pool, raw, *spans, layer, options)
@@ -140,7 +139,8 @@ def check_spans(
 
 
 def _check_parents(parents) -> None:
-    if ((parents < -1) | (parents >= jnp.arange(parents.shape[1]))).any():
+    parents = np.asarray(parents)
+    if ((parents < -1) | (parents >= np.arange(parents.shape[1]))).any():
         raise ValueError(
             f"parents: expected an earlier token of the row for each, or -1, got {parents.tolist()}"
         )
@@ -206,16 +206,19 @@ def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tu
 
 @partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
 def _verify(pool, raw: Raw, state_slots, num_accepted, num_tokens, parents, layer, options: Options):
-    is_token = token_mask(num_tokens, options.dims.T)
+    by_kernels = options.implementation == "mosaic_gpu"
     if isinstance(pool, RingPool):
         at = Address.of(state_slots, pool, options.null_slot, layer)
         at = at.only((num_accepted >= 1) & (num_accepted <= options.dims.T))
-        o, pool = ring.verify(pool, raw, at, num_accepted, num_tokens, options)
-        is_token = is_token & at.is_slot[:, None]
+        if by_kernels:
+            return kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, options)
+        o, pool = ring.verify(pool, raw, at, num_accepted, num_tokens, parents, options)
     else:
-        addresses = span_addresses(pool, state_slots, num_accepted, num_tokens, options.null_slot, layer)
-        o, pool = _plain(pool, raw, *addresses, parents, options)
-        is_token = is_token & addresses[0].is_slot[:, None]
+        at, after = span_addresses(pool, state_slots, num_accepted, num_tokens, options.null_slot, layer)
+        if by_kernels:
+            return kernels.verify(pool, raw, at, after, num_tokens, options)
+        o, pool = _plain(pool, raw, at, after, parents, options)
+    is_token = token_mask(num_tokens, options.dims.T) & at.is_slot[:, None]
     return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool
 
 

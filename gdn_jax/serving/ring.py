@@ -47,6 +47,9 @@ class RingPool(NamedTuple):
     """How many entries of the ring are tokens; the others are left over and never read."""
     before: Int[Array, "slots *layers"]
     """count before the last call's tokens: where the first of them lies. -1 if that call flushed its only token."""
+    parents: Int[Array, "slots *layers L"] | None = None
+    """Those that the last `verify` was given. None in a pool that takes chains alone: what was accepted of a tree has
+    to be moved together in the ring, of a chain it is."""
 
     @property
     def length(self) -> int:
@@ -61,6 +64,7 @@ def make_ring_pool(
     length: int = 16,
     dtype: DTypeLike = jnp.bfloat16,
     state_layout: str = "kv",
+    trees: bool = False,
 ) -> RingPool:
     """A pool of states with an empty ring beside each.
 
@@ -70,6 +74,7 @@ def make_ring_pool(
       length: L, tokens between two writes of a state. 1 writes every token's, as a pool without a ring.
       dtype: of the keys and values in the ring. bfloat16 reads half the bytes and rounds each once.
       state_layout: of the states.
+      trees: whether `verify` may be given trees of drafts.
 
     Raises:
       ValueError: an argument is wrong.
@@ -92,6 +97,7 @@ def make_ring_pool(
         jnp.zeros((*leading, HO, length), accumulation_dtype(states)),
         jnp.zeros(leading, jnp.int32),
         jnp.full(leading, -1, jnp.int32),
+        jnp.full((*leading, length), -1, jnp.int32) if trees else None,
     )
 
 
@@ -106,6 +112,8 @@ def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
         check_floating(name, x)
     for name, x in (("pool.count", pool.count), ("pool.before", pool.before)):
         check_integers(name, x, leading, axes)
+    if pool.parents is not None:
+        check_integers("pool.parents", pool.parents, (*leading, L), f"{axes}, L")
 
 
 def accept(
@@ -124,7 +132,8 @@ def accept(
     Args:
       pool: the pool.
       read_slots: [N] integers; no slot twice; -1 is padding.
-      num_accepted_tokens: [N] integers, at least 1: how many of the tokens that the last call appended stay.
+      num_accepted_tokens: [N] integers, at least 1: how many of the tokens that the last call appended stay. After a
+        tree it is 1 + the last accepted token's index, as for `verify`.
       null_slot, layer: as for `decode`.
 
     Raises:
@@ -258,9 +267,14 @@ def decode(
 
     carry = (pool.state, out.o[:, 0])
     states, o = _blocks_of_rows(is_full, _block(options.dims.B, pool, options), renew, carry)
-    count = jnp.where(is_full, 0, entry.count + 1)
-    before = jnp.where(is_full, -1, entry.count)
-    return o, _put_counts(pool._replace(state=states), read, count, before)
+    counts = after_one_token(entry.count, pool.length)
+    return o, put_counts(pool._replace(state=states), read, *counts)
+
+
+def after_one_token(count: Array, length: int) -> tuple[Array, Array]:
+    """`count` and `before` after a token, which is flushed with the ring that it fills."""
+    is_full = count + 1 >= length
+    return jnp.where(is_full, 0, count + 1), jnp.where(is_full, -1, count)
 
 
 def _decode_elsewhere(pool, entry, tokens, write, options):
@@ -269,19 +283,29 @@ def _decode_elsewhere(pool, entry, tokens, write, options):
 
 
 def verify(
-    pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
+    pool: RingPool,
+    raw: Raw,
+    at: Address,
+    num_accepted: Array,
+    num_tokens: Array | None,
+    parents: Array | None,
+    options: Options,
 ) -> tuple[Array, RingPool]:
     """`drafts.verify` on a ring. Where T more tokens find no room, the accepted ones are flushed first."""
     T = options.dims.T
-    pool = _drop(pool, at, num_accepted)
+    pool = drop(pool, at, num_accepted)
     flushed = at.only(slots.take(pool.count, at) + T > pool.length)
     pool = _flush_rows(pool, flushed, options.state_layout, _block(options.dims.B, pool, options))
     tokens = prepare(raw, pool.state, options)
     entry = _entry(pool, at, tokens.g.dtype, options.state_layout)
-    out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, tokens)
+    answer = partial(respond, options=options, ring_dtype=pool.k.dtype)
+    out = by_row(answer, options, entry, tokens, parents)
     pool = _append(pool, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
+    if pool.parents is not None:
+        parents = _put_parents(pool, at, _chain(T) if parents is None else parents)
+        pool = pool._replace(parents=parents)
     added = T if num_tokens is None else num_tokens.astype(jnp.int32)
-    return out.o, _put_counts(pool, at, entry.count + added, entry.count)
+    return out.o, put_counts(pool, at, entry.count + added, entry.count)
 
 
 def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Array, "N HO _ _"]:
@@ -293,19 +317,58 @@ def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Arra
 def put_states(pool: RingPool, at: Address, states: Float[Array, "*N HO _ _"]) -> RingPool:
     """The pool with whole states in some slots, and nothing in their rings."""
     pool = pool._replace(state=slots.put(pool.state, at, states))
-    return _put_counts(pool, at, 0, -1)
+    return put_counts(pool, at, 0, -1)
 
 
-def _put_counts(pool: RingPool, at: Address, count: Any, before: Any) -> RingPool:
+def put_counts(pool: RingPool, at: Address, count: Any, before: Any) -> RingPool:
+    """The pool with other cursors in some slots."""
     count, before = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), at.slot.shape) for x in (count, before))
     return pool._replace(count=slots.put(pool.count, at, count), before=slots.put(pool.before, at, before))
 
 
-def _drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
+def drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
     """The pool without the tokens of the last call that were not accepted."""
+    length = num_accepted.astype(jnp.int32)
+    if pool.parents is not None:
+        pool, length = _keep_path(pool, at, slots.take(pool.parents, at), length - 1)
     before, count = slots.take(pool.before, at), slots.take(pool.count, at)
-    kept = jnp.minimum(before + num_accepted.astype(jnp.int32), count)
-    return pool._replace(count=slots.put(pool.count, at, kept))
+    return pool._replace(count=slots.put(pool.count, at, jnp.minimum(before + length, count)))
+
+
+def _keep_path(
+    pool: RingPool, at: Address, parents: Int[Array, "B L"], last: Int[Array, " B"]
+) -> tuple[RingPool, Int[Array, " B"]]:
+    """The pool with the last call's tokens up to `last`, along the tree, as a chain; and how many they are."""
+    before, index = slots.take(pool.before, at)[:, None], jnp.arange(pool.length)
+
+    def up(_, carry):
+        on_path, t = carry
+        parent = jnp.take_along_axis(parents, jnp.maximum(t, 0), axis=1)
+        return on_path | (index == t), jnp.where(t < 0, t, parent)
+
+    start = (jnp.zeros(parents.shape, bool), last[:, None])
+    on_path, _ = lax.fori_loop(0, pool.length, up, start)
+    length = jnp.sum(on_path, axis=1)
+    source = before + jnp.argsort(~on_path, axis=1, stable=True)
+    position = jnp.where((index < length[:, None]) & (before >= 0), before + index, pool.length)
+
+    def path(ring: Array) -> Array:
+        """Its tokens' entries [B, L, heads, ..], oldest first."""
+        return jax.vmap(lambda x, i: x[i])(jnp.moveaxis(ring, 2, 1), source)
+
+    pool = _append(pool, at, position, *map(path, slots.take((pool.k, pool.u, pool.g), at)))
+    return pool._replace(parents=_put_parents(pool, at, _chain(pool.length))), length
+
+
+def _chain(T: int) -> Int[Array, " T"]:
+    """The parents of a chain."""
+    return jnp.arange(-1, T - 1)
+
+
+def _put_parents(pool: RingPool, at: Address, parents: Int[Array, "*B T"]) -> Array:
+    """pool.parents with those of some slots' tokens; -1 behind them."""
+    rows = jnp.full((*at.slot.shape, pool.length), -1, jnp.int32).at[:, : parents.shape[-1]].set(parents)
+    return slots.put(pool.parents, at, rows)
 
 
 def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> RingPool:
@@ -314,12 +377,12 @@ def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> R
         return slots.put(states, some, present_states(pool._replace(state=states), some, state_layout))
 
     states = _blocks_of_rows(at.is_slot, block, fold, pool.state)
-    return _put_counts(pool._replace(state=states), at, 0, -1)
+    return put_counts(pool._replace(state=states), at, 0, -1)
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0, inline=True)
 def _accept(pool, read_slots, num_accepted, layer, null_slot):
-    return _drop(pool, Address.of(read_slots, pool, null_slot, layer).only(num_accepted >= 1), num_accepted)
+    return drop(pool, Address.of(read_slots, pool, null_slot, layer).only(num_accepted >= 1), num_accepted)
 
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0, inline=True)

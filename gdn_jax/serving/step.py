@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.serving import ring, slots
+from gdn_jax.serving import kernels, ring, slots
 from gdn_jax.serving.arguments import (
     check_pool,
     check_scale,
@@ -68,7 +68,8 @@ def decode(
       null_slot: a slot that is padding like -1, for servers that keep one free (vLLM and tpu-inference keep slot 0).
       layer: index of the second axis of a pool [slots, layers, HO, K, V] that serves a whole model.
       batch_invariant: a request's bits do not depend on the other requests of the call, nor on their number.
-      implementation: "xla", or "mosaic_gpu" (the kernel), run exactly or refused; None for the fastest that can run.
+      implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None is plain JAX until
+        the kernels have passed their tests on a GPU.
 
     Returns:
       o [B, HO, V] in v's dtype, and the pool, in which all but the written slots keep their bits.
@@ -93,7 +94,8 @@ def decode(
     )
     if write_slots is not None:
         check_slots("write_slots", write_slots, (dims.B,), "B", size, null_slot=null_slot, unique=True)
-    choose(implementation, "decode has no kernel yet")
+    raw = Raw(q, k, v, a, b, A_log, dt_bias)
+    no_kernel = partial(kernels.unsupported, raw, pool, elsewhere=write_slots is not None)
     options = Options(
         dims,
         check_scale(scale, dims),
@@ -102,8 +104,8 @@ def decode(
         state_layout,
         null_slot,
         batch_invariant,
+        choose(implementation, no_kernel),
     )
-    raw = Raw(q, k, v, a, b, A_log, dt_bias)
     read = jnp.asarray(read_slots)
     write = None if write_slots is None else jnp.asarray(write_slots)
     return _decode(pool, raw, read, write, layer, options)
@@ -111,7 +113,12 @@ def decode(
 
 @partial(jax.jit, static_argnums=5, donate_argnums=0, inline=True)
 def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
+    by_kernels = options.implementation == "mosaic_gpu"
+    if by_kernels and not isinstance(pool, RingPool):
+        return kernels.decode(pool, raw, read_slots, write_slots, layer, options)
     read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
+    if by_kernels:
+        return kernels.decode_on_ring(pool, raw, read, options)
     if isinstance(pool, RingPool):
         o, pool = ring.decode(pool, raw, read, None if write_slots is None else write, options)
     else:

@@ -25,6 +25,8 @@ class Options(NamedTuple):
     state_layout: str
     null_slot: int | None
     batch_invariant: bool
+    implementation: str
+    """"mosaic_gpu" or "xla"."""
 
     @property
     def head_counts(self) -> tuple[int, int, int, int]:

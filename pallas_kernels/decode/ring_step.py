@@ -41,13 +41,15 @@ RING_DTYPES = ("float32", "bfloat16")
 """Of keys and values in a ring."""
 
 
-def check_supported(q, k, v, state, ring_k, ring_u) -> str | None:
+def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
     length = ring_u.shape[-2]
     if length != LENGTH:
         return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
     if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in RING_DTYPES:
         return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(RING_DTYPES)}"
+    if ring_g.dtype != jnp.float32:
+        return f"the ring's log decays are {ring_g.dtype}; the kernel takes float32"
     if q.ndim == 4 and q.shape[1] > LENGTH:
         return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
     return step.check_supported(q, k, v, state)

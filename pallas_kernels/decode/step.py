@@ -43,8 +43,8 @@ from pallas_kernels.device.memory import store_any
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""
 
-POOL_DTYPES = ("float32",)
-"""What `check_supported` accepts. bfloat16 is written too, but its present form has not run on a GPU."""
+POOL_DTYPES = ("float32", "bfloat16")
+"""Of the states in a pool."""
 
 REDUCTION_BYTES = 4096
 """Shared memory for sums over warps."""
@@ -70,7 +70,7 @@ def check_supported(q, k, v, pool) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
     (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
     if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
-        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel is verified on a GPU for {POOL_DTYPES[0]} alone"
+        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(POOL_DTYPES)}"
     if not q.dtype == k.dtype == v.dtype or jnp.dtype(q.dtype).itemsize > 4:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernel takes one dtype of at most 32 bits"
     if K % GRANULE or V % GRANULE or not 0 < K <= MAX_K:

@@ -4,8 +4,8 @@
     t = dy silu(z),   do = r (w t - o r mean(w t o r)),   dz = dy o r w silu'(z),   dw = sum of t o r
 
 Inputs (GMEM): o, z, dy [N, V], a row for each token and head; w [V] float32.
-Outputs (GMEM): y, do of o's dtype, dz of z's, [N, V]; the sums of dw that each CTA made, [CTAs, rows, V] float32,
-which are added in a fixed order.
+Outputs (GMEM): y, do of o's dtype, dz of z's, [N, V]; y again beside its derivative, if asked for; the sums of dw
+that each CTA made, [CTAs, rows, V] float32, which are added in a fixed order.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory.
 Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
@@ -71,6 +71,8 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
         unit, t = o * scale, dy * (z * gate)
         through = t * w
+        if gmem.y is not None:
+            r.store(gmem.y, first, unit * w * (z * gate))
         r.store(gmem.dz, first, dy * (unit * w) * (gate * (1.0 + z * (1.0 - gate))))
         r.store(gmem.do, first, scale * (through - unit * r.spread(r.row_sum(through * unit) / V, V)))
         return dw + t * unit
@@ -120,14 +122,15 @@ def gated_norm_backward(
     dy: Float[Array, "N V"],
     *,
     eps: float,
+    again: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, "N V"], Float[Array, "N V"], Float[Array, " V"]]:
-    """Gradients of <dy, gated_norm(o, z)>: do and dz in the dtypes of o and z, dweight in float32."""
+) -> tuple[Float[Array, "N V"], Float[Array, "N V"], Float[Array, " V"], Float[Array, "N V"] | None]:
+    """Gradients of <dy, gated_norm(o, z)>: do, dz in the dtypes of o and z, dweight in float32; y `again` or None."""
     run = _compiled_backward if interpret is None else _run_backward
-    return run(eps, interpret, o, z, weight, dy)
+    return run(eps, again, interpret, o, z, weight, dy)
 
 
-def _run_backward(eps, interpret, o, z, weight, dy):
+def _run_backward(eps, again, interpret, o, z, weight, dy):
     V, ctas = o.shape[1], _blocks(o.size)[1]
     results = launch(
         "gated_norm_backward",
@@ -136,6 +139,7 @@ def _run_backward(eps, interpret, o, z, weight, dy):
         outputs={
             "do": jax.ShapeDtypeStruct(o.shape, o.dtype),
             "dz": jax.ShapeDtypeStruct(z.shape, z.dtype),
+            "y": jax.ShapeDtypeStruct(o.shape, o.dtype) if again else None,
             "dw": jax.ShapeDtypeStruct((ctas, BLOCK // V, V), jnp.float32),
         },
         memory={},
@@ -143,9 +147,9 @@ def _run_backward(eps, interpret, o, z, weight, dy):
         ctas=ctas,
         interpret=interpret,
     )
-    return results["do"], results["dz"], jnp.sum(results["dw"], axis=(0, 1))
+    return results["do"], results["dz"], jnp.sum(results["dw"], axis=(0, 1)), results.get("y")
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1))
-_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1))
+_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
 """So that the layers of a model share one kernel, and a call outside jit compiles once."""

@@ -6,9 +6,9 @@
 Left to XLA, the derivative is two fusions, each of which reads s and dn.
 
 Inputs (GMEM): x [N, D] float32, bfloat16 or float16; y [N, D] of any of these, or none; w [D] float32; dn [N, D]; ds
-[N, D] of x's dtype, or none.
-Outputs (GMEM): s, dx [N, D] of x's dtype; n, dy [N, D]; the sums of dw that each CTA made, [CTAs, rows, D] float32,
-which are added in a fixed order, so results repeat bit for bit.
+[N, D] of x's dtype, or none. The derivative reads s in any of these dtypes.
+Outputs (GMEM): s, dx [N, D] of x's dtype; s once more, narrower, if asked for; n, dy [N, D]; the sums of dw that each
+CTA made, [CTAs, rows, D] float32, which are added in a fixed order, so results repeat bit for bit.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory but that
 of sums across warps. Numerics: float32 inside; n is made of s before it is rounded. Hardware: compute capability 9.0.
 Limits: `check_supported`.
@@ -60,6 +60,8 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
         if gmem.y is not None:
             s = s + r.load(gmem.y, first, D, rows)
             r.store(gmem.s, first, s)
+        if gmem.kept is not None:
+            r.store(gmem.kept, first, s)
         r.store(gmem.n, first, s * r.spread(lax.rsqrt(r.row_sum(s * s) / D + eps), D) * w)
         return carry
 
@@ -96,8 +98,9 @@ def add_norm(
     *,
     eps: float,
     dtype: Any,
+    keep: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
+) -> tuple[Float[Array, "N D"], ...]:
     """The stream x + y in x's dtype (x itself without y), and its RMSNorm in `dtype`.
 
     Args:
@@ -106,20 +109,23 @@ def add_norm(
       weight: of the norm.
       eps: added to the mean square.
       dtype: of the norm's result.
+      keep: a third result is the stream for the derivative, in the narrower dtype of the two.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     run = _compiled_forward if interpret is None else _run_forward
-    return run(eps, dtype, interpret, x, y, weight)
+    return run(eps, dtype, keep, interpret, x, y, weight)
 
 
-def _run_forward(eps, dtype, interpret, x, y, weight):
+def _run_forward(eps, dtype, keep, interpret, x, y, weight):
     N, D = x.shape
+    narrows = keep and jnp.dtype(dtype).itemsize < x.dtype.itemsize
     results = launch(
         "add_norm",
         functools.partial(_forward, eps=eps),
         inputs={"x": x, "y": y, "w": weight.astype(jnp.float32)},
         outputs={
             "s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
+            "kept": jax.ShapeDtypeStruct(x.shape, dtype) if narrows else None,
             "n": jax.ShapeDtypeStruct(x.shape, dtype),
         },
         memory={},
@@ -127,7 +133,8 @@ def _run_forward(eps, dtype, interpret, x, y, weight):
         ctas=_blocks(N, D)[1],
         interpret=interpret,
     )
-    return results.get("s", x), results["n"]
+    s, n = results.get("s", x), results["n"]
+    return (s, n, results.get("kept", s)) if keep else (s, n)
 
 
 def add_norm_backward(
@@ -137,32 +144,34 @@ def add_norm_backward(
     dn: Float[Array, "N D"],
     *,
     eps: float,
+    x_dtype: Any,
     y_dtype: Any = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"] | None, Float[Array, " D"]]:
     """Derivative of `add_norm`.
 
     Args:
-      s: the stream that it returned.
+      s: the stream that it returned or kept.
       ds, dn: cotangents of its results; ds None for zeros.
+      x_dtype: dtype of the stream.
       y_dtype: dtype of y; None where there was none.
 
     Returns:
       dx in the stream's dtype, the same in y_dtype, and dweight in float32.
     """
     run = _compiled_backward if interpret is None else _run_backward
-    return run(eps, y_dtype, interpret, s, weight, ds, dn)
+    return run(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn)
 
 
-def _run_backward(eps, y_dtype, interpret, s, weight, ds, dn):
+def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn):
     N, D = s.shape
-    ctas, separate = _blocks(N, D)[1], y_dtype is not None and y_dtype != s.dtype
+    ctas, separate = _blocks(N, D)[1], y_dtype is not None and y_dtype != x_dtype
     results = launch(
         "add_norm_backward",
         functools.partial(_backward, eps=eps),
         inputs={"s": s, "ds": ds, "dn": dn, "w": weight.astype(jnp.float32)},
         outputs={
-            "dx": jax.ShapeDtypeStruct(s.shape, s.dtype),
+            "dx": jax.ShapeDtypeStruct(s.shape, x_dtype),
             "dy": jax.ShapeDtypeStruct(s.shape, y_dtype) if separate else None,
             "dw": jax.ShapeDtypeStruct((ctas, r.rows_at_once(D), D), jnp.float32),
         },
@@ -176,6 +185,6 @@ def _run_backward(eps, y_dtype, interpret, s, weight, ds, dn):
     return dx, dy, jnp.sum(results["dw"], axis=(0, 1))
 
 
-_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2))
-_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
+_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3))
+_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2, 3))
 """So that the layers of a model share one kernel, and a call outside jit compiles once."""

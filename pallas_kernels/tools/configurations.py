@@ -166,8 +166,9 @@ def norm_case(width=1024, backwards=False):
     """A function and its argument shapes: add_norm, or add_norm_backward."""
     x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width)
     if backwards:
-        return functools.partial(add_norm_backward, eps=1e-5, y_dtype=jnp.bfloat16), (x, weight, x, y)
-    return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16), (x, y, weight)
+        dtypes = dict(x_dtype=jnp.float32, y_dtype=jnp.bfloat16)
+        return functools.partial(add_norm_backward, eps=1e-5, **dtypes), (y, weight, x, y)
+    return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16, keep=True), (x, y, weight)
 
 
 def gated_norm_case(width=128, backwards=False):

@@ -1,0 +1,154 @@
+"""Decode and verify by the kernels: which calls they take, and what stands between such a call and them.
+
+The kernels make the gates, normalise q and k, know padding, and change the pool in place. A request's bits do not
+depend on the others. What is left for here is the cursors of rings, and requests that write where others read: a
+kernel reads and writes at once.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from gdn_jax.serving import ring, slots
+from gdn_jax.serving.ring import RingPool
+from gdn_jax.serving.slots import Address
+from gdn_jax.serving.tokens import Options, Raw
+from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype
+
+
+def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool = False) -> str | None:
+    """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can.
+
+    Args:
+      elsewhere: whether the call has write_slots.
+      is_tree: whether it has parents.
+    """
+    from pallas_kernels.decode import ring_step, step
+    from pallas_kernels.device.launch import device_reason
+
+    if is_tree or (isinstance(pool, RingPool) and pool.parents is not None):
+        return "drafts that are a tree, or a ring for them; the kernels take chains"
+    if isinstance(pool, RingPool):
+        if elsewhere:
+            return "write_slots with a RingPool; the kernels write no other slot's state from a ring"
+        reason = ring_step.check_supported(*raw[:3], pool.state, pool.k, pool.u, pool.g)
+    else:
+        reason = step.check_supported(*raw[:3], pool)
+    if reason is None and accumulation_dtype(*raw) != jnp.float32:
+        reason = "a gate is float64; the kernels compute in float32"
+    return reason or device_reason()
+
+
+def _rule(raw: Raw, options: Options) -> dict[str, Any]:
+    """What the kernels are told of the rule."""
+    return {
+        "A_log": raw.A_log,
+        "dt_bias": raw.dt_bias,
+        "scale": options.scale,
+        "use_qk_l2norm": options.use_qk_l2norm,
+        "allow_neg_eigval": options.allow_neg_eigval,
+        "kv_layout": options.state_layout == STATE_LAYOUTS[0],
+    }
+
+
+def _one_token(raw: Raw) -> Raw:
+    """Tokens [B, ..] as [B, 1, ..]."""
+    q, k, v, a, b = (x[:, None] for x in raw[:5])
+    return Raw(q, k, v, a, b, raw.A_log, raw.dt_bias)
+
+
+def _int32(numbers: Array, pool: Any) -> Int[Array, " B"]:
+    """Slot numbers for a kernel. It makes padding of all that is outside the pool; int32 has to hold it for that."""
+    return numbers if numbers.dtype == jnp.int32 else Address.of(numbers, pool).slot
+
+
+def decode(
+    pool: Array, raw: Raw, read_slots: Array, write_slots: Array | None, layer: Any, options: Options
+) -> tuple[Array, Array]:
+    """`serving.decode` on a pool of states."""
+    from pallas_kernels.decode.step import step
+
+    one, null_slot = _one_token(raw), options.null_slot
+
+    def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
+        at: dict[str, Any] = {"read_slots": read, "write_slots": write[:, None]}
+        at |= {"layer": layer, "null_slot": null_slot}
+        o, pool = step(*one[:5], pool, **_rule(raw, options), **at)
+        return o[:, 0], pool
+
+    numbers = _int32(read_slots, pool)
+    if write_slots is None:
+        return run(pool, numbers, numbers, layer, null_slot)
+    read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
+
+    def in_place(pool):
+        return run(pool, numbers, _int32(write_slots, pool), layer, null_slot)
+
+    def read_first(pool):
+        """All states that are read, as a pool of their own."""
+        rows = jnp.where(read.is_slot, jnp.arange(options.dims.B, dtype=jnp.int32), slots.BEYOND)
+        o, states = run(slots.take(pool, read), rows, rows, None, None)
+        return o, slots.put(pool, write, states)
+
+    return lax.cond(_writes_where_another_reads(read, write), read_first, in_place, pool)
+
+
+def _writes_where_another_reads(read: Address, write: Address) -> Array:
+    same = (write.slot[:, None] == read.slot[None, :]) & write.is_slot[:, None]
+    return jnp.any(same & ~jnp.eye(same.shape[0], dtype=bool))
+
+
+def verify(
+    pool: Array, raw: Raw, start: Address, after: Address, num_tokens: Array | None, options: Options
+) -> tuple[Array, Array]:
+    """`serving.verify` on a pool with a state for each token. No request reads what another writes."""
+    from pallas_kernels.decode.step import step
+
+    at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot, "layer": start.layer}
+    return step(*raw[:5], pool, **_rule(raw, options), **at, num_tokens=_int32_or_none(num_tokens))
+
+
+def _int32_or_none(num_tokens: Array | None) -> Array | None:
+    return None if num_tokens is None else num_tokens.astype(jnp.int32)
+
+
+def _on_ring(pool: RingPool, raw: Raw, at: Address, options: Options, **how: Any) -> tuple[Array, RingPool]:
+    """The tokens' outputs, and the pool with them in it but for the cursors."""
+    from pallas_kernels.decode.ring_step import ring_step
+
+    where: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer, "count": pool.count}
+    o, state, k, u, g = ring_step(*raw[:5], *pool[:4], **where, **_rule(raw, options), **how)
+    return o, pool._replace(state=state, k=k, u=u, g=g)
+
+
+def decode_on_ring(pool: RingPool, raw: Raw, at: Address, options: Options) -> tuple[Array, RingPool]:
+    """`serving.decode` on a `RingPool`, without write_slots."""
+    count = slots.take(pool.count, at)
+    o, pool = _on_ring(pool, _one_token(raw), at, options, deferred=True)
+    return o[:, 0], ring.put_counts(pool, at, *ring.after_one_token(count, pool.length))
+
+
+def verify_on_ring(
+    pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
+) -> tuple[Array, RingPool]:
+    """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
+    from pallas_kernels.decode.ring_flush import ring_flush
+
+    T = options.dims.T
+    pool = ring.drop(pool, at, num_accepted)
+    state = ring_flush(
+        *pool[:4],
+        read_slots=at.slot,
+        count=pool.count,
+        room=T,
+        kv_layout=options.state_layout == STATE_LAYOUTS[0],
+        layer=at.layer,
+    )
+    count = slots.take(pool.count, at)
+    count = jnp.where(count + T > pool.length, 0, count)
+    pool = ring.put_counts(pool._replace(state=state), at, count, count)
+    num_tokens = _int32_or_none(num_tokens)
+    o, pool = _on_ring(pool, raw, at, options, deferred=False, num_tokens=num_tokens)
+    return o, ring.put_counts(pool, at, count + (T if num_tokens is None else num_tokens), count)

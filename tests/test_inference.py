@@ -1,0 +1,92 @@
+"""The copy of a model that generates: the same logits, and no weight is rounded or merged for every token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from gdn_jax.models import LanguageModel, generate
+from gdn_jax.models.config import ExpertsConfig
+from gdn_jax.models.inference import for_inference
+from gdn_jax.models.lora import LoRAParam, add_lora
+from gdn_jax.models.presets import PRESETS
+
+ROW = np.arange(10).reshape(2, 5)
+CONFIG = dataclasses.replace(
+    PRESETS["qwen3.5-small"],
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    layer_types=("gated_delta_net", "attention"),
+    dtype="bfloat16",
+    implementation="recurrent",  # compiles fast
+)
+WITH_EXPERTS = dataclasses.replace(CONFIG, experts=ExpertsConfig(4, 2, 16, 16))
+
+
+def make(config):
+    """A model with low-rank changes that are not zero."""
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    add_lora(model, 3, projections=("q_proj", "o_proj"), rngs=nnx.Rngs(1))
+    for part in jax.tree.leaves(nnx.state(model, LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        part.set_value(part[...] + 0.1)
+    return model
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)[0]
+
+
+def loops(jaxpr):
+    """The jaxprs of the bodies of all while loops, however deep."""
+    for eqn in jaxpr.eqns:
+        for name, value in eqn.params.items():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                if isinstance(inner, Jaxpr):
+                    if name == "body_jaxpr":
+                        yield inner
+                    yield from loops(inner)
+
+
+def conversions(jaxpr):
+    """Shapes that a jaxpr converts from float32 to bfloat16, however deep."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.float32:
+            if eqn.outvars[0].aval.dtype == jnp.bfloat16:
+                yield eqn.invars[0].aval.shape
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                if isinstance(inner, Jaxpr):
+                    yield from conversions(inner)
+
+
+@pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])
+def test_logits_are_those_of_the_model(config):
+    model = make(config)
+    ready = for_inference(model)
+    assert ready.embedding[...] is model.embedding[...]
+    assert nnx.state(model, LoRAParam) and not nnx.state(ready, LoRAParam)
+    kept = {"A_log", "dt_bias", "conv_weight", "weight", "embedding"}  # read in float32
+    for path, value in nnx.to_flat_state(nnx.state(ready, nnx.Param)):
+        assert (value.dtype == jnp.float32) == (path[-1] in kept), path
+    np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
+
+
+@pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])
+def test_no_step_of_generation_rounds_a_weight(config):
+    model = make(config)
+    weights = {value.shape for _, value in nnx.to_flat_state(nnx.state(model, nnx.Param)) if value.ndim > 1}
+
+    def rounded(bodies):
+        return {shape for body in bodies for shape in conversions(body)} & weights
+
+    whole = jax.make_jaxpr(lambda tokens: generate(model, tokens, 3))(jnp.asarray(ROW)).jaxpr
+    assert rounded([whole]) and not rounded(loops(whole))
