@@ -220,7 +220,13 @@ def _sweep(task: str, argv: list[str]) -> int:
         sweep_options.check(options)
         options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
     else:
-        options = _parse(sweep_options.SweepOptions, presets[options.sweep.size], argv, prog)
+        config = options.sweep.config
+        default = (
+            presets[options.sweep.size]
+            if config is None
+            else sweep_options.from_file(task, config, options.sweep)
+        )
+        options = _parse(sweep_options.SweepOptions, default, argv, prog)
         sweep_options.check(options)
     from gdn_jax.experiments.sweeps.sweep import sweep
 

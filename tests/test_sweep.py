@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import get_args
 
 import jax
 import numpy as np
@@ -92,7 +93,7 @@ def test_folder(finished):
     assert image.startswith(b"\x89PNG") and len(image) < 150 * 1024
     table = (finished / "table.md").read_text()
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
-    assert "mean ± standard deviation over 2 seeds" in table and "mean validation loss" in table
+    assert "mean ± standard error over 2 seeds" in table and "mean validation loss" in table
 
 
 def test_one_seed_has_no_spread(tmp_path):
@@ -106,7 +107,8 @@ def test_one_seed_has_no_spread(tmp_path):
         "command": "gdn",
         "versions": {"device": "a", "jax": "b"},
     }
-    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, task)
+    sizes = {1: options().model}
+    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, task, sizes)
     assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
     assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
     assert not {"±", "mean", "seeds"} & set(table.split())
@@ -270,14 +272,13 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
     runs += [line("delta_net", 0.1, s, None, 0.5) for s in (0, 1)]
     mamba, delta = summary.rows(runs, ["mamba2", "delta_net"])
     assert mamba.mixer == "mamba2" and mamba.lr == 0.2 and delta.lr == 0.1
-    assert mamba.accuracy == {4: [0.2, 0.4], 8: [0.1, 0.2]}
-    assert mamba.mean(4) == pytest.approx(0.3) and mamba.spread(8) == pytest.approx(
-        np.std([0.1, 0.2], ddof=1)
-    )
+    assert mamba.scores == {4: [0.2, 0.4], 8: [0.1, 0.2]}
+    assert mamba.mean(4) == pytest.approx(0.3)
+    assert mamba.error(8) == pytest.approx(np.std([0.1, 0.2], ddof=1) / 2**0.5)
 
 
 def test_figure(tmp_path, monkeypatch):
-    """Means and bars are those of the seeds, the legend has mixers first, the training size is marked."""
+    """Means and bars are those of the seeds, with a dot each; the legend has mixers first, the training size is marked."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [
@@ -301,11 +302,14 @@ def test_figure(tmp_path, monkeypatch):
     assert ticks == ["4", "8\nlargest in training", "16"]
     for row, container in zip(rows, axes.containers, strict=True):
         line, _, [bars] = container.lines
-        values = 100 * np.array(list(row.accuracy.values()))
+        values = 100 * np.array(list(row.scores.values()))
         np.testing.assert_allclose(line.get_ydata(), values.mean(1))
         np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
         ends = [segment[:, 1] for segment in bars.get_segments()]
-        np.testing.assert_allclose(ends, np.stack([values.min(1), values.max(1)], 1))
+        error = values.std(1, ddof=1) / 3**0.5
+        np.testing.assert_allclose(ends, np.stack([values.mean(1) - error, values.mean(1) + error], 1))
+    dots = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "."]
+    np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
     # without colour: marker, filling and line differ
     assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
 
@@ -317,11 +321,13 @@ def test_equal_parameters_and_initial_weights():
     def weights(mixer):
         return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
 
-    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in MIXERS]
+    alike = [mixer for mixer in MIXERS if not MIXERS[mixer].hybrid]
+    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
     assert all(x == shapes[0] for x in shapes)
     jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
-    assert set(MIXERS) == set(o.sweep.mixers) == set(figure_lib._STYLES)
-    made = {(m.rule, m.allow_neg_eigval) for m in MIXERS.values()}
+    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*figure_lib._STYLES}
+    assert set(alike) == set(o.sweep.mixers)
+    made = {(m.rule, m.allow_neg_eigval, m.hybrid) for m in MIXERS.values()}
     assert len(made) == len(MIXERS)
 
 

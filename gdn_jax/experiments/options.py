@@ -85,6 +85,8 @@ class SizeOptions:
     """Compute dtype. auto: bfloat16 on an accelerator, float32 on a CPU. Parameters are float32."""
     implementation: Implementation = "auto"
     """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
+    remat: Literal["none", "rule", "full"] = "none"
+    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
 
 
 RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
@@ -102,8 +104,6 @@ class ModelOptions(SizeOptions):
     """What the token mixers do with q, k, v, g and beta."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
-    remat: Literal["none", "rule", "full"] = "none"
-    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual stream between the blocks."""
 
@@ -170,13 +170,17 @@ TASKS: dict[str, TrainOptions] = {
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache", "mesh"}  # belong to one start of a run
+_NOT_STORED = {"out", "resume", "config", "max_minutes", "compilation_cache", "mesh"}  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
+_YOUNGER = (
+    "model attention_every remat scales scaled lr_seeds train_sequences cases"
+).split()  # came after the first runs that are kept
 
 _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
     "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
     "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
+    "scales lr_seeds train_sequences "
     "tokens top_k attention_every"
 ).split()
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
@@ -294,11 +298,15 @@ def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOpt
     Raises:
       RunError: the stored names are not those of this version.
     """
-    default = ModelOptions()
-    older = {
-        name: getattr(default, name) for name in ("model", "attention_every")
-    }  # runs from before hybrids
-    return fill(TASKS[name], older | stored, {name: getattr(run, name) for name in _NOT_STORED})
+    default = TASKS[name]
+    start = {name: getattr(run, name) for name in _NOT_STORED - {"config"}}
+    return fill(default, younger(default) | stored, start)
+
+
+def younger(default: Any) -> dict[str, object]:
+    """Options that older runs did not store, with the defaults that those runs had."""
+    values = to_json(default)
+    return {name: values[name] for name in _YOUNGER if name in values}
 
 
 def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> Any:

@@ -55,6 +55,13 @@ class GeneratedOptions:
 
     val_sequences: int = 512
     """Fresh sequences of a validation, and of a test at one size."""
+    train_sequences: int | None = None
+    """Different training sequences (of each of --cases), drawn with replacement. None: every one is fresh."""
+
+    def freshness(self) -> str:
+        """Whether training sequences come again, in words."""
+        n = self.train_sequences
+        return "always fresh" if n is None else f"trained on {n} sequences"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +84,35 @@ class RecallOptions(GeneratedOptions):
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
     test_pairs: tuple[int, ...] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
+    cases: tuple[str, ...] | None = None
+    """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
+    They take the place of --length, --num-pairs and --test-pairs."""
+
+    def parsed_cases(self) -> dict[int, int]:
+        """Length by number of pairs of --cases.
+
+        Raises:
+          RunError: one of them is no length and pairs, or two have the same number of pairs.
+        """
+        cases: dict[int, int] = {}
+        for case in self.cases or ():
+            length, colon, pairs = case.partition(":")
+            if not (colon and length.isdecimal() and pairs.isdecimal() and int(pairs)):
+                fail("cases", "length and pairs like 64:4", case)
+            if int(pairs) in cases:
+                fail("cases", "different numbers of pairs", " ".join(self.cases or ()))
+            if int(length) % 2 or int(length) < 4 * int(pairs):
+                fail("cases", "an even length of at least four a pair", case)
+            cases[int(pairs)] = int(length)
+        return cases
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
+        if cases := self.parsed_cases():
+            if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
+                least = 2 if self.rewrite else 2 * max(cases)
+                fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
+            return
         if self.length % 2:
             fail("length", "an even number", self.length)
         for name, most in (("num_pairs", self.num_pairs), ("test_pairs", max(self.test_pairs))):
