@@ -170,7 +170,14 @@ TASKS: dict[str, TrainOptions] = {
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {"out", "resume", "config", "max_minutes", "compilation_cache", "mesh"}  # belong to one start of a run
+_NOT_STORED = {
+    "out",
+    "resume",
+    "config",
+    "max_minutes",
+    "compilation_cache",
+    "mesh",
+}  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 _YOUNGER = (
     "model attention_every remat scales scaled lr_seeds train_sequences cases"

@@ -56,7 +56,9 @@ def draw_sweep(
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(
-        figsize=(7 if len(panels) == 1 else 1.2 + 2.9 * columns, 1 + 3.6 * lines), dpi=160, layout="constrained"
+        figsize=(7 if len(panels) == 1 else 1.2 + 2.9 * columns, 1 + 3.6 * lines),
+        dpi=160,
+        layout="constrained",
     )
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False).reshape(-1)
@@ -98,7 +100,9 @@ def draw_sweep(
         figure.savefig(file, format="png")
 
 
-def _over_scales(rows: list[Row], values: dict[int, int], test: int) -> list[tuple[str, dict[int, list[float]]]]:
+def _over_scales(
+    rows: list[Row], values: dict[int, int], test: int
+) -> list[tuple[str, dict[int, list[float]]]]:
     """Scores of every mixer at one test, by the value of its scale."""
     curves: dict[str, dict[int, list[float]]] = {}
     for row in rows:
@@ -112,13 +116,14 @@ def _draw(axes: Axes, curves: list[tuple[str, dict[int, list[float]]]], factor: 
     octaves = max(1.0, np.log2(max(keys) / min(keys)))
     for i, (mixer, scores) in enumerate(curves):
         values = [factor * np.array(x) for x in scores.values()]
-        errors = [x.std(ddof=1) / np.sqrt(x.size) if x.size > 1 else 0.0 for x in values]
+        means = np.array([x.mean() for x in values])
+        errors = np.array([x.std(ddof=1) / np.sqrt(x.size) if x.size > 1 else 0.0 for x in values])
         colour, marker, filling, line = _STYLES[mixer]
         nudge = 2 ** (0.013 * octaves * (i - (len(curves) - 1) / 2))  # bars at the same size stay apart
         places = nudge * np.array([*scores])
         axes.errorbar(
             places,
-            [x.mean() for x in values],
+            means,
             errors,
             color=colour,
             marker=marker,

@@ -36,7 +36,10 @@ class Row(NamedTuple):
 
 
 def rows(
-    records: list[dict[str, Any]], mixers: Sequence[str], scales: Sequence[int] = (1,), metric: str = "accuracy"
+    records: list[dict[str, Any]],
+    mixers: Sequence[str],
+    scales: Sequence[int] = (1,),
+    metric: str = "accuracy",
 ) -> list[Row]:
     """One row a mixer and scale, in the order of both. A run that diverged counts as an infinite loss."""
     out = []
@@ -99,7 +102,8 @@ def markdown(
     ]
     for row in rows:
         cells = [
-            f"{factor * row.mean(n):.{digits}f}" + (f" ± {factor * row.error(n):.{digits}f}" if several else "")
+            f"{factor * row.mean(n):.{digits}f}"
+            + (f" ± {factor * row.error(n):.{digits}f}" if several else "")
             for n in tests
         ]
         size = sizes[row.scale]
@@ -130,7 +134,10 @@ def _parameters(records: list[dict[str, Any]]) -> str:
             for count, names in counts.items()
             if count != usual
         ]
-        said.append(f"{usual} parameters in every {'other ' if others else ''}model" + "".join(f", {x}" for x in others))
+        said.append(
+            f"{usual} parameters in every {'other ' if others else ''}model"
+            + "".join(f", {x}" for x in others)
+        )
     return "; ".join(said)
 
 

@@ -199,7 +199,9 @@ class Sweep:
         sets = {"val": [batch.pad(longest) for batch in task.val_batches(size)]}
         sets |= {str(n): batches for n, batches in tests.items()}
         rows = max(1, min(size, _SCORED // longest))
-        self.sets = {name: [piece for x in batches for piece in x.cut(rows)] for name, batches in sets.items()}
+        self.sets = {
+            name: [piece for x in batches for piece in x.cut(rows)] for name, batches in sets.items()
+        }
 
     def done(self) -> int:
         """Number of runs with a result."""
@@ -331,7 +333,16 @@ def _work(
     o, name = options.sweep, options.task.task
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
-    kept = ("mixer", "lr", "seed", "val_loss", f"val_{task.metric}", f"test_{task.metric}", "parameters", "wall")
+    kept = (
+        "mixer",
+        "lr",
+        "seed",
+        "val_loss",
+        f"val_{task.metric}",
+        f"test_{task.metric}",
+        "parameters",
+        "wall",
+    )
     lines = JsonLines(folder.path / "runs.jsonl", kept)
     try:
         lines.mend()
@@ -372,7 +383,11 @@ def _finish(
 
 
 def write_results(
-    options: SweepOptions, task: SweptTask, folder: Path, config: dict[str, Any], records: list[dict[str, Any]]
+    options: SweepOptions,
+    task: SweptTask,
+    folder: Path,
+    config: dict[str, Any],
+    records: list[dict[str, Any]],
 ) -> str:
     """Writes table.md and figure.png of the records; returns the table."""
     o = options.sweep

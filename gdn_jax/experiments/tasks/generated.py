@@ -89,9 +89,7 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
         return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
 
     def val_batches(self, size: int) -> list[Batch]:
-        turns = [
-            self.draw_training(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))
-        ]
+        turns = [self.draw_training(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))]
         longest = max(batch.tokens.shape[1] for batch in turns)
         return [batch.pad(longest) for batch in turns]
 
