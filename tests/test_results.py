@@ -1,7 +1,7 @@
 """The page of findings: every number in it is computed again from the runs beside it.
 
-A cell under a mixer is the mean and standard error of the sweep that its row links to, at the size "asked at". A number
-of the text is an option or the chance of a sweep that its section links to, or a comment of the section derives it:
+A cell under a mixer is the mean and standard error of the sweep that its row links to, at the size "asked at". A
+number of the text is an option or the chance of a sweep that its section links to, or a comment derives it:
 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
@@ -39,7 +39,7 @@ def folder(name):
 
 @functools.cache
 def scores(name):
-    """{mixer: {size: scores of the seeds}} of a sweep with one scale: at the learning rate with the least mean loss."""
+    """{mixer: {size: scores of the seeds}} of a sweep with one scale, at the learning rate of the least mean loss."""
     config, lines = folder(name)
     metric = next(key for key in lines[0] if key.startswith("test_"))
     found = {}

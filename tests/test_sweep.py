@@ -16,6 +16,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from gdn_jax import cli
+from gdn_jax.commands import versions
+from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
 from gdn_jax.experiments import options as options_lib
@@ -278,7 +280,7 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
 
 
 def test_figure(tmp_path, monkeypatch):
-    """Means and bars are those of the seeds, with a dot each; the legend has mixers first, the training size is marked."""
+    """Means, bars and dots are those of the seeds, the legend has mixers first, the training size is marked."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [
@@ -352,6 +354,138 @@ def test_divergence_is_recorded(tmp_path):
     assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
     assert "| Mamba2's rule | 0.01 |" in (out / "table.md").read_text()
     assert (out / "figure.png").exists()
+
+
+def test_figure_over_scales(tmp_path, monkeypatch):
+    """A panel for each test, with what the scales mean along the axis."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
+    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task")
+    figure_lib.draw_sweep(tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128}))
+    [figure] = figures
+    assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
+    [line, *_] = figure.axes[0].containers[0].lines
+    np.testing.assert_allclose(line.get_xdata(), [64, 128])
+    np.testing.assert_allclose(line.get_ydata(), [15, 30])
+
+
+CONFIG = {
+    "task": "sweep recall",
+    "options": {
+        "cases": ["8:2", "12:3"], "vocab_size": 16, "train_sequences": 50, "val_sequences": 16, "hidden_size": 8,
+        "num_heads": 1, "head_dim": 4, "num_layers": 1, "implementation": "recurrent", "dtype": "float32",
+        "mixers": ["gated_delta_net"], "scales": [1, 2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3,
+        "batch_size": 8,
+    },
+}  # fmt: skip
+
+
+def test_config_file_with_scales_and_turns(tmp_path, monkeypatch):
+    """A file gives the defaults; each scale chooses its learning rate; a run is that of `gdn train` at its size."""
+    file, out = tmp_path / "config.json", tmp_path / "run"
+    file.write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(sweep, "commit", lambda: "0123abcd")
+    words = ["sweep", "recall", "--config", str(file), "--out", str(out)]
+    assert cli.main([*words, "--steps", "4"]) == 0
+    stored = json.loads((out / "config.json").read_text())["options"]
+    assert stored == stored | CONFIG["options"] | {"steps": 4} and "config" not in stored
+    lines = JsonLines(out / "runs.jsonl").records()
+    assert len(lines) == 6 and {line["commit"] for line in lines} == {"0123abcd"}
+    for scale in (1, 2):
+        *first, last = [line for line in lines if line["scale"] == scale]
+        assert [(line["lr"], line["seed"]) for line in first] == [(0.01, 0), (0.03, 0)]
+        best = min(first, key=lambda line: line["val_loss"])
+        assert (last["lr"], last["seed"]) == (best["lr"], 1)
+    table = (out / "table.md").read_text()
+    assert "| mixer | width | layers | state | learning rate | 2 pairs | 3 pairs |" in table
+    assert "| Gated DeltaNet | 8 | 1 | 16 |" in table and "| Gated DeltaNet | 16 | 1 | 32 |" in table
+
+    o = sweep_options.from_json("recall", stored, sweep_options.GridOptions())
+    trained = TrainOptions(
+        o.task,
+        RunOptions(steps=4, batch_size=8),
+        MIXERS["gated_delta_net"].model(sweep_options.scaled_model(o, 2)),
+        OptimizerOptions(lr=0.03),
+    )
+    trainer = Trainer.make(trained, make_task(trained))
+    for step in range(1, 5):
+        trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+    loss, _ = steps.validate(trainer.functions, trainer.state.params, trainer.task.val_batches(8))
+    [line] = [line for line in lines if (line["scale"], line["lr"], line["seed"]) == (2, 0.03, 0)]
+    assert line["val_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "--config: expected JSON in"),
+        ("[]", '--config: expected an object with "task" and "options"'),
+        (CONFIG | {"task": "sweep copy"}, "--config: expected a file of the task sweep recall, got sweep copy"),
+        (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
+        (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
+        (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
+        (None, "--config: cannot read"),
+    ],
+)
+def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert cli.main(["sweep", "recall", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_other_seeds_run_at_the_best_learning_rate():
+    """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
+    o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
+    assert sweep.count(o) == 4
+    tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
+    assert sweep.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
+        sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
+    ]
+    all_runs = sweep.wanted(o, "mamba2", 1, tried, "accuracy")
+    assert all_runs[2:] == [sweep.Run("mamba2", 0.03, seed) for seed in (1, 2)]
+    worse = [line("mamba2", 0.03, seed, 9.0, 0.25 * seed) for seed in (1, 2)]
+    [row] = summary.rows(tried + worse, ["mamba2"])
+    assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]
+
+
+def test_hybrid():
+    """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
+    o = options(mixers=("hybrid",))
+    for layers, attention in ((2, [1]), (8, [3, 7])):
+        size = dataclasses.replace(o.model, num_layers=layers)
+        kinds = options_lib.config_values(MIXERS["hybrid"].model(size))["layer_types"]
+        assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
+    with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
+        sweep_options.check(o)
+
+
+def test_commit(tmp_path, monkeypatch):
+    """Of the repository that the package lies in, with a mark where a file has changed; without one, GDN_COMMIT."""
+    package = tmp_path / "gdn_jax" / "commands"
+    package.mkdir(parents=True)
+    file = package / "versions.py"
+    file.touch()
+    monkeypatch.setattr(versions, "__file__", str(file))
+    monkeypatch.delenv("GDN_COMMIT", raising=False)
+    assert versions.commit() is None
+    monkeypatch.setenv("GDN_COMMIT", "feed")
+    assert versions.commit() == "feed"
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert len(head) == 40 and versions.commit() == head
+    file.write_text("changed")
+    assert versions.commit() == head + "+"
 
 
 @pytest.mark.parametrize("task", sweep_options.PRESETS)

@@ -432,3 +432,58 @@ def test_task_options(tmp_path, capsys, words, message):
 def test_misuse(capsys, words):
     assert cli.main(["train", *words.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_recall_of_several_cases():
+    """Lengths and pairs take turns from step to step; the tests are of the same lengths; a look-up answers all."""
+    cases = {2: 8, 3: 16, 5: 20}
+    o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "20:5"), val_sequences=18)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=6)))
+    assert (task.turns, task.size, task.test_sizes) == (3, 5, (2, 3, 5))
+    drawn = [task.train_batch(step) for step in range(1, 7)]
+    assert [batch.tokens.shape[1] for batch in drawn] == [16, 20, 8] * 2
+    tests = {pairs: batch for pairs, (batch, *_) in task.test_batches(6).items()}
+    val = task.val_batches(6)
+    assert {batch.tokens.shape for batch in [*val, *tests.values()]} == {(6, 20)}
+    pairs_of = [3, 5, 2, 3, 5, 2, *tests, 2, 3, 5]
+    for pairs, batch in zip(pairs_of, [*drawn, *tests.values(), *val], strict=True):
+        for row, target, weight in zip(*map(np.asarray, batch), strict=True):
+            memory = dict(row[: 2 * pairs].reshape(pairs, 2).tolist())
+            places = np.flatnonzero(weight)
+            assert len(memory) == len(places) == pairs and places.max() < cases[pairs]
+            assert [memory[int(row[t])] for t in places] == target[places].tolist()
+    assert task.baselines() == {"one of 2 values at random": 0.5}
+
+
+def test_training_set_of_fixed_size():
+    """So many sequences and no others, the same for every run; every turn has its own; tests are other ones."""
+    o = RecallOptions(vocab_size=64, cases=("8:2", "16:3"), train_sequences=20, val_sequences=40)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=40, seed=7)))
+    draw = [jax.jit(lambda seed, step, turn=turn: task.seeded_batch(seed, step, turn)) for turn in (0, 1)]
+
+    def rows(batch):
+        return {bytes(row) for row in np.asarray(batch.tokens, np.uint8)}
+
+    batches = [{(step, s): rows(draw[step % 2](s, step)) for step in range(1, 9)} for s in (0, 1)]
+    sets = [set().union(*(x for b in batches for (step, _), x in b.items() if step % 2 == t)) for t in (0, 1)]
+    # 160 draws of 20 for each run: (1 - 1/20)^320 * 20 < 1e-5 that one is left out
+    assert [len(x) for x in sets] == [20, 20]
+    assert batches[0][1, 0] != batches[1][1, 1], "runs draw the same batches"
+    fresh = set().union(*(rows(b) for b in task.val_batches(40)))
+    assert len(fresh & {row.ljust(16, b"\0") for x in sets for row in x}) <= 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--cases 64", "--cases: expected length and pairs like 64:4, got 64"),
+        ("--cases 64:0", "--cases: expected length and pairs like 64:4, got 64:0"),
+        ("--cases 64:4 32:4", "--cases: expected different numbers of pairs, got 64:4 32:4"),
+        ("--cases 14:4", "--cases: expected an even length of at least four a pair, got 14:4"),
+        ("--cases 256:64", "--vocab-size: expected an even number, at least 128, got 64"),
+        ("--train-sequences 0", "--train-sequences: expected a number above 0, got 0"),
+    ],
+)
+def test_recall_cases_that_cannot_be(tmp_path, capsys, words, message):
+    assert cli.main(["train", "recall", "--out", str(tmp_path / "run"), *words.split()]) == 1
+    assert message in capsys.readouterr().err
