@@ -29,9 +29,10 @@ USAGE = """usage: gdn COMMAND ...
                      (--what decode) a token of every request that is served, or (--what scale) several devices
                      beside one
 
-  tasks: bytes         next-byte modelling of real text (train only)
+  tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
          needle        a few values in a haystack of noise or text, at lengths beyond training
+         sentence      a sentence in a long text that says what is asked for at its end, in bytes
          parity        parity of the bits so far, at lengths beyond training
          permutation   product of the permutations so far, at lengths beyond training
          copy          repeating a sequence
@@ -133,7 +134,7 @@ def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[st
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    tasks = [name for name in TASKS if command == "train" or name != "bytes"]
+    tasks = [*TASKS]
     if not argv or argv[0] not in tasks:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
         raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")

@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,8 +74,11 @@ def facts(name):
 
 
 def task_of(name):
-    """The task of a sweep."""
+    """What the table says of a sweep's task. The first sweeps did not store it."""
     config, _ = folder(name)
+    if about := config.get("about"):
+        about = about | {key: lambda key=key: config["about"][key] for key in ("summary", "baselines")}
+        return SimpleNamespace(**about)
     options = sweep_options.from_json(
         config["task"].split()[1], config["options"], sweep_options.GridOptions()
     )

@@ -27,7 +27,7 @@ from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptio
 from gdn_jax.experiments.sweeps import figure as figure_lib
 from gdn_jax.experiments.sweeps import options as sweep_options
 from gdn_jax.experiments.sweeps import summary, sweep
-from gdn_jax.experiments.tasks.options import ParityOptions
+from gdn_jax.experiments.tasks.options import ParityOptions, RecallOptions
 from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
 
@@ -371,22 +371,21 @@ def test_figure_over_scales(tmp_path, monkeypatch):
 
 
 CONFIG = {
-    "task": "sweep recall",
+    "task": "sweep parity",
     "options": {
-        "cases": ["8:2", "12:3"], "vocab_size": 16, "train_sequences": 50, "val_sequences": 16, "hidden_size": 8,
-        "num_heads": 1, "head_dim": 4, "num_layers": 1, "implementation": "recurrent", "dtype": "float32",
-        "mixers": ["gated_delta_net"], "scales": [1, 2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3,
-        "batch_size": 8,
+        "length": 6, "test_lengths": [6, 9], "val_sequences": 16, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
+        "num_layers": 1, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"], "scales": [1, 2],
+        "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 8,
     },
 }  # fmt: skip
 
 
-def test_config_file_with_scales_and_turns(tmp_path, monkeypatch):
-    """A file gives the defaults; each scale chooses its learning rate; a run is that of `gdn train` at its size."""
+def test_config_file_with_scales(tmp_path, monkeypatch):
+    """A file gives the defaults; each scale chooses its learning rate and has its size; lines carry the commit."""
     file, out = tmp_path / "config.json", tmp_path / "run"
     file.write_text(json.dumps(CONFIG))
     monkeypatch.setattr(sweep, "commit", lambda: "0123abcd")
-    words = ["sweep", "recall", "--config", str(file), "--out", str(out)]
+    words = ["sweep", "parity", "--config", str(file), "--out", str(out)]
     assert cli.main([*words, "--steps", "4"]) == 0
     stored = json.loads((out / "config.json").read_text())["options"]
     assert stored == stored | CONFIG["options"] | {"steps": 4} and "config" not in stored
@@ -398,22 +397,36 @@ def test_config_file_with_scales_and_turns(tmp_path, monkeypatch):
         best = min(first, key=lambda line: line["val_loss"])
         assert (last["lr"], last["seed"]) == (best["lr"], 1)
     table = (out / "table.md").read_text()
-    assert "| mixer | width | layers | state | learning rate | 2 pairs | 3 pairs |" in table
-    assert "| Gated DeltaNet | 8 | 1 | 16 |" in table and "| Gated DeltaNet | 16 | 1 | 32 |" in table
+    assert "| mixer | width | layers | state | learning rate | 6 tokens | 9 tokens |" in table
+    assert "| Mamba2's rule | 8 | 1 | 16 |" in table and "| Mamba2's rule | 16 | 1 | 32 |" in table
 
-    o = sweep_options.from_json("recall", stored, sweep_options.GridOptions())
-    trained = TrainOptions(
-        o.task,
-        RunOptions(steps=4, batch_size=8),
-        MIXERS["gated_delta_net"].model(sweep_options.scaled_model(o, 2)),
-        OptimizerOptions(lr=0.03),
-    )
-    trainer = Trainer.make(trained, make_task(trained))
-    for step in range(1, 5):
-        trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
-    loss, _ = steps.validate(trainer.functions, trainer.state.params, trainer.task.val_batches(8))
-    [line] = [line for line in lines if (line["scale"], line["lr"], line["seed"]) == (2, 0.03, 0)]
-    assert line["val_loss"] == pytest.approx(loss, rel=1e-4)
+
+@pytest.mark.slow
+def test_turns_in_one_program():
+    """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
+    task_options = RecallOptions(vocab_size=16, cases=("8:2", "12:3"), train_sequences=50, val_sequences=16)
+    o = options(together=2)
+    o = dataclasses.replace(o, task=task_options)
+    trained = [
+        TrainOptions(
+            task_options,
+            RunOptions(steps=5, batch_size=8),
+            MIXERS["mamba2"].model(o.model),
+            OptimizerOptions(lr=lr),
+        )
+        for lr in (0.01, 0.03)
+    ]
+    task = make_task(trained[0])
+    runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
+    runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
+    for i, options_of in enumerate(trained):
+        trainer = Trainer.make(options_of, make_task(options_of))
+        for step in range(1, 6):
+            trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+        got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
+            # float32 sums in another order, over five steps of Adam
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +434,7 @@ def test_config_file_with_scales_and_turns(tmp_path, monkeypatch):
     [
         ("{", "--config: expected JSON in"),
         ("[]", '--config: expected an object with "task" and "options"'),
-        (CONFIG | {"task": "sweep copy"}, "--config: expected a file of the task sweep recall, got sweep copy"),
+        (CONFIG | {"task": "sweep copy"}, "--config: expected a file of the task sweep parity, got sweep copy"),
         (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
         (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
         (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
@@ -432,7 +445,7 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
-    assert cli.main(["sweep", "recall", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    assert cli.main(["sweep", "parity", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
 
@@ -525,7 +538,10 @@ def test_error_is_one_line(tmp_path, capsys, words, message):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("sweep bytes", "gdn sweep: expected a task recall, needle, parity, permutation or copy, got bytes"),
+        (
+            "sweep words",
+            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation or copy, got words",
+        ),
         ("sweep", "gdn sweep: expected a task"),
         ("sweep parity --mixers transformer", "transformer"),
         ("sweep parity --lr 0.1", "--lr"),

@@ -16,6 +16,7 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
     TaskOptions,
     TextOptions,
 )
@@ -164,6 +165,7 @@ TASKS: dict[str, TrainOptions] = {
     "bytes": TrainOptions(TextOptions()),
     "recall": _generated(RecallOptions()),
     "needle": _generated(NeedleOptions()),
+    "sentence": _generated(SentenceOptions()),
     "parity": _generated(ParityOptions(), allow_neg_eigval=True),
     "permutation": _generated(PermutationOptions(), allow_neg_eigval=True),
     "copy": _generated(CopyOptions()),
@@ -180,7 +182,7 @@ _NOT_STORED = {
 }  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 _YOUNGER = (
-    "model attention_every remat scales scaled lr_seeds train_sequences cases"
+    "model attention_every remat scales scaled lr_seeds train_sequences cases packages test_lengths"
 ).split()  # came after the first runs that are kept
 
 _POSITIVE = (
@@ -190,7 +192,7 @@ _POSITIVE = (
     "scales lr_seeds train_sequences "
     "tokens top_k attention_every"
 ).split()
-_NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
+_NOT_NEGATIVE = "seed data_seed weight_decay temperature text_weight".split()
 _FRACTION = "end_lr warmup".split()
 _SEEDS = "seed data_seed".split()  # 32 bits without a sign
 

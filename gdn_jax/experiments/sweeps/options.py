@@ -15,7 +15,9 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
     TaskOptions,
+    TextOptions,
 )
 
 MixerName = Literal[
@@ -110,6 +112,13 @@ def _full(task: TaskOptions, **changes: Any) -> SweepOptions:
 # Linear attention, the gate alone, the delta rule alone, both.
 _FOUR: tuple[MixerName, ...] = ("linear_attention", "mamba2", "delta_net", "gated_delta_net")
 _FIVE: tuple[MixerName, ...] = (*_FOUR, "softmax_attention")
+_ALL: tuple[MixerName, ...] = (*_FOUR, "gated_delta_net_neg", "softmax_attention", "hybrid")
+
+# 30M parameters with a mixer of about 6 hidden_size^2 of them. Softmax attention would keep a score for every two
+# tokens of a row for the backward pass: the parts around a rule are computed again, and this rule with them.
+_TEXT = SizeOptions(
+    hidden_size=512, num_layers=8, num_heads=4, head_dim=96, expand_v=2.0, mlp_ratio=8 / 3, remat="rule"
+)
 
 PRESETS: dict[str, dict[str, SweepOptions]] = {
     # Keys come again: where each is written once, a state that only adds up is as good a memory as one that erases
@@ -179,6 +188,46 @@ PRESETS: dict[str, dict[str, SweepOptions]] = {
             model=_FULL_STATE,
         ),
     },
+    # What the text of the sentence says on comes from the standard library, also in the full size: see results/configs.
+    "sentence": {
+        "small": _small(
+            SentenceOptions(length=256, test_lengths=(256, 512), val_sequences=64), mixers=_FOUR, steps=400
+        ),
+        "full": _full(
+            SentenceOptions(length=1024, test_lengths=(1024, 2048, 4096, 8192), val_sequences=256),
+            mixers=_FIVE,
+            together=1,
+        ),
+    },
+    "bytes": {
+        "small": dataclasses.replace(
+            _small(
+                TextOptions(length=128, test_lengths=(64, 128, 256, 512), val_bytes=32768),
+                mixers=_FOUR,
+                steps=400,
+                batch_size=16,
+            ),
+            model=dataclasses.replace(_SMALL, hidden_size=64, num_layers=2, num_heads=2, head_dim=16),
+        ),
+        # 30M parameters, 66M bytes.
+        "full": dataclasses.replace(
+            _full(
+                TextOptions(
+                    packages=True,
+                    length=2048,
+                    test_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
+                    val_bytes=2**20,
+                ),
+                mixers=_ALL,
+                lrs=(1e-3, 3e-3),
+                lr_seeds=1,
+                batch_size=32,
+                steps=1000,
+                together=1,
+            ),
+            model=_TEXT,
+        ),
+    },
     "parity": {
         "small": _small(ParityOptions(val_sequences=256), steps=800),
         "full": _full(
@@ -222,6 +271,8 @@ def check(options: SweepOptions) -> None:
         for mixer in grid.mixers:
             options_lib.check_layers(MIXERS[mixer].model(model))
     options.task.check()
+    if isinstance(options.task, TextOptions) and options.task.test_lengths is None:
+        fail("test_lengths", "at least one length", "none")
     if grid.lr_seeds is not None and grid.lr_seeds > grid.seeds:
         fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
     if grid.lr_seeds is None:

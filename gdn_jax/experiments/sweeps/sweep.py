@@ -312,6 +312,13 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         "command": command,
         "options": options_lib.to_json(options),
         "data": task.describe(),
+        "about": {
+            "metric": task.metric,
+            "label": task.label,
+            "axis": task.axis,
+            "summary": task.summary(),
+            "baselines": task.baselines(),
+        },
         "versions": versions(),
     }
     folder = RunFolder.create(o.out, f"sweep {name}")

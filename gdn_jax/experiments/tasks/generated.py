@@ -1,4 +1,4 @@
-"""Tasks whose sequences are drawn at random: recall, needle, parity, permutation, copy."""
+"""Tasks whose sequences are drawn at random: recall, needle, sentence, parity, permutation, copy."""
 
 import copy
 import hashlib
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from gdn_jax import models
 from gdn_jax.experiments.options import TrainOptions
-from gdn_jax.experiments.tasks import copying, needle, recall, state_tracking, text
+from gdn_jax.experiments.tasks import copying, needle, recall, sentence, state_tracking, text
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.options import (
     CopyOptions,
@@ -21,13 +21,16 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
 )
 
 _TRAINING_SET = 2**16
 """Purpose of the keys of a training set of fixed size; those of its turns follow."""
 
 
-class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, PermutationOptions, CopyOptions)]:
+class GeneratedTask[
+    T: (RecallOptions, NeedleOptions, SentenceOptions, ParityOptions, PermutationOptions, CopyOptions)
+]:
     """A task of fresh sequences; a subclass says how they are drawn.
 
     Attributes:
@@ -56,8 +59,12 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
         raise NotImplementedError
 
     def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
-        """Fresh sequences to train on, or to validate with."""
+        """Fresh sequences to train on."""
         return self.draw(key, batch, self.size)
+
+    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        """Fresh sequences to validate with."""
+        return self.draw_training(key, batch, turn)
 
     def bound(self, data: PyTree) -> "GeneratedTask":
         other = copy.copy(self)
@@ -89,7 +96,7 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
         return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
 
     def val_batches(self, size: int) -> list[Batch]:
-        turns = [self.draw_training(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))]
+        turns = [self.draw_validation(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))]
         longest = max(batch.tokens.shape[1] for batch in turns)
         return [batch.pad(longest) for batch in turns]
 
@@ -187,10 +194,9 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
 
     def __init__(self, options: TrainOptions[NeedleOptions]):
         super().__init__(options)
-        self.text = None
         self.first_value, self.tokens = 0, self.o.noise_tokens
         if self.o.haystack == "text":
-            self.text = jnp.asarray(text.load(None).train)
+            self.data = jnp.asarray(text.load(None).train)
             self.first_value, self.tokens = ord("a"), 256
         self.vocab_size = self.tokens + 2
 
@@ -200,11 +206,11 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
             tokens, targets, asked = needle.void_pairs(key, batch, size, o.noise_tokens, o.needle_length)
             return Batch(tokens, targets, asked.astype(jnp.float32))
         key_haystack, key_needle = jax.random.split(key)
-        if self.text is None:
+        if self.data is None:
             haystack = jax.random.randint(key_haystack, (batch, size), 0, self.tokens)
         else:
-            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.text.size - size)
-            haystack = self.text[starts + jnp.arange(size)].astype(jnp.int32)
+            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.data.size - size)
+            haystack = self.data[starts + jnp.arange(size)].astype(jnp.int32)
         tokens, targets, asked = needle.hide(
             key_needle,
             haystack,
@@ -228,6 +234,50 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
         return (
             f"{o.needle_length} of {o.num_values} values in {o.length} tokens of {o.haystack}, always fresh"
         )
+
+
+class SentenceTask(GeneratedTask[SentenceOptions]):
+    """A sentence in a long text; see `sentence.hide`. The data are the two parts of the text."""
+
+    label = "accuracy at the digits of the answer"
+    axis = "bytes"
+    vocab_size = 256
+
+    def __init__(self, options: TrainOptions[SentenceOptions]):
+        super().__init__(options)
+        o, self.source = self.o, "repeated words"
+        if o.haystack == "text":
+            longest = max(o.length, *o.test_lengths)
+            corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+            self.data = {"train": jnp.asarray(corpus.train), "held out": jnp.asarray(corpus.val)}
+            self.source = corpus.source
+
+    def _draw(self, key: jax.Array, batch: int, size: int, part: str) -> Batch:
+        key_haystack, key_sentence = jax.random.split(key)
+        if self.o.haystack == "text":
+            haystack = sentence.pieces(key_haystack, self.data[part], batch=batch, length=size + 1)
+        else:
+            haystack = sentence.noise(batch, size + 1)
+        tokens, targets, asked = sentence.hide(key_sentence, haystack, value=self.o.value)
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        return self._draw(key, batch, size, "held out")
+
+    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        drawn = self._draw(key, batch, self.size, "train")
+        return drawn._replace(weights=jnp.maximum(drawn.weights, self.o.text_weight))
+
+    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        return self.draw(key, batch, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        digits = len(sentence.DIGITS[self.o.value][1])
+        return {f"one of {digits} digits at random": 1 / digits}
+
+    def summary(self) -> str:
+        o, (count, _) = self.o, sentence.DIGITS[self.o.value]
+        return f"a {o.value} of {count} digits in {o.length} bytes of {self.source}, {o.freshness()}"
 
 
 def _tracked(tokens: jax.Array, targets: jax.Array, trained: int) -> Batch:

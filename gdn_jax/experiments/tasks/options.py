@@ -23,18 +23,30 @@ def prompt_bytes(prompt: str) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextOptions:
-    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
-
-    task: ClassVar[str] = "bytes"
+class CorpusOptions:
+    """A text, a part of which is held out."""
 
     data: Path | None = None
     """File or folder. Without it, the .py files of the running Python's standard library. With --resume: where the
     same text lies now."""
     glob: str = "*"
     """Names of the files read below a folder."""
+    packages: bool = False
+    """The folder is one of packages: whole packages are held out, and a file that comes again is left out. Without
+    --data, the .py files of all packages that are installed beside this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(CorpusOptions):
+    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
+
+    task: ClassVar[str] = "bytes"
+
     length: int = 256
     """Bytes of a training sequence, T."""
+    test_lengths: tuple[int, ...] | None = None
+    """Held-out text is also read in windows of the longest of these, and scored between one of them and the next: what
+    more context is worth. None: it is not."""
     val_bytes: int = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""
@@ -47,6 +59,8 @@ class TextOptions:
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
         prompt_bytes(self.prompt)
+        if self.test_lengths is not None and list(self.test_lengths) != sorted(self.test_lengths):
+            fail("test_lengths", "ascending lengths", " ".join(map(str, self.test_lengths)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +179,30 @@ class NeedleOptions(GeneratedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class SentenceOptions(GeneratedOptions, CorpusOptions):
+    """A sentence in a long text, asked for at the end (Hsieh et al. 2024, "RULER"; S-NIAH 1 to 3), in bytes."""
+
+    task: ClassVar[str] = "sentence"
+
+    haystack: Literal["repeated", "text"] = "repeated"
+    """repeated: the same few words over and over; text: pieces of --data, the held-out part of which is for tests."""
+    value: Literal["number", "code"] = "number"
+    """What the sentence says: a number of seven digits, or a code of 32 hexadecimal digits."""
+    text_weight: float = 0.0
+    """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
+    length: int = 512
+    """Bytes of a training sequence."""
+    test_lengths: tuple[int, ...] = (512, 1024)
+    """Lengths that the trained model is tested at."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        for name, given in (("length", self.length), ("test_lengths", min(self.test_lengths))):
+            if given < 256:
+                fail(name, "at least 256: the sentence and the question take up to 150 bytes", given)
+
+
+@dataclasses.dataclass(frozen=True)
 class ParityOptions(GeneratedOptions):
     """The parity of the bits so far, after every bit; accuracy on fresh sequences."""
 
@@ -215,4 +253,12 @@ class CopyOptions(GeneratedOptions):
         """Raises RunError naming an option that does not fit the others."""
 
 
-TaskOptions = TextOptions | RecallOptions | NeedleOptions | ParityOptions | PermutationOptions | CopyOptions
+TaskOptions = (
+    TextOptions
+    | RecallOptions
+    | NeedleOptions
+    | SentenceOptions
+    | ParityOptions
+    | PermutationOptions
+    | CopyOptions
+)

@@ -104,6 +104,7 @@ _TASKS: dict[str, type] = {
     "bytes": next_byte.BytesTask,
     "recall": generated.RecallTask,
     "needle": generated.NeedleTask,
+    "sentence": generated.SentenceTask,
     "parity": generated.ParityTask,
     "permutation": generated.PermutationTask,
     "copy": generated.CopyTask,
