@@ -30,7 +30,7 @@ class BytesTask:
         self.options = options
         o, self.length = options.task, options.task.length
         self.size, self.tests = self.length, o.test_lengths or ()
-        longest = max(self.length, *self.tests)
+        longest = max((self.length, *self.tests))
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
         self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
 
