@@ -5,7 +5,8 @@ number of the text is an option or the chance of a sweep that its section links 
 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
-`seeds`, `mean` and `spread` take a folder, a mixer and the size of the test; scores are in %, or in bits per byte.
+`seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it; scores
+are in %, or in bits per byte. A row of a sweep with several scales has a column "scale".
 """
 
 import functools
@@ -40,19 +41,17 @@ def folder(name):
 
 @functools.cache
 def scores(name):
-    """{mixer: {size: scores of the seeds}} of a sweep with one scale, at the learning rate of the least mean loss."""
+    """{(mixer, scale): {size: scores of the seeds}} at the learning rate of the least mean validation loss."""
     config, lines = folder(name)
-    metric = next(key for key in lines[0] if key.startswith("test_"))
+    o, metric = config["options"], next(key for key in lines[0] if key.startswith("test_"))
+    trying = range(o.get("lr_seeds") or o["seeds"])
     found = {}
-    for mixer in config["options"]["mixers"]:
-        losses = {
-            lr: np.mean([x["val_loss"] for x in lines if (x["mixer"], x["lr"]) == (mixer, lr)])
-            for lr in config["options"]["lrs"]
-        }
-        best = [x[metric] for x in lines if (x["mixer"], x["lr"]) == (mixer, min(losses, key=losses.get))]
-        assert len(best) == config["options"]["seeds"] > 1
+    for mixer, scale in itertools.product(o["mixers"], o.get("scales", [1])):
+        runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x.get("scale", 1)) == (mixer, scale)}
+        losses = {lr: np.mean([runs[lr, seed]["val_loss"] for seed in trying]) for lr in o["lrs"]}
+        best = [runs[min(losses, key=losses.get), seed][metric] for seed in range(o["seeds"])]
         factor = 100 if metric == "test_accuracy" else 1
-        found[mixer] = {size: [factor * seed[size] for seed in best] for size in best[0]}
+        found[mixer, scale] = {size: [factor * seed[size] for seed in best] for size in best[0]}
     return found
 
 
@@ -89,14 +88,14 @@ def task_of(name):
 def derived(text):
     """Numbers that comments of a text derive, and those whose derivation gives another one."""
 
-    def seeds(name, mixer, size):
-        return scores(name)[mixer][str(size)]
+    def seeds(name, mixer, size, scale=1):
+        return scores(name)[mixer, scale][str(size)]
 
     names = {
         "seeds": seeds,
         "mean": lambda *which: np.mean(seeds(*which)),
         "spread": lambda *which: np.ptp(seeds(*which)),
-        "others": lambda name, *but: [mixer for mixer in scores(name) if mixer not in but],
+        "others": lambda name, *but: {mixer for mixer, _ in scores(name)} - {*but},
     }
     right, wrong = set(), []
     for said, expression in re.findall(r"<!-- ([\d.]+): (.*) -->", text):
@@ -138,7 +137,8 @@ def wrong_numbers(page):
             for heading, got in row.items():
                 wanted = None
                 if heading in LABELS:
-                    seeds = scores(linked).get(LABELS[heading], {}).get(row["asked at"])
+                    which = LABELS[heading], int(row.get("scale", "1"))
+                    seeds = scores(linked).get(which, {}).get(row["asked at"])
                     digits = 1 if "test_accuracy" in lines[0] else 3
                     wanted = "" if seeds is None else cell(seeds, digits)
                 elif heading == "trained at":
@@ -185,6 +185,20 @@ def test_a_wrong_number_is_noticed(right, wrong):
     page = (RESULTS / "README.md").read_text()
     assert page.count(right) == 1
     assert len(wrong_numbers(page.replace(right, wrong))) > 0
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "configs").iterdir()), ids=lambda path: path.stem)
+def test_configs_fit(path):
+    """Every file of options can be used, is of the size that its name says, and is named on the page."""
+    options = sweep_options.from_file(
+        json.loads(path.read_text())["task"].split()[1], path, sweep_options.GridOptions()
+    )
+    sweep_options.check(options)
+    finding, size = path.stem.split(".")
+    assert options.sweep.size == size
+    assert f"configs/{finding}" in (RESULTS / "README.md").read_text()
+    if finding not in ("text_100m", "text_30m"):
+        assert options.sweep.seeds == 3
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -362,7 +362,9 @@ def test_figure_over_scales(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
     size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task")
-    figure_lib.draw_sweep(tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128}))
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
+    )
     [figure] = figures
     assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
     [line, *_] = figure.axes[0].containers[0].lines
@@ -434,7 +436,10 @@ def test_turns_in_one_program():
     [
         ("{", "--config: expected JSON in"),
         ("[]", '--config: expected an object with "task" and "options"'),
-        (CONFIG | {"task": "sweep copy"}, "--config: expected a file of the task sweep parity, got sweep copy"),
+        (
+            CONFIG | {"task": "sweep copy"},
+            "--config: expected a file of the task sweep parity, got sweep copy",
+        ),
         (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
         (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
         (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
@@ -490,7 +495,9 @@ def test_commit(tmp_path, monkeypatch):
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(["git", *who, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True)
+        return subprocess.run(
+            ["git", *who, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True
+        )
 
     git("init")
     git("add", ".")

@@ -61,7 +61,7 @@ class GridOptions:
     seeds: int = 3
     """Runs that differ in their initial weights and batches: seeds 0, 1, ..."""
     lr_seeds: int | None = None
-    """The first so many seeds try every learning rate, the others only the one that was best there. None: all try all."""
+    """The first so many seeds try every learning rate, the others the one that was best there. None: all try all."""
     data_seed: int = 0
     """Seed of the validation and test sets, which all runs share."""
     steps: int = 500
@@ -188,7 +188,6 @@ PRESETS: dict[str, dict[str, SweepOptions]] = {
             model=_FULL_STATE,
         ),
     },
-    # What the text of the sentence says on comes from the standard library, also in the full size: see results/configs.
     "sentence": {
         "small": _small(
             SentenceOptions(length=256, test_lengths=(256, 512), val_sequences=64), mixers=_FOUR, steps=400

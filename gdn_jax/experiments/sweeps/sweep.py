@@ -9,8 +9,9 @@ The folder of a sweep:
                    validation loss: mean and standard error over the seeds
     figure.png     the same
 
-A run is a function of its mixer, scale, learning rate and seed: it is lost when interrupted and made again. Runs of a mixer
-share one compiled program, in which seed and learning rate are arguments and `together` of them advance side by side.
+A run is a function of its mixer, scale, learning rate and seed: it is lost when interrupted and made again. Runs of a
+mixer at a scale share one compiled program, in which seed and learning rate are arguments and `together` of them
+advance side by side.
 """
 
 import functools
@@ -171,7 +172,7 @@ def count(options: SweepOptions) -> int:
 def wanted(
     options: SweepOptions, mixer: str, scale: int, records: list[dict[str, Any]], metric: str
 ) -> list[Run]:
-    """Runs of a mixer at a scale: those that try learning rates; once all of them are among the records, the others."""
+    """Runs of a mixer at a scale: those that try learning rates and, once their records are there, the others."""
     o = options.sweep
     trying = o.seeds if o.lr_seeds is None else o.lr_seeds
     runs = [Run(mixer, lr, seed, scale) for lr in o.lrs for seed in range(trying)]

@@ -45,8 +45,8 @@ class TextOptions(CorpusOptions):
     length: int = 256
     """Bytes of a training sequence, T."""
     test_lengths: tuple[int, ...] | None = None
-    """Held-out text is also read in windows of the longest of these, and scored between one of them and the next: what
-    more context is worth. None: it is not."""
+    """Held-out text is also read in windows of the longest of these, and scored between one length and the next:
+    what more context is worth. None: it is not."""
     val_bytes: int = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""
