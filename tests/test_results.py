@@ -5,8 +5,8 @@ number of the text is an option or the chance of a sweep that its section links 
 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
-`seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it; scores
-are in %, or in bits per byte. A row of a sweep with several scales has a column "scale".
+`seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
+scores are in %, or in bits per byte. A row of a sweep with several scales has a column "scale".
 """
 
 import functools

@@ -373,34 +373,55 @@ def test_figure_over_scales(tmp_path, monkeypatch):
 
 
 CONFIG = {
-    "task": "sweep parity",
+    "task": "sweep bytes",
     "options": {
-        "length": 6, "test_lengths": [6, 9], "val_sequences": 16, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
-        "num_layers": 1, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"], "scales": [1, 2],
-        "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 8,
+        "length": 16, "test_lengths": [8, 24], "val_bytes": 96, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
+        "num_layers": 1, "expand_v": 1.0, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"],
+        "scales": [1, 2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 4,
     },
 }  # fmt: skip
 
 
-def test_config_file_with_scales(tmp_path, monkeypatch):
-    """A file gives the defaults; each scale chooses its learning rate and has its size; lines carry the commit."""
+def test_text_at_two_scales_from_a_file(folder, tmp_path, monkeypatch):
+    """A file gives the defaults; each scale chooses its learning rate; bits per byte by the place in a row."""
     file, out = tmp_path / "config.json", tmp_path / "run"
     file.write_text(json.dumps(CONFIG))
     monkeypatch.setattr(sweep, "commit", lambda: "0123abcd")
-    words = ["sweep", "parity", "--config", str(file), "--out", str(out)]
-    assert cli.main([*words, "--steps", "4"]) == 0
-    stored = json.loads((out / "config.json").read_text())["options"]
-    assert stored == stored | CONFIG["options"] | {"steps": 4} and "config" not in stored
+    words = ["--config", str(file), "--data", str(folder), "--out", str(out), "--steps", "4"]
+    assert cli.main(["sweep", "bytes", *words]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["options"] == config["options"] | CONFIG["options"] | {"steps": 4}
+    assert "config" not in config["options"]
+    assert config["about"]["metric"] == "bpb" and config["about"]["baselines"].keys() == {"bigram", "trigram"}
     lines = JsonLines(out / "runs.jsonl").records()
     assert len(lines) == 6 and {line["commit"] for line in lines} == {"0123abcd"}
+    for line in lines:
+        assert set(line["test_bpb"]) == {"8", "24"} and all(2 < x < 12 for x in line["test_bpb"].values())
+        assert line["val_bpb"] == pytest.approx(line["val_loss"] / np.log(2))
     for scale in (1, 2):
         *first, last = [line for line in lines if line["scale"] == scale]
         assert [(line["lr"], line["seed"]) for line in first] == [(0.01, 0), (0.03, 0)]
         best = min(first, key=lambda line: line["val_loss"])
         assert (last["lr"], last["seed"]) == (best["lr"], 1)
     table = (out / "table.md").read_text()
-    assert "| mixer | width | layers | state | learning rate | 6 tokens | 9 tokens |" in table
+    assert "Bits per byte, mean ± standard error over 2 seeds" in table and "(bigram " in table
+    assert "| mixer | width | layers | state | learning rate | 8 bytes | 24 bytes |" in table
     assert "| Mamba2's rule | 8 | 1 | 16 |" in table and "| Mamba2's rule | 16 | 1 | 32 |" in table
+
+
+@pytest.mark.slow
+def test_hybrid_beside_another(folder, tmp_path):
+    """Its initial weights are made for themselves, and its parameters are counted."""
+    file, out = tmp_path / "config.json", tmp_path / "run"
+    more = {"mixers": ["mamba2", "hybrid"], "num_layers": 2, "scales": [1], "lr_seeds": None, "lrs": [0.01]}
+    file.write_text(json.dumps(CONFIG | {"options": CONFIG["options"] | more}))
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--data", str(folder), "--out", str(out)]) == 0
+    lines = JsonLines(out / "runs.jsonl").records()
+    assert [line["mixer"] for line in lines] == ["mamba2"] * 2 + ["hybrid"] * 2
+    assert (
+        lines[0]["parameters"] == lines[1]["parameters"] != lines[2]["parameters"] == lines[3]["parameters"]
+    )
+    assert "in Gated DeltaNet and attention" in (out / "table.md").read_text()
 
 
 @pytest.mark.slow
@@ -438,7 +459,7 @@ def test_turns_in_one_program():
         ("[]", '--config: expected an object with "task" and "options"'),
         (
             CONFIG | {"task": "sweep copy"},
-            "--config: expected a file of the task sweep parity, got sweep copy",
+            "--config: expected a file of the task sweep bytes, got sweep copy",
         ),
         (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
         (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
@@ -450,7 +471,7 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
-    assert cli.main(["sweep", "parity", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
 

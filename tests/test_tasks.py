@@ -456,7 +456,7 @@ def test_recall_of_several_cases():
             places = np.flatnonzero(weight)
             assert len(memory) == len(places) == pairs and places.max() < cases[pairs]
             assert [memory[int(row[t])] for t in places] == target[places].tolist()
-    assert task.baselines() == {"one of 2 values at random": 0.5}
+    assert task.baselines() == {"one of 32 values at random": 1 / 32}
 
 
 def test_training_set_of_fixed_size():

@@ -83,7 +83,7 @@ class Program:
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         assert not jax.tree.leaves(rest)
         self.parameters: int = sum(x.size for x in jax.tree.leaves(params))
-        self._data = task.data
+        self._data = jax.device_put(task.data)
 
         def advance(seed, lr, state, first, last, data):
             """Steps first + 1 to last."""

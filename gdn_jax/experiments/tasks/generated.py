@@ -171,8 +171,8 @@ class RecallTask(GeneratedTask[RecallOptions]):
         return self._draw(key, kept, pairs)
 
     def baselines(self) -> dict[str, float]:
-        # Without rewrite the values of a sequence differ: there are as many as pairs.
-        values = self.o.vocab_size // 2 if self.o.rewrite else min(self.cases or [self.o.num_pairs])
+        # Without rewrite the values of a sequence differ: there are as many as pairs, where all have the same number.
+        values = self.o.vocab_size // 2 if self.o.rewrite or self.cases else self.o.num_pairs
         return {f"one of {values} values at random": 1 / values}
 
     def summary(self) -> str:

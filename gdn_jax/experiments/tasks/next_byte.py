@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ class BytesTask:
         self.size, self.tests = self.length, o.test_lengths or ()
         longest = max((self.length, *self.tests))
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+        self.data: PyTree = self.corpus.train
         self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
 
     def train_batch(self, step: int) -> Batch:
@@ -42,14 +42,9 @@ class BytesTask:
         tokens, targets = text.windows(self.corpus.train, starts, self.length)
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
-    @cached_property
-    def data(self) -> PyTree:
-        """The training text on the device."""
-        return jnp.asarray(self.corpus.train)
-
     def bound(self, data: PyTree) -> "BytesTask":
         other = copy.copy(self)
-        other.__dict__["data"] = data
+        other.data = data
         return other
 
     def seeded_batch(self, seed: int | Array, step: int | Array, turn: int = 0) -> Batch:
@@ -58,7 +53,7 @@ class BytesTask:
         starts = jax.random.randint(
             key, (self.options.run.batch_size, 1), 0, self.data.shape[0] - self.length
         )
-        rows = self.data[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
+        rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
         return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((rows.shape[0], self.length), jnp.float32))
 
     def val_batches(self, size: int) -> list[Batch]:
