@@ -116,6 +116,27 @@ def test_one_seed_has_no_spread(tmp_path):
     assert not {"±", "mean", "seeds"} & set(table.split())
 
 
+def test_table_of_several_scales():
+    """Every scale has a row with its size and the learning rate that is best for it."""
+    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    o = options(seeds=2, lrs=(0.1, 0.2), mixers=("mamba2",), scales=(1, 3), scaled="depth")
+    runs = [
+        line("mamba2", lr, seed, abs(lr - 0.1 * (1 + (scale == 3))), 0.1 * scale + 0.2 * seed)
+        | {"scale": scale, "parameters": 9 * scale, "wall": {"seconds": 1.0}}
+        for scale in (1, 3)
+        for lr in (0.1, 0.2)
+        for seed in (0, 1)
+    ]
+    config = {"task": "sweep parity", "options": options_lib.to_json(o), "command": "gdn"}
+    config["versions"] = {"device": "a", "jax": "b"}
+    sizes = {scale: sweep_options.scaled_model(o, scale) for scale in (1, 3)}
+    table = summary.markdown(summary.rows(runs, ["mamba2"], [1, 3]), runs, config, task, sizes)
+    assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
+    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
+    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table
+    assert "9 and 27 parameters in every model; softmax" in table
+
+
 def test_help_describes_every_group(capsys):
     assert cli.main(["sweep", "parity", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -377,13 +398,13 @@ CONFIG = {
     "options": {
         "length": 16, "test_lengths": [8, 24], "val_bytes": 96, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
         "num_layers": 1, "expand_v": 1.0, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"],
-        "scales": [1, 2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 4,
+        "scales": [2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 4,
     },
 }  # fmt: skip
 
 
-def test_text_at_two_scales_from_a_file(folder, tmp_path, monkeypatch):
-    """A file gives the defaults; each scale chooses its learning rate; bits per byte by the place in a row."""
+def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
+    """A file gives the defaults; one seed chooses the learning rate; bits per byte by the place in a row."""
     file, out = tmp_path / "config.json", tmp_path / "run"
     file.write_text(json.dumps(CONFIG))
     monkeypatch.setattr(sweep, "commit", lambda: "0123abcd")
@@ -394,19 +415,17 @@ def test_text_at_two_scales_from_a_file(folder, tmp_path, monkeypatch):
     assert "config" not in config["options"]
     assert config["about"]["metric"] == "bpb" and config["about"]["baselines"].keys() == {"bigram", "trigram"}
     lines = JsonLines(out / "runs.jsonl").records()
-    assert len(lines) == 6 and {line["commit"] for line in lines} == {"0123abcd"}
+    assert len(lines) == 3 and {line["commit"] for line in lines} == {"0123abcd"}
     for line in lines:
         assert set(line["test_bpb"]) == {"8", "24"} and all(2 < x < 12 for x in line["test_bpb"].values())
         assert line["val_bpb"] == pytest.approx(line["val_loss"] / np.log(2))
-    for scale in (1, 2):
-        *first, last = [line for line in lines if line["scale"] == scale]
-        assert [(line["lr"], line["seed"]) for line in first] == [(0.01, 0), (0.03, 0)]
-        best = min(first, key=lambda line: line["val_loss"])
-        assert (last["lr"], last["seed"]) == (best["lr"], 1)
+    *first, last = lines
+    assert [(line["lr"], line["seed"], line["scale"]) for line in first] == [(0.01, 0, 2), (0.03, 0, 2)]
+    best = min(first, key=lambda line: line["val_loss"])
+    assert (last["lr"], last["seed"]) == (best["lr"], 1)
     table = (out / "table.md").read_text()
     assert "Bits per byte, mean ± standard error over 2 seeds" in table and "(bigram " in table
-    assert "| mixer | width | layers | state | learning rate | 8 bytes | 24 bytes |" in table
-    assert "| Mamba2's rule | 8 | 1 | 16 |" in table and "| Mamba2's rule | 16 | 1 | 32 |" in table
+    assert "| mixer | learning rate | 8 bytes | 24 bytes |" in table and "a state of 32 numbers" in table
 
 
 @pytest.mark.slow

@@ -121,24 +121,19 @@ def markdown(
 
 
 def _parameters(records: list[dict[str, Any]]) -> str:
-    """Parameters of the models, by scale, and those of a mixer that has others."""
-    said = []
+    """Parameters of the models, scale by scale, and those of a mixer that has others."""
+    usual, others = [], []
     for scale in sorted({record.get("scale", 1) for record in records}):
         counts: dict[int, set[str]] = {}
         for record in records:
             if record.get("scale", 1) == scale:
-                counts.setdefault(record["parameters"], set()).add(record["mixer"])
-        usual = max(counts, key=lambda count: len(counts[count]))
-        others = [
-            f"{count} in {' and '.join(sorted(MIXERS[m].label for m in names))}"
-            for count, names in counts.items()
-            if count != usual
-        ]
-        said.append(
-            f"{usual} parameters in every {'other ' if others else ''}model"
-            + "".join(f", {x}" for x in others)
-        )
-    return "; ".join(said)
+                counts.setdefault(record["parameters"], set()).add(MIXERS[record["mixer"]].label)
+        most = max(counts, key=lambda count: len(counts[count]))
+        usual.append(str(most))
+        others += [f"{n} in {' and '.join(sorted(names))}" for n, names in counts.items() if n != most]
+    return f"{' and '.join(usual)} parameters in every {'other ' if others else ''}model" + "".join(
+        f", {x}" for x in others
+    )
 
 
 def _state(rows: list[Row], sizes: Mapping[int, SizeOptions]) -> str:

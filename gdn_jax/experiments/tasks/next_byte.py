@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,10 @@ class BytesTask:
         return {"bpb": bits(loss)}
 
     def baselines(self) -> dict[str, float]:
+        return self._tables
+
+    @cached_property
+    def _tables(self) -> dict[str, float]:
         positions = (self.starts[:, None] + np.arange(1, self.length + 1)).reshape(-1)
         return ngrams.bits_per_byte(self.corpus.train, self.corpus.val, positions)
 
