@@ -49,7 +49,8 @@ def draw_sweep(
     """
     tests = list(rows[0].scores)
     if along is None:
-        panels = [(f"{axis} of a test sequence", [(row.mixer, row.scores) for row in rows])]
+        below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to so many {axis}"
+        panels = [(below, [(row.mixer, row.scores) for row in rows])]
     else:
         name, values = along
         panels = [(f"{name}\n{n} {axis}", _over_scales(rows, values, n)) for n in tests]
