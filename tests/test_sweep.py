@@ -510,6 +510,24 @@ def test_other_seeds_run_at_the_best_learning_rate():
     assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]
 
 
+@pytest.mark.parametrize(
+    "tests, shapes", [((4, 6), [(8, 6)]), ((2, 3), [(8, 6)]), ((6, 30), [(2, 6), (2, 30)])]
+)
+def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
+    """One shape where that wastes little, at most so many tokens at a time; every sequence is scored once."""
+    monkeypatch.setattr(sweep, "_SCORED", 60)
+    o = options()
+    o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    sets = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
+    assert [*sets] == ["val", *map(str, tests)]
+    assert sorted({batch.tokens.shape for batches in sets.values() for batch in batches}) == shapes
+    whole = np.concatenate([batch.tokens for batch in task.test_batches(8)[tests[-1]]])[:, : tests[-1]]
+    scored = np.concatenate([batch.tokens for batch in sets[str(tests[-1])]])[:, : tests[-1]]
+    np.testing.assert_array_equal(scored, whole)
+    assert {float(batch.weights.sum()) for batch in sets["val"]} == {6 * shapes[0][0]}
+
+
 def test_hybrid():
     """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
     o = options(mixers=("hybrid",))

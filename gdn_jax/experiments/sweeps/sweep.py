@@ -52,6 +52,8 @@ from gdn_jax.models import LanguageModel
 
 # Tokens scored at a time, at most: softmax attention keeps a score for every two tokens of a row.
 _SCORED = 2**16
+# Times that sets are made longer at most: beyond that another compilation is less work.
+_PADDED = 4
 # Seconds of work handed to the device at a time: how long a Ctrl-C waits, and how often the bar moves.
 _SLICE = 1.0
 
@@ -194,14 +196,14 @@ class Sweep:
         self.options, self.task, self.lines = options, task, lines
         self.commit = commit()
         size = options.sweep.batch_size
-        tests = task.test_batches(size)
-        longest = max(batch.tokens.shape[1] for batches in tests.values() for batch in batches)
-        # The validation set has the shape of the tests: one compilation for all of them.
-        sets = {"val": [batch.pad(longest) for batch in task.val_batches(size)]}
-        sets |= {str(n): batches for n, batches in tests.items()}
-        rows = max(1, min(size, _SCORED // longest))
+        sets = {"val": task.val_batches(size)} | {str(n): x for n, x in task.test_batches(size).items()}
+        lengths = [batch.tokens.shape[1] for batches in sets.values() for batch in batches]
+        if max(lengths) <= _PADDED * min(lengths):
+            # The validation set has the shape of the tests: one compilation for all of them.
+            sets = {name: [batch.pad(max(lengths)) for batch in batches] for name, batches in sets.items()}
+        rows = max(1, min(size, _SCORED // max(lengths)))
         self.sets = {
-            name: [piece for x in batches for piece in x.cut(rows)] for name, batches in sets.items()
+            name: [piece for batch in batches for piece in batch.cut(rows)] for name, batches in sets.items()
         }
 
     def done(self) -> int:
