@@ -14,7 +14,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,20 +68,20 @@ def facts(name):
         x for value in config["options"].values() for x in (value if isinstance(value, list) else [value])
     ]
     said = {f"{x:g}" for x in values if isinstance(x, int | float)}
-    return said | {f"{100 * x:.{digits}f}" for x in task_of(name).baselines().values() for digits in (0, 1)}
+    return said | {f"{100 * x:.{digits}f}" for x in about(name).baselines.values() for digits in (0, 1)}
 
 
-def task_of(name):
+def about(name):
     """What the table says of a sweep's task. The first sweeps did not store it."""
     config, _ = folder(name)
-    if about := config.get("about"):
-        about = about | {key: lambda key=key: config["about"][key] for key in ("summary", "baselines")}
-        return SimpleNamespace(**about)
+    if "about" in config:
+        return summary.About(**config["about"])
     options = sweep_options.from_json(
         config["task"].split()[1], config["options"], sweep_options.GridOptions()
     )
     run = RunOptions(seed=options.sweep.data_seed, batch_size=options.sweep.batch_size)
-    return make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
+    task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
+    return summary.About.of(task)
 
 
 def derived(text):
@@ -205,7 +204,6 @@ def test_configs_fit(path):
 def test_tables_are_those_of_the_runs(name):
     """table.md is what the program makes of runs.jsonl today, and no run of the grid is left out."""
     config, lines = folder(name)
-    task = task_of(name)
     options = sweep_options.from_json(
         config["task"].split()[1], config["options"], sweep_options.GridOptions()
     )
@@ -214,6 +212,8 @@ def test_tables_are_those_of_the_runs(name):
     if o.lr_seeds is None:
         assert runs == {*itertools.product(o.mixers, o.lrs, range(o.seeds), o.scales)}
     assert len(lines) == len(runs)
-    rows = summary.rows(lines, o.mixers, o.scales, task.metric)
+    rows = summary.rows(lines, o.mixers, o.scales, about(name).metric)
     sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
-    assert (RESULTS / name / "table.md").read_text() == summary.markdown(rows, lines, config, task, sizes)
+    assert (RESULTS / name / "table.md").read_text() == summary.markdown(
+        rows, lines, config, about(name), sizes
+    )

@@ -110,7 +110,7 @@ def test_one_seed_has_no_spread(tmp_path):
         "versions": {"device": "a", "jax": "b"},
     }
     sizes = {1: options().model}
-    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, task, sizes)
+    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
     assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
     assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
     assert not {"±", "mean", "seeds"} & set(table.split())
@@ -130,7 +130,9 @@ def test_table_of_several_scales():
     config = {"task": "sweep parity", "options": options_lib.to_json(o), "command": "gdn"}
     config["versions"] = {"device": "a", "jax": "b"}
     sizes = {scale: sweep_options.scaled_model(o, scale) for scale in (1, 3)}
-    table = summary.markdown(summary.rows(runs, ["mamba2"], [1, 3]), runs, config, task, sizes)
+    table = summary.markdown(
+        summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
+    )
     assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
     assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
     assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table

@@ -35,6 +35,21 @@ class Row(NamedTuple):
         return statistics.stdev(self.scores[size]) / math.sqrt(len(self.scores[size]))
 
 
+class About(NamedTuple):
+    """What a table says of a sweep's task; see `Task`."""
+
+    metric: str
+    label: str
+    axis: str
+    summary: str
+    baselines: dict[str, float]
+
+    @classmethod
+    def of(cls, task: SweptTask) -> "About":
+        """Of a task, whose text it may take a while to count."""
+        return cls(task.metric, task.label, task.axis, task.summary(), task.baselines())
+
+
 def rows(
     records: list[dict[str, Any]],
     mixers: Sequence[str],
@@ -69,7 +84,7 @@ def markdown(
     rows: list[Row],
     records: list[dict[str, Any]],
     config: dict[str, Any],
-    task: SweptTask,
+    about: About,
     sizes: Mapping[int, SizeOptions],
 ) -> str:
     """The table as Markdown, with what it takes to make it again.
@@ -78,25 +93,25 @@ def markdown(
       rows: of `rows`.
       records: lines of runs.jsonl.
       config: of the sweep's folder.
-      task: of the sweep.
+      about: the task.
       sizes: the model by scale.
     """
     tests = list(rows[0].scores)
-    percent = task.metric == "accuracy"
+    percent = about.metric == "accuracy"
     factor, digits = (100, 1) if percent else (1, 3)
-    chance = ", ".join(f"{name} {factor * value:.{digits}f}" for name, value in task.baselines().items())
+    chance = ", ".join(f"{name} {factor * value:.{digits}f}" for name, value in about.baselines.items())
     o = config["options"]
     several, scaled = o["seeds"] > 1, len(sizes) > 1
     over = f"mean ± standard error over {o['seeds']} seeds" if several else "of one seed"
     unit = " in %" if percent else ""
     lines = [
-        f"# {config['task']}: {task.summary()}",
+        f"# {config['task']}: {about.summary}",
         "",
-        f"{task.label[0].upper() + task.label[1:]}{unit}, {over}, at the learning rate of {o['lrs']} with the lowest "
+        f"{about.label[0].upper() + about.label[1:]}{unit}, {over}, at the learning rate of {o['lrs']} with the lowest "
         f"{'mean ' if several else ''}validation loss ({chance}).",
         "",
         f"| mixer |{' width | layers | state |' if scaled else ''} learning rate | "
-        + " | ".join(f"{size} {task.axis}" for size in tests)
+        + " | ".join(f"{size} {about.axis}" for size in tests)
         + " |",
         "|---|---|" + "---|" * (len(tests) + 3 * scaled),
     ]

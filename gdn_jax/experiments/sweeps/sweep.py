@@ -315,13 +315,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         "command": command,
         "options": options_lib.to_json(options),
         "data": task.describe(),
-        "about": {
-            "metric": task.metric,
-            "label": task.label,
-            "axis": task.axis,
-            "summary": task.summary(),
-            "baselines": task.baselines(),
-        },
+        "about": summary.About.of(task)._asdict(),
         "versions": versions(),
     }
     folder = RunFolder.create(o.out, f"sweep {name}")
@@ -403,7 +397,8 @@ def write_results(
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, task.metric)
     sizes = {scale: scaled_model(options, scale) for scale in o.scales}
-    table = summary.markdown(rows, records, config, task, sizes)
+    about = summary.About.of(task)
+    table = summary.markdown(rows, records, config, about, sizes)
     write_text(folder / "table.md", table)
     along = None
     if len(o.scales) > 1:
@@ -415,12 +410,12 @@ def write_results(
     figure.draw_sweep(
         folder / "figure.png",
         rows,
-        axis=task.axis,
-        label=task.label,
+        axis=about.axis,
+        label=about.label,
         trained=task.size,
-        chance=task.baselines(),
-        title=task.summary(),
-        percent=task.metric == "accuracy",
+        chance=about.baselines,
+        title=about.summary,
+        percent=about.metric == "accuracy",
         along=along,
     )
     return table
