@@ -107,8 +107,8 @@ def markdown(
     lines = [
         f"# {config['task']}: {about.summary}",
         "",
-        f"{about.label[0].upper() + about.label[1:]}{unit}, {over}, at the learning rate of {o['lrs']} with the lowest "
-        f"{'mean ' if several else ''}validation loss ({chance}).",
+        f"{about.label[0].upper() + about.label[1:]}{unit}, {over}, at the learning rate of {o['lrs']} "
+        f"with the lowest {'mean ' if several else ''}validation loss ({chance}).",
         "",
         f"| mixer |{' width | layers | state |' if scaled else ''} learning rate | "
         + " | ".join(f"{size} {about.axis}" for size in tests)
