@@ -30,9 +30,10 @@ USAGE = """usage: gdn COMMAND ...
                      (--what decode) a token of every request that is served, or (--what scale) several devices
                      beside one
 
-  tasks: bytes         next-byte modelling of real text (train only)
+  tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
          needle        a few values in a haystack of noise or text, at lengths beyond training
+         sentence      a sentence in a long text that says what is asked for at its end, in bytes
          parity        parity of the bits so far, at lengths beyond training
          permutation   product of the permutations so far, at lengths beyond training
          copy          repeating a sequence
@@ -134,7 +135,7 @@ def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[st
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    tasks = [name for name in TASKS if command == "train" or name != "bytes"]
+    tasks = [*TASKS]
     if not argv or argv[0] not in tasks:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
         raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")
@@ -221,7 +222,13 @@ def _sweep(task: str, argv: list[str]) -> int:
         sweep_options.check(options)
         options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
     else:
-        options = _parse(sweep_options.SweepOptions, presets[options.sweep.size], argv, prog)
+        config = options.sweep.config
+        default = (
+            presets[options.sweep.size]
+            if config is None
+            else sweep_options.from_file(task, config, options.sweep)
+        )
+        options = _parse(sweep_options.SweepOptions, default, argv, prog)
         sweep_options.check(options)
     from gdn_jax.experiments.sweeps.sweep import sweep
 

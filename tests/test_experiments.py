@@ -175,8 +175,11 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         ("train bytes --dtype float8", "float8"),
         ("train bytes --steps", "--steps"),
         ("train bytes --rule attention", "attention"),
-        ("train poems", "expected a task bytes, recall, needle, parity, permutation or copy, got poems"),
-        ("train", "expected a task bytes, recall, needle, parity, permutation or copy, got none"),
+        (
+            "train poems",
+            "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got poems",
+        ),
+        ("train", "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got none"),
         ("fly", "expected a command train, sample, generate, info, eval, sweep, check or bench, got fly"),
     ],
 )

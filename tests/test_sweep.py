@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import get_args
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from gdn_jax import cli
+from gdn_jax.commands import versions
+from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
 from gdn_jax.experiments import options as options_lib
@@ -24,7 +27,7 @@ from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptio
 from gdn_jax.experiments.sweeps import figure as figure_lib
 from gdn_jax.experiments.sweeps import options as sweep_options
 from gdn_jax.experiments.sweeps import summary, sweep
-from gdn_jax.experiments.tasks.options import ParityOptions
+from gdn_jax.experiments.tasks.options import ParityOptions, RecallOptions
 from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
 
@@ -92,7 +95,7 @@ def test_folder(finished):
     assert image.startswith(b"\x89PNG") and len(image) < 150 * 1024
     table = (finished / "table.md").read_text()
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
-    assert "mean ± standard deviation over 2 seeds" in table and "mean validation loss" in table
+    assert "mean ± standard error over 2 seeds" in table and "mean validation loss" in table
 
 
 def test_one_seed_has_no_spread(tmp_path):
@@ -106,10 +109,34 @@ def test_one_seed_has_no_spread(tmp_path):
         "command": "gdn",
         "versions": {"device": "a", "jax": "b"},
     }
-    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, task)
+    sizes = {1: options().model}
+    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
     assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
     assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
     assert not {"±", "mean", "seeds"} & set(table.split())
+
+
+def test_table_of_several_scales():
+    """Every scale has a row with its size and the learning rate that is best for it."""
+    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    o = options(seeds=2, lrs=(0.1, 0.2), mixers=("mamba2",), scales=(1, 3), scaled="depth")
+    runs = [
+        line("mamba2", lr, seed, abs(lr - 0.1 * (1 + (scale == 3))), 0.1 * scale + 0.2 * seed)
+        | {"scale": scale, "parameters": 9 * scale, "wall": {"seconds": 1.0}}
+        for scale in (1, 3)
+        for lr in (0.1, 0.2)
+        for seed in (0, 1)
+    ]
+    config = {"task": "sweep parity", "options": options_lib.to_json(o), "command": "gdn"}
+    config["versions"] = {"device": "a", "jax": "b"}
+    sizes = {scale: sweep_options.scaled_model(o, scale) for scale in (1, 3)}
+    table = summary.markdown(
+        summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
+    )
+    assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
+    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
+    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table
+    assert "9 and 27 parameters in every model; softmax" in table
 
 
 def test_help_describes_every_group(capsys):
@@ -270,14 +297,13 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
     runs += [line("delta_net", 0.1, s, None, 0.5) for s in (0, 1)]
     mamba, delta = summary.rows(runs, ["mamba2", "delta_net"])
     assert mamba.mixer == "mamba2" and mamba.lr == 0.2 and delta.lr == 0.1
-    assert mamba.accuracy == {4: [0.2, 0.4], 8: [0.1, 0.2]}
-    assert mamba.mean(4) == pytest.approx(0.3) and mamba.spread(8) == pytest.approx(
-        np.std([0.1, 0.2], ddof=1)
-    )
+    assert mamba.scores == {4: [0.2, 0.4], 8: [0.1, 0.2]}
+    assert mamba.mean(4) == pytest.approx(0.3)
+    assert mamba.error(8) == pytest.approx(np.std([0.1, 0.2], ddof=1) / 2**0.5)
 
 
 def test_figure(tmp_path, monkeypatch):
-    """Means and bars are those of the seeds, the legend has mixers first, the training size is marked."""
+    """Means, bars and dots are those of the seeds, the legend has mixers first, the training size is marked."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [
@@ -301,11 +327,14 @@ def test_figure(tmp_path, monkeypatch):
     assert ticks == ["4", "8\nlargest in training", "16"]
     for row, container in zip(rows, axes.containers, strict=True):
         line, _, [bars] = container.lines
-        values = 100 * np.array(list(row.accuracy.values()))
+        values = 100 * np.array(list(row.scores.values()))
         np.testing.assert_allclose(line.get_ydata(), values.mean(1))
         np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
         ends = [segment[:, 1] for segment in bars.get_segments()]
-        np.testing.assert_allclose(ends, np.stack([values.min(1), values.max(1)], 1))
+        error = values.std(1, ddof=1) / 3**0.5
+        np.testing.assert_allclose(ends, np.stack([values.mean(1) - error, values.mean(1) + error], 1))
+    dots = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "."]
+    np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
     # without colour: marker, filling and line differ
     assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
 
@@ -317,11 +346,13 @@ def test_equal_parameters_and_initial_weights():
     def weights(mixer):
         return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
 
-    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in MIXERS]
+    alike = [mixer for mixer in MIXERS if not MIXERS[mixer].hybrid]
+    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
     assert all(x == shapes[0] for x in shapes)
     jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
-    assert set(MIXERS) == set(o.sweep.mixers) == set(figure_lib._STYLES)
-    made = {(m.rule, m.allow_neg_eigval) for m in MIXERS.values()}
+    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*figure_lib._STYLES}
+    assert set(alike) == set(o.sweep.mixers)
+    made = {(m.rule, m.allow_neg_eigval, m.hybrid) for m in MIXERS.values()}
     assert len(made) == len(MIXERS)
 
 
@@ -346,6 +377,195 @@ def test_divergence_is_recorded(tmp_path):
     assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
     assert "| Mamba2's rule | 0.01 |" in (out / "table.md").read_text()
     assert (out / "figure.png").exists()
+
+
+def test_figure_over_scales(tmp_path, monkeypatch):
+    """A panel for each test, with what the scales mean along the axis."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
+    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task")
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
+    )
+    [figure] = figures
+    assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
+    [line, *_] = figure.axes[0].containers[0].lines
+    np.testing.assert_allclose(line.get_xdata(), [64, 128])
+    np.testing.assert_allclose(line.get_ydata(), [15, 30])
+
+
+CONFIG = {
+    "task": "sweep bytes",
+    "options": {
+        "length": 16, "test_lengths": [8, 24], "val_bytes": 96, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
+        "num_layers": 1, "expand_v": 1.0, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"],
+        "scales": [2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 4,
+    },
+}  # fmt: skip
+
+
+def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
+    """A file gives the defaults; one seed chooses the learning rate; bits per byte by the place in a row."""
+    file, out = tmp_path / "config.json", tmp_path / "run"
+    file.write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(sweep, "commit", lambda: "0123abcd")
+    words = ["--config", str(file), "--data", str(folder), "--out", str(out), "--steps", "4"]
+    assert cli.main(["sweep", "bytes", *words]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["options"] == config["options"] | CONFIG["options"] | {"steps": 4}
+    assert "config" not in config["options"]
+    assert config["about"]["metric"] == "bpb" and config["about"]["baselines"].keys() == {"bigram", "trigram"}
+    lines = JsonLines(out / "runs.jsonl").records()
+    assert len(lines) == 3 and {line["commit"] for line in lines} == {"0123abcd"}
+    for line in lines:
+        assert set(line["test_bpb"]) == {"8", "24"} and all(2 < x < 12 for x in line["test_bpb"].values())
+        assert line["val_bpb"] == pytest.approx(line["val_loss"] / np.log(2))
+    *first, last = lines
+    assert [(line["lr"], line["seed"], line["scale"]) for line in first] == [(0.01, 0, 2), (0.03, 0, 2)]
+    best = min(first, key=lambda line: line["val_loss"])
+    assert (last["lr"], last["seed"]) == (best["lr"], 1)
+    table = (out / "table.md").read_text()
+    assert "Bits per byte, mean ± standard error over 2 seeds" in table and "(bigram " in table
+    assert "| mixer | learning rate | 8 bytes | 24 bytes |" in table and "a state of 32 numbers" in table
+
+
+@pytest.mark.slow
+def test_hybrid_beside_another(folder, tmp_path):
+    """Its initial weights are made for themselves, and its parameters are counted."""
+    file, out = tmp_path / "config.json", tmp_path / "run"
+    more = {"mixers": ["mamba2", "hybrid"], "num_layers": 2, "scales": [1], "lr_seeds": None, "lrs": [0.01]}
+    file.write_text(json.dumps(CONFIG | {"options": CONFIG["options"] | more}))
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--data", str(folder), "--out", str(out)]) == 0
+    lines = JsonLines(out / "runs.jsonl").records()
+    assert [line["mixer"] for line in lines] == ["mamba2"] * 2 + ["hybrid"] * 2
+    assert (
+        lines[0]["parameters"] == lines[1]["parameters"] != lines[2]["parameters"] == lines[3]["parameters"]
+    )
+    assert "in Gated DeltaNet and attention" in (out / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_turns_in_one_program():
+    """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
+    task_options = RecallOptions(vocab_size=16, cases=("8:2", "12:3"), train_sequences=50, val_sequences=16)
+    o = options(together=2)
+    o = dataclasses.replace(o, task=task_options)
+    trained = [
+        TrainOptions(
+            task_options,
+            RunOptions(steps=5, batch_size=8),
+            MIXERS["mamba2"].model(o.model),
+            OptimizerOptions(lr=lr),
+        )
+        for lr in (0.01, 0.03)
+    ]
+    task = make_task(trained[0])
+    runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
+    runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
+    for i, options_of in enumerate(trained):
+        trainer = Trainer.make(options_of, make_task(options_of))
+        for step in range(1, 6):
+            trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+        got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
+            # float32 sums in another order, over five steps of Adam
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "--config: expected JSON in"),
+        ("[]", '--config: expected an object with "task" and "options"'),
+        (
+            CONFIG | {"task": "sweep copy"},
+            "--config: expected a file of the task sweep bytes, got sweep copy",
+        ),
+        (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
+        (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
+        (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
+        (None, "--config: cannot read"),
+    ],
+)
+def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_other_seeds_run_at_the_best_learning_rate():
+    """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
+    o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
+    assert sweep.count(o) == 4
+    tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
+    assert sweep.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
+        sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
+    ]
+    all_runs = sweep.wanted(o, "mamba2", 1, tried, "accuracy")
+    assert all_runs[2:] == [sweep.Run("mamba2", 0.03, seed) for seed in (1, 2)]
+    worse = [line("mamba2", 0.03, seed, 9.0, 0.25 * seed) for seed in (1, 2)]
+    [row] = summary.rows(tried + worse, ["mamba2"])
+    assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    "tests, shapes", [((4, 6), [(8, 6)]), ((2, 3), [(8, 6)]), ((6, 30), [(2, 6), (2, 30)])]
+)
+def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
+    """One shape where that wastes little, at most so many tokens at a time; every sequence is scored once."""
+    monkeypatch.setattr(sweep, "_SCORED", 60)
+    o = options()
+    o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    sets = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
+    assert [*sets] == ["val", *map(str, tests)]
+    assert sorted({batch.tokens.shape for batches in sets.values() for batch in batches}) == shapes
+    whole = np.concatenate([batch.tokens for batch in task.test_batches(8)[tests[-1]]])[:, : tests[-1]]
+    scored = np.concatenate([batch.tokens for batch in sets[str(tests[-1])]])[:, : tests[-1]]
+    np.testing.assert_array_equal(scored, whole)
+    assert {float(batch.weights.sum()) for batch in sets["val"]} == {6 * shapes[0][0]}
+
+
+def test_hybrid():
+    """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
+    o = options(mixers=("hybrid",))
+    for layers, attention in ((2, [1]), (8, [3, 7])):
+        size = dataclasses.replace(o.model, num_layers=layers)
+        kinds = options_lib.config_values(MIXERS["hybrid"].model(size))["layer_types"]
+        assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
+    with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
+        sweep_options.check(o)
+
+
+def test_commit(tmp_path, monkeypatch):
+    """Of the repository that the package lies in, with a mark where a file has changed; without one, GDN_COMMIT."""
+    package = tmp_path / "gdn_jax" / "commands"
+    package.mkdir(parents=True)
+    file = package / "versions.py"
+    file.touch()
+    monkeypatch.setattr(versions, "__file__", str(file))
+    monkeypatch.delenv("GDN_COMMIT", raising=False)
+    assert versions.commit() is None
+    monkeypatch.setenv("GDN_COMMIT", "feed")
+    assert versions.commit() == "feed"
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *who, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True
+        )
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    head = git("rev-parse", "HEAD").stdout.strip()
+    assert len(head) == 40 and versions.commit() == head
+    file.write_text("changed")
+    assert versions.commit() == head + "+"
 
 
 @pytest.mark.parametrize("task", sweep_options.PRESETS)
@@ -385,7 +605,10 @@ def test_error_is_one_line(tmp_path, capsys, words, message):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("sweep bytes", "gdn sweep: expected a task recall, needle, parity, permutation or copy, got bytes"),
+        (
+            "sweep words",
+            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation or copy, got words",
+        ),
         ("sweep", "gdn sweep: expected a task"),
         ("sweep parity --mixers transformer", "transformer"),
         ("sweep parity --lr 0.1", "--lr"),

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+import shutil
 from collections import Counter
 
 import jax
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 
 from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import TASKS, RunOptions, TrainOptions
-from gdn_jax.experiments.tasks import ngrams, recall, state_tracking, text
+from gdn_jax.experiments.tasks import ngrams, recall, sentence, state_tracking, text
 from gdn_jax.experiments.tasks.next_byte import BytesTask
 from gdn_jax.experiments.tasks.options import (
     CopyOptions,
@@ -18,6 +21,7 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
     TextOptions,
 )
 from gdn_jax.experiments.tasks.table import make_task
@@ -432,3 +436,179 @@ def test_task_options(tmp_path, capsys, words, message):
 def test_misuse(capsys, words):
     assert cli.main(["train", *words.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_recall_of_several_cases():
+    """Lengths and pairs take turns from step to step; the tests are of the same lengths; a look-up answers all."""
+    cases = {2: 8, 3: 16, 5: 20}
+    o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "20:5"), val_sequences=18)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=6)))
+    assert (task.turns, task.size, task.test_sizes) == (3, 5, (2, 3, 5))
+    drawn = [task.train_batch(step) for step in range(1, 7)]
+    assert [batch.tokens.shape[1] for batch in drawn] == [16, 20, 8] * 2
+    tests = {pairs: batch for pairs, (batch, *_) in task.test_batches(6).items()}
+    val = task.val_batches(6)
+    assert {batch.tokens.shape for batch in [*val, *tests.values()]} == {(6, 20)}
+    pairs_of = [3, 5, 2, 3, 5, 2, *tests, 2, 3, 5]
+    for pairs, batch in zip(pairs_of, [*drawn, *tests.values(), *val], strict=True):
+        for row, target, weight in zip(*map(np.asarray, batch), strict=True):
+            memory = dict(row[: 2 * pairs].reshape(pairs, 2).tolist())
+            places = np.flatnonzero(weight)
+            assert len(memory) == len(places) == pairs and places.max() < cases[pairs]
+            assert [memory[int(row[t])] for t in places] == target[places].tolist()
+    assert task.baselines() == {"one of 32 values at random": 1 / 32}
+
+
+def test_training_set_of_fixed_size():
+    """So many sequences and no others, the same for every run; every turn has its own; tests are other ones."""
+    o = RecallOptions(vocab_size=64, cases=("8:2", "16:3"), train_sequences=20, val_sequences=40)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=40, seed=7)))
+    draw = [jax.jit(lambda seed, step, turn=turn: task.seeded_batch(seed, step, turn)) for turn in (0, 1)]
+
+    def rows(batch):
+        return {bytes(row) for row in np.asarray(batch.tokens, np.uint8)}
+
+    batches = [{(step, s): rows(draw[step % 2](s, step)) for step in range(1, 9)} for s in (0, 1)]
+    sets = [set().union(*(x for b in batches for (step, _), x in b.items() if step % 2 == t)) for t in (0, 1)]
+    # 160 draws of 20 for each run: (1 - 1/20)^320 * 20 < 1e-5 that one is left out
+    assert [len(x) for x in sets] == [20, 20]
+    assert batches[0][1, 0] != batches[1][1, 1], "runs draw the same batches"
+    fresh = set().union(*(rows(b) for b in task.val_batches(40)))
+    assert len(fresh & {row.ljust(16, b"\0") for x in sets for row in x}) <= 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--cases 64", "--cases: expected length and pairs like 64:4, got 64"),
+        ("--cases 64:0", "--cases: expected length and pairs like 64:4, got 64:0"),
+        ("--cases 64:4 32:4", "--cases: expected different numbers of pairs, got 64:4 32:4"),
+        ("--cases 14:4", "--cases: expected an even length of at least four a pair, got 14:4"),
+        ("--cases 256:64", "--vocab-size: expected an even number, at least 128, got 64"),
+        ("--train-sequences 0", "--train-sequences: expected a number above 0, got 0"),
+    ],
+)
+def test_recall_cases_that_cannot_be(tmp_path, capsys, words, message):
+    assert cli.main(["train", "recall", "--out", str(tmp_path / "run"), *words.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+# --- a sentence in a text
+
+
+def read_sentence(row, target, weight, value):
+    """The key and value of the sentence, of which there is one, and those of the question; all read as text."""
+    words = bytes([row[0], *target.tolist()]).decode("latin-1")
+    [(key, said)] = re.findall(r" The secret of ([a-z]{8}) is ([0-9a-f]+)\. ", words)
+    asked, answer = re.search(r"\nWhat is the secret of ([a-z]{8})\? It is ([0-9a-f]+)$", words).groups()
+    counted = bytes(target[weight == 1].tolist()).decode()
+    np.testing.assert_array_equal(row[1:], target[:-1])
+    return words, (key, said), (asked, answer), counted
+
+
+@pytest.mark.parametrize("haystack, value, digits", [("repeated", "number", 7), ("text", "code", 32)])
+def test_sentence(folder, haystack, value, digits):
+    """What the sentence says of the word that is asked for is what must be answered; all else is the haystack."""
+    o = SentenceOptions(haystack=haystack, value=value, data=folder, length=300, test_lengths=(256, 400))
+    task = make_task(TrainOptions(o, RunOptions(batch_size=16)))
+    corpus = text.load(folder)
+    places, values = set(), []
+    draw = jax.jit(lambda one, two: (task.draw_training(one, 48), task.draw(two, 48, 256)))
+    trained, tested = draw(jax.random.key(3), jax.random.key(4))
+    assert trained.tokens.shape == (48, 300) and tested.tokens.shape == (48, 256)
+    for batch, part in ((trained, corpus.train), (tested, corpus.val)):
+        stream = part.tobytes().replace(b"\0", b"\n")
+        for row in zip(*map(np.asarray, batch), strict=True):
+            words, (key, said), (asked, answer), counted = read_sentence(*row, value)
+            assert key == asked and said == answer == counted and len(said) == digits
+            assert (row[2] == 1).sum() == digits and set(row[2].tolist()) == {0, 1}
+            at = words.index(" The secret of ")
+            before, after = words[:at], words[at + len(f" The secret of {key} is {said}. ") :]
+            after = after[: after.index("\nWhat is the secret")]
+            source = stream.decode("latin-1") if haystack == "text" else sentence.NOISE.decode() * 9
+            assert before in source and after in source
+            places.add(at)
+            values.append(said)
+    assert len({*values}) == len(values) and len(places) > 60
+    [chance] = task.baselines().values()
+    assert chance == 1 / len({*"".join(values)})
+
+
+def test_weight_of_the_text(folder):
+    """In training every byte counts a little; in validation and tests only the answer."""
+    o = SentenceOptions(text_weight=0.25, length=256, test_lengths=(256,), val_sequences=4)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    weights = np.asarray(task.train_batch(1).weights)
+    np.testing.assert_array_equal(weights, [[0.25] * 249 + [1] * 7] * 4)
+    for batch in (*task.val_batches(4), *task.test_batches(4)[256]):
+        np.testing.assert_array_equal(batch.weights, [[0] * 249 + [1] * 7] * 4)
+
+
+# --- packages, and text in a program
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Ten packages and a module, with two files that come again."""
+    for i in range(10):
+        for name in ("a", "b"):
+            (tmp_path / f"p{i}").mkdir(exist_ok=True)
+            (tmp_path / f"p{i}" / f"{name}.py").write_text(f"# {i} {name}\n" * 40)
+    (tmp_path / "p3" / "vendored.py").write_text("# 7 b\n" * 40)
+    (tmp_path / "p4" / "again.py").write_text("# 4 a\n" * 40)
+    (tmp_path / "one.py").write_text("# one\n" * 40)
+    return tmp_path
+
+
+def test_packages_are_held_out_whole_and_without_copies(site):
+    corpus = text.load(site, "*.py", packages=True)
+    sides = [{name.split("/")[0] for name in files} for files in (corpus.train_files, corpus.val_files)]
+    assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 11 and sides[1]
+    files = corpus.train_files + corpus.val_files
+    assert len(files) == 21, "two of 23 files are copies"
+    for i, name in itertools.product(range(10), "ab"):
+        both = corpus.train.tobytes() + corpus.val.tobytes()
+        assert both.count(f"# {i} {name}\n".encode()) == 40
+    alone = site.with_name("alone")
+    shutil.copytree(site / "p1", alone / "p1")
+    with pytest.raises(RunError, match="--packages: expected at least two packages, got p1"):
+        text.load(alone, packages=True)
+    task = make_task(TrainOptions(TextOptions(data=site, glob="*.py", packages=True, length=16)))
+    assert {*task.describe()["val_files"]} == sides[1]
+
+
+def test_installed_packages_are_the_default(site, monkeypatch):
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(site) if name == "purelib" else None)
+    (site / "p1" / "data.txt").write_text("no program")
+    source, files = text.read(None, packages=True)
+    assert source.startswith("packages of Python")
+    assert [name for name, _ in files] == [name for name, _ in text.read(site, "*.py", packages=True)[1]]
+
+
+def test_text_of_a_sweep(folder):
+    """Windows drawn in a program lie in the training part, follow seed and step, and predict the next byte."""
+    o = TextOptions(data=folder, length=32, test_lengths=(8, 32, 64), val_bytes=640)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=5)))
+    draw = jax.jit(lambda seed, step, data: task.bound(data).seeded_batch(seed, step))
+    one, other, third = (draw(seed, step, task.data) for seed, step in ((1, 2), (1, 3), (2, 2)))
+    assert (one.tokens != other.tokens).any() and (one.tokens != third.tokens).any()
+    stream = task.corpus.train.tobytes()
+    for row, target in zip(np.asarray(one.tokens), np.asarray(one.targets), strict=True):
+        assert bytes([*row.tolist(), int(target[-1])]) in stream
+        np.testing.assert_array_equal(row[1:], target[:-1])
+    assert one.weights.shape == (5, 32) and (one.weights == 1).all()
+
+
+def test_text_by_position(folder):
+    """The same held-out windows for every test; each place of a window is scored once."""
+    o = TextOptions(data=folder, length=32, test_lengths=(8, 32, 64), val_bytes=640)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    tests = task.test_batches(4)
+    assert [*tests] == [8, 32, 64] and task.test_batches(4)[8][0].tokens.shape == (4, 64)
+    rows = {n: np.concatenate([b.tokens for b in batches]) for n, batches in tests.items()}
+    weights = {n: np.concatenate([b.weights for b in batches]) for n, batches in tests.items()}
+    assert all((rows[n] == rows[8]).all() for n in tests)
+    counted = weights[8] + weights[32] + weights[64]
+    assert set(counted[:10].ravel()) == {1} and counted.sum() == 640
+    for n, (low, high) in {8: (0, 8), 32: (8, 32), 64: (32, 64)}.items():
+        assert weights[n][0].tolist() == [float(low <= i < high) for i in range(64)]

@@ -1,9 +1,11 @@
 """What a number may depend on beside the options."""
 
+import os
 import platform
 import shutil
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import jax
 
@@ -25,6 +27,24 @@ def versions() -> dict[str, str]:
         if answer.stdout.split():
             found["driver"] = answer.stdout.split()[0]
     return found
+
+
+def commit() -> str | None:
+    """Commit of the repository that this package lies in, with a "+" where a file of it has changed since.
+
+    Where there is no repository, as in a copy of its files on another machine: what GDN_COMMIT in the environment
+    says, None without it.
+    """
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists() or (git := shutil.which("git")) is None:
+        return os.environ.get("GDN_COMMIT")
+
+    def ask(*words: str) -> str:
+        answer = subprocess.run([git, "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        return answer.stdout.strip()
+
+    changed = ask("status", "--porcelain", "--untracked-files=no")
+    return ask("rev-parse", "HEAD") + ("+" if changed else "") or None
 
 
 def _version(package: str) -> str:

@@ -16,6 +16,7 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
     TaskOptions,
     TextOptions,
 )
@@ -85,6 +86,8 @@ class SizeOptions:
     """Compute dtype. auto: bfloat16 on an accelerator, float32 on a CPU. Parameters are float32."""
     implementation: Implementation = "auto"
     """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
+    remat: Literal["none", "rule", "full"] = "none"
+    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
 
 
 RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
@@ -102,8 +105,6 @@ class ModelOptions(SizeOptions):
     """What the token mixers do with q, k, v, g and beta."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
-    remat: Literal["none", "rule", "full"] = "none"
-    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual stream between the blocks."""
 
@@ -164,22 +165,34 @@ TASKS: dict[str, TrainOptions] = {
     "bytes": TrainOptions(TextOptions()),
     "recall": _generated(RecallOptions()),
     "needle": _generated(NeedleOptions()),
+    "sentence": _generated(SentenceOptions()),
     "parity": _generated(ParityOptions(), allow_neg_eigval=True),
     "permutation": _generated(PermutationOptions(), allow_neg_eigval=True),
     "copy": _generated(CopyOptions()),
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {"out", "resume", "max_minutes", "compilation_cache", "mesh"}  # belong to one start of a run
+_NOT_STORED = {
+    "out",
+    "resume",
+    "config",
+    "max_minutes",
+    "compilation_cache",
+    "mesh",
+}  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
+_YOUNGER = (
+    "model attention_every remat scales scaled lr_seeds train_sequences cases packages test_lengths"
+).split()  # came after the first runs that are kept
 
 _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
     "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
     "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
+    "scales lr_seeds train_sequences "
     "tokens top_k attention_every"
 ).split()
-_NOT_NEGATIVE = "seed data_seed weight_decay temperature".split()
+_NOT_NEGATIVE = "seed data_seed weight_decay temperature text_weight".split()
 _FRACTION = "end_lr warmup".split()
 _SEEDS = "seed data_seed".split()  # 32 bits without a sign
 _MOST_LAYERS = 10_000  # of a hybrid, whose configuration lists the type of each
@@ -297,11 +310,15 @@ def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOpt
     Raises:
       RunError: the stored names are not those of this version.
     """
-    default = ModelOptions()
-    older = {
-        name: getattr(default, name) for name in ("model", "attention_every")
-    }  # runs from before hybrids
-    return fill(TASKS[name], older | stored, {name: getattr(run, name) for name in _NOT_STORED})
+    default = TASKS[name]
+    start = {name: getattr(run, name) for name in _NOT_STORED - {"config"}}
+    return fill(default, younger(default) | stored, start)
+
+
+def younger(default: Any) -> dict[str, object]:
+    """Options that older runs did not store, with the defaults that those runs had."""
+    values = to_json(default)
+    return {name: values[name] for name in _YOUNGER if name in values}
 
 
 def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> Any:

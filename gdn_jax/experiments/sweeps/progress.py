@@ -43,12 +43,13 @@ class SweepReporter:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def group(self, runs: Sequence[tuple[str, float, int]]) -> None:
-        """Begins runs (mixer, learning rate, seed) that advance side by side."""
+    def group(self, runs: Sequence[tuple[str, float, int, int]]) -> None:
+        """Begins runs (mixer, learning rate, seed, scale) that advance side by side."""
         self._before += self._count * self._steps
         self._count = len(runs)
-        mixer, lr, seed = runs[0]
+        mixer, lr, seed, scale = runs[0]
         name = f"{mixer} lr {lr:g} seed {seed}" if len(runs) == 1 else f"{mixer} x {len(runs)}"
+        name += f" scale {scale}" if scale != 1 else ""
         self._bar.update(self._group, description=name, completed=0)
 
     def step(self, done: int) -> None:
@@ -56,12 +57,19 @@ class SweepReporter:
         self._bar.update(self._group, completed=done)
         self._bar.update(self._all, completed=self._before + done * self._count)
 
-    def done(self, run: tuple[str, float, int], accuracy: float, tests: dict[str, float]) -> None:
-        """Prints a line for a finished run."""
-        mixer, lr, seed = run
-        scores = "  ".join(f"{size}: {value:.3f}" for size, value in tests.items())
+    def done(
+        self, run: tuple[str, float, int, int], validation: float | None, tests: dict[str, float | None]
+    ) -> None:
+        """Prints a line for a finished run; None for a number that is not finite."""
+        mixer, lr, seed, scale = run
+
+        def show(value: float | None) -> str:
+            return "diverged" if value is None else f"{value:.3f}"
+
+        scores = "  ".join(f"{size}: {show(value)}" for size, value in tests.items())
+        scaled = f" scale {scale}" if scale != 1 else ""
         self.console.print(
-            f"{mixer:20s} lr {lr:<7g} seed {seed}   validation {accuracy:.3f}   test {scores}",
+            f"{mixer:20s} lr {lr:<7g} seed {seed}{scaled}   validation {show(validation)}   test {scores}",
             highlight=False,
             markup=False,
             soft_wrap=True,

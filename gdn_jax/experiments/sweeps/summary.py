@@ -1,86 +1,162 @@
-"""What the runs of a sweep say: the best learning rate of each mixer, its accuracy over the seeds, a table."""
+"""What the runs of a sweep say: the best learning rate of each mixer, its scores over the seeds, a table."""
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.tasks.generated import GeneratedTask
+from gdn_jax.experiments.options import SizeOptions
+from gdn_jax.experiments.sweeps.options import state_size
+from gdn_jax.experiments.tasks.table import SweptTask
 
 
 class Row(NamedTuple):
-    """A mixer at its best learning rate.
+    """A mixer at a scale, at its best learning rate.
 
     Fields:
       mixer: its name.
-      lr: the learning rate with the lowest mean validation loss over the seeds.
-      accuracy: of every seed, by size of the test.
+      lr: the learning rate with the lowest mean validation loss over the seeds that tried all of them.
+      scores: of every seed, by size of the test; infinite where a run has diverged.
+      scale: factor of the model's size.
     """
 
     mixer: str
     lr: float
-    accuracy: dict[int, list[float]]
+    scores: dict[int, list[float]]
+    scale: int = 1
 
     def mean(self, size: int) -> float:
-        """Mean accuracy over the seeds."""
-        return statistics.fmean(self.accuracy[size])
+        """Mean score over the seeds."""
+        return statistics.fmean(self.scores[size])
 
-    def spread(self, size: int) -> float:
-        """Standard deviation over the seeds, at least two."""
-        return statistics.stdev(self.accuracy[size])
+    def error(self, size: int) -> float:
+        """Standard error of the mean over the seeds, at least two: their standard deviation / sqrt(seeds)."""
+        return statistics.stdev(self.scores[size]) / math.sqrt(len(self.scores[size]))
 
 
-def rows(records: list[dict[str, Any]], mixers: list[str]) -> list[Row]:
-    """One row a mixer, in the order of `mixers`. A run that diverged counts as an infinite loss."""
+class About(NamedTuple):
+    """What a table says of a sweep's task; see `Task`."""
+
+    metric: str
+    label: str
+    axis: str
+    summary: str
+    baselines: dict[str, float]
+
+    @classmethod
+    def of(cls, task: SweptTask) -> "About":
+        """Of a task, whose text it may take a while to count."""
+        return cls(task.metric, task.label, task.axis, task.summary(), task.baselines())
+
+
+def rows(
+    records: list[dict[str, Any]],
+    mixers: Sequence[str],
+    scales: Sequence[int] = (1,),
+    metric: str = "accuracy",
+) -> list[Row]:
+    """One row a mixer and scale, in the order of both. A run that diverged counts as an infinite loss."""
     out = []
     for mixer in mixers:
-        by_lr: dict[float, list[dict[str, Any]]] = {}
-        for record in records:
-            if record["mixer"] == mixer:
-                by_lr.setdefault(record["lr"], []).append(record)
-        lr = min(by_lr, key=lambda lr: (statistics.fmean(map(_loss, by_lr[lr])), lr))
-        sizes = by_lr[lr][0]["test_accuracy"]
-        accuracy = {int(n): [record["test_accuracy"][n] for record in by_lr[lr]] for n in sizes}
-        out.append(Row(mixer, lr, accuracy))
+        for scale in scales:
+            by_lr: dict[float, dict[int, dict[str, Any]]] = {}
+            for record in records:
+                if (record["mixer"], record.get("scale", 1)) == (mixer, scale):
+                    by_lr.setdefault(record["lr"], {})[record["seed"]] = record
+            tried = set.intersection(*map(set, by_lr.values()))  # seeds
+
+            def loss(lr: float, by_lr=by_lr, tried=tried) -> float:
+                return statistics.fmean(_number(by_lr[lr][seed]["val_loss"]) for seed in sorted(tried))
+
+            lr = min(by_lr, key=lambda lr: (loss(lr), lr))
+            tests = [by_lr[lr][seed][f"test_{metric}"] for seed in sorted(by_lr[lr])]
+            scores = {int(n): [_number(test[n]) for test in tests] for n in tests[0]}
+            out.append(Row(mixer, lr, scores, scale))
     return out
 
 
-def _loss(record: dict[str, Any]) -> float:
-    return math.inf if record["val_loss"] is None else record["val_loss"]
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def markdown(
-    rows: list[Row], records: list[dict[str, Any]], config: dict[str, Any], task: GeneratedTask
+    rows: list[Row],
+    records: list[dict[str, Any]],
+    config: dict[str, Any],
+    about: About,
+    sizes: Mapping[int, SizeOptions],
 ) -> str:
-    """The table as Markdown, with what it takes to make it again."""
-    sizes = list(rows[0].accuracy)
-    chance = ", ".join(f"{name} {100 * value:.1f}" for name, value in task.baselines().items())
+    """The table as Markdown, with what it takes to make it again.
+
+    Args:
+      rows: of `rows`.
+      records: lines of runs.jsonl.
+      config: of the sweep's folder.
+      about: the task.
+      sizes: the model by scale.
+    """
+    tests = list(rows[0].scores)
+    percent = about.metric == "accuracy"
+    factor, digits = (100, 1) if percent else (1, 3)
+    chance = ", ".join(f"{name} {factor * value:.{digits}f}" for name, value in about.baselines.items())
     o = config["options"]
-    several = o["seeds"] > 1
-    over = f"mean ± standard deviation over {o['seeds']} seeds" if several else "of one seed"
+    several, scaled = o["seeds"] > 1, len(sizes) > 1
+    over = f"mean ± standard error over {o['seeds']} seeds" if several else "of one seed"
+    unit = " in %" if percent else ""
     lines = [
-        f"# {config['task']}: {task.summary()}",
+        f"# {config['task']}: {about.summary}",
         "",
-        f"{task.label[0].upper() + task.label[1:]} in %, {over}, at the learning rate of {o['lrs']} with the lowest "
-        f"{'mean ' if several else ''}validation loss ({chance}).",
+        f"{about.label[0].upper() + about.label[1:]}{unit}, {over}, at the learning rate of {o['lrs']} "
+        f"with the lowest {'mean ' if several else ''}validation loss ({chance}).",
         "",
-        "| mixer | learning rate | " + " | ".join(f"{size} {task.axis}" for size in sizes) + " |",
-        "|---|---|" + "---|" * len(sizes),
+        f"| mixer |{' width | layers | state |' if scaled else ''} learning rate | "
+        + " | ".join(f"{size} {about.axis}" for size in tests)
+        + " |",
+        "|---|---|" + "---|" * (len(tests) + 3 * scaled),
     ]
     for row in rows:
-        cells = (
-            f"{100 * row.mean(n):.1f}" + (f" ± {100 * row.spread(n):.1f}" if several else "") for n in sizes
-        )
-        lines.append(f"| {MIXERS[row.mixer].label} | {row.lr:g} | {' | '.join(cells)} |")
-    state = o["num_heads"] * o["head_dim"] * round(o["head_dim"] * o["expand_v"])
+        cells = [
+            f"{factor * row.mean(n):.{digits}f}"
+            + (f" ± {factor * row.error(n):.{digits}f}" if several else "")
+            for n in tests
+        ]
+        size = sizes[row.scale]
+        which = [str(size.hidden_size), str(size.num_layers), str(state_size(size))] if scaled else []
+        lines.append(f"| {' | '.join([MIXERS[row.mixer].label, *which, f'{row.lr:g}', *cells])} |")
     seconds = sum(record["wall"]["seconds"] for record in records)
     lines += [
         "",
-        f"{records[0]['parameters']} parameters in every model; a state of {state} numbers in each of "
-        f"{o['num_layers']} layers (softmax attention keeps every token instead); {o['steps']} steps of "
-        f"{o['batch_size']} sequences.",
+        f"{_parameters(records)}{_state(rows, sizes)}; {o['steps']} steps of {o['batch_size']} sequences.",
         "",
         f"`{config['command']}` on {config['versions']['device']}, jax {config['versions']['jax']}: "
         f"{len(records)} runs, whose seconds add up to {seconds:.0f}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _parameters(records: list[dict[str, Any]]) -> str:
+    """Parameters of the models, scale by scale, and those of a mixer that has others."""
+    usual, others = [], []
+    for scale in sorted({record.get("scale", 1) for record in records}):
+        counts: dict[int, set[str]] = {}
+        for record in records:
+            if record.get("scale", 1) == scale:
+                counts.setdefault(record["parameters"], set()).add(MIXERS[record["mixer"]].label)
+        most = max(counts, key=lambda count: len(counts[count]))
+        usual.append(str(most))
+        others += [f"{n} in {' and '.join(sorted(names))}" for n, names in counts.items() if n != most]
+    return f"{' and '.join(usual)} parameters in every {'other ' if others else ''}model" + "".join(
+        f", {x}" for x in others
+    )
+
+
+def _state(rows: list[Row], sizes: Mapping[int, SizeOptions]) -> str:
+    """Size of the state where there is one size."""
+    if len(sizes) > 1:
+        return "; softmax attention has no state and keeps every token"
+    [size] = sizes.values()
+    return (
+        f"; a state of {state_size(size) // size.num_layers} numbers in each of {size.num_layers} layers "
+        f"(softmax attention keeps every token instead)"
+    )

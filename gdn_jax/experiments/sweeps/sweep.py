@@ -3,21 +3,26 @@
 The folder of a sweep:
 
     config.json    options, model size, versions; written once
-    runs.jsonl     one JSON object for each finished run; all but `wall` is the same after a resume
-    table.md       accuracy by mixer and size, at the learning rate with the lowest validation loss
-    figure.png     the same with error bars
+    runs.jsonl     one JSON object for each finished run, with the commit that made it; all but `wall` is the same
+                   after a resume
+    table.md       the task's metric by mixer, scale and size of the test, at the learning rate with the lowest
+                   validation loss: mean and standard error over the seeds
+    figure.png     the same
 
-A run is a function of its mixer, learning rate and seed: it is lost when interrupted and made again. Runs of a mixer
-share one compiled program, in which seed and learning rate are arguments and `together` of them advance side by side.
+A run is a function of its mixer, scale, learning rate and seed: it is lost when interrupted and made again. Runs of a
+mixer at a scale share one compiled program, in which seed and learning rate are arguments and `together` of them
+advance side by side.
 """
 
-import dataclasses
+import functools
+import itertools
 import math
 import shlex
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +36,7 @@ from gdn_jax.commands.errors import RunError, os_line
 from gdn_jax.commands.files import JsonLines, write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
-from gdn_jax.commands.versions import versions
+from gdn_jax.commands.versions import commit, versions
 from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments.mixers import MIXERS
@@ -39,13 +44,16 @@ from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptio
 from gdn_jax.experiments.runs import RunFolder, check_free
 from gdn_jax.experiments.steps import Sums, TrainState
 from gdn_jax.experiments.sweeps import figure, summary
-from gdn_jax.experiments.sweeps.options import SweepOptions
+from gdn_jax.experiments.sweeps.options import SweepOptions, scaled_model, state_size
 from gdn_jax.experiments.sweeps.progress import SweepReporter
 from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.generated import GeneratedTask
-from gdn_jax.experiments.tasks.table import check_same_data, make_task
+from gdn_jax.experiments.tasks.table import SweptTask, check_same_data, make_task
 from gdn_jax.models import LanguageModel
 
+# Tokens scored at a time, at most: softmax attention keeps a score for every two tokens of a row.
+_SCORED = 2**16
+# Times that sets are made longer at most: beyond that another compilation is less work.
+_PADDED = 4
 # Seconds of work handed to the device at a time: how long a Ctrl-C waits, and how often the bar moves.
 _SLICE = 1.0
 
@@ -56,10 +64,7 @@ class Run(NamedTuple):
     mixer: str
     lr: float
     seed: int
-
-
-_SCORES = ("val_loss", "val_accuracy", "test_accuracy", "parameters", "wall")
-"""What a line of runs.jsonl holds beside its run."""
+    scale: int = 1
 
 
 class Runs(NamedTuple):
@@ -71,23 +76,32 @@ class Runs(NamedTuple):
 
 
 class Program:
-    """The compiled functions of a mixer, for `together` runs at a time."""
+    """The compiled functions of a mixer at a scale, for `together` runs at a time."""
 
-    def __init__(self, options: SweepOptions, task: GeneratedTask, mixer: str):
+    def __init__(self, options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1):
         grid = options.sweep
         # Shapes alone: the weights come from `make_start`, and there is no other state.
-        model = nnx.eval_shape(lambda: make_model(options, task, mixer, 0))
+        model = nnx.eval_shape(lambda: make_model(options, task, mixer, 0, scale))
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         assert not jax.tree.leaves(rest)
         self.parameters: int = sum(x.size for x in jax.tree.leaves(params))
+        self._data = jax.device_put(task.data)
 
-        def advance(seed, lr, state, first, last):
+        def advance(seed, lr, state, first, last, data):
             """Steps first + 1 to last."""
             optimizer = steps.make_optimizer(options.optimizer, grid.steps, lr)
             step = partial(steps.train_step, graphdef, rest, optimizer, 1)
-            return jax.lax.fori_loop(
-                first, last, lambda i, s: step(s, task.seeded_batch(seed, i + 1))[0], state
-            )
+            bound = task.bound(data)
+
+            def one(i, state):
+                # Batches that take turns differ in their shapes: a branch for each, of which the step chooses one.
+                branches = [
+                    lambda state, turn=turn: step(state, bound.seeded_batch(seed, i + 1, turn))[0]
+                    for turn in range(task.turns)
+                ]
+                return jax.lax.switch((i + 1) % task.turns, branches, state)
+
+            return jax.lax.fori_loop(first, last, one, state)
 
         def score(params, batch):
             return steps.loss_sum(graphdef, rest, params, batch)[1]
@@ -99,7 +113,7 @@ class Program:
 
     def advance(self, runs: Runs, first: int, last: int) -> Runs:
         """The steps first + 1 to last; waits for the device."""
-        state = self._advance(runs.seed, runs.lr, runs.state, first, last)
+        state = self._advance(runs.seed, runs.lr, runs.state, first, last, self._data)
         return runs._replace(state=jax.block_until_ready(state))
 
     def score(self, runs: Runs, batches: list[Batch]) -> list[tuple[float, float]]:
@@ -108,18 +122,21 @@ class Program:
         return [steps.mean([Sums(*(x[r] for x in s)) for s in sums]) for r in range(len(runs.seed))]
 
 
-def make_model(options: SweepOptions, task: GeneratedTask, mixer: str, seed: int | Array) -> LanguageModel:
-    """Model of a mixer with fresh weights, which are the same for all mixers."""
-    _, rule, neg = MIXERS[mixer]
-    size = dataclasses.asdict(options.model)
-    return steps.make_model(ModelOptions(**size, rule=rule, allow_neg_eigval=neg), task.vocab_size, seed)
+def make_model(
+    options: SweepOptions, task: SweptTask, mixer: str, seed: int | Array, scale: int = 1
+) -> LanguageModel:
+    """Model of a mixer with fresh weights, which are the same for all mixers but the hybrid."""
+    model = MIXERS[mixer].model(scaled_model(options, scale))
+    return steps.make_model(model, task.vocab_size, seed)
 
 
-def make_start(options: SweepOptions, task: GeneratedTask) -> Callable[[list[Run]], Runs]:
-    """A compiled function from runs to their state before the first step, for any mixer."""
+def make_start(
+    options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1
+) -> Callable[[list[Run]], Runs]:
+    """A compiled function from runs to their state before the first step, for all mixers of the same structure."""
 
     def start(seed: Array, lr: Array) -> TrainState:
-        params = nnx.state(make_model(options, task, options.sweep.mixers[0], seed), nnx.Param)
+        params = nnx.state(make_model(options, task, mixer, seed, scale), nnx.Param)
         return TrainState(
             params, steps.make_optimizer(options.optimizer, options.sweep.steps, lr).init(params)
         )
@@ -147,35 +164,58 @@ def _side_by_side(count: int, f: Callable[..., PyTree], mapped: int) -> Callable
     return many
 
 
-def grid(options: SweepOptions) -> list[Run]:
-    """All runs of a sweep, mixer after mixer."""
+def count(options: SweepOptions) -> int:
+    """Number of runs of a sweep."""
     o = options.sweep
-    return [Run(mixer, lr, seed) for mixer in o.mixers for lr in o.lrs for seed in range(o.seeds)]
+    trying = o.seeds if o.lr_seeds is None else o.lr_seeds
+    return len(o.mixers) * len(o.scales) * (trying * len(o.lrs) + o.seeds - trying)
+
+
+def wanted(
+    options: SweepOptions, mixer: str, scale: int, records: list[dict[str, Any]], metric: str
+) -> list[Run]:
+    """Runs of a mixer at a scale: those that try learning rates and, once their records are there, the others."""
+    o = options.sweep
+    trying = o.seeds if o.lr_seeds is None else o.lr_seeds
+    runs = [Run(mixer, lr, seed, scale) for lr in o.lrs for seed in range(trying)]
+    if trying < o.seeds and {as_run(record) for record in records} >= {*runs}:
+        [row] = summary.rows(records, [mixer], [scale], metric)
+        runs += [Run(mixer, row.lr, seed, scale) for seed in range(trying, o.seeds)]
+    return runs
 
 
 def as_run(record: dict[str, Any]) -> Run:
-    """The run that a line of runs.jsonl belongs to."""
-    return Run(record["mixer"], record["lr"], record["seed"])
+    """The run that a line of runs.jsonl belongs to. The first sweeps had no scales."""
+    return Run(record["mixer"], record["lr"], record["seed"], record.get("scale", 1))
 
 
 class Sweep:
     """A sweep at work: what is left of the grid, and where results go."""
 
-    def __init__(self, options: SweepOptions, task: GeneratedTask, lines: JsonLines):
+    def __init__(self, options: SweepOptions, task: SweptTask, lines: JsonLines):
         self.options, self.task, self.lines = options, task, lines
-        self.start = make_start(options, task)
+        self.commit = commit()
         size = options.sweep.batch_size
-        tests = task.test_batches(size)
-        longest = max(batch.tokens.shape[1] for batches in tests.values() for batch in batches)
-        # The validation set has the shape of the tests: one compilation for all of them.
-        self.sets = {"val": [batch.pad(longest) for batch in task.val_batches(size)]}
-        self.sets |= {str(n): batches for n, batches in tests.items()}
+        sets = {"val": task.val_batches(size)} | {str(n): x for n, x in task.test_batches(size).items()}
+        lengths = [batch.tokens.shape[1] for batches in sets.values() for batch in batches]
+        if max(lengths) <= _PADDED * min(lengths):
+            # The validation set has the shape of the tests: one compilation for all of them.
+            sets = {name: [batch.pad(max(lengths)) for batch in batches] for name, batches in sets.items()}
+        rows = max(1, min(size, _SCORED // max(lengths)))
+        self.sets = {
+            name: [piece for batch in batches for piece in batch.cut(rows)] for name, batches in sets.items()
+        }
 
-    def left(self) -> dict[str, list[Run]]:
-        """Runs without a result, by mixer."""
-        done = {as_run(record) for record in self.lines.records()}
-        runs = [run for run in grid(self.options) if run not in done]
-        return {mixer: [r for r in runs if r.mixer == mixer] for mixer in self.options.sweep.mixers}
+    def done(self) -> int:
+        """Number of runs with a result."""
+        return len({as_run(record) for record in self.lines.records()})
+
+    def left(self, mixer: str, scale: int) -> list[Run]:
+        """Runs of a mixer at a scale that can be made now and have no result."""
+        records = self.lines.records()
+        done = {as_run(record) for record in records}
+        runs = wanted(self.options, mixer, scale, records, self.task.metric)
+        return [run for run in runs if run not in done]
 
     def run(self, reporter: SweepReporter, asked: threading.Event) -> bool:
         """Makes what is left; returns whether it came to the end.
@@ -183,17 +223,18 @@ class Sweep:
         Raises:
           RunError: a mixer cannot be made with these options.
         """
-        for mixer, runs in self.left().items():
-            if not runs:
-                continue
-            program = Program(self.options, self.task, mixer)
-            width = self.options.sweep.together
-            for first in range(0, len(runs), width):
+        o, width = self.options.sweep, self.options.sweep.together
+        make = functools.cache(partial(make_start, self.options, self.task))
+        for mixer, scale in itertools.product(o.mixers, o.scales):
+            program = None
+            alike = next(name for name in o.mixers if MIXERS[name].hybrid == MIXERS[mixer].hybrid)
+            while runs := self.left(mixer, scale):
+                program = program or Program(self.options, self.task, mixer, scale)
                 # A last group that an interrupt has left too small is filled up with runs that are made again.
-                group = runs[first : first + width]
+                group = runs[:width]
                 filled = group + [group[-1]] * (width - len(group))
                 try:
-                    finished = self._group(program, filled, len(group), reporter, asked)
+                    finished = self._group(program, make(alike, scale), filled, len(group), reporter, asked)
                 except NotImplementedError as error:
                     raise RunError(str(error)) from error
                 if not finished:
@@ -201,12 +242,18 @@ class Sweep:
         return True
 
     def _group(
-        self, program: Program, group: list[Run], count: int, reporter: SweepReporter, asked: threading.Event
+        self,
+        program: Program,
+        start: Callable[[list[Run]], Runs],
+        group: list[Run],
+        count: int,
+        reporter: SweepReporter,
+        asked: threading.Event,
     ) -> bool:
         begin = time.monotonic()
         total = self.options.sweep.steps
         reporter.group(group[:count])
-        runs = self.start(group)
+        runs = start(group)
         step, stride = 0, 1  # the first step compiles
         while step < total:
             mark = time.monotonic()
@@ -221,18 +268,21 @@ class Sweep:
         scores = {name: program.score(runs, batches) for name, batches in self.sets.items()}
         seconds = time.monotonic() - begin
         for r, run in enumerate(group[:count]):
-            loss, accuracy = scores["val"][r]
-            tests = {name: score[r][1] for name, score in scores.items() if name != "val"}
+            metric = self.task.metric
+            values = {name: self.task.metrics(*score[r])[metric] for name, score in scores.items()}
+            values = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            loss, validation = scores["val"][r][0], values.pop("val")
             record = {
                 **run._asdict(),
                 "val_loss": loss if math.isfinite(loss) else None,
-                "val_accuracy": accuracy,
-                "test_accuracy": tests,
+                f"val_{metric}": validation,
+                f"test_{metric}": values,
                 "parameters": program.parameters,
+                "commit": self.commit,
                 "wall": {"seconds": round(seconds / count, 3)},
             }
             self.lines.append(record)
-            reporter.done(run, accuracy, tests)
+            reporter.done(run, validation, values)
         return True
 
 
@@ -252,8 +302,9 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         check_free(o.out)
     run = RunOptions(seed=o.data_seed, batch_size=o.batch_size)
     task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
-    assert isinstance(task, GeneratedTask)
-    memory.check(options.model, task.vocab_size, o.batch_size, o.batch_size, options.task.length, o.together)
+    assert isinstance(task, SweptTask)
+    largest = scaled_model(options, max(o.scales))
+    memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)
     if o.resume:
         folder, config = RunFolder.open(o.out, command=str)
         with owned(folder.path):
@@ -264,6 +315,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         "command": command,
         "options": options_lib.to_json(options),
         "data": task.describe(),
+        "about": summary.About.of(task)._asdict(),
         "versions": versions(),
     }
     folder = RunFolder.create(o.out, f"sweep {name}")
@@ -272,18 +324,35 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         return _work(options, task, folder, config, console)
 
 
+def _longest(task: SweptTask) -> int:
+    """Tokens of the longest training sequence."""
+    shapes = [jax.eval_shape(lambda i=i: task.seeded_batch(0, i, i).tokens) for i in range(task.turns)]
+    return max(shape.shape[1] for shape in shapes)
+
+
 def _work(
-    options: SweepOptions, task: GeneratedTask, folder: RunFolder, config: dict[str, Any], console: Console
+    options: SweepOptions, task: SweptTask, folder: RunFolder, config: dict[str, Any], console: Console
 ) -> int:
     """Makes what is left and the table; returns the exit status."""
     o, name = options.sweep, options.task.task
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
-    lines = JsonLines(folder.path / "runs.jsonl", (*Run._fields, *_SCORES))
+    kept = (
+        "mixer",
+        "lr",
+        "seed",
+        "val_loss",
+        f"val_{task.metric}",
+        f"test_{task.metric}",
+        "parameters",
+        "wall",
+    )
+    lines = JsonLines(folder.path / "runs.jsonl", kept)
     try:
         lines.mend()
         work = Sweep(options, task, lines)
-        total, left = len(grid(options)), sum(map(len, work.left().values()))
+        total = count(options)
+        left = total - work.done()
         say(task.summary())
         say(
             f"{left} of {total} runs of {o.steps} steps to make on {config['versions']['device']}, "
@@ -305,7 +374,7 @@ def _work(
 
 def _finish(
     options: SweepOptions,
-    task: GeneratedTask,
+    task: SweptTask,
     folder: RunFolder,
     config: dict[str, Any],
     lines: JsonLines,
@@ -313,16 +382,40 @@ def _finish(
 ) -> None:
     """Writes table and figure."""
     records = lines.records()
-    rows = summary.rows(records, list(options.sweep.mixers))
-    table = summary.markdown(rows, records, config, task)
-    write_text(folder.path / "table.md", table)
-    figure.draw_sweep(
-        folder.path / "figure.png",
-        rows,
-        axis=task.axis,
-        label=task.label,
-        trained=task.size,
-        chance=task.baselines(),
-        title=task.summary(),
-    )
+    table = write_results(options, task, folder.path, config, records)
     console.print(Markdown(table))
+
+
+def write_results(
+    options: SweepOptions,
+    task: SweptTask,
+    folder: Path,
+    config: dict[str, Any],
+    records: list[dict[str, Any]],
+) -> str:
+    """Writes table.md and figure.png of the records; returns the table."""
+    o = options.sweep
+    rows = summary.rows(records, o.mixers, o.scales, task.metric)
+    sizes = {scale: scaled_model(options, scale) for scale in o.scales}
+    about = summary.About.of(task)
+    table = summary.markdown(rows, records, config, about, sizes)
+    write_text(folder / "table.md", table)
+    along = None
+    if len(o.scales) > 1:
+        along = (
+            ("layers", {scale: size.num_layers for scale, size in sizes.items()})
+            if o.scaled == "depth"
+            else ("numbers in the state", {scale: state_size(size) for scale, size in sizes.items()})
+        )
+    figure.draw_sweep(
+        folder / "figure.png",
+        rows,
+        axis=about.axis,
+        label=about.label,
+        trained=task.size,
+        chance=about.baselines,
+        title=about.summary,
+        percent=about.metric == "accuracy",
+        along=along,
+    )
+    return table

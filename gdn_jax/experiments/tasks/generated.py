@@ -1,16 +1,19 @@
-"""Tasks whose sequences are drawn at random: recall, needle, parity, permutation, copy."""
+"""Tasks whose sequences are drawn at random: recall, needle, sentence, parity, permutation, copy."""
 
+import copy
 import hashlib
+from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from gdn_jax import models
 from gdn_jax.experiments.options import TrainOptions
-from gdn_jax.experiments.tasks import copying, needle, recall, state_tracking, text
+from gdn_jax.experiments.tasks import copying, needle, recall, sentence, state_tracking, text
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.options import (
     CopyOptions,
@@ -18,15 +21,23 @@ from gdn_jax.experiments.tasks.options import (
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    SentenceOptions,
 )
 
+_TRAINING_SET = 2**16
+"""Purpose of the keys of a training set of fixed size; those of its turns follow."""
 
-class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, PermutationOptions, CopyOptions)]:
+
+class GeneratedTask[
+    T: (RecallOptions, NeedleOptions, SentenceOptions, ParityOptions, PermutationOptions, CopyOptions)
+]:
     """A task of fresh sequences; a subclass says how they are drawn.
 
     Attributes:
       size: of the training sequences, in the unit of `axis`.
       test_sizes: sizes that a trained model is tested at.
+      data: arrays that sequences are made from, None without any.
+      turns: kinds of training batches, which take turns from step to step.
     """
 
     metric = "accuracy"
@@ -34,6 +45,8 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
     label: ClassVar[str]
     axis: ClassVar[str] = "tokens"
     vocab_size: int
+    data: PyTree = None
+    turns: int = 1
 
     def __init__(self, options: TrainOptions[T]):
         self.options = options
@@ -45,26 +58,47 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
         """Fresh sequences of a size; a pure function of its arguments, also under jit."""
         raise NotImplementedError
 
-    def draw_training(self, key: jax.Array, batch: int) -> Batch:
-        """Fresh sequences to train on, or to validate with."""
+    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        """Fresh sequences to train on."""
         return self.draw(key, batch, self.size)
+
+    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        """Fresh sequences to validate with."""
+        return self.draw_training(key, batch, turn)
+
+    def bound(self, data: PyTree) -> "GeneratedTask":
+        other = copy.copy(self)
+        other.data = data
+        return other
 
     def _key(self, seed: int | jax.Array, purpose: int, i: int | jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), i)
 
-    def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array) -> Batch:
-        """Batch of one optimiser step of the run with that seed; both may be traced."""
-        return self.draw_training(self._key(seed, 0, step), self.options.run.batch_size)
+    def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array, turn: int = 0) -> Batch:
+        """Batch of one optimiser step of the run with that seed; both may be traced.
+
+        Of a training set of a fixed size every sequence is a function of its number and of the seed of the options,
+        which the runs of a sweep share: it is drawn again whenever its number is.
+        """
+        key, batch = self._key(seed, 0, step), self.options.run.batch_size
+        if self.o.train_sequences is None:
+            return self.draw_training(key, batch, turn)
+        numbers = jax.random.randint(key, (batch,), 0, self.o.train_sequences)
+        keys = jax.vmap(partial(self._key, self.options.run.seed, _TRAINING_SET + turn))(numbers)
+        rows = jax.vmap(lambda key: self.draw_training(key, 1, turn))(keys)
+        return jax.tree.map(lambda x: x[:, 0], rows)
 
     def train_batch(self, step: int) -> Batch:
-        return self.seeded_batch(self.options.run.seed, step)
+        return self.seeded_batch(self.options.run.seed, step, step % self.turns)
 
     def _keys(self, purpose: int, batch: int) -> list[jax.Array]:
         count = max(1, self.o.val_sequences // batch)
         return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
 
     def val_batches(self, size: int) -> list[Batch]:
-        return [self.draw_training(key, size) for key in self._keys(1, size)]
+        turns = [self.draw_validation(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))]
+        longest = max(batch.tokens.shape[1] for batch in turns)
+        return [batch.pad(longest) for batch in turns]
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
         sets = {
@@ -83,7 +117,7 @@ class GeneratedTask[T: (RecallOptions, NeedleOptions, ParityOptions, Permutation
         raise NotImplementedError
 
     def describe(self) -> dict[str, object]:
-        first = jax.tree.map(np.asarray, self.train_batch(1))
+        first = jax.tree.map(np.asarray, self.train_batch(self.turns))
         digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
         return {"source": "generated", "fingerprint": digest}
 
@@ -113,36 +147,44 @@ class RecallTask(GeneratedTask[RecallOptions]):
         super().__init__(options)
         self.vocab_size = self.o.vocab_size
         self.size, self.test_sizes = self.o.num_pairs, self.o.test_pairs
+        self.cases = self.o.parsed_cases()  # length by pairs
+        if self.cases:
+            self.size, self.test_sizes, self.turns = max(self.cases), tuple(self.cases), len(self.cases)
 
     def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
         o = self.o
+        length = self.cases.get(num_pairs, o.length)
         tokens, targets, asked = recall.sequences(
-            key, kept.shape[0], o.length, o.vocab_size, num_pairs, o.power, kept, rewrite=o.rewrite
+            key, kept.shape[0], length, o.vocab_size, num_pairs, o.power, kept, rewrite=o.rewrite
         )
         return Batch(tokens, targets, asked.astype(jnp.float32))
 
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
-        return self._draw(key, jnp.full((batch,), size), max(size, self.o.num_pairs))
+        return self._draw(key, jnp.full((batch,), size), size if self.cases else max(size, self.o.num_pairs))
 
-    def draw_training(self, key: jax.Array, batch: int) -> Batch:
+    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        pairs = [*self.cases][turn] if self.cases else self.size
         if not self.o.vary_pairs:
-            return self.draw(key, batch, self.size)
+            return self.draw(key, batch, pairs)
         key_pairs, key = jax.random.split(key)
-        kept = jax.random.randint(key_pairs, (batch,), 1, self.o.num_pairs + 1)
-        return self._draw(key, kept, self.o.num_pairs)
+        kept = jax.random.randint(key_pairs, (batch,), 1, pairs + 1)
+        return self._draw(key, kept, pairs)
 
     def baselines(self) -> dict[str, float]:
-        # Without rewrite the values of a sequence differ: there are as many as pairs.
-        values = self.o.vocab_size // 2 if self.o.rewrite else self.o.num_pairs
+        # Without rewrite the values of a sequence differ: there are as many as pairs, where all have the same number.
+        values = self.o.vocab_size // 2 if self.o.rewrite or self.cases else self.o.num_pairs
         return {f"one of {values} values at random": 1 / values}
 
     def summary(self) -> str:
         o = self.o
         pairs = f"1 to {o.num_pairs}" if o.vary_pairs else o.num_pairs
+        what = f"{pairs} pairs in {o.length} tokens"
+        if self.cases:
+            up_to = "1 to " if o.vary_pairs else ""
+            what = ", ".join(f"{up_to}{pairs} pairs in {length}" for pairs, length in self.cases.items())
+            what += " tokens"
         rewrite = ", keys rewritten" if o.rewrite else ""
-        return (
-            f"recall of {pairs} pairs in {o.length} tokens, vocabulary {o.vocab_size}{rewrite}, always fresh"
-        )
+        return f"recall of {what}, vocabulary {o.vocab_size}{rewrite}, {o.freshness()}"
 
 
 class NeedleTask(GeneratedTask[NeedleOptions]):
@@ -152,10 +194,9 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
 
     def __init__(self, options: TrainOptions[NeedleOptions]):
         super().__init__(options)
-        self.text = None
         self.first_value, self.tokens = 0, self.o.noise_tokens
         if self.o.haystack == "text":
-            self.text = jnp.asarray(text.load(None).train)
+            self.data = jnp.asarray(text.load(None).train)
             self.first_value, self.tokens = ord("a"), 256
         self.vocab_size = self.tokens + 2
 
@@ -165,11 +206,11 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
             tokens, targets, asked = needle.void_pairs(key, batch, size, o.noise_tokens, o.needle_length)
             return Batch(tokens, targets, asked.astype(jnp.float32))
         key_haystack, key_needle = jax.random.split(key)
-        if self.text is None:
+        if self.data is None:
             haystack = jax.random.randint(key_haystack, (batch, size), 0, self.tokens)
         else:
-            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.text.size - size)
-            haystack = self.text[starts + jnp.arange(size)].astype(jnp.int32)
+            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.data.size - size)
+            haystack = self.data[starts + jnp.arange(size)].astype(jnp.int32)
         tokens, targets, asked = needle.hide(
             key_needle,
             haystack,
@@ -195,6 +236,50 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
         )
 
 
+class SentenceTask(GeneratedTask[SentenceOptions]):
+    """A sentence in a long text; see `sentence.hide`. The data are the two parts of the text."""
+
+    label = "accuracy at the digits of the answer"
+    axis = "bytes"
+    vocab_size = 256
+
+    def __init__(self, options: TrainOptions[SentenceOptions]):
+        super().__init__(options)
+        o, self.source = self.o, "repeated words"
+        if o.haystack == "text":
+            longest = max(o.length, *o.test_lengths)
+            corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+            self.data = {"train": jnp.asarray(corpus.train), "held out": jnp.asarray(corpus.val)}
+            self.source = corpus.source
+
+    def _draw(self, key: jax.Array, batch: int, size: int, part: str) -> Batch:
+        key_haystack, key_sentence = jax.random.split(key)
+        if self.o.haystack == "text":
+            haystack = sentence.pieces(key_haystack, self.data[part], batch=batch, length=size + 1)
+        else:
+            haystack = sentence.noise(batch, size + 1)
+        tokens, targets, asked = sentence.hide(key_sentence, haystack, value=self.o.value)
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        return self._draw(key, batch, size, "held out")
+
+    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        drawn = self._draw(key, batch, self.size, "train")
+        return drawn._replace(weights=jnp.maximum(drawn.weights, self.o.text_weight))
+
+    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+        return self.draw(key, batch, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        digits = len(sentence.DIGITS[self.o.value][1])
+        return {f"one of {digits} digits at random": 1 / digits}
+
+    def summary(self) -> str:
+        o, (count, _) = self.o, sentence.DIGITS[self.o.value]
+        return f"a {o.value} of {count} digits in {o.length} bytes of {self.source}, {o.freshness()}"
+
+
 def _tracked(tokens: jax.Array, targets: jax.Array, trained: int) -> Batch:
     """Every prediction counts; in sequences beyond the trained length, those past it."""
     length = tokens.shape[1]
@@ -216,7 +301,7 @@ class ParityTask(GeneratedTask[ParityOptions]):
         return {"a guess": 0.5}
 
     def summary(self) -> str:
-        return f"parity of {self.size} bits, always fresh"
+        return f"parity of {self.size} bits, {self.o.freshness()}"
 
 
 class PermutationTask(GeneratedTask[PermutationOptions]):
@@ -241,7 +326,7 @@ class PermutationTask(GeneratedTask[PermutationOptions]):
 
     def summary(self) -> str:
         o = self.o
-        return f"products of {self.size} permutations of {o.group} ({o.elements}), always fresh"
+        return f"products of {self.size} permutations of {o.group} ({o.elements}), {o.freshness()}"
 
 
 class CopyTask(GeneratedTask[CopyOptions]):
@@ -261,4 +346,4 @@ class CopyTask(GeneratedTask[CopyOptions]):
         return {f"one of {self.o.num_tokens} tokens at random": 1 / self.o.num_tokens}
 
     def summary(self) -> str:
-        return f"copies of {self.size} tokens of {self.o.num_tokens}, always fresh"
+        return f"copies of {self.size} tokens of {self.o.num_tokens}, {self.o.freshness()}"

@@ -1,11 +1,13 @@
 """Next-byte modelling of a text, as a task."""
 
+import copy
 import math
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from gdn_jax import models
 from gdn_jax.experiments.options import TrainOptions
@@ -22,11 +24,15 @@ class BytesTask:
     label = "bits per byte"
     lower_is_better = True
     axis = "bytes"
+    turns = 1
 
     def __init__(self, options: TrainOptions[TextOptions]):
         self.options = options
         o, self.length = options.task, options.task.length
-        self.corpus = text.load(o.data, o.glob, length=self.length)
+        self.size, self.tests = self.length, o.test_lengths or ()
+        longest = max((self.length, *self.tests))
+        self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+        self.data: PyTree = self.corpus.train
         self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
 
     def train_batch(self, step: int) -> Batch:
@@ -37,18 +43,46 @@ class BytesTask:
         tokens, targets = text.windows(self.corpus.train, starts, self.length)
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
+    def bound(self, data: PyTree) -> "BytesTask":
+        other = copy.copy(self)
+        other.data = data
+        return other
+
+    def seeded_batch(self, seed: int | Array, step: int | Array, turn: int = 0) -> Batch:
+        """Windows drawn inside a program; other ones than those of `train_batch`."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
+        starts = jax.random.randint(
+            key, (self.options.run.batch_size, 1), 0, self.data.shape[0] - self.length
+        )
+        rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
+        return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((rows.shape[0], self.length), jnp.float32))
+
     def val_batches(self, size: int) -> list[Batch]:
         return batches(self.corpus.val, self.starts, self.length, size)
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
-        del size
-        return {}  # the held-out text is the test
+        # Without --test-lengths the held-out text is the test.
+        made, before = {}, 0
+        for length in self.tests:
+            longest = self.tests[-1]
+            starts = text.window_starts(self.corpus.val.size, longest, self.options.task.val_bytes)
+            counts = (np.arange(longest) >= before) & (np.arange(longest) < length)
+            made[length] = [
+                batch._replace(weights=batch.weights * counts)
+                for batch in batches(self.corpus.val, starts, longest, size)
+            ]
+            before = length
+        return made
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         del accuracy
         return {"bpb": bits(loss)}
 
     def baselines(self) -> dict[str, float]:
+        return self._tables
+
+    @cached_property
+    def _tables(self) -> dict[str, float]:
         positions = (self.starts[:, None] + np.arange(1, self.length + 1)).reshape(-1)
         return ngrams.bits_per_byte(self.corpus.train, self.corpus.val, positions)
 
@@ -61,8 +95,13 @@ class BytesTask:
             "val_bytes": corpus.val.size,
             "val_bytes_scored": len(self.starts) * self.length,
             "train_files": len(corpus.train_files),
-            "val_files": list(corpus.val_files),
+            "val_files": self._held_out(),
         }
+
+    def _held_out(self) -> list[str]:
+        """Names of the files that are held out, or of the packages."""
+        files = self.corpus.val_files
+        return sorted({name.split("/")[0] for name in files}) if self.options.task.packages else list(files)
 
     def summary(self) -> str:
         corpus = self.corpus

@@ -23,18 +23,30 @@ def prompt_bytes(prompt: str) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextOptions:
-    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
-
-    task: ClassVar[str] = "bytes"
+class CorpusOptions:
+    """A text, a part of which is held out."""
 
     data: Path | None = None
     """File or folder. Without it, the .py files of the running Python's standard library. With --resume: where the
     same text lies now."""
     glob: str = "*"
     """Names of the files read below a folder."""
+    packages: bool = False
+    """The folder is one of packages: whole packages are held out, and a file that comes again is left out. Without
+    --data, the .py files of all packages that are installed beside this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(CorpusOptions):
+    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
+
+    task: ClassVar[str] = "bytes"
+
     length: int = 256
     """Bytes of a training sequence, T."""
+    test_lengths: tuple[int, ...] | None = None
+    """Held-out text is also read in windows of the longest of these, and scored between one length and the next:
+    what more context is worth. None: it is not."""
     val_bytes: int = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""
@@ -47,6 +59,8 @@ class TextOptions:
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
         prompt_bytes(self.prompt)
+        if self.test_lengths is not None and list(self.test_lengths) != sorted(self.test_lengths):
+            fail("test_lengths", "ascending lengths", " ".join(map(str, self.test_lengths)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +69,13 @@ class GeneratedOptions:
 
     val_sequences: int = 512
     """Fresh sequences of a validation, and of a test at one size."""
+    train_sequences: int | None = None
+    """Different training sequences (of each of --cases), drawn with replacement. None: every one is fresh."""
+
+    def freshness(self) -> str:
+        """Whether training sequences come again, in words."""
+        n = self.train_sequences
+        return "always fresh" if n is None else f"trained on {n} sequences"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +98,35 @@ class RecallOptions(GeneratedOptions):
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
     test_pairs: tuple[int, ...] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
+    cases: tuple[str, ...] | None = None
+    """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
+    They take the place of --length, --num-pairs and --test-pairs."""
+
+    def parsed_cases(self) -> dict[int, int]:
+        """Length by number of pairs of --cases.
+
+        Raises:
+          RunError: one of them is no length and pairs, or two have the same number of pairs.
+        """
+        cases: dict[int, int] = {}
+        for case in self.cases or ():
+            length, colon, pairs = case.partition(":")
+            if not (colon and length.isdecimal() and pairs.isdecimal() and int(pairs)):
+                fail("cases", "length and pairs like 64:4", case)
+            if int(pairs) in cases:
+                fail("cases", "different numbers of pairs", " ".join(self.cases or ()))
+            if int(length) % 2 or int(length) < 4 * int(pairs):
+                fail("cases", "an even length of at least four a pair", case)
+            cases[int(pairs)] = int(length)
+        return cases
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
+        if cases := self.parsed_cases():
+            if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
+                least = 2 if self.rewrite else 2 * max(cases)
+                fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
+            return
         if self.length % 2:
             fail("length", "an even number", self.length)
         for name, most in (("num_pairs", self.num_pairs), ("test_pairs", max(self.test_pairs))):
@@ -129,6 +176,30 @@ class NeedleOptions(GeneratedOptions):
         if self.num_values > most:
             name = "26 letters" if self.haystack == "text" else f"--noise-tokens = {most}"
             fail("num_values", f"at most {name}", self.num_values)
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceOptions(GeneratedOptions, CorpusOptions):
+    """A sentence in a long text, asked for at the end (Hsieh et al. 2024, "RULER"; S-NIAH 1 to 3), in bytes."""
+
+    task: ClassVar[str] = "sentence"
+
+    haystack: Literal["repeated", "text"] = "repeated"
+    """repeated: the same few words over and over; text: pieces of --data, the held-out part of which is for tests."""
+    value: Literal["number", "code"] = "number"
+    """What the sentence says: a number of seven digits, or a code of 32 hexadecimal digits."""
+    text_weight: float = 0.0
+    """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
+    length: int = 512
+    """Bytes of a training sequence."""
+    test_lengths: tuple[int, ...] = (512, 1024)
+    """Lengths that the trained model is tested at."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        for name, given in (("length", self.length), ("test_lengths", min(self.test_lengths))):
+            if given < 256:
+                fail(name, "at least 256: the sentence and the question take up to 150 bytes", given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,4 +253,12 @@ class CopyOptions(GeneratedOptions):
         """Raises RunError naming an option that does not fit the others."""
 
 
-TaskOptions = TextOptions | RecallOptions | NeedleOptions | ParityOptions | PermutationOptions | CopyOptions
+TaskOptions = (
+    TextOptions
+    | RecallOptions
+    | NeedleOptions
+    | SentenceOptions
+    | ParityOptions
+    | PermutationOptions
+    | CopyOptions
+)

@@ -3,6 +3,8 @@
 import json
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Array, PyTree
+
 from gdn_jax import models
 from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import TrainOptions
@@ -60,6 +62,30 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class SweptTask(Task, Protocol):
+    """A task whose batches are drawn inside a compiled program.
+
+    Attributes:
+      data: arrays that the batches are drawn from, None without any. They are an argument of the program: as its
+        constants they would be compiled.
+      turns: kinds of batches, of shapes of their own, that take turns from step to step.
+      size: of the largest training sequences, in the unit of `axis`.
+    """
+
+    data: PyTree
+    turns: int
+    size: int
+
+    def bound(self, data: PyTree) -> "SweptTask":
+        """The same task with its data in another place."""
+        ...
+
+    def seeded_batch(self, seed: int | Array, step: int | Array, turn: int) -> Batch:
+        """Batch of one optimiser step of the run with that seed; turn is step modulo `turns`, known to Python."""
+        ...
+
+
 def make_task(options: TrainOptions) -> Task:
     """Task of the options, its data read.
 
@@ -78,6 +104,7 @@ _TASKS: dict[str, type] = {
     "bytes": next_byte.BytesTask,
     "recall": generated.RecallTask,
     "needle": generated.NeedleTask,
+    "sentence": generated.SentenceTask,
     "parity": generated.ParityTask,
     "permutation": generated.PermutationTask,
     "copy": generated.CopyTask,

@@ -78,17 +78,35 @@ def held_out(names: list[str]) -> list[bool]:
     return [i in chosen for i in range(len(names))]
 
 
+def held_out_packages(names: list[str]) -> list[bool]:
+    """Which files are held out: those of one package in ten, see `held_out`.
+
+    Raises:
+      RunError: there is one package only.
+    """
+    package = [name.split("/")[0] for name in names]
+    if len({*package}) < 2:
+        raise RunError(f"--packages: expected at least two packages, got {', '.join({*package})}")
+    different = sorted({*package})
+    out = dict(zip(different, held_out(different), strict=True))
+    return [out[name] for name in package]
+
+
 def stream(texts: list[bytes]) -> np.ndarray:
     """One stream of all texts."""
     return np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)
 
 
-def read(data: Path | None, glob: str = "*") -> tuple[str, list[tuple[str, bytes]]]:
+def read(
+    data: Path | None, glob: str = "*", *, packages: bool = False
+) -> tuple[str, list[tuple[str, bytes]]]:
     """Reads the files of a text that are not empty.
 
     Args:
-      data: a file, a folder, or None: the .py files of the running Python's standard library.
+      data: a file, a folder, or None: the .py files of the running Python's standard library, or of its packages.
       glob: names of the files read below a folder.
+      packages: the folder is one of packages; of files with the same content the first is read. None for data: the
+        .py files of the folder that holds the packages of the running Python.
 
     Returns:
       where the text is from, and name and content of every file in a fixed order.
@@ -96,7 +114,10 @@ def read(data: Path | None, glob: str = "*") -> tuple[str, list[tuple[str, bytes
     Raises:
       RunError: a missing path, an unreadable file, no text.
     """
-    if data is None:
+    if data is None and packages:
+        root, pattern, skip = Path(sysconfig.get_path("purelib")), "*.py", []
+        source = f"packages of Python {sysconfig.get_python_version()}"
+    elif data is None:
         root, pattern, skip = Path(sysconfig.get_path("stdlib")), "*.py", _STDLIB_SKIP
         source = f"standard library of Python {sysconfig.get_python_version()}"
     else:
@@ -109,24 +130,28 @@ def read(data: Path | None, glob: str = "*") -> tuple[str, list[tuple[str, bytes
     else:
         texts = [(p.relative_to(root).as_posix(), _read(p)) for p in _walk(root, pattern, skip)]
     texts = [(name, text) for name, text in texts if text]
+    if packages:
+        first = {hashlib.sha256(text).digest(): name for name, text in reversed(texts)}
+        texts = [(name, text) for name, text in texts if first[hashlib.sha256(text).digest()] == name]
     if not texts:
         raise RunError(f"--data: expected text, got none in {root}")
     return source, texts
 
 
-def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
+def load(data: Path | None, glob: str = "*", *, packages: bool = False, length: int = 1) -> Corpus:
     """Reads a text and splits it.
 
     Args:
       data: a file (its last tenth is held out), a folder (files are held out, see `held_out`), or None: the
         .py files of the running Python's standard library.
       glob: names of the files read below a folder.
+      packages: as for `read`; not files are held out but whole packages: what has one name below the folder.
       length: bytes of a window; each side must hold one window.
 
     Raises:
       RunError: a missing path, an unreadable file, no file, too little text.
     """
-    source, texts = read(data, glob)
+    source, texts = read(data, glob, packages=packages)
     if len(texts) == 1:
         name, text = texts[0]
         cut = len(text) - int(len(text) * HELD_OUT)
@@ -134,7 +159,7 @@ def load(data: Path | None, glob: str = "*", *, length: int = 1) -> Corpus:
         train_files, val_files = (f"{name} (start)",), (f"{name} (last tenth)",)
     else:
         names = [name for name, _ in texts]
-        out = held_out(names)
+        out = held_out_packages(names) if packages else held_out(names)
         train = stream([text for (_, text), o in zip(texts, out, strict=True) if not o])
         val = stream([text for (_, text), o in zip(texts, out, strict=True) if o])
         train_files = tuple(n for n, o in zip(names, out, strict=True) if not o)

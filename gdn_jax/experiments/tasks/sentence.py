@@ -1,0 +1,75 @@
+"""A sentence hidden in a long text, and a question for what it says, all of it in bytes.
+
+    ...haystack... The secret of KEY is VALUE. ...haystack... What is the secret of KEY? It is VALUE
+
+KEY is a word of eight random letters, VALUE random digits; the bytes of the last VALUE must be predicted, each after
+those before it. Nothing but the sentence's own words announces that it will be asked for.
+
+Source: Hsieh et al. 2024, "RULER", single needles: S-NIAH-1 (repeated noise, a number), S-NIAH-2 (text, a number) and
+S-NIAH-3 (text, a long code), as Yang et al. 2024 (arXiv 2412.06464), table 3, run them; the words are this project's.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Key, UInt8
+
+NOISE = b"The road is long. The day is warm. The river runs low. We walk out, and we walk back again. "
+DIGITS = {"number": (7, b"0123456789"), "code": (32, b"0123456789abcdef")}
+"""Digits of a value, and what each of them may be."""
+_KEY = 8  # letters
+
+
+def _bytes(words: bytes) -> UInt8[np.ndarray, " n"]:
+    return np.frombuffer(words, np.uint8)
+
+
+@partial(jax.jit, static_argnames="value")
+def hide(
+    key: Key[Array, ""], haystack: UInt8[Array, "B T"], *, value: str
+) -> tuple[Int[Array, "B T-1"], Int[Array, "B T-1"], Bool[Array, "B T-1"]]:
+    """Writes a sentence somewhere over a haystack, and the question for it over its end.
+
+    Args:
+      key: source of the randomness; the same key gives the same sentences and places.
+      haystack: bytes [B, T], T at least 150.
+      value: "number" or "code".
+
+    Returns:
+      tokens [B, T - 1]; targets, the byte after each; and where the target is a digit of the asked value.
+    """
+    B, T = haystack.shape
+    count, digits = DIGITS[value]
+    key_key, key_value, key_place = jax.random.split(key, 3)
+    names = jax.random.randint(key_key, (B, _KEY), ord("a"), ord("z") + 1).astype(jnp.uint8)
+    values = jnp.asarray(_bytes(digits))[jax.random.randint(key_value, (B, count), 0, len(digits))]
+
+    def say(*parts):
+        parts = [jnp.broadcast_to(_bytes(x), (B, len(x))) if isinstance(x, bytes) else x for x in parts]
+        return jnp.concatenate(parts, 1)
+
+    sentence = say(b" The secret of ", names, b" is ", values, b". ")
+    question = say(b"\nWhat is the secret of ", names, b"? It is ", values)
+    free = T - question.shape[1] - sentence.shape[1]
+    place = jax.random.randint(key_place, (B, 1), 0, free + 1)
+    row = haystack.at[jnp.arange(B)[:, None], place + jnp.arange(sentence.shape[1])].set(sentence)
+    row = row.at[:, T - question.shape[1] :].set(question).astype(jnp.int32)
+    asked = jnp.broadcast_to(jnp.arange(1, T) >= T - count, (B, T - 1))
+    return row[:, :-1], row[:, 1:], asked
+
+
+def noise(batch: int, length: int) -> UInt8[Array, "B T"]:
+    """The same few words over and over."""
+    return jnp.broadcast_to(np.resize(_bytes(NOISE), length), (batch, length))
+
+
+@partial(jax.jit, static_argnames=("batch", "length"))
+def pieces(
+    key: Key[Array, ""], stream: UInt8[Array, " n"], *, batch: int, length: int
+) -> UInt8[Array, "batch length"]:
+    """Pieces of a stream that begin anywhere in it; a zero, between two files, becomes the end of a line."""
+    starts = jax.random.randint(key, (batch, 1), 0, stream.size - length + 1)
+    rows = stream[starts + jnp.arange(length)]
+    return jnp.where(rows == 0, jnp.uint8(ord("\n")), rows)

@@ -1,0 +1,219 @@
+"""The page of findings: every number in it is computed again from the runs beside it.
+
+A cell under a mixer is the mean and standard error of the sweep that its row links to, at the size "asked at". A
+number of the text is an option or the chance of a sweep that its section links to, or a comment derives it:
+
+    <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
+
+`seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
+scores are in %, or in bits per byte. A row of a sweep with several scales has a column "scale".
+"""
+
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdn_jax.experiments.mixers import MIXERS
+from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.experiments.sweeps import options as sweep_options
+from gdn_jax.experiments.sweeps import summary
+from gdn_jax.experiments.tasks.table import make_task
+
+RESULTS = Path(__file__).parent.parent / "results"
+FOLDERS = sorted(path.parent.name for path in RESULTS.glob("*/runs.jsonl"))
+LABELS = {mixer.label: name for name, mixer in MIXERS.items()}
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)]*)\)")
+
+
+@functools.cache
+def folder(name):
+    """config.json and the lines of runs.jsonl."""
+    lines = (RESULTS / name / "runs.jsonl").read_text().splitlines()
+    return json.loads((RESULTS / name / "config.json").read_text()), [json.loads(line) for line in lines]
+
+
+@functools.cache
+def scores(name):
+    """{(mixer, scale): {size: scores of the seeds}} at the learning rate of the least mean validation loss."""
+    config, lines = folder(name)
+    o, metric = config["options"], next(key for key in lines[0] if key.startswith("test_"))
+    trying = range(o.get("lr_seeds") or o["seeds"])
+    found = {}
+    for mixer, scale in itertools.product(o["mixers"], o.get("scales", [1])):
+        runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x.get("scale", 1)) == (mixer, scale)}
+        losses = {lr: np.mean([runs[lr, seed]["val_loss"] for seed in trying]) for lr in o["lrs"]}
+        best = [runs[min(losses, key=losses.get), seed][metric] for seed in range(o["seeds"])]
+        factor = 100 if metric == "test_accuracy" else 1
+        found[mixer, scale] = {size: [factor * seed[size] for seed in best] for size in best[0]}
+    return found
+
+
+def cell(values, digits):
+    """Mean and standard error as the page writes them."""
+    error = np.std(values, ddof=1) / len(values) ** 0.5
+    return f"{np.mean(values):.{digits}f} ± {error:.{digits}f}"
+
+
+@functools.cache
+def facts(name):
+    """Numbers that the text may say of a sweep without a derivation: its options and what a guess scores."""
+    config, _ = folder(name)
+    values = [
+        x for value in config["options"].values() for x in (value if isinstance(value, list) else [value])
+    ]
+    said = {f"{x:g}" for x in values if isinstance(x, int | float)}
+    return said | {f"{100 * x:.{digits}f}" for x in about(name).baselines.values() for digits in (0, 1)}
+
+
+def about(name):
+    """What the table says of a sweep's task. The first sweeps did not store it."""
+    config, _ = folder(name)
+    if "about" in config:
+        return summary.About(**config["about"])
+    options = sweep_options.from_json(
+        config["task"].split()[1], config["options"], sweep_options.GridOptions()
+    )
+    run = RunOptions(seed=options.sweep.data_seed, batch_size=options.sweep.batch_size)
+    task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
+    return summary.About.of(task)
+
+
+def derived(text):
+    """Numbers that comments of a text derive, and those whose derivation gives another one."""
+
+    def seeds(name, mixer, size, scale=1):
+        return scores(name)[mixer, scale][str(size)]
+
+    names = {
+        "seeds": seeds,
+        "mean": lambda *which: np.mean(seeds(*which)),
+        "spread": lambda *which: np.ptp(seeds(*which)),
+        "others": lambda name, *but: {mixer for mixer, _ in scores(name)} - {*but},
+    }
+    right, wrong = set(), []
+    for said, expression in re.findall(r"<!-- ([\d.]+): (.*) -->", text):
+        value = eval(expression, names)  # of a file of this project
+        got = f"{value:.{len(said.partition('.')[2])}f}"
+        if got == said:
+            right.add(said)
+        else:
+            wrong.append((said, expression, got))
+    return right, wrong
+
+
+def sections(page):
+    """Each section's text and the folders that it links to."""
+    for text in re.split(r"(?m)^## ", page):
+        yield text, {link.split("/")[0] for _, link in LINK.findall(text)} & {*FOLDERS}
+
+
+def tables(text):
+    """Rows of the tables of a text, as dicts from the heading to the cell."""
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", text + "\n"):
+        heading, _, *rows = [
+            [x.strip() for x in line.strip()[1:-1].split("|")] for line in block.splitlines()
+        ]
+        for row in rows:
+            yield dict(zip(heading, row, strict=True))
+
+
+def wrong_numbers(page):
+    """What the page says and the runs do not."""
+    wrong = []
+    for text, folders in sections(page):
+        checked = set()
+        for row in tables(text):
+            [linked] = {link.split("/")[0] for _, link in LINK.findall(row.get("sweep", "[](-)"))}
+            if linked not in FOLDERS:
+                continue
+            config, lines = folder(linked)
+            for heading, got in row.items():
+                wanted = None
+                if heading in LABELS:
+                    which = LABELS[heading], int(row.get("scale", "1"))
+                    seeds = scores(linked).get(which, {}).get(row["asked at"])
+                    digits = 1 if "test_accuracy" in lines[0] else 3
+                    wanted = "" if seeds is None else cell(seeds, digits)
+                elif heading == "trained at":
+                    wanted = str(config["options"]["length"])
+                elif heading == "runs":
+                    wanted = str(len(lines))
+                elif heading == "seconds, added up":
+                    wanted = f"{sum(line['wall']['seconds'] for line in lines):.0f}"
+                if wanted is not None:
+                    checked.add(got)
+                    if got.strip("*") != wanted:
+                        wrong.append((linked, heading, got, wanted))
+        for got in sorted(checked, key=len, reverse=True):
+            text = text.replace(f"| {got} ", "| ") if got else text
+        said, failed = derived(text)
+        wrong += failed
+        text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+        text = LINK.sub(lambda link: link[1] if link[2].split("/")[0] in FOLDERS else "", text)
+        text = re.sub(r"`[^`]*`", "", text)
+        said = said.union(*(facts(name) for name in folders))
+        wrong += [(*sorted(folders), number) for number in NUMBER.findall(text) if number not in said]
+    return wrong
+
+
+def test_every_number_of_the_page_is_in_the_runs():
+    page = (RESULTS / "README.md").read_text()
+    assert {name for _, folders in sections(page) for name in folders} == {*FOLDERS}
+    assert wrong_numbers(page) == []
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("**99.1 ± 0.9**", "**99.1 ± 0.8**"),  # a standard error
+        ("| 4.2 ± 0.5 |", "| 4.3 ± 0.5 |"),  # a mean
+        ("| 128 | 50.1", "| 64 | 50.1"),  # where it was asked
+        ("(Gated DeltaNet 66 to 99.6 %)", "(Gated DeltaNet 67 to 99.6 %)"),  # a seed
+        ("loses only 2 points", "loses only 17 points"),  # a difference
+        ("<!-- 2: ", "<!-- 3: "),  # its derivation
+        ("| CPU | 36 | 355 |", "| CPU | 37 | 355 |"),
+    ],
+)
+def test_a_wrong_number_is_noticed(right, wrong):
+    page = (RESULTS / "README.md").read_text()
+    assert page.count(right) == 1
+    assert len(wrong_numbers(page.replace(right, wrong))) > 0
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "configs").iterdir()), ids=lambda path: path.stem)
+def test_configs_fit(path):
+    """Every file of options can be used, is of the size that its name says, and is named on the page."""
+    options = sweep_options.from_file(
+        json.loads(path.read_text())["task"].split()[1], path, sweep_options.GridOptions()
+    )
+    sweep_options.check(options)
+    finding, size = path.stem.split(".")
+    assert options.sweep.size == size
+    assert f"configs/{finding}" in (RESULTS / "README.md").read_text()
+    if finding not in ("text_100m", "text_30m"):
+        assert options.sweep.seeds == 3
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_tables_are_those_of_the_runs(name):
+    """table.md is what the program makes of runs.jsonl today, and no run of the grid is left out."""
+    config, lines = folder(name)
+    options = sweep_options.from_json(
+        config["task"].split()[1], config["options"], sweep_options.GridOptions()
+    )
+    o = options.sweep
+    runs = {(x["mixer"], x["lr"], x["seed"], x.get("scale", 1)) for x in lines}
+    if o.lr_seeds is None:
+        assert runs == {*itertools.product(o.mixers, o.lrs, range(o.seeds), o.scales)}
+    assert len(lines) == len(runs)
+    rows = summary.rows(lines, o.mixers, o.scales, about(name).metric)
+    sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
+    assert (RESULTS / name / "table.md").read_text() == summary.markdown(
+        rows, lines, config, about(name), sizes
+    )
