@@ -365,6 +365,23 @@ def test_fused_parts_run_on_the_shards(kind, name):
     assert all(y.sharding.spec[0] == "d" for y in results[: split - len(arrays)])
 
 
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [("gated norm", spec(None, None, "d")), ("its projection", spec()), ("SwiGLU", spec())],
+)
+@pytest.mark.usefixtures("no_launch")
+def test_fused_parts_run_on_parts_of_the_heads(name, result):
+    """What is summed over heads is the gradient of the norm's weight, and what is projected."""
+    mesh = mesh_of((8,), ("d",))
+    f, arrays, split = fused_part(name)
+    weights = [spec("d") if x.ndim == 2 else spec() for x in arrays[split:]]
+    primals = place(mesh, arrays, [spec(None, None, "d")] * split + weights)
+    shape = jax.eval_shape(f, *arrays)
+    (cotangent,) = place(mesh, [jnp.ones(shape.shape, shape.dtype)], [result])
+    compiled = value_and_gradients(f).lower(primals, cotangent).compile()
+    assert set(traffic(compiled.as_text()).count) == {"all-reduce"}
+
+
 @kinds
 def test_other_operations_run_on_the_shards(kind):
     """chunk_states, a step, and the plain convolution with a state and with segments."""

@@ -35,9 +35,25 @@ def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dic
     return " ".join(("b", "t", *"." * (x.ndim - 2))), {"b": x.shape[0], "t": x.shape[1] // unit}
 
 
-def tokens_of(numbers: int, block: int) -> int:
-    """The fewest tokens of so many numbers that are whole blocks."""
-    return block // math.gcd(numbers, block)
+def inner_axes(x: jax.Array | jax.ShapeDtypeStruct, block: int, most: int) -> tuple[str, dict[str, int]]:
+    """The same of [B, T, H, ..], whose heads "h" can be split too, for a kernel of whole blocks of numbers.
+
+    Args:
+      x: the array.
+      block: of so many numbers a multiple, a shard must have.
+      most: parts of H at most. There are fewer where shards of so many parts and of few tokens would be no blocks.
+    """
+
+    def unit(parts: int) -> int:
+        """The fewest tokens of a part of H that are whole blocks."""
+        return block // math.gcd(math.prod(x.shape[2:]) // parts, block)
+
+    if x.ndim < 3:
+        return token_axes(x, 1)
+    T, H = x.shape[1:3]
+    parts = next((n for n in range(min(most, H), 0, -1) if not (H % n or T % unit(n))), 1)
+    names, sizes = token_axes(x, unit(parts))
+    return ("b t h" + names[5:], sizes | {"h": parts}) if sizes else (names, sizes)
 
 
 def run(

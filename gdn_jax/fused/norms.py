@@ -3,7 +3,6 @@
 The kernels' results can be differentiated once, in reverse.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.fused.kernels import inner_axes, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
@@ -93,6 +92,8 @@ def gated_norm(
     if usable(implementation, kernels.check_supported(o)):
         names, sizes = _head_axes(o)
         result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
+        if kernel is not None:
+            sizes.pop("h", None)  # the projection sums over it
         call = partial(_gated_norm, eps=eps)
         operands = (names, names, ".", None if kernel is None else ". .")
         return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
@@ -157,7 +158,7 @@ _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
 def _head_axes(o) -> tuple[str, dict[str, int]]:
     from pallas_kernels.layer import gated_norm as kernels
 
-    return token_axes(o, tokens_of(math.prod(o.shape[2:]), kernels.BLOCK))
+    return inner_axes(o, kernels.BLOCK, o.shape[2] if o.ndim > 3 else 1)
 
 
 def _project(y, kernel):
@@ -189,7 +190,7 @@ def _gated_norm_bwd(eps, saved, dresult):
     dy = jnp.einsum("...d,fd->...f", dresult, kernel).reshape(o.shape) if again else dresult
     names, sizes = _head_axes(o)
     args, operands = (*primals, dy), (names, names, ".", names)
-    results = (names, names, ". +b +t", names if again else None)
+    results = (names, names, ". +b +t +h", names if again else None)
     do, dgate, dweight, y = run(_gated_norm_backward, (eps, again), args, operands, results, sizes)
     dkernel = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
     return do, dgate, dweight.astype(weight.dtype), dkernel

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import run, token_axes, tokens_of, usable
+from gdn_jax.fused.kernels import inner_axes, run, usable
 from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
+
+_MOST_PARTS = 8
+"""Into how many parts F is split at most. Of more parts, more tokens are a block of the kernel."""
 
 
 def swiglu_down(
@@ -35,6 +38,7 @@ def swiglu_down(
     kernel = kernel.astype(gate.dtype)
     if usable(implementation, swiglu.check_supported(gate)):
         names, sizes = _axes(gate)
+        sizes.pop("h", None)  # the projection sums over it
         return on_explicit_shards(_swiglu_down, (gate, up, kernel), (names, names, ". ."), names, sizes)
     wide = accumulation_dtype(gate)
     h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
@@ -44,7 +48,7 @@ def swiglu_down(
 def _axes(gate) -> tuple[str, dict[str, int]]:
     from pallas_kernels.layer import swiglu
 
-    return token_axes(gate, tokens_of(gate.shape[-1], swiglu.BLOCK))
+    return inner_axes(gate, swiglu.BLOCK, _MOST_PARTS)
 
 
 @jax.custom_vjp
