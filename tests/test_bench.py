@@ -331,9 +331,9 @@ def test_time_limit_names_what_is_missing(kernels_everywhere, capsys):
     "what, name, packed",
     [
         ("forward", "half", False),
-        ("forward", "full, segments of 8", True),
-        ("backward", "full", True),
-        ("backward", "8 slices", False),
+        pytest.param("forward", "full, segments of 8", True, marks=pytest.mark.slow),
+        pytest.param("backward", "full", True, marks=pytest.mark.slow),
+        pytest.param("backward", "8 slices", False, marks=pytest.mark.slow),
     ],
 )
 def test_variants_are_calls_of_the_kernels(what, name, packed):

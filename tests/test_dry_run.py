@@ -53,7 +53,7 @@ def held(config, shape, rows, length):
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("data=2,head=2,context=2,sharded", 2),
+        pytest.param("data=2,head=2,context=2,sharded", 2, marks=pytest.mark.slow),
         pytest.param("data=2,head=2,context=2,sharded", 4, marks=pytest.mark.slow),
         pytest.param("data=8", 4, marks=pytest.mark.slow),
         pytest.param("data=4,context=2,sharded", 4, marks=pytest.mark.slow),

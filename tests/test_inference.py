@@ -68,7 +68,9 @@ def conversions(jaxpr):
                     yield from conversions(inner)
 
 
-@pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(WITH_EXPERTS, marks=pytest.mark.slow)], ids=["swiglu", "experts"]
+)
 def test_logits_are_those_of_the_model(config):
     model = make(config)
     ready = for_inference(model)

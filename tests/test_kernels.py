@@ -39,7 +39,15 @@ def first_rows(num_tokens: int) -> np.ndarray:
     return np.maximum(starts - token // 64 * 64, 0).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", configurations.CASES)
+@pytest.mark.parametrize(
+    "name",
+    [  # quick ones: each kernel in its usual form, whole and packed
+        pytest.param(
+            name, marks=pytest.mark.slow if re.search(r", .*,|[KV] \d|float16|segments", name) else ()
+        )
+        for name in configurations.CASES
+    ],
+)
 def test_lowers_for_compute_capability_9(name):
     text = ptxas_report.lower(*configurations.CASES[name]()).as_text()
     assert text.count("mosaic_gpu") >= 1

@@ -158,7 +158,7 @@ def test_prompts_of_similar_length_share_a_compilation(model):
     assert _generate._cache_size() == before + 2
 
 
-@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+@pytest.mark.parametrize("implementation", ["recurrent", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_padding_on_the_right_leaves_no_trace(implementation):
     """Logits and cache do not depend on what padding holds, and are those of the bare row but for the rounding of
     products of another shape."""

@@ -59,7 +59,7 @@ def value_and_gradients(case: cases.Case, x: cases.Inputs) -> dict:
             cases.Case("seam-norm", use_qk_l2norm=True, keys="any", state_layout="vk", **TINY),
             marks=pytest.mark.slow,
         ),
-        cases.Case("seam-scale-20", scale=20.0, **TINY),
+        pytest.param(cases.Case("seam-scale-20", scale=20.0, **TINY), marks=pytest.mark.slow),
     ],
     ids=lambda case: case.name,
 )

@@ -94,7 +94,7 @@ def check_same(got, expected, dtype="float32"):
         pytest.param("chunked", "packed", "heads", marks=pytest.mark.slow),
         pytest.param("recurrent", "plain", "rows", marks=pytest.mark.slow),
         pytest.param("recurrent", "few keys", "heads", marks=pytest.mark.slow),
-        ("recurrent", "packed", "heads"),
+        pytest.param("recurrent", "packed", "heads", marks=pytest.mark.slow),
     ],
 )
 def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):

@@ -147,6 +147,7 @@ def test_help_describes_every_group(capsys):
         assert group.__doc__.split(".")[0][:60] in text
 
 
+@pytest.mark.slow
 def test_full_disk(finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "a sweep"
     original, lines = JsonLines.append, 0
