@@ -1,5 +1,6 @@
 """The stages of the chunked form, each against its own formula in NumPy float64, and the chunk states as a result."""
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
