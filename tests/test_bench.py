@@ -355,6 +355,7 @@ def test_variants_are_calls_of_the_kernels(what, name, packed):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow
 def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monkeypatch, capsys):
     """Every variant on every row of both passes, compared first; the kernels' own times stand beside the sum."""
     timing = Timing(1.0, 0.9, 1.2, (("gates", 0.01), ("walk", 0.9)))

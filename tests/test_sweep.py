@@ -406,6 +406,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
     """A file gives the defaults; one seed chooses the learning rate; bits per byte by the place in a row."""
     file, out = tmp_path / "config.json", tmp_path / "run"
