@@ -173,12 +173,7 @@ TASKS: dict[str, TrainOptions] = {
 """Tasks by name, with their default options."""
 
 _NOT_STORED = {
-    "out",
-    "resume",
-    "config",
-    "max_minutes",
-    "compilation_cache",
-    "mesh",
+    *"out resume config max_minutes compilation_cache mesh".split()
 }  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 _YOUNGER = (
@@ -189,8 +184,7 @@ _POSITIVE = (
     "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
     "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
     "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
-    "scales lr_seeds train_sequences "
-    "tokens top_k attention_every"
+    "scales lr_seeds train_sequences tokens top_k attention_every"
 ).split()
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature text_weight".split()
 _FRACTION = "end_lr warmup".split()
