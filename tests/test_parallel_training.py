@@ -106,6 +106,7 @@ def test_three_steps_of_a_hybrid_model(text):
     alone = three_steps("data=1", config)
     np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
+        # As in test_three_steps.
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
     assert sent.count["all-to-all"] >= 8
 
