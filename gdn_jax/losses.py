@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
 
@@ -56,6 +57,7 @@ def linear_softmax_cross_entropy(
     label_weights: Float[Array, "*S"] | None = None,
     z_loss: float = 0.0,
     tile: int | None = None,
+    implementation: str | None = None,
 ) -> LossSums:
     """Sum of the weighted cross entropies of logits W x; the module docstring has the equations.
 
@@ -69,6 +71,8 @@ def linear_softmax_cross_entropy(
       label_weights: [..] any floating dtype; 0 leaves a token out, whatever its target. Default: 1 for every token.
       z_loss: coefficient z >= 0 of lse^2.
       tile: tokens whose logits are in memory at once. Default: the power of two with at most TILE_LOGITS logits.
+      implementation: None takes a kernel for the softmax and the logits' cotangent where there is one (a GPU of
+        compute capability 9.0, bfloat16, no z_loss), "chunked" and "recurrent" do not.
 
     Returns:
       LossSums of scalars in float32 (float64 for float64 x). `z_loss` and `correct` are constants to a
@@ -96,6 +100,7 @@ def linear_softmax_cross_entropy(
         label_weights.reshape(-1),
         float(z_loss),
         default_tile(weight.shape[0]) if tile is None else tile,
+        implementation,
     )
     # Constants, because the two parts of the loss would need gradients of their own.
     z, correct = jax.lax.stop_gradient((z, correct))
@@ -132,17 +137,17 @@ def _check(x, weight, targets, label_weights, z_loss, tile) -> None:
         raise ValueError(f"tile: expected a whole number of tokens >= 1, got {tile}")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss(x, weight, targets, label_weights, z_loss, tile):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _loss(x, weight, targets, label_weights, z_loss, tile, implementation):
     """(loss, z_loss, correct) of tokens x [T, D]."""
-    return _walk(x, weight, targets, label_weights, z_loss, tile, gradients=False)[0]
+    return _walk(x, weight, targets, label_weights, z_loss, tile, implementation, gradients=False)[0]
 
 
-def _loss_forward(x, weight, targets, label_weights, z_loss, tile):
-    return _walk(x, weight, targets, label_weights, z_loss, tile, gradients=True)
+def _loss_forward(x, weight, targets, label_weights, z_loss, tile, implementation):
+    return _walk(x, weight, targets, label_weights, z_loss, tile, implementation, gradients=True)
 
 
-def _loss_backward(z_loss, tile, gradients, cotangents):
+def _loss_backward(z_loss, tile, implementation, gradients, cotangents):
     scale = cotangents[0]
     dx, dweight, dlabel_weights = ((scale * g.astype(scale.dtype)).astype(g.dtype) for g in gradients)
     return dx, dweight, None, dlabel_weights
@@ -151,11 +156,13 @@ def _loss_backward(z_loss, tile, gradients, cotangents):
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _walk(x, weight, targets, label_weights, z_loss, tile, *, gradients) -> tuple[Any, _Gradients | None]:
+def _walk(
+    x, weight, targets, label_weights, z_loss, tile, implementation, *, gradients
+) -> tuple[Any, _Gradients | None]:
     """(loss, z_loss, correct) over tiles of tokens, and the gradients if they are asked for."""
     T, dtype = x.shape[0], accumulation_dtype(x)
     tokens = (x, targets, label_weights)
-    of_tile = partial(_tile, weight.astype(x.dtype), z_loss, gradients)
+    of_tile = partial(_tile, weight.astype(x.dtype), z_loss, gradients, implementation)
     if T <= tile:
         (sums, dweight), per_token = of_tile(tokens)
     else:
@@ -181,7 +188,7 @@ def _pad(a, count):
     return jnp.pad(a, ((0, count), *((0, 0),) * (a.ndim - 1)))
 
 
-def _tile(weight, z_loss, gradients, tokens) -> tuple[Any, Any]:
+def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
     """What a tile adds to the sums and to dW, and its dx and dlabel_weights; None for gradients not asked for."""
     x, targets, label_weights = tokens
     dtype = accumulation_dtype(x)
@@ -191,26 +198,72 @@ def _tile(weight, z_loss, gradients, tokens) -> tuple[Any, Any]:
         preferred_element_type=dtype,
     )
     logits = dot("td,vd->tv", x, weight)
-    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))[:, None]
-    # The largest logit by its index: one pass over the logits gives both.
-    best = jnp.argmax(logits, -1, keepdims=True)
-    largest = jnp.take_along_axis(logits, best, -1)
-    exps = jnp.exp(logits - largest)
-    total = jnp.sum(exps, -1, keepdims=True)
+    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
     inside = (targets >= 0) & (targets < weight.shape[0])
-    of_target = jnp.take_along_axis(logits, jnp.where(inside, targets, 0), -1)
-    a = label_weights.astype(dtype)[:, None]
+    a = label_weights.astype(dtype)
     a = jnp.where(inside | (a == 0), a, jnp.nan)
+    by_kernel = gradients and _takes_kernel(implementation, logits, x.dtype, z_loss)
+    softmax = (_by_kernel if by_kernel else partial(_by_xla, z_loss, gradients, x.dtype))(logits, targets, a)
+    largest, total = softmax.largest, softmax.total
+    of_target = jnp.take_along_axis(logits, jnp.where(inside, targets, 0)[:, None], -1)[:, 0]
     # Not lse - of_target: their difference would lose the digits of the nats of a sure prediction.
     nats = jnp.log(total) + (largest - of_target)
     lse = largest + jnp.log(total)
     z = z_loss * lse**2
     losses = jnp.where(inside, nats + z, 0)
-    sums = (jnp.sum(a * losses), jnp.sum(a * z), jnp.sum(a * (best == targets)))
-    if not gradients:
+    correct = (of_target == largest) & ~softmax.earlier & inside
+    sums = (jnp.sum(a * losses), jnp.sum(a * z), jnp.sum(a * correct))
+    if softmax.dlogits is None:
         return (sums, None), None
-    onehot = jnp.arange(weight.shape[0])[None] == targets
-    dlogits = (a * ((1 + 2 * z_loss * lse) / total * exps - onehot)).astype(x.dtype)
-    dx = dot("tv,vd->td", dlogits, weight).astype(x.dtype)
-    dweight = dot("tv,td->vd", dlogits, x)
-    return (sums, dweight), (dx, losses[:, 0].astype(label_weights.dtype))
+    dx = dot("tv,vd->td", softmax.dlogits, weight).astype(x.dtype)
+    dweight = dot("tv,td->vd", softmax.dlogits, x)
+    return (sums, dweight), (dx, losses.astype(label_weights.dtype))
+
+
+class _Softmax(NamedTuple):
+    """Of a tile of logits, and the cotangent of the logits for a unit cotangent of the loss."""
+
+    largest: Float[Array, " T"]
+    total: Float[Array, " T"]
+    """Sum of exp(logit - largest)."""
+    earlier: Bool[Array, " T"]
+    """Whether a logit before the target's is the largest."""
+    dlogits: Float[Array, "T V"] | None
+
+
+def _by_xla(z_loss, gradients, dtype, logits, targets, a) -> _Softmax:
+    # The largest logit by its index: one pass over the logits gives both.
+    best = jnp.argmax(logits, -1)
+    largest = jnp.take_along_axis(logits, best[:, None], -1)
+    exps = jnp.exp(logits - largest)
+    total = jnp.sum(exps, -1, keepdims=True)
+    dlogits = None
+    if gradients:
+        lse = largest + jnp.log(total)
+        onehot = jnp.arange(logits.shape[1])[None] == targets[:, None]
+        dlogits = (a[:, None] * ((1 + 2 * z_loss * lse) / total * exps - onehot)).astype(dtype)
+    return _Softmax(largest[:, 0], total[:, 0], best < targets, dlogits)
+
+
+def _takes_kernel(implementation, logits, dtype, z_loss) -> bool:
+    from pallas_kernels.layer import cross_entropy
+
+    reason = f"z_loss is {z_loss}; the kernel takes 0" if z_loss else None
+    return usable(implementation, reason or cross_entropy.check_supported(logits, dtype))
+
+
+def _by_kernel(logits, targets, a) -> _Softmax:
+    m, s, earlier, dlogits = run(
+        _kernel, None, (logits, targets, a), ("t .", "t", "t"), _KERNEL_AXES, {"t": len(a)}
+    )
+    return _Softmax(m, s, earlier > 0, dlogits)
+
+
+_KERNEL_AXES = "t", "t", "t", "t ."
+"""Names of the dimensions of the kernel's results."""
+
+
+def _kernel(_, logits, targets, a):
+    from pallas_kernels.layer import cross_entropy
+
+    return cross_entropy.cross_entropy(logits, targets, a)

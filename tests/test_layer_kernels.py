@@ -19,9 +19,10 @@ from gdn_jax.fused import norms as fused_norms
 from gdn_jax.fused import swiglu as fused_swiglu
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models import LanguageModel, ModelConfig
 from pallas_kernels.device import launch
-from pallas_kernels.layer import embedding, gated_norm, norm, rows, short_conv, swiglu
+from pallas_kernels.layer import cross_entropy, embedding, gated_norm, norm, rows, short_conv, swiglu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -178,6 +179,25 @@ def test_short_conv(name):
     close(expected.dweight, dweight, "dweight")
 
 
+@pytest.mark.parametrize(("T", "V"), [(5, 4096), (3, 11 * 128), (4, 9 * 256)])
+def test_cross_entropy(T, V):
+    """Also of a width that is no multiple of what a warpgroup holds, and with equal largest logits."""
+    draw, rng = draws(V), np.random.default_rng(0)
+    logits, targets = draw(T, V, scale=3.0), jnp.asarray(rng.integers(0, V, T), jnp.int32)
+    logits, targets = logits.at[1, jnp.array([5, 9])].set(20.0), targets.at[1].set(9).at[2].set(-1)
+    a = draw(T)
+    m, s, earlier, dl = cross_entropy.cross_entropy(logits, targets, a, interpret=INTERPRET)
+    np.testing.assert_array_equal(m, logits.max(1))
+    np.testing.assert_array_equal(earlier > 0, logits.argmax(1) < targets)
+    exps = np.exp(np.asarray(logits, np.float64) - np.asarray(m)[:, None])
+    total = exps.sum(1, keepdims=True)
+    close(total[:, 0], s, "s")
+    expected = np.asarray(a, np.float64)[:, None] * (exps / total - (np.arange(V) == targets[:, None]))
+    close(
+        expected, dl, "dl", 2
+    )  # the target's number outweighs a row's others: its rounding may be twice the rms
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """gdn_jax.fused takes the kernels, interpreted; the fixture's value counts the calls of each."""
@@ -189,6 +209,7 @@ def interpreted(monkeypatch):
         (swiglu, "swiglu"),
         (short_conv, "short_conv"),
         (embedding, "embedding_gradient"),
+        (cross_entropy, "cross_entropy"),
     ):
         for kernel in (name, f"{name}_backward"):
             if hasattr(module, kernel):
@@ -272,6 +293,42 @@ def test_swiglu_without_the_kernels(rows, F, interpreted):
     weights = [draw(*shape, dtype="bfloat16") for shape in ((8, F), (8, F), (F, 24))]
     fused_swiglu.swiglu(x, *weights)
     assert not interpreted
+
+
+def test_seam_of_the_loss(interpreted):
+    """As in plain JAX, but for numbers of the cotangent of the logits that are rounded otherwise."""
+    draw, rng = draws(6), np.random.default_rng(0)
+    x, weight = draw(12, 8, dtype="bfloat16"), draw(1024, 8)
+    targets = jnp.asarray(rng.integers(0, 1024, 12)).at[3].set(1024)
+    label_weights = jnp.ones(12).at[3].set(0.0)
+
+    def value_and_gradients(implementation):
+        def loss(x, weight, label_weights):
+            sums = linear_softmax_cross_entropy(
+                x, weight, targets, label_weights=label_weights, tile=16, implementation=implementation
+            )
+            return sums.loss, sums
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, weight, label_weights)
+
+    ((_, expected), gradients), ((_, got), kernels) = map(value_and_gradients, ("chunked", None))
+    for a, b in zip(expected, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    for name, a, b in zip(("dx", "dweight", "dlabel_weights"), gradients, kernels, strict=True):
+        close(np.asarray(a, np.float64), b, name, 2, dtype="bfloat16")
+    assert interpreted == {"cross_entropy": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((4, 1024), "float32", "x is float32"),
+        ((4, 1000), "bfloat16", "multiples of 128"),
+        ((4, 896), "bfloat16", "from 1024"),
+    ],
+)
+def test_logits_that_the_kernel_refuses(shape, dtype, reason):
+    assert reason in cross_entropy.check_supported(jax.ShapeDtypeStruct(shape, jnp.float32), jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("tokens", [[[1, 1, -1, 0], [7, -8, 2**30, 1]], [[-7, 6, 6, 6]]])

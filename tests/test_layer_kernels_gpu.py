@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
 
+from gdn_jax import losses
 from gdn_jax.fused import embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 
@@ -166,3 +167,31 @@ def test_embed(dtype):
     assert most.max() > 1000 and (most == 0).any()
     close(expected, gradient, "gradient", sums=2.0**-24 * most.max() ** 0.5)
     assert not gradient[most == 0].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("V", [32768, 32000])
+def test_loss(V):
+    """Of several tiles, the last one not full, beside the loss in plain JAX in float32."""
+    draw, rng = draws(3), np.random.default_rng(3)
+    T, D = 5000, 512
+    x, weight = draw(T, D, dtype="bfloat16"), draw(V, D, scale=D**-0.5)
+    weight = weight.astype(jnp.bfloat16).astype(jnp.float32)  # the numbers that both use
+    targets = jnp.asarray(rng.integers(0, V, T), jnp.int32)
+
+    def f(x, weight, label_weights, implementation=None):
+        sums = losses.linear_softmax_cross_entropy(
+            x, weight, targets, label_weights=label_weights, implementation=implementation
+        )
+        return sums.loss, sums.correct
+
+    label_weights = jnp.asarray(rng.random(T), jnp.float32)
+    cotangents = jnp.float32(1), jnp.float32(0)
+    (loss, correct), gradients = evaluate(f, cotangents, x, weight, label_weights)
+    plain = compiled_vjp(functools.partial(f, implementation="chunked"))
+    (expected_loss, expected_correct), expected = plain(
+        cotangents, x.astype(jnp.float32), weight, label_weights
+    )
+    np.testing.assert_allclose(loss, expected_loss, rtol=SUMS)
+    np.testing.assert_allclose(correct, expected_correct, rtol=SUMS)
+    for name, a, b in zip(("dx", "dweight", "dlabel_weights"), expected, gradients, strict=True):
+        close(np.asarray(a, np.float64), b, name, 2, dtype="bfloat16")

@@ -13,8 +13,7 @@ from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 
 
 def test_a_swiglu_on_parts_of_its_columns():
-    """Nothing is gathered: the result and the cotangent of x are summed over the heads, those of the weights over rows
-    and tokens."""
+    """Nothing is gathered: result and cotangent of x are summed over heads, those of weights over rows and tokens."""
     shape = MeshShape.parse("data=2,head=2,context=2")
     if jax.device_count() < shape.size:
         pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")

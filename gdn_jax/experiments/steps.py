@@ -110,7 +110,11 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
 def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
     x, _ = model.hidden_states(jnp.asarray(batch.tokens))
     sums = linear_softmax_cross_entropy(
-        x, model.head_weight(), jnp.asarray(batch.targets), label_weights=jnp.asarray(batch.weights)
+        x,
+        model.head_weight(),
+        jnp.asarray(batch.targets),
+        label_weights=jnp.asarray(batch.weights),
+        implementation=model.config.implementation,
     )
     return Sums(sums.loss, sums.correct, sums.weight)
 

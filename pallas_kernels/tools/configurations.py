@@ -19,6 +19,7 @@ from pallas_kernels.decode.ring_step import ring_step
 from pallas_kernels.decode.step import step
 from pallas_kernels.forward import outputs, transitions
 from pallas_kernels.layer import short_conv
+from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
@@ -186,6 +187,11 @@ def swiglu_case(backwards=False):
     return (swiglu_backward, (ab, a)) if backwards else (swiglu, (ab,))
 
 
+def cross_entropy_case():
+    """A function and its argument shapes: cross_entropy."""
+    return cross_entropy, (_shape(64, 32768), _shape(64, dtype=jnp.int32), _shape(64))
+
+
 def embedding_case():
     """A function and its argument shapes: embedding_gradient."""
     return embedding_gradient, (_shape(64, 1024), _shape(64, dtype=jnp.int32), _shape(33, dtype=jnp.int32))
@@ -275,6 +281,7 @@ CASES = {
     "swiglu": swiglu_case,
     "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
     "embedding": embedding_case,
+    "cross entropy": cross_entropy_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "inverse": inverse_case,
