@@ -2,9 +2,10 @@
 
 Reading is a call of `gdn_jax.models.generate` for one token, with all that the call does: its time over the tokens of
 the prompt. Writing is the loop that `generate` compiles, `models.generate.decode`, over a cache that is filled with
-random numbers in the place of a prompt: the time of a call over its steps. A call is the greedy one, and ends when its
-tokens are on the device; times are by the clock, after calls that compile and warm up. The cache is given to the call
-and comes back from it, so that there is one in memory. Weights have the compute dtype, as those of a checkpoint have.
+random numbers in the place of a prompt: the time of a call over its steps. Tokens are the likeliest ones. A call
+ends when its results are on the device; times are by the clock, after calls that compile and warm up. The cache is
+given to the call and comes back from it, so that there is one in memory. Weights have the compute dtype, as those of
+a checkpoint have.
 
 What a token has to move at least, at the memory's published speed: the weights that it is multiplied by, all states
 once in and once out, all keys and values once in. What grows with the context in it is the attention layers'.
@@ -212,9 +213,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def save() -> None:
         if options.json is not None:
-            content = {"versions": versions(), "config": dataclasses.asdict(config)}
-            content["prefill"] = None if prefill is None else prefill._asdict()
-            content["results"] = [result._asdict() for result in results]
+            content = {
+                "versions": versions(),
+                "config": dataclasses.asdict(config),
+                "prefill": None if prefill is None else prefill._asdict(),
+                "results": [result._asdict() for result in results],
+            }
             write_text(options.json, json.dumps(content, indent=1))
 
     if options.prefill:
@@ -232,12 +236,14 @@ def main(argv: list[str] | None = None) -> int:
             name = f"context {context}, batch {batch}"
             size = batch * model_costs(config, context + options.tokens).cache_bytes / 1e9
             if size > options.largest_cache:
-                why = f"its cache has {size:.1f} GB, more than {options.largest_cache:g}"
+                why = f"its cache has {size:.3g} GB, more than {options.largest_cache:g}"
                 console.print(f"{name}: left out, {why}", highlight=False)
                 continue
             try:
                 result = measure(model, options, batch, context)
-            except jax.errors.JaxRuntimeError as error:  # out of memory, among others: the other lines may fit
+            except (
+                jax.errors.JaxRuntimeError
+            ) as error:  # out of memory, among others: the other lines may fit
                 console.print(f"{name}: {one_line(error)}", highlight=False)
                 continue
             results.append(result)
@@ -302,9 +308,9 @@ def draw(path: Path, model: str, results: list[Result]) -> None:
             axes.plot(*zip(*floor, strict=True), ls="--", **options | {"lw": 1.0}, label=label)
     contexts = sorted({r.context for r in results})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(contexts, [str(n) for n in contexts])
     axes.minorticks_off()
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("ms a token")
     axes.set_title(f"{model}, {jax.devices()[0].device_kind}", fontsize=11)

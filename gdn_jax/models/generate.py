@@ -236,5 +236,5 @@ def decode(
     tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
     ended = ends(token, jnp.zeros(token.shape, bool))
     start = (jnp.int32(1), token, ended, stopped_by(token), cache, tokens)
-    i, token, _, _, cache, tokens = jax.lax.while_loop(goes_on, step, start)
-    return jnp.where(jnp.arange(num_tokens) < i, tokens.T, token[:, None]), cache
+    i, token, _, _, after, tokens = jax.lax.while_loop(goes_on, step, start)
+    return jnp.where(jnp.arange(num_tokens) < i, tokens.T, token[:, None]), after or ()
