@@ -154,6 +154,16 @@ def test_pools_are_updated_in_place():
         assert text.count("#stablehlo.output_operand_alias<") == 4
 
 
+@pytest.mark.usefixtures("hopper")
+def test_kernels_run_unasked():
+    """Where they can run; a call that they cannot take is plain JAX."""
+    for change, runs in (({}, True), ({"K": 48}, False), ({"pool_dtype": "float16"}, False)):
+        case = Case("unasked", **change)
+        lowered = jax.jit(partial(pool_steps.serve, case)).trace(pool_steps.draw(case))
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == runs
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -68,8 +68,8 @@ def decode(
       null_slot: a slot that is padding like -1, for servers that keep one free (vLLM and tpu-inference keep slot 0).
       layer: index of the second axis of a pool [slots, layers, HO, K, V] that serves a whole model.
       batch_invariant: a request's bits do not depend on the other requests of the call, nor on their number.
-      implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None is plain JAX until
-        the kernels have passed their tests on a GPU.
+      implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None takes the
+        kernels where they can run, else plain JAX.
 
     Returns:
       o [B, HO, V] in v's dtype, and the pool, in which all but the written slots keep their bits.
