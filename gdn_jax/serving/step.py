@@ -116,9 +116,9 @@ def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
     by_kernels = options.implementation == "mosaic_gpu"
     if by_kernels and not isinstance(pool, RingPool):
         return kernels.decode(pool, raw, read_slots, write_slots, layer, options)
-    read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if by_kernels:
-        return kernels.decode_on_ring(pool, raw, read, options)
+        return kernels.decode_on_ring(pool, raw, read_slots, layer, options)
+    read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if isinstance(pool, RingPool):
         o, pool = ring.decode(pool, raw, read, None if write_slots is None else write, options)
     else:
