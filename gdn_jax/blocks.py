@@ -14,17 +14,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.fused.kernels import FEW_ROWS
 from gdn_jax.fused.norms import add_norm
-from gdn_jax.fused.swiglu import swiglu_down
-from gdn_jax.parallel.on_mesh import projections, splits_heads
+from gdn_jax.parallel.on_mesh import projections, splits_heads, swiglu
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
-
-_FEW_ROWS = 256
-"""Up to here a GPU multiplies by weights in less time than it takes to write them side by side. Worked out for an
-H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, and a row takes 2 of 700 T operations
-a second."""
 
 
 @runtime_checkable
@@ -137,7 +132,7 @@ class SwiGLU(nnx.Module):
       intermediate_size: width in between.
       dtype, param_dtype: compute and parameter dtype.
       kernel_init, out_kernel_init: initialisers of gate and up, and of down.
-      implementation: as for `fused.swiglu.swiglu_down`.
+      implementation: as for `fused.swiglu.swiglu`.
       rngs: source of the initial weights.
     """
 
@@ -161,8 +156,9 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        gate, up = products(x, (self.gate_proj, self.up_proj))
-        return swiglu_down(gate, up, self.down_proj.kernel[...], implementation=self.implementation)
+        kernels = [linear.kernel[...] for linear in (self.gate_proj, self.up_proj, self.down_proj)]
+        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, kernels[0].dtype))
+        return swiglu(x, *kernels, implementation=self.implementation)
 
 
 def products(x: Float[Array, "*S D"], linears: Sequence[nnx.Linear]) -> tuple[Float[Array, "*S F"], ...]:
@@ -195,7 +191,7 @@ def shared_products(
       groups: the projections.
       dtype: their compute dtype.
     """
-    if splits_heads() or math.prod(x.shape[:-1]) <= _FEW_ROWS:
+    if splits_heads() or math.prod(x.shape[:-1]) <= FEW_ROWS:
         ys = iter(products(x, [linear for group in groups for linear in group]))
         return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
     kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]

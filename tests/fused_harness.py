@@ -15,6 +15,13 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 0.0}
 # and about ten roundings of the sigmoid, root and products.
 SUMS = 1e-6
 
+SWIGLU_NAMES = ("y", "dx", "dgate_kernel", "dup_kernel", "ddown_kernel")
+"""Of the results of `fused_oracle.swiglu`."""
+
+SWIGLU_ROUNDINGS = 5
+"""Between its input and a result of a SwiGLU: of both branches, of their product or of its cotangent, of their
+cotangents, and of the result."""
+
 
 def close(expected, got, name: str, roundings: int = 1, sums: float = SUMS, dtype: str | None = None) -> None:
     """Fails where a result is further off than so many roundings to its dtype (or another) and float32 sums leave."""

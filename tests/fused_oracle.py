@@ -196,29 +196,29 @@ def gated_projection_gradients(
     return *gated_norm_gradients(o, gate, weight, dy, eps), dkernel
 
 
-def swiglu(a: Any, b: Any) -> np.ndarray:
+def branches(a: Any, b: Any) -> np.ndarray:
     """silu(a) b."""
     a = wide(a)
     return a * sigmoid(a) * wide(b)
 
 
-def swiglu_gradients(a: Any, b: Any, dh: Any) -> tuple[np.ndarray, np.ndarray]:
+def branches_gradients(a: Any, b: Any, dh: Any) -> tuple[np.ndarray, np.ndarray]:
     """da and db."""
     a, dh = wide(a), wide(dh)
     return dh * wide(b) * silu_slope(a), dh * a * sigmoid(a)
 
 
-def swiglu_down(a: Any, b: Any, kernel: Any) -> np.ndarray:
-    """(silu(a) b) @ kernel."""
-    return swiglu(a, b) @ wide(kernel)
+def swiglu(x: Any, gate_kernel: Any, up_kernel: Any, down_kernel: Any, dy: Any) -> tuple[Any, ...]:
+    """y, dx and the gradients of the three kernels."""
+    x, dy, *kernels = (wide(array) for array in (x, dy, gate_kernel, up_kernel, down_kernel))
+    gate, up = (x @ w for w in kernels[:2])
+    h, (dgate, dup) = branches(gate, up), branches_gradients(gate, up, dy @ kernels[2].T)
 
+    def weight(a, b):
+        return a.reshape(-1, a.shape[-1]).T @ b.reshape(-1, b.shape[-1])
 
-def swiglu_down_gradients(a: Any, b: Any, kernel: Any, dy: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """da, db and dkernel."""
-    dy, kernel = wide(dy), wide(kernel)
-    h = swiglu(a, b)
-    dkernel = h.reshape(-1, h.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
-    return *swiglu_gradients(a, b, dy @ kernel.T), dkernel
+    dx = dgate @ kernels[0].T + dup @ kernels[1].T
+    return h @ kernels[2], dx, weight(x, dgate), weight(x, dup), weight(h, dy)
 
 
 def embedding_gradient(tokens: Any, dx: Any, size: int) -> np.ndarray:

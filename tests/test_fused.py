@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_harness import close, draws, value_and_vjp
+from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws, value_and_vjp
 
 from gdn_jax.conv import causal_conv1d, last_inputs
 from gdn_jax.fused import embedding, kernels, norms, swiglu
@@ -150,7 +150,7 @@ def test_gated_norm(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm_with_its_projection(dtype):
     draw = draws(7)
-    tokens = (2, 9) if dtype == "float32" else (18,)  # as for test_swiglu_down
+    tokens = (2, 9) if dtype == "float32" else (18,)  # as for test_swiglu
     o, gate = (draw(*tokens, 3, 24, dtype=dtype) for _ in range(2))
     weight, kernel = draw(24), draw(72, 10, dtype=dtype).astype(jnp.float32)
     dresult = draw(*tokens, 10, dtype=dtype)
@@ -162,18 +162,17 @@ def test_gated_norm_with_its_projection(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_down(dtype):
+def test_swiglu(dtype):
     draw = draws(4)
     # One axis of tokens in bfloat16: a CPU rounds every addition of a product over two axes, as dkernel would be.
     tokens = (2, 9) if dtype == "float32" else (18,)
-    gate, up, dy = (draw(*tokens, size, dtype=dtype) for size in (40, 40, 24))
-    kernel = draw(40, 24, dtype=dtype).astype(jnp.float32)  # the numbers that the product uses
-    y, gradients = value_and_vjp(swiglu.swiglu_down, dy, gate, up, kernel)
-    # The product of the branches is rounded, or its cotangent, and then the result.
-    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
-    expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
-    for name, a, b in zip(("dgate", "dup", "dkernel"), expected, gradients, strict=True):
-        close(a, b, name, 2, dtype=dtype)
+    x, dy = draw(*tokens, 12, dtype=dtype), draw(*tokens, 24, dtype=dtype)
+    shapes = (12, 40), (12, 40), (40, 24)  # in float32 hold the numbers that the products use
+    weights = [draw(*shape, dtype=dtype, scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
+    y, gradients = value_and_vjp(swiglu.swiglu, dy, x, *weights)
+    expected = fused_oracle.swiglu(x, *weights, dy)
+    for name, a, b in zip(SWIGLU_NAMES, expected, (y, *gradients), strict=True):
+        close(a, b, name, SWIGLU_ROUNDINGS, dtype=dtype)
 
 
 SIZE = 9
@@ -224,7 +223,7 @@ def test_the_implementation_of_the_rule_changes_nothing_without_a_gpu(implementa
         lambda **o: short_conv(x, kernel, heads=1, width=8, **o),
         lambda **o: norms.add_norm(x, x, weight, **o),
         lambda **o: norms.gated_norm(x, x, weight, **o),
-        lambda **o: swiglu.swiglu_down(x, x, kernel, **o),
+        lambda **o: swiglu.swiglu(x, x[0].T, x[0].T, x[0], **o),
         lambda **o: embedding.embed(kernel, jnp.arange(3), **o),
     )
     got, expected = jax.jit(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fused_harness import close, draws
+from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax.conv import causal_conv1d
@@ -99,11 +99,13 @@ def test_swiglu(N, dtype):
     draw = draws(N)
     a, b, dh = (draw(N, dtype=dtype) for _ in range(3))
     assert swiglu.check_supported(a) is None
-    h = swiglu.swiglu(a, b, interpret=INTERPRET)
-    close(fused_oracle.swiglu(a, b), h, "h")
-    *gradients, again = swiglu.swiglu_backward(a, b, dh, interpret=INTERPRET)
-    for name, x, y in zip(("da", "db"), fused_oracle.swiglu_gradients(a, b, dh), gradients, strict=True):
-        close(x, y, name)
+    ab = fused_swiglu.side_by_side(a, b)
+    h = swiglu.swiglu(ab, interpret=INTERPRET)
+    close(fused_oracle.branches(a, b), h, "h")
+    dab, again = swiglu.swiglu_backward(ab, dh, interpret=INTERPRET)
+    gradients = np.moveaxis(np.asarray(dab).reshape(-1, 2, swiglu.GROUP), 1, 0)
+    for name, x, y in zip(("da", "db"), fused_oracle.branches_gradients(a, b, dh), gradients, strict=True):
+        close(x, y.reshape(-1), name)
     np.testing.assert_array_equal(again, h)
 
 
@@ -250,23 +252,26 @@ def test_seam_of_gated_norm_with_its_projection(interpreted):
     assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
 
 
-def test_seam_of_swiglu_down(interpreted):
-    """The product of the branches is rounded, or its cotangent, and then the result."""
+def test_seam_of_swiglu(interpreted):
     draw = draws(3)
-    gate, up, dy = (
-        draw(16, 128, dtype="bfloat16"),
-        draw(16, 128, dtype="bfloat16"),
-        draw(16, 24, dtype="bfloat16"),
-    )
-    kernel = draw(128, 24, dtype="bfloat16").astype(jnp.float32)
-    y, back = jax.vjp(fused_swiglu.swiglu_down, gate, up, kernel)
-    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
-    dgate, dup, dkernel = back(dy)
-    expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
-    close(expected[0], dgate, "dgate", 2)
-    close(expected[1], dup, "dup", 2)
-    close(expected[2], dkernel, "dkernel", 2, dtype="bfloat16")
+    x, dy = draw(512, 8, dtype="bfloat16"), draw(512, 24, dtype="bfloat16")
+    shapes = (8, 48), (8, 48), (48, 24)
+    weights = [draw(*shape, dtype="bfloat16", scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
+    y, back = jax.vjp(fused_swiglu.swiglu, x, *weights)
+    expected = fused_oracle.swiglu(x, *weights, dy)
+    for name, a, b in zip(SWIGLU_NAMES, expected, (y, *back(dy)), strict=True):
+        close(a, b, name, SWIGLU_ROUNDINGS, dtype="bfloat16")
     assert interpreted == {"swiglu": 1, "swiglu_backward": 1}
+
+
+@pytest.mark.parametrize(("rows", "F"), [(256, 48), (512, 24)])
+def test_swiglu_without_the_kernels(rows, F, interpreted):
+    """Of few rows, and of widths that the kernel does not take."""
+    draw = draws(5)
+    x = draw(rows, 8, dtype="bfloat16")
+    weights = [draw(*shape, dtype="bfloat16") for shape in ((8, F), (8, F), (F, 24))]
+    fused_swiglu.swiglu(x, *weights)
+    assert not interpreted
 
 
 @pytest.mark.parametrize("tokens", [[[1, 1, -1, 0], [7, -8, 2**30, 1]], [[-7, 6, 6, 6]]])
@@ -342,7 +347,7 @@ CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
         (gated_norm, (shape(1, 3, 1, 128),), "a multiple of 1024 numbers"),
         (gated_norm, (shape(0, 8, 128),), "a multiple of 1024 numbers"),
         (gated_norm, (shape(1, 16, 1, 64, dtype="float16"),), None),
-        (swiglu, (shape(64, 64, dtype="float32"),), "gate is float32"),
+        (swiglu, (shape(64, 64, dtype="float32"),), "x is float32"),
         (swiglu, (shape(3, 1024),), "a multiple of 2048 numbers"),
         (swiglu, (shape(0, 2048),), "a multiple of 2048 numbers"),
         (swiglu, (shape(2, 1024, dtype="float16"),), None),
@@ -395,7 +400,7 @@ def test_model_uses_the_kernels(monkeypatch):
     sizes = dict(vocab_size=64, hidden_size=128, num_layers=3, num_heads=4, head_dim=32, expand_v=1.0)
     config = ModelConfig(**sizes, intermediate_size=384, dtype="bfloat16")
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-    got = kernels_of(model, (shape(1, 128, dtype="int32"),), monkeypatch)
+    got = kernels_of(model, (shape(1, 512, dtype="int32"),), monkeypatch)
     one = ("short_conv", "gated_norm", "swiglu")
     expected = dict.fromkeys((*one, *(f"{name}_backward" for name in one), "embedding_gradient"), 1)
     assert got == expected | {"add_norm": 2, "add_norm_backward": 2}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_harness import close, compiled_vjp, draws
+from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
 
 from gdn_jax.fused import embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
@@ -96,19 +96,17 @@ def test_gated_norm_with_its_projection():
         close(a, b, name, 2, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_swiglu_down(dtype):
-    """The product of the branches is rounded, or its cotangent, and then the result. The projection has the
-    size of a fresh one, so that no sum leaves float16."""
+@pytest.mark.parametrize(("F", "dtype"), [(2736, "bfloat16"), (2816, "float16")])
+def test_swiglu(F, dtype):
+    """The projections have the size of fresh ones, so that no sum leaves float16."""
     draw = draws(1)
-    gate, up = draw(4096, 2816, dtype=dtype), draw(4096, 2816, dtype=dtype)
-    dy = draw(4096, 1024, dtype=dtype)
-    kernel = draw(2816, 1024, dtype=dtype, scale=2816**-0.5).astype(jnp.float32)
-    y, gradients = evaluate(swiglu.swiglu_down, dy, gate, up, kernel)
-    close(fused_oracle.swiglu_down(gate, up, kernel), y, "y", 2)
-    expected = fused_oracle.swiglu_down_gradients(gate, up, kernel, dy)
-    for name, a, b in zip(("dgate", "dup", "dkernel"), expected, gradients, strict=True):
-        close(a, b, name, 2, dtype=dtype)
+    x, dy = draw(4096, 1024, dtype=dtype), draw(4096, 1024, dtype=dtype)
+    shapes = (1024, F), (1024, F), (F, 1024)
+    weights = [draw(*shape, dtype=dtype, scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
+    y, gradients = evaluate(swiglu.swiglu, dy, x, *weights)
+    expected = fused_oracle.swiglu(x, *weights, dy)
+    for name, a, b in zip(SWIGLU_NAMES, expected, (y, *gradients), strict=True):
+        close(a, b, name, SWIGLU_ROUNDINGS, dtype=dtype)
 
 
 @pytest.mark.parametrize(

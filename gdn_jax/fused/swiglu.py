@@ -1,86 +1,116 @@
-"""The second half of a SwiGLU: the product of its two branches and the projection down."""
+"""A SwiGLU: two projections of one input, the product of one with the SiLU of the other, and the projection down."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import inner_axes, run, usable
+from gdn_jax.fused.kernels import FEW_ROWS, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
-_MOST_PARTS = 8
-"""Into how many parts F is split at most. Of more parts, more tokens are a block of the kernel."""
+BRANCHES_NAME = "swiglu_branches"
+"""`checkpoint_name` of all that the kernels keep for the backward pass beside x and the weights."""
 
 
-def swiglu_down(
-    gate: Float[Array, "*S F"],
-    up: Float[Array, "*S F"],
-    kernel: Float[Array, "F D"],
+def swiglu(
+    x: Float[Array, "*S D"],
+    gate_kernel: Float[Array, "D F"],
+    up_kernel: Float[Array, "D F"],
+    down_kernel: Float[Array, "F E"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "*S D"]:
-    """(silu(gate) * up) @ kernel.
+) -> Float[Array, "*S E"]:
+    """(silu(x @ gate_kernel) * (x @ up_kernel)) @ down_kernel.
 
-    With the kernels, the product of the branches is not kept for the backward pass but made again there beside their
-    derivatives, and the result can be differentiated once, in reverse.
+    With the kernels both branches are one product, in the backward pass too, whose cotangent of x is then one product
+    instead of two and their sum. What is kept for it are the branches; the product of the two is made again beside
+    their derivatives. The result can then be differentiated once, in reverse.
 
     Args:
-      gate, up: [.., F], any floating dtype, both alike.
-      kernel: projection [F, D], any floating dtype, used in gate's.
+      x: input [.., D], any floating dtype.
+      gate_kernel, up_kernel: projections [D, F], any floating dtype, used in x's.
+      down_kernel: projection [F, E], likewise.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
         "recurrent" do not.
 
     Returns:
-      [.., D] in gate's dtype. Numerics: the product of the branches in float32 (float64 when gate is), rounded once.
+      [.., E] in x's dtype. Numerics: the branches are rounded to x's dtype; their product is in float32 (float64 when
+      x is), rounded once.
     """
+    gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
+    if usable(implementation, _check_supported(x, gate_kernel)):
+        weight = side_by_side(gate_kernel, up_kernel)
+        names, sizes = _axes(x, gate_kernel.shape[1])
+        operands = names, ". .", ". ."
+        return on_explicit_shards(_swiglu, (x, weight, down_kernel), operands, names, sizes)
+    gate, up = (checkpoint_name(x @ w, BRANCHES_NAME) for w in (gate_kernel, up_kernel))
+    wide = accumulation_dtype(x)
+    h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
+    return h @ down_kernel
+
+
+def side_by_side(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, "*S F2"]:
+    """Both in one array as the kernels read them: some numbers of gate, as many of up, and so on."""
+    from pallas_kernels.layer.swiglu import GROUP
+
+    groups = (x.reshape(*x.shape[:-1], -1, 1, GROUP) for x in (gate, up))
+    return jnp.concatenate([*groups], axis=-2).reshape(*gate.shape[:-1], -1)
+
+
+def _check_supported(x, gate_kernel) -> str | None:
     from pallas_kernels.layer import swiglu
 
-    kernel = kernel.astype(gate.dtype)
-    if usable(implementation, swiglu.check_supported(gate)):
-        names, sizes = _axes(gate)
-        sizes.pop("h", None)  # the projection sums over it
-        return on_explicit_shards(_swiglu_down, (gate, up, kernel), (names, names, ". ."), names, sizes)
-    wide = accumulation_dtype(gate)
-    h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
-    return h @ kernel
+    rows, F = math.prod(x.shape[:-1]), gate_kernel.shape[1]
+    if rows <= FEW_ROWS:
+        return f"x has {rows} rows; the kernel takes more than {FEW_ROWS}"
+    if F % swiglu.GROUP:
+        return f"gate_kernel has {F} columns; the kernel takes a multiple of {swiglu.GROUP}"
+    return swiglu.check_supported(jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype))
 
 
-def _axes(gate) -> tuple[str, dict[str, int]]:
-    from pallas_kernels.layer import swiglu
+def _axes(x, F: int) -> tuple[str, dict[str, int]]:
+    from pallas_kernels.layer.swiglu import BLOCK
 
-    return inner_axes(gate, swiglu.BLOCK, _MOST_PARTS)
+    return token_axes(x, BLOCK // math.gcd(F, BLOCK))
 
 
 @jax.custom_vjp
-def _swiglu_down(gate, up, kernel):
-    names, sizes = _axes(gate)
-    return run(_product, None, (gate, up), (names, names), names, sizes) @ kernel
+def _swiglu(x, weight, down_kernel):
+    return _swiglu_fwd(x, weight, down_kernel)[0]
 
 
-def _product(_, gate, up):
+def _swiglu_fwd(x, weight, down_kernel):
+    branches = checkpoint_name(x @ weight, BRANCHES_NAME)
+    names, sizes = _axes(x, len(down_kernel))
+    h = run(_product, None, (branches,), (names,), names, sizes)
+    return h @ down_kernel, (x, branches, weight, down_kernel)
+
+
+def _product(_, branches):
     from pallas_kernels.layer import swiglu
 
-    return swiglu.swiglu(gate.reshape(-1), up.reshape(-1)).reshape(gate.shape)
+    return swiglu.swiglu(branches.reshape(-1)).reshape(*branches.shape[:-1], -1)
 
 
-def _swiglu_down_fwd(gate, up, kernel):
-    return _swiglu_down(gate, up, kernel), (gate, up, kernel)
+def _swiglu_bwd(saved, dy):
+    x, branches, weight, down_kernel = saved
+    dh = jnp.einsum("...e,fe->...f", dy, down_kernel)
+    names, sizes = _axes(x, len(down_kernel))
+    dbranches, h = run(_derivatives, None, (branches, dh), (names,) * 2, (names,) * 2, sizes)
+    dx = jnp.einsum("...f,df->...d", dbranches, weight)
+    dweight = jnp.einsum("...d,...f->df", x, dbranches)
+    return dx, dweight, jnp.einsum("...f,...e->fe", h, dy)
 
 
-def _swiglu_down_bwd(saved, dy):
-    gate, up, kernel = saved
-    dh = jnp.einsum("...d,fd->...f", dy, kernel)
-    names, sizes = _axes(gate)
-    dgate, dup, h = run(_derivatives, None, (gate, up, dh), (names,) * 3, (names,) * 3, sizes)
-    return dgate, dup, jnp.einsum("...f,...d->fd", h, dy)
-
-
-def _derivatives(_, gate, up, dh):
+def _derivatives(_, branches, dh):
     """Of the product of the branches, from its cotangent; and the product."""
     from pallas_kernels.layer import swiglu
 
-    parts = swiglu.swiglu_backward(gate.reshape(-1), up.reshape(-1), dh.reshape(-1))
-    return tuple(x.reshape(gate.shape) for x in parts)
+    dbranches, h = swiglu.swiglu_backward(branches.reshape(-1), dh.reshape(-1))
+    return dbranches.reshape(branches.shape), h.reshape(dh.shape)
 
 
-_swiglu_down.defvjp(_swiglu_down_fwd, _swiglu_down_bwd)
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

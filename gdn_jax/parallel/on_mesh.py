@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 from gdn_jax import losses, ops
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
+from gdn_jax.fused.swiglu import BRANCHES_NAME
+from gdn_jax.fused.swiglu import swiglu as fused_swiglu
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context
 from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
@@ -77,6 +79,12 @@ def splits_heads() -> bool:
     return sizes is not None and sizes[HEAD] > 1
 
 
+def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
+    """How rows and tokens of [B, T, .., D] lie."""
+    axes = [_dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), x.shape[:-1], strict=False)]
+    return PartitionSpec(*axes, *[None] * (x.ndim - 1 - len(axes)))
+
+
 def projections(
     project: Callable[[jax.Array, Any], Any], x: Float[Array, "*S D"], weights: Any
 ) -> tuple[Float[Array, "*S _"], ...]:
@@ -94,12 +102,38 @@ def projections(
     def local(x, weights):
         return project(*vary_alike((x, weights)))
 
-    axes = [_dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), x.shape[:-1], strict=False)]
-    axes += [None] * (x.ndim - 1 - len(axes))
+    tokens = _tokens(sizes, x)
     specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
-    options = dict(in_specs=(PartitionSpec(*axes), specs), out_specs=PartitionSpec(*axes, HEAD))
+    options = dict(in_specs=(tokens, specs), out_specs=PartitionSpec(*tokens, HEAD))
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
     return jax.checkpoint(jax.shard_map(local, **options))(x, weights)
+
+
+def swiglu(
+    x: Float[Array, "*S D"],
+    gate_kernel: Float[Array, "D F"],
+    up_kernel: Float[Array, "D F"],
+    down_kernel: Float[Array, "F E"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*S E"]:
+    """`gdn_jax.fused.swiglu.swiglu`; on a mesh with a head axis its devices share the columns of the branches, and
+    their results and the cotangents of x are summed over it once."""
+    sizes, kernels = _axes(), (gate_kernel, up_kernel, down_kernel)
+    F = gate_kernel.shape[1]
+    if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
+        return fused_swiglu(x, *kernels, implementation=implementation)
+
+    def local(x, kernels):
+        y = fused_swiglu(*vary_alike((x, *kernels)), implementation=implementation)
+        return lax.psum(y, HEAD)
+
+    tokens = _tokens(sizes, x)
+    columns = PartitionSpec(None, HEAD)
+    run = jax.shard_map(local, in_specs=(tokens, (columns, columns, PartitionSpec(HEAD))), out_specs=tokens)
+    # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
+    keep = jax.checkpoint_policies.save_only_these_names(BRANCHES_NAME)
+    return jax.checkpoint(run, policy=keep)(x, kernels)
 
 
 def short_conv(

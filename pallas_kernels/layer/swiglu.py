@@ -2,10 +2,11 @@
 
     h = silu(a) b,   da = dh b silu'(a),   db = dh silu(a)
 
-The derivative's kernel gives h again, so that nobody has to keep it.
+a and b lie in one array, `GROUP` numbers of a, as many of b, and so on: one product of matrices writes both, and one
+reads both of their derivatives. The derivative's kernel gives h again, so that nobody has to keep it.
 
-Inputs (GMEM): a, b, dh [N] bfloat16 or float16. Outputs (GMEM): h; da, db, h, of a's dtype.
-Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `BLOCK` numbers. No shared
+Inputs (GMEM): ab [2 N], dh [N] bfloat16 or float16. Outputs (GMEM): h [N]; dab [2 N], h [N], of ab's dtype.
+Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `BLOCK` numbers of h. No shared
 memory. Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
@@ -18,100 +19,122 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import launch
+from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
+
+GROUP = 16
+"""Numbers of a, or of b, that lie together: 32 bytes, of which memory is read in whole."""
 
 PIECE = 8
 """Neighbouring numbers of a thread: 16 bytes."""
 
 BLOCK = 2 * PIECE * 128
-"""Numbers of a block."""
+"""Numbers of h in a block."""
 
 CTAS_PER_SM = 4
 
+_ROWS = r.LANES * PIECE // GROUP
+"""Groups of a warp."""
 
-def check_supported(a: jax.ShapeDtypeStruct | jax.Array) -> str | None:
-    """Why the kernels cannot take an array; None if they can."""
-    if a.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"gate is {jnp.dtype(a.dtype).name}; the kernel takes bfloat16 and float16"
-    if not a.size or a.size % BLOCK:
-        return f"gate of {a.shape}; the kernel takes a multiple of {BLOCK} numbers"
+_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((r.WARPS * _ROWS, GROUP), (_ROWS, GROUP), (PIECE,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+"""Of groups [BLOCK / GROUP, GROUP]: a row to two neighbouring threads."""
+
+
+def check_supported(h: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+    """Why the kernels cannot make an array h [.., F]; None if they can."""
+    if h.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {jnp.dtype(h.dtype).name}; the kernel takes bfloat16 and float16"
+    if not h.size or h.size % BLOCK:
+        return f"branches of {h.shape}; the kernel takes a multiple of {BLOCK} numbers"
     return None
 
 
 def _blocks(size: int) -> tuple[int, int]:
-    """Blocks, and CTAs."""
+    """Blocks of h, and CTAs."""
     return size // BLOCK, r.num_ctas(size // BLOCK, CTAS_PER_SM)
 
 
 def _load(ref: Any) -> jax.Array:
-    layout = plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=PIECE)
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    return plgpu.load(ref, layout=_LAYOUT, optimized=False).astype(jnp.float32)
+
+
+def _store(ref: Any, x: jax.Array) -> None:
+    store_any(ref, x.astype(ref.dtype))
 
 
 def _forward(gmem: Any, smem: Any) -> None:
     def block(i, carry):
-        part = pl.ds(i * BLOCK, BLOCK)
-        a, b = _load(gmem.a.at[part]), _load(gmem.b.at[part])
-        gmem.h.at[part][...] = (a * r.sigmoid(a) * b).astype(gmem.h.dtype)
+        part = pl.ds(i * (BLOCK // GROUP), BLOCK // GROUP)
+        a, b = _load(gmem.ab.at[part, 0]), _load(gmem.ab.at[part, 1])
+        _store(gmem.h.at[part], a * r.sigmoid(a) * b)
         return carry
 
-    r.walk(block, *_blocks(gmem.a.shape[0]))
+    r.walk(block, *_blocks(gmem.h.shape[0] * GROUP))
 
 
 def _backward(gmem: Any, smem: Any) -> None:
     def block(i, carry):
-        part = pl.ds(i * BLOCK, BLOCK)
-        a, b, dh = (_load(x.at[part]) for x in (gmem.a, gmem.b, gmem.dh))
+        part = pl.ds(i * (BLOCK // GROUP), BLOCK // GROUP)
+        a, b, dh = _load(gmem.ab.at[part, 0]), _load(gmem.ab.at[part, 1]), _load(gmem.dh.at[part])
         gate = r.sigmoid(a)
         silu = a * gate
-        gmem.da.at[part][...] = (dh * b * (gate * (1.0 + a * (1.0 - gate)))).astype(gmem.da.dtype)
-        gmem.db.at[part][...] = (dh * silu).astype(gmem.db.dtype)
-        gmem.h.at[part][...] = (silu * b).astype(gmem.h.dtype)
+        _store(gmem.dab.at[part, 0], dh * b * (gate * (1.0 + a * (1.0 - gate))))
+        _store(gmem.dab.at[part, 1], dh * silu)
+        _store(gmem.h.at[part], silu * b)
         return carry
 
-    r.walk(block, *_blocks(gmem.a.shape[0]))
+    r.walk(block, *_blocks(gmem.h.shape[0] * GROUP))
 
 
-def swiglu(a: Float[Array, " N"], b: Float[Array, " N"], *, interpret: Any = None) -> Float[Array, " N"]:
-    """silu(a) b in a's dtype; a and b as `check_supported` accepts them."""
+def swiglu(ab: Float[Array, " N2"], *, interpret: Any = None) -> Float[Array, " N"]:
+    """silu(a) b in ab's dtype; for results that `check_supported` accepts."""
     run = _compiled_forward if interpret is None else _run_forward
-    return run(interpret, a, b)
+    return run(interpret, ab)
 
 
-def _run_forward(interpret, a, b):
+def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size // GROUP, *inner, GROUP), dtype)
+
+
+def _run_forward(interpret, ab):
+    size = ab.size // 2
     return launch(
         "swiglu",
         _forward,
-        inputs={"a": a, "b": b},
-        outputs={"h": jax.ShapeDtypeStruct(a.shape, a.dtype)},
+        inputs={"ab": ab.reshape(-1, 2, GROUP)},
+        outputs={"h": _groups(size, dtype=ab.dtype)},
         memory={},
         auto_barriers=False,
-        ctas=_blocks(a.size)[1],
+        ctas=_blocks(size)[1],
         interpret=interpret,
-    )["h"]
+    )["h"].reshape(-1)
 
 
 def swiglu_backward(
-    a: Float[Array, " N"], b: Float[Array, " N"], dh: Float[Array, " N"], *, interpret: Any = None
-) -> tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]:
-    """Gradients of <dh, silu(a) b> with respect to a and b, and silu(a) b itself."""
+    ab: Float[Array, " N2"], dh: Float[Array, " N"], *, interpret: Any = None
+) -> tuple[Float[Array, " N2"], Float[Array, " N"]]:
+    """Gradient of <dh, silu(a) b> with respect to ab, and silu(a) b itself."""
     run = _compiled_backward if interpret is None else _run_backward
-    return run(interpret, a, b, dh)
+    return run(interpret, ab, dh)
 
 
-def _run_backward(interpret, a, b, dh):
-    like = jax.ShapeDtypeStruct(a.shape, a.dtype)
+def _run_backward(interpret, ab, dh):
     results = launch(
         "swiglu_backward",
         _backward,
-        inputs={"a": a, "b": b, "dh": dh},
-        outputs={"da": like, "db": like, "h": like},
+        inputs={"ab": ab.reshape(-1, 2, GROUP), "dh": dh.reshape(-1, GROUP)},
+        outputs={"dab": _groups(dh.size, 2, dtype=ab.dtype), "h": _groups(dh.size, dtype=ab.dtype)},
         memory={},
         auto_barriers=False,
-        ctas=_blocks(a.size)[1],
+        ctas=_blocks(dh.size)[1],
         interpret=interpret,
     )
-    return results["da"], results["db"], results["h"]
+    return results["dab"].reshape(-1), results["h"].reshape(-1)
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=0)

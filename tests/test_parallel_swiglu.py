@@ -1,0 +1,41 @@
+"""A SwiGLU on a mesh whose head axis splits the columns of its branches, beside one device."""
+
+import jax
+import numpy as np
+import pytest
+from fused_harness import SWIGLU_NAMES, close, draws
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gdn_jax.fused.swiglu import swiglu
+from gdn_jax.parallel import on_mesh
+from gdn_jax.parallel.communication import traffic
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
+
+
+def test_a_swiglu_on_parts_of_its_columns():
+    """Nothing is gathered: the result and the cotangent of x are summed over the heads, those of the weights over rows
+    and tokens."""
+    shape = MeshShape.parse("data=2,head=2,context=2")
+    if jax.device_count() < shape.size:
+        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
+    mesh, draw = shape.make(jax.devices()[: shape.size]), draws(0)
+    x, dy = draw(2, 8, 12), draw(2, 8, 10)
+    weights = [draw(*shape, scale=shape[0] ** -0.5) for shape in ((12, 16), (12, 16), (16, 10))]
+
+    def run(f):
+        def call(x, weights, dy):
+            y, vjp = jax.vjp(f, x, *weights)
+            return y, *vjp(dy)
+
+        return jax.jit(call)
+
+    tokens, columns = PartitionSpec(DATA, CONTEXT), PartitionSpec(None, HEAD)
+    specs = tokens, [columns, columns, PartitionSpec(HEAD)], tokens
+    with jax.set_mesh(mesh):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        placed = jax.device_put((x, weights, dy), shardings)
+        compiled = run(on_mesh.swiglu).lower(*placed).compile()
+        got = compiled(*placed)
+    assert set(traffic(compiled.as_text()).count) == {"all-reduce"}
+    for name, a, b in zip(SWIGLU_NAMES, run(swiglu)(x, weights, dy), got, strict=True):
+        close(np.asarray(a, np.float64), b, name)
