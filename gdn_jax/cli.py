@@ -27,8 +27,8 @@ USAGE = """usage: gdn COMMAND ...
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
-                     (--what decode) a token of every request that is served, or (--what scale) several devices
-                     beside one
+                     (--what decode) a token of every request that is served, (--what generate) a language model
+                     that reads a prompt and writes, or (--what scale) several devices beside one
 
   tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
@@ -109,6 +109,10 @@ def _bench(argv: list[str]) -> int:
         from gdn_jax.experiments import step_bench
 
         return step_bench.main(argv)
+    if asks("generate"):
+        from gdn_jax.experiments import generate_bench
+
+        return generate_bench.main(argv)
     if asks("scale"):
         from gdn_jax.experiments import scale_bench
 

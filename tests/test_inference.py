@@ -82,6 +82,17 @@ def test_logits_are_those_of_the_model(config):
     np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
 
 
+def test_norms_of_a_16_bit_model_are_widened_once():
+    """No step converts the weight of a norm; the logits are those of the model all the same."""
+    model = LanguageModel(dataclasses.replace(CONFIG, weight_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    ready = for_inference(model)
+    norms = {
+        path: x.dtype for path, x in nnx.to_flat_state(nnx.state(ready, nnx.Param)) if path[-1] == "weight"
+    }
+    assert len(norms) == 2 * 2 + 1 + 1 + 2 and {*norms.values()} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
+
+
 @pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])
 def test_no_step_of_generation_rounds_a_weight(config):
     model = make(config)

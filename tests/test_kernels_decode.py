@@ -19,7 +19,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import ring_flush, ring_step, step, tiles
+from pallas_kernels.decode import cursors, ring_flush, ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -35,7 +35,13 @@ def hopper(monkeypatch):
 @pytest.fixture
 def interpreted(monkeypatch, hopper):
     """Public calls interpret the kernels: outside jit, inside which the interpreter hangs."""
-    for module, name in ((step, "step"), (ring_step, "ring_step"), (ring_flush, "ring_flush")):
+    kernel_calls = (
+        (step, "step"),
+        (cursors, "advance"),
+        (ring_step, "ring_step"),
+        (ring_flush, "ring_flush"),
+    )
+    for module, name in kernel_calls:
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
     for module, name in ((serving_step, "_decode"), (drafts, "_verify")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
@@ -151,7 +157,17 @@ def test_pools_are_updated_in_place():
         x = pool_steps.draw_ring(case, (0, 3, 15))
         pool = pool_steps.ring_pool(case, x)
         text = in_place(lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), pool, x)
-        assert text.count("#stablehlo.output_operand_alias<") == 4
+        assert text.count("#stablehlo.output_operand_alias<") == 6
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_run_unasked():
+    """Where they can run; a call that they cannot take is plain JAX."""
+    for change, runs in (({}, True), ({"K": 48}, False), ({"pool_dtype": "float16"}, False)):
+        case = Case("unasked", **change)
+        lowered = jax.jit(partial(pool_steps.serve, case)).trace(pool_steps.draw(case))
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == runs
 
 
 @pytest.mark.parametrize(
@@ -207,7 +223,7 @@ def test_flush(case):
     x = pool_steps.draw_ring(case, counts)
     rings = {name: x[name] for name in ("state", "ring_k", "ring_u", "ring_g")}
     before = pool_steps.present(case, *rings.values(), x["count"])
-    slots = {name: x[name] for name in ("read_slots", "count")}
+    slots = {"read_slots": x["read_slots"], "held": jnp.array(counts, jnp.int32)}
     options = {"kv_layout": case.kv_layout, "room": 4}
     state = ring_flush.ring_flush(**rings, **slots, **options, interpret=INTERPRET)
     read = np.asarray(x["read_slots"])

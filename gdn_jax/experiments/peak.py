@@ -2,18 +2,47 @@
 
 import jax
 
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.costs import active_parameters, attention_costs
+
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense products of 16-bit numbers in a second, as published for the SXM form, by a part of the device's name."""
 
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes of the device's memory that move in a second, as published for the SXM form, in the same way."""
 
-def share_of_peak(parameters: int, tokens_per_second: float) -> float | None:
+
+def share_of_peak(parameters: int, tokens_per_second: float, attention_flops: float = 0.0) -> float | None:
     """Share of the peak of all devices that training takes; None where the peak of a device is not known.
 
     Args:
-      parameters: trained values but the embedding's, each of which takes 6 operations a token: a product and a sum,
-        forward and for both gradients. What the rule and attention compute beside them does not count.
+      parameters: trained values that a token is multiplied by: not those of an embedding that only looks up. Each
+        takes 6 operations a token: a product and a sum, forward and for both gradients.
       tokens_per_second: of training, over all devices.
+      attention_flops: operations a token of attention layers beside them. What the rule computes does not count.
     """
+    peak = of_device(PEAK_FLOPS)
+    if peak is None:
+        return None
+    return (6 * parameters + attention_flops) * tokens_per_second / (peak * jax.device_count())
+
+
+def multiplied_parameters(config: ModelConfig) -> int:
+    """Values that a token is multiplied by: those of its experts, not those of an embedding that only looks up."""
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return active_parameters(config) - looked_up
+
+
+def attention_flops(config: ModelConfig, length: int) -> float:
+    """Operations a token of the scores and sums of all attention layers in training, for rows of one length.
+
+    Both gradients of a product cost as much as two of it; what a kernel computes again does not count.
+    """
+    layers = config.types.count("attention")
+    return 3 * layers * attention_costs(config, length).prefill_flops / length if layers else 0.0
+
+
+def of_device(published: dict[str, float]) -> float | None:
+    """The number of JAX's default device in a table such as PEAK_FLOPS; None where it is not there."""
     kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
-    return None if peak is None else 6 * parameters * tokens_per_second / (peak * jax.device_count())
+    return next((number for name, number in published.items() if name in kind), None)

@@ -28,10 +28,11 @@ from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 from gdn_jax.experiments import steps
 from gdn_jax.experiments.options import ScheduleOptions
-from gdn_jax.experiments.peak import share_of_peak
+from gdn_jax.experiments.peak import attention_flops, multiplied_parameters, share_of_peak
 from gdn_jax.experiments.steps import TrainState
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models.presets import PRESETS
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": dict(vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, head_dim=16),
@@ -42,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
         vocab_size=32000, hidden_size=2048, num_layers=24, num_heads=16, head_dim=128, intermediate_size=5632
     ),
 }
-"""Models by name: fields of a ModelConfig. V = K in all of them."""
+"""Models by name: fields of a ModelConfig. V = K in all of them. The names of PRESETS are models too."""
 
 STEPS = 4
 """Steps of one measurement."""
@@ -64,12 +65,13 @@ class StepBenchOptions:
 
     what: Literal["step"] = "step"
     """The whole training step."""
-    model: Literal["tiny", "0.4b", "1.3b"] = "0.4b"
-    """Size of the model: 0.4b has 24 layers of width 1024, 1.3b has 24 of width 2048."""
+    model: str = "0.4b"
+    """The model: tiny, 0.4b with 24 layers of width 1024, 1.3b with 24 of width 2048, or a preset of gdn info, such
+    as qwen3.5-0.8b."""
     lengths: tuple[int, ...] = (2048, 8192, 32768)
     """Tokens of a row, one line of the table for each."""
-    tokens: int = 65536
-    """Tokens of a step: its rows have the same length."""
+    tokens: int | None = None
+    """Tokens of a step: its rows have the same length. Default: 65536, of a preset 32768."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype."""
     repeats: int = 5
@@ -103,22 +105,46 @@ def config_of(options: StepBenchOptions) -> ModelConfig:
     """The model's configuration.
 
     Raises:
-      RunError: an option does not name a field, or its value does not fit.
+      RunError: there is no such model, an option does not name a field, or its value does not fit.
     """
-    values = SIZES[options.model] | {"expand_v": 1.0, "dtype": options.dtype}
+    return model_config(options.model, options.options, dtype=options.dtype)
+
+
+def model_config(name: str, options: tuple[str, ...], **values: Any) -> ModelConfig:
+    """The configuration of a model of SIZES or PRESETS.
+
+    Args:
+      name: of the model.
+      options: fields with a value, as in "remat=rule".
+      values: of more fields.
+
+    Raises:
+      RunError: there is no such model, an option does not name a field, or its value does not fit.
+    """
+    if name not in SIZES and name not in PRESETS:
+        fail("model", f"one of {', '.join([*SIZES, *PRESETS])}", name)
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    for text in options.options:
-        name, _, value = text.partition("=")
-        if name not in fields:
+    for text in options:
+        field, _, value = text.partition("=")
+        if field not in fields:
             fail("options", f"fields of ModelConfig with a value, as in {sorted(fields)[0]}=...", text)
         try:
-            values[name] = json.loads(value)
+            values[field] = json.loads(value)
         except json.JSONDecodeError:
-            values[name] = value
+            values[field] = value
     try:
-        return ModelConfig(**values)
+        if name in PRESETS:
+            return dataclasses.replace(PRESETS[name], **values)
+        return ModelConfig(**SIZES[name] | {"expand_v": 1.0} | values)
     except (ValueError, TypeError) as error:
-        fail("options", f"values that fit ({error})", " ".join(options.options))
+        fail("options", f"values that fit ({error})", " ".join(options))
+
+
+def tokens_of(options: StepBenchOptions) -> int:
+    """Tokens of a step."""
+    if options.tokens is not None:
+        return options.tokens
+    return 32768 if options.model in PRESETS else 65536
 
 
 def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Result:
@@ -131,8 +157,8 @@ def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Resu
     jax.block_until_ready(state)
     init_s = time.perf_counter() - started
 
-    rng = np.random.default_rng(0)
-    shape = (options.tokens // length, length + 1)
+    rng, tokens = np.random.default_rng(0), tokens_of(options)
+    shape = (tokens // length, length + 1)
     text = rng.integers(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put(Batch(text[:, :-1], text[:, 1:], np.ones((shape[0], length), np.float32)))
     train = steps.make_functions(graphdef, rest, optimizer, 1).train
@@ -151,13 +177,12 @@ def measure(config: ModelConfig, options: StepBenchOptions, length: int) -> Resu
     times = _times(once, options.repeats)
     kinds, kernels = _kinds(once) if jax.default_backend() == "gpu" else ({}, {})
     step_ms = float(np.median(times))
-    per_second = options.tokens / step_ms * 1e3
-    counted = sum(x.size for x in jax.tree.leaves(state.params)) - config.vocab_size * config.hidden_size
+    per_second = tokens / step_ms * 1e3
     memory = compiled.memory_analysis()
     return Result(
         length,
         per_second,
-        share_of_peak(counted, per_second),
+        share_of_peak(multiplied_parameters(config), per_second, attention_flops(config, length)),
         step_ms,
         min(times),
         max(times),
@@ -197,12 +222,15 @@ def _kinds(once: Callable[[], Any], calls: int = 3) -> tuple[dict[str, float], d
 def main(argv: list[str] | None = None) -> int:
     """Prints a line for each length, and where the time of a step goes."""
     options = parse(StepBenchOptions, argv, "gdn bench --what step", StepBenchOptions(), __doc__)
+    config, tokens = config_of(options), tokens_of(options)
+    if tokens < 1:
+        fail("tokens", "at least 1", tokens)
     for length in options.lengths:
-        if length < 1 or options.tokens % length:
-            fail("lengths", f"divisors of --tokens {options.tokens}", length)
+        if length < 1 or tokens % length:
+            fail("lengths", f"divisors of --tokens {tokens}", length)
     if options.json is not None:
         check_writable("json", options.json)
-    config, console, results = config_of(options), Console(), []
+    console, results = Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
     for length in options.lengths:
         try:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
-from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.decoder import Cache, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
@@ -163,22 +163,14 @@ def _tell(number, tokens) -> np.ndarray:
 @partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
 def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
     model = for_inference(nnx.merge(graphdef, params))
-    graphdef, params = nnx.split(model)
 
     def choose(logits, i):
-        """Token i of each row."""
         if sampling is None:
-            return jnp.argmax(logits, axis=-1).astype(prompt.dtype)
+            return likeliest(logits, i).astype(prompt.dtype)
         return sampling.draw(jax.random.fold_in(rng, i), logits).astype(prompt.dtype)
-
-    def ends(token, ended):
-        """Which rows have ended with this token."""
-        return ended if stops is None else ended | jnp.isin(token, stops)
 
     def tell(token):
         """Whether the listener stops; the answer is waited for, so that steps are told in order."""
-        if listener is None:
-            return jnp.asarray(False)
         return io_callback(_tell, jax.ShapeDtypeStruct((), jnp.bool_), listener, token)
 
     x, cache = model.hidden_states(prompt, mask=mask, return_cache=True)
@@ -189,8 +181,47 @@ def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *,
         last = jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
     cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache or ())
     token = choose(model.logits(last), 0)
-    tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
-    ended = ends(token, jnp.zeros(token.shape, bool))
+    heard = None if listener is None else tell
+    return decode(model, token, cache, num_tokens, choose=choose, stops=stops, tell=heard)[0]
+
+
+def likeliest(logits: Float[Array, "B vocab"], _: Any) -> Int[Array, " B"]:
+    """The likeliest token of each row."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def decode(
+    model: LanguageModel,
+    token: Int[Array, " B"],
+    cache: Cache,
+    num_tokens: int,
+    *,
+    choose: Callable[[Array, Array], Array] = likeliest,
+    stops: Int[Array, " n"] | None = None,
+    tell: Callable[[Array], Array] | None = None,
+) -> tuple[Int[Array, "B num_tokens"], Cache]:
+    """The loop of `generate`, for use under jit: a step through the cache for every token but the first.
+
+    Args:
+      model: of `for_inference`.
+      token: first of the new tokens of each row [B].
+      cache: of the tokens before it, with room for num_tokens - 1 more in its `FixedAttentionCache`s.
+      num_tokens: new tokens, the first one counted.
+      choose: the tokens [B] from the logits [B, vocab] and their number, 1 for those after the first.
+      stops: tokens that end a row, which repeats them; None: rows do not end.
+      tell: called with every step's tokens [B], the first too; whether to stop there. None: nobody listens.
+
+    Returns:
+      The new tokens, and the cache of all but the last one.
+    """
+    graphdef, params = nnx.split(model)
+
+    def ends(token, ended):
+        """Which rows have ended with this token."""
+        return ended if stops is None else ended | jnp.isin(token, stops)
+
+    def stopped_by(token):
+        return jnp.asarray(False) if tell is None else tell(token)
 
     def goes_on(carry):
         i, _, ended, stopped, _, _ = carry
@@ -200,8 +231,10 @@ def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *,
         i, token, ended, _, cache, tokens = carry
         logits, cache = nnx.merge(graphdef, params)(token[:, None], cache=cache)
         token = jnp.where(ended, token, choose(logits[:, 0], i))
-        return i + 1, token, ends(token, ended), tell(token), cache, tokens.at[i].set(token)
+        return i + 1, token, ends(token, ended), stopped_by(token), cache, tokens.at[i].set(token)
 
-    start = (jnp.int32(1), token, ended, tell(token), cache, tokens)
-    i, token, _, _, _, tokens = jax.lax.while_loop(goes_on, step, start)
-    return jnp.where(jnp.arange(num_tokens) < i, tokens.T, token[:, None])
+    tokens = jnp.zeros((num_tokens, token.shape[0]), token.dtype).at[0].set(token)
+    ended = ends(token, jnp.zeros(token.shape, bool))
+    start = (jnp.int32(1), token, ended, stopped_by(token), cache, tokens)
+    i, token, _, _, after, tokens = jax.lax.while_loop(goes_on, step, start)
+    return jnp.where(jnp.arange(num_tokens) < i, tokens.T, token[:, None]), after or ()

@@ -20,7 +20,7 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 
 def choose(implementation: str | None, no_kernel: Callable[[], str | None]) -> str:
-    """The implementation that runs: the one that is named, else plain JAX.
+    """The implementation that runs: the one that is named, else the kernels where they can run.
 
     Args:
       implementation: the caller's.
@@ -32,9 +32,7 @@ def choose(implementation: str | None, no_kernel: Callable[[], str | None]) -> s
     """
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     if implementation is None:
-        # Nobody gets the kernels unasked before tests/test_kernels_decode_gpu.py has passed on a GPU. From then on:
-        # return "xla" if no_kernel() else "mosaic_gpu"
-        return "xla"
+        return "xla" if no_kernel() else "mosaic_gpu"
     if implementation == "mosaic_gpu" and (reason := no_kernel()):
         raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
     return implementation

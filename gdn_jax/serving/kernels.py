@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from gdn_jax.serving import ring, slots
+from gdn_jax.serving import slots
 from gdn_jax.serving.ring import RingPool
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.tokens import Options, Raw
@@ -114,41 +114,53 @@ def _int32_or_none(num_tokens: Array | None) -> Array | None:
     return None if num_tokens is None else num_tokens.astype(jnp.int32)
 
 
-def _on_ring(pool: RingPool, raw: Raw, at: Address, options: Options, **how: Any) -> tuple[Array, RingPool]:
-    """The tokens' outputs, and the pool with them in it but for the cursors."""
-    from pallas_kernels.decode.ring_step import ring_step
-
-    where: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer, "count": pool.count}
-    o, state, k, u, g = ring_step(*raw[:5], *pool[:4], **where, **_rule(raw, options), **how)
-    return o, pool._replace(state=state, k=k, u=u, g=g)
-
-
-def decode_on_ring(pool: RingPool, raw: Raw, at: Address, options: Options) -> tuple[Array, RingPool]:
+def decode_on_ring(
+    pool: RingPool, raw: Raw, numbers: Array, layer: Any, options: Options
+) -> tuple[Array, RingPool]:
     """`serving.decode` on a `RingPool`, without write_slots."""
-    count = slots.take(pool.count, at)
-    o, pool = _on_ring(pool, _one_token(raw), at, options, deferred=True)
-    return o[:, 0], ring.put_counts(pool, at, *ring.after_one_token(count, pool.length))
+    from pallas_kernels.decode import cursors, ring_step
+
+    at: dict[str, Any] = {"layer": layer, "null_slot": options.null_slot}
+    numbers = _int32(numbers, pool)
+    count, before, held = cursors.advance(pool.count, pool.before, numbers, **at)
+    pool = pool._replace(count=count, before=before)
+    o, *after = ring_step.ring_step(
+        *_one_token(raw)[:5],
+        *pool[:4],
+        read_slots=numbers,
+        held=held,
+        deferred=True,
+        **at,
+        **_rule(raw, options),
+    )
+    return o[:, 0], RingPool(*after, *pool[4:])
 
 
 def verify_on_ring(
     pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
 ) -> tuple[Array, RingPool]:
     """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
-    from pallas_kernels.decode.ring_flush import ring_flush
+    from pallas_kernels.decode import cursors, ring_flush, ring_step
 
-    T = options.dims.T
-    pool = ring.drop(pool, at, num_accepted)
-    state = ring_flush(
-        *pool[:4],
-        read_slots=at.slot,
-        count=pool.count,
-        room=T,
-        kv_layout=options.state_layout == STATE_LAYOUTS[0],
-        layer=at.layer,
-    )
-    count = slots.take(pool.count, at)
-    count = jnp.where(count + T > pool.length, 0, count)
-    pool = ring.put_counts(pool._replace(state=state), at, count, count)
-    num_tokens = _int32_or_none(num_tokens)
-    o, pool = _on_ring(pool, raw, at, options, deferred=False, num_tokens=num_tokens)
-    return o, ring.put_counts(pool, at, count + (T if num_tokens is None else num_tokens), count)
+    T, where = options.dims.T, {"read_slots": at.slot, "layer": at.layer}
+    num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
+    drafts: dict[str, Any] = {"T": T, "accepted": accepted, "num_tokens": num_tokens, "layer": at.layer}
+    count, before, held, start = cursors.advance(pool.count, pool.before, at.slot, **drafts)
+    kv_layout = options.state_layout == STATE_LAYOUTS[0]
+    state = ring_flush.ring_flush(*pool[:4], held=held, room=T, kv_layout=kv_layout, **where)
+    arrays, outputs = (state, *pool[1:4]), []
+    for t in range(0, T, ring_step.MAX_TOKENS):
+        some = slice(t, t + ring_step.MAX_TOKENS)
+        real = None if num_tokens is None else num_tokens - t
+        o, *arrays = ring_step.ring_step(
+            *(x[:, some] for x in raw[:5]),
+            *arrays,
+            held=start + t if t else start,
+            num_tokens=real,
+            deferred=False,
+            **where,
+            **_rule(raw, options),
+        )
+        outputs.append(o)
+    o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
+    return o, RingPool(*arrays, count, before, *pool[6:])

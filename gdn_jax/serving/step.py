@@ -68,8 +68,8 @@ def decode(
       null_slot: a slot that is padding like -1, for servers that keep one free (vLLM and tpu-inference keep slot 0).
       layer: index of the second axis of a pool [slots, layers, HO, K, V] that serves a whole model.
       batch_invariant: a request's bits do not depend on the other requests of the call, nor on their number.
-      implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None is plain JAX until
-        the kernels have passed their tests on a GPU.
+      implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None takes the
+        kernels where they can run, else plain JAX.
 
     Returns:
       o [B, HO, V] in v's dtype, and the pool, in which all but the written slots keep their bits.
@@ -116,9 +116,9 @@ def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
     by_kernels = options.implementation == "mosaic_gpu"
     if by_kernels and not isinstance(pool, RingPool):
         return kernels.decode(pool, raw, read_slots, write_slots, layer, options)
-    read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if by_kernels:
-        return kernels.decode_on_ring(pool, raw, read, options)
+        return kernels.decode_on_ring(pool, raw, read_slots, layer, options)
+    read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if isinstance(pool, RingPool):
         o, pool = ring.decode(pool, raw, read, None if write_slots is None else write, options)
     else:

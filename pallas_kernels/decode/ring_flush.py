@@ -1,17 +1,18 @@
 """Rings that have no room for more tokens, made part of their states.
 
-    S0 <- D S0 + sum_j D_j k_j u_j^T        where count + room > L
+    S0 <- D S0 + sum_j D_j k_j u_j^T        where held + room > L
 
 Inputs (GMEM): ring_k [slots, Hk, L, K], ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32;
-read_slots [N], count [slots] int32.
+read_slots [N], held [N] int32.
 In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16. The counts are the caller's to
 set to 0: a kernel that read them while another part of it wrote them would read either.
 Outputs: none.
-Grid: as in `step`.
+Grid: a warpgroup for some heads of a request, tile after tile: mostly it finds that there is nothing to do.
 Numerics: sums in float32, rounded once. Hardware, limits: those of `ring_step`.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,30 +21,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.ring import LENGTH, Ring, Slot, default_config
+from pallas_kernels.decode.ring import LENGTH, Slot, default_config
 from pallas_kernels.decode.step import Config
-from pallas_kernels.decode.tiles import Rule, Tile, load, one_for_all_layers
+from pallas_kernels.decode.tiles import Rule, Tile, lane_layout, load, one_for_all_layers
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
 
+HEADS = 4
+"""That a warpgroup takes one after the other, at most."""
 
-def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int) -> None:
+
+def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int, tiles: int) -> None:
     tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
-    ring = Ring(tile, gmem.ring_k.dtype.itemsize, None)
-    row, head, entries = tile.where(grid_index())
-    slot = gmem.read_slots[row]
+    by_pairs = lane_layout(LENGTH // 2, 2).reduce(0)
+    first = grid_index() * tiles
+    row = tile.where(first)[0]
+    slot, count = gmem.read_slots[row], gmem.held[row]
 
-    @pl.when(rule.is_slot(slot))
+    @pl.when(rule.is_slot(slot) & (count + room > LENGTH))
     def _():
         place = rule.place(slot, gmem.layer)
-        count = gmem.count[place]
 
-        @pl.when(count + room > LENGTH)
-        def _():
+        def fold(i, _):
+            _, head, entries = tile.where(first + i)
             here = Slot(gmem, tile, place, head, lax.div(head, rule.HV // rule.Hk), entries)
             S = load(here.state, tile.layout)
-            total = jnp.sum(ring.decays(here.g, count))
+            total = jnp.sum(here.log_decays(count, by_pairs))
             store_any(here.state, here.folded(tile, S, count, total, 0.0).astype(S.dtype))
+
+        lax.fori_loop(0, tiles, fold, None)
 
 
 def ring_flush(
@@ -53,7 +59,7 @@ def ring_flush(
     ring_g: Float[Array, "slots *layers HV L"],
     *,
     read_slots: Int[Array, " N"],
-    count: Int[Array, "slots *layers"],
+    held: Int[Array, " N"],
     room: int,
     kv_layout: bool = True,
     null_slot: int | None = None,
@@ -61,10 +67,10 @@ def ring_flush(
     config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "slots *layers HV rows columns"]:
-    """The states, where count + room > L with what the rings hold. All other slots keep their bits.
+    """The states, where held + room > L with what the rings hold. All other slots keep their bits.
 
     Args:
-      state, ring_k, ring_u, ring_g, read_slots, count, kv_layout, null_slot, layer, config, interpret: as for
+      state, ring_k, ring_u, ring_g, read_slots, held, kv_layout, null_slot, layer, config, interpret: as for
         `ring_step`.
       room: tokens that must find room; L for every ring that is not empty.
     """
@@ -72,17 +78,22 @@ def ring_flush(
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
     config = config or default_config(V, state.dtype, kv_layout)
+    tiles = math.gcd(HV, HEADS) * (V // config.block)
     in_place = jax.new_ref(one_for_all_layers(state, layer))
-    rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g, "count": count}
+    rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g}
     inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}
-    at = {"read_slots": read_slots, "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None]}
+    at = {
+        "read_slots": read_slots,
+        "held": held,
+        "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+    }
     launch(
         "ring_flush",
-        functools.partial(_body, rule=rule, config=config, room=room),
+        functools.partial(_body, rule=rule, config=config, room=room, tiles=tiles),
         inputs=inputs | at | {"state": in_place},
         outputs={},
         memory={},
-        ctas=read_slots.shape[0] * HV * (V // config.block),
+        ctas=read_slots.shape[0] * HV * (V // config.block) // tiles,
         auto_barriers=False,
         interpret=interpret,
     )

@@ -6,36 +6,126 @@ With D_j the decay since token j and D that since the checkpoint, both with the 
     u = beta (v - (D k^T S0 + sum_j D_j (k . k_j) u_j))
     o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
 
-and (k, u, g) is appended to the ring. With `deferred`, a token that fills the ring is not appended: the ring and it
-become part of the checkpoint. Otherwise the caller sees to it that all tokens find room (`ring_flush`).
+and (k, u, g) is appended to the ring. All tokens of a call share one reading of S0: their products with it are taken
+first, and what they say to each other is worked out on vectors afterwards. With `deferred`, a token that fills the
+ring is not appended: the ring and it become part of the checkpoint. Otherwise the caller sees to it that all tokens
+find room (`ring_flush`).
 
 Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
-floating dtype; A_log, dt_bias [HV]; read_slots [N], count [slots] int32, the tokens in each ring; optionally
-num_tokens [N] int32.
+floating dtype; A_log, dt_bias [HV]; read_slots [N], held [N] int32, the tokens in each ring; optionally num_tokens
+[N] int32.
 In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
 ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32. The counts are the caller's to advance.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
-Grid: as in `step`. A warpgroup has the whole ring in registers too, one row in a few lanes of one warp: there the
-sums over it are taken, and there the new tokens are appended for those that follow.
+Grid: one CTA to an SM, whose warpgroups each take state after state (`block` entries of V of a value head), by
+themselves. A state passes through shared memory in chunks; the copies of the next chunks, also of the next state, are
+on their way while one is worked on and while a state's tokens are finished.
+Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
-Hardware: compute capability 9.0. Limits: those of `step`; L = 16; T at most L.
+Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
+most 4.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import step
-from pallas_kernels.decode.ring import LENGTH, Ring, Slot, default_config
-from pallas_kernels.decode.step import REDUCTION_BYTES, Config
-from pallas_kernels.decode.tiles import Rule, Tile, load, log_decay, one_for_all_layers, write_strength
-from pallas_kernels.device.launch import grid_index, launch
-from pallas_kernels.device.memory import Buffer, store_any
+from pallas_kernels.decode.ring import LENGTH, Slot
+from pallas_kernels.decode.tiles import (
+    ACCESS_BYTES,
+    GRANULE,
+    WARP,
+    WARPS,
+    Rule,
+    Tile,
+    lane_layout,
+    load,
+    log_decay,
+    one_for_all_layers,
+    vector_layout,
+    write_strength,
+)
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.memory import (
+    ALIGNMENT,
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    store_any,
+)
+
+MAX_TOKENS = 4
+"""T: products of two vectors of each token with a state are summed in registers."""
+
+VECTOR_REGISTERS = 64
+"""That a thread has for vectors along K, beside states [V, K]."""
+
+ROW_ALIGNMENT = 16
+"""Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel runs, not what it computes."""
+
+    block: int
+    """Entries of V that a warpgroup takes at once."""
+    warpgroups: int = 4
+    """Of a CTA."""
+    stages: int = 5
+    """Chunks of a state in shared memory, for each warpgroup; at most all of one state."""
+    chunk_bytes: int = 8192
+    """At most, of a chunk."""
+
+    @classmethod
+    def default(cls, V: int) -> "Config":
+        """Whole heads where V allows it."""
+        return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
+
+
+class Shape(NamedTuple):
+    """A state's tile in chunks."""
+
+    rows: int
+    """Of a chunk."""
+    columns: int
+    chunks: int
+
+    @classmethod
+    def of(cls, rule: Rule, config: Config, itemsize: int) -> "Shape":
+        total, columns = (rule.K, config.block) if rule.kv_layout else (config.block, rule.K)
+        sizes = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
+        rows = max((n for n in sizes if n * columns * itemsize <= config.chunk_bytes), default=ROW_ALIGNMENT)
+        return cls(rows, columns, total // rows)
+
+
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any) -> Memory:
+    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for."""
+    shape, W = Shape.of(rule, config, jnp.dtype(state_dtype).itemsize), config.warpgroups
+    sums = (2, row_slices(config.block).rows, config.block) if rule.kv_layout else (2 * T, config.block)
+    others = {
+        "vectors": Buffer((W, 2 * T, rule.K)),
+        "weights": Buffer((W, 2 * T, LENGTH)),
+        "sums": Buffer((W, *sums)),
+    }
+    stage = Buffer((W, shape.rows, shape.columns), state_dtype)
+    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
+    stages = min(config.stages, shape.chunks, room)
+    state = Buffer((W, stages, *stage.shape[1:]), state_dtype)
+    return others | {"state": state, "arrived": Barriers(1, W * stages)}
+
 
 RING_DTYPES = ("float32", "bfloat16")
 """Of keys and values in a ring."""
@@ -55,79 +145,336 @@ def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
     return step.check_supported(q, k, v, state)
 
 
-def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool) -> None:
+class Slices(NamedTuple):
+    """How a warpgroup takes rows of a state: so many at once, in a layout."""
+
+    rows: int
+    layout: Any
+
+
+def row_slices(columns: int, lanes: int = WARP) -> Slices:
+    """Of four neighbours to a thread, at most so many threads along a row."""
+    lanes = math.gcd(columns // 4, lanes)
+    return Slices(WARPS * WARP // lanes, lane_layout(lanes, 4))
+
+
+def column_layout(columns: int) -> Any:
+    """Of [rows, columns]: a column to a thread where there are enough, so that sums over rows stay in a warp."""
+    lanes = math.gcd(columns // WARPS, WARP)
+    if lanes == WARP:
+        tiling = plgpu.Tiling(((1, WARPS * WARP), (WARP,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
+
+
+def spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+    """A vector along `axis` of an array, repeated along the other axis."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
+
+
+class Held(NamedTuple):
+    """A ring in registers, zeros or ignored where there is no token."""
+
+    k: jax.Array
+    """[L, K], each row in a few lanes of a warp."""
+    u: jax.Array
+    """[L, block], float32, each column in a thread."""
+    since: jax.Array
+    """Log decays since each token [L]."""
+    total: jax.Array
+    """Log decay since the checkpoint."""
+    count: jax.Array
+
+
+class Ring:
+    """The layouts of a ring, and what is done with it."""
+
+    LANES = 8
+    """Along a key."""
+
+    def __init__(self, K: int, block: int, itemsize: int):
+        lanes = math.gcd(K // 4, self.LANES)
+        self.k_layout = lane_layout(lanes, math.gcd(K // lanes, ACCESS_BYTES // itemsize))
+        self.u_layout = column_layout(block)
+        self.g_layout = lane_layout(lanes, LENGTH // lanes)
+        self.rows = self.k_layout.reduce(1)
+
+    def load(self, here: Slot, count: jax.Array) -> Held:
+        k, u = load(here.k, self.k_layout), load(here.u, self.u_layout)
+        along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
+        g = here.log_decays(count, along)
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
+        since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
+        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
+        u = jnp.where(entry < count, u.astype(jnp.float32), 0.0)
+        return Held(k, u, since, jnp.sum(g), count)
+
+    def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
+        """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
+        k = held.k.astype(jnp.float32)
+        products = jnp.sum(k * spread(x, k.shape, 1, self.k_layout), axis=1)
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
+        return jnp.where(position < held.count, jnp.exp(held.since + log_decay) * products, 0.0)
+
+    def recall(self, held: Held, weights: Any) -> jax.Array:
+        """sum_j weights_j u_j along V."""
+        w = load(weights, self.u_layout.reduce(1))
+        return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
+
+
+class Products:
+    """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other."""
+
+    def __init__(self, rule: Rule, shape: Shape, sums: Any, vectors: Any, count: int, v_layout: Any):
+        self.kv, self.shape, self.sums, self.vectors, self.v_layout = (
+            rule.kv_layout,
+            shape,
+            sums,
+            vectors,
+            v_layout,
+        )
+        # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
+        lanes = next(n for n in (8, 16, WARP) if n == WARP or rule.K // n * count <= VECTOR_REGISTERS)
+        self.slices = row_slices(shape.columns, WARP if self.kv else lanes)
+        self.count = count
+
+    def start(self) -> list[jax.Array]:
+        """What is carried from chunk to chunk: sums of [K, V], the vectors of [V, K]."""
+        layout = self.slices.layout
+        if not self.kv:
+            return [load(self.vectors.at[i], layout.reduce(0)) for i in range(self.count)]
+        zeros = jnp.zeros((self.slices.rows, self.shape.columns), jnp.float32)
+        return [plgpu.layout_cast(zeros, layout) for _ in range(self.count)]
+
+    def add(self, chunk: Any, first_row: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
+        rows, layout = self.slices
+        for i in range(0, self.shape.rows, rows):
+            s = load(chunk.at[pl.ds(i, rows)], layout).astype(jnp.float32)
+            here = pl.ds(first_row + i, rows)
+            if self.kv:
+                x = [load(self.vectors.at[j, here], layout.reduce(1)) for j in range(self.count)]
+                carry = [c + s * spread(y, s.shape, 0, layout) for c, y in zip(carry, x, strict=True)]
+            else:
+                for j, x in enumerate(carry):
+                    store_any(self.sums.at[j, here], jnp.sum(s * spread(x, s.shape, 1, layout), axis=1))
+        return carry
+
+    def of_token(self, t: int, carry: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """k^T S and q^T S of token t along V, after all chunks. It is called for one token after the other."""
+        if not self.kv:
+            if t == 0:
+                plgpu.commit_smem()
+            y, z = (load(self.sums.at[2 * t + i], self.v_layout.reduce(0)) for i in range(2))
+            return y, z
+        # The sums of warps meet in shared memory.
+        plgpu.commit_smem()
+        for i in range(2):
+            store_any(self.sums.at[i], carry[2 * t + i])
+        plgpu.commit_smem()
+        y, z = (jnp.sum(load(self.sums.at[i], self.v_layout), axis=0) for i in range(2))
+        return y, z
+
+
+class Token(NamedTuple):
+    """What is known of a token before the state is."""
+
+    q: jax.Array
+    """Normalised, whole in every warp, as k."""
+    k: jax.Array
+    stored_k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class Unit(NamedTuple):
+    """What a warpgroup takes at once."""
+
+    row: jax.Array
+    head: jax.Array
+    entries: Any
+
+
+def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool, ctas: int) -> None:
+    shape = Shape.of(rule, config, gmem.state.dtype.itemsize)
     tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
-    ring = Ring(tile, gmem.ring_k.dtype.itemsize, smem.exchange)
-    row, head, entries = tile.where(grid_index())
-    q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
-    slot = gmem.read_slots[row]
-    tokens = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
-    # One warpgroup of those that share a key, or a gate, writes it.
-    writes_g = entries.start == 0
-    writes_k = writes_g & (lax.rem(head, rule.HV // rule.Hk) == 0)
+    ring = Ring(rule.K, config.block, gmem.ring_k.dtype.itemsize)
+    wg, C, stages = warpgroup_index(), shape.chunks, smem.state.shape[1]
+    chunks, vectors, weights = smem.state.at[wg], smem.vectors.at[wg], smem.weights.at[wg]
+    whole, v_layout = vector_layout(rule.K), column_layout(config.block)
+    products = Products(rule, shape, smem.sums.at[wg], vectors, 2 * T, v_layout)
+    N = gmem.read_slots.shape[0]
+    units = N * rule.HV * (rule.V // config.block)
+    first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
+    number = lax.div(units - first + stride - 1, stride)
 
-    def store_o(t, o):
-        store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+    def unit(i: jax.Array) -> Unit:
+        return Unit(*tile.where(first + i * stride))
 
-    @pl.when(rule.is_slot(slot))
-    def _():
+    def slot_of(i: jax.Array) -> jax.Array:
+        """Of the i-th unit; padding after the last one."""
+        row = jnp.minimum(unit(i).row, N - 1)
+        return jnp.where(i < number, gmem.read_slots[row], -1)
+
+    def copy(i: jax.Array, c: jax.Array, slot: jax.Array) -> None:
+        """Starts the copy of chunk c of the i-th unit's state."""
+
+        @pl.when(rule.is_slot(slot))
+        def _():
+            here, stage = unit(i), lax.rem(i * C + c, stages)
+            state = tile.state(gmem.state, rule.place(slot, gmem.layer), here.head, here.entries)
+            rows = state.at[pl.ds(c * shape.rows, shape.rows)]
+            plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
+
+    def tokens_of(here: Unit, slot: jax.Array) -> tuple:
+        row, head, entries = here
+        q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
         place = rule.place(slot, gmem.layer)
-        here = Slot(gmem, tile, place, head, k_head, entries)
-        S = load(here.state, tile.layout)
-        count = gmem.count[place]
-        held = ring.load(here.k, here.u, here.g, count)
+        at = Slot(gmem, tile, place, head, k_head, entries)
+        return row, head, entries, q_head, k_head, at
 
-        def token(t, held):
-            q_ref, k_ref = gmem.q.at[row, t, q_head], gmem.k.at[row, t, k_head]
-            v = load(gmem.v.at[row, t, head, entries], tile.v_layout)
-            q_column, k_column = (
-                load(ref, ring.k_layout.reduce(0)).astype(jnp.float32) for ref in (q_ref, k_ref)
+    def work(i: jax.Array, slot: jax.Array, next_slot: jax.Array) -> None:
+        row, head, entries, q_head, k_head, at = tokens_of(unit(i), slot)
+        count = gmem.held[row]
+        raw = [
+            (
+                load(gmem.q.at[row, t, q_head], whole),
+                load(gmem.k.at[row, t, k_head], whole),
+                load(gmem.v.at[row, t, head, entries], v_layout.reduce(0)),
             )
+            for t in range(T)
+        ]
+        held = ring.load(at, count)
+        tokens = []
+        for t, (q, k, v) in enumerate(raw):
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            rq, rk, _ = tile.norms(q, k)
             g = log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head])
             beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
-            rq, rk, qk = tile.norms(q_column, k_column)
-            held = held._replace(since=held.since + g, total=held.total + g)
-            decay = jnp.exp(held.since)
-            found, read = ring.recall(held, decay, k_column, rk), ring.recall(held, decay, q_column, rq)
-            stored_k = (k_column * rk).astype(gmem.ring_k.dtype)
-            # Loaded again, in the other layout: registers are what limits the bytes in flight.
-            q, k = (load(ref, tile.k_layout).astype(jnp.float32) for ref in (q_ref, k_ref))
-            y, z = tile.products(S.astype(jnp.float32), [k, q])
-            total = jnp.exp(held.total)
-            u = beta * (v.astype(jnp.float32) - ((total * rk) * y + found))
-            store_o(t, rule.scale * ((total * rq) * z + read + (rq * rk * qk) * u))
-            stored_u = u.astype(gmem.ring_u.dtype)
-            is_full = held.count + 1 >= LENGTH if deferred else held.count >= LENGTH
+            stored_k = (k * rk).astype(gmem.ring_k.dtype)
+            tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
+            # The state's products are with q and k as they lie here; every warp writes the same.
+            store_any(vectors.at[2 * t], k * rk)
+            store_any(vectors.at[2 * t + 1], q * rq)
+        plgpu.commit_smem()
+        decayed = jnp.float32(0)
+        for t, token in enumerate(tokens):
+            decayed = decayed + token.g
+            for j in (2 * t, 2 * t + 1):
+                x = load(vectors.at[j], ring.k_layout.reduce(0))
+                store_any(weights.at[j], ring.weights(held, x, decayed))
 
-            @pl.when(~is_full)
-            def _():
-                store_any(here.u.at[held.count], stored_u)
+        def chunk(c, carry):
+            stage = lax.rem(i * C + c, stages)
+            plgpu.barrier_wait(smem.arrived.at[wg * stages + stage])
+            carry = products.add(chunks.at[stage], c * shape.rows, carry)
+            # All warps have read the chunk.
+            plgpu.commit_smem()
+            later = c + stages
+            copy(i, later, jnp.where(later < C, slot, -1))
+            copy(i + 1, later - C, jnp.where(later < C, -1, next_slot))
+            return carry
+
+        carry = lax.fori_loop(0, C, chunk, products.start())
+        finish(row, head, entries, at, held, tokens, carry)
+
+    def finish(row, head, entries, at: Slot, held: Held, tokens: list[Token], carry) -> None:
+        present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
+        # One warpgroup of those that share a key, or a gate, writes it.
+        writes_g = entries.start == 0
+        writes_k = writes_g & (lax.rem(head, rule.HV // rule.Hk) == 0)
+        total, since, us = held.total, [], []
+        for t, token in enumerate(tokens):
+            total, since = total + token.g, [x + token.g for x in since]
+            decay = jnp.exp(total)
+            y, z = products.of_token(t, carry)
+            found = decay * y + ring.recall(held, weights.at[2 * t])
+            read = decay * z + ring.recall(held, weights.at[2 * t + 1])
+            for s, earlier in enumerate(tokens[:t]):
+                k = earlier.stored_k.astype(jnp.float32)
+                D = jnp.exp(since[s])
+                found = found + (D * jnp.sum(token.k * k)) * us[s]
+                read = read + (D * jnp.sum(token.q * k)) * us[s]
+            u = token.beta * (token.v - found)
+            o = rule.scale * (read + jnp.sum(token.q * token.k) * u)
+            stored_u = u.astype(gmem.ring_u.dtype)
+            us.append(stored_u.astype(jnp.float32))
+            since.append(jnp.float32(0))
+            is_real, position = t < present, held.count + t
+            o = jnp.where(is_real, o, jnp.zeros_like(o))
+            store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+            room = position + 1 < LENGTH if deferred else position < LENGTH
+
+            @pl.when(is_real & room)
+            def _(token=token, position=position, stored_u=stored_u):
+                store_any(at.u.at[position], stored_u)
 
                 @pl.when(writes_g)
                 def _():
-                    here.g[held.count] = g
+                    at.g[position] = token.g
 
                 @pl.when(writes_k)
                 def _():
-                    store_any(here.k.at[held.count], stored_k)
+                    store_any(at.k.at[position], token.stored_k)
 
             if deferred:
 
-                @pl.when(is_full)
-                def _():
-                    h = here.folded(tile, S, held.count, held.total, g)
-                    h = h + tile.over_v(k * rk) * tile.over_k(u)
-                    store_any(here.state, h.astype(gmem.state.dtype))
+                @pl.when(~room)
+                def _(token=token, u=u):
+                    fold(at, held, token, u)
 
-                return held
-            return ring.append(held, stored_k, u)
+    def fold(at: Slot, held: Held, token: Token, u: jax.Array) -> None:
+        """The state with the ring and a token in it, in chunks again."""
+        rows, layout = row_slices(shape.columns)
+        rows = min(32, shape.rows) if shape.rows % 32 == 0 else shape.rows
+        size = (rows, shape.columns)
+        # The token's u meets the state's layout in shared memory.
+        u_at = smem.sums.at[wg, 0, 0] if rule.kv_layout else smem.sums.at[wg, 0]
+        plgpu.commit_smem()
+        store_any(u_at, u)
+        plgpu.commit_smem()
+        total = jnp.exp(held.total + token.g)
 
-        if T == 1:
-            token(0, held)
-        else:
-            lax.fori_loop(0, tokens, token, held)
+        def part(i, _):
+            here = pl.ds(i * rows, rows)
+            along_rows, along_columns = layout.reduce(1), layout.reduce(0)
+            state = at.state.at[here]
 
-    lax.fori_loop(jnp.where(rule.is_slot(slot), tokens, 0), T, lambda t, _: store_o(t, tile.zeros()), None)
+            def outer(k: Any, v: Any, decay: Any):
+                """k v^T of vectors in memory."""
+                x, y = (k.at[here], v) if rule.kv_layout else (v.at[here], k)
+                x, y = load(x, along_rows).astype(jnp.float32), load(y, along_columns).astype(jnp.float32)
+                return spread(x * decay, size, 0, layout) * spread(y, size, 1, layout)
+
+            def entry(j, carry):
+                S, since = carry
+                position = held.count - 1 - j
+                return S + outer(at.k.at[position], at.u.at[position], jnp.exp(since)), since + at.g[position]
+
+            S = load(state, layout).astype(jnp.float32) * total + outer(vectors.at[0], u_at, 1.0)
+            S, _ = lax.fori_loop(0, held.count, entry, (S, jnp.float32(0) + token.g))
+            store_any(state, S.astype(gmem.state.dtype))
+
+        lax.fori_loop(0, (rule.K if rule.kv_layout else config.block) // rows, part, None)
+
+    def padding(i: jax.Array, next_slot: jax.Array) -> None:
+        row, head, entries = unit(i)
+        zeros = plgpu.layout_cast(jnp.zeros((config.block,), gmem.o.dtype), v_layout.reduce(0))
+        for t in range(T):
+            store_any(gmem.o.at[row, t, head, entries], zeros)
+        for c in range(stages):
+            copy(i + 1, jnp.int32(c), next_slot)
+
+    def turn(i, slot):
+        next_slot = slot_of(i + 1)
+        lax.cond(rule.is_slot(slot), lambda: work(i, slot, next_slot), lambda: padding(i, next_slot))
+        return next_slot
+
+    slot = slot_of(jnp.int32(0))
+    for c in range(stages):
+        copy(jnp.int32(0), jnp.int32(c), slot)
+    lax.fori_loop(0, number, turn, slot)
 
 
 class Results(NamedTuple):
@@ -154,7 +501,7 @@ def ring_step(
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
-    count: Int[Array, "slots *layers"],
+    held: Int[Array, " N"],
     deferred: bool,
     num_tokens: Int[Array, " N"] | None = None,
     scale: float,
@@ -174,8 +521,8 @@ def ring_step(
       A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, layer, config, interpret: as for
         `step`.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
-      count: how many entries of each ring are tokens. It is not advanced.
-      deferred: decodes one token; one that fills the ring is flushed with it. The count after it is count + 1, or 0.
+      held: how many entries of each request's ring are tokens.
+      deferred: decodes one token; one that fills the ring is flushed with it. The count after it is held + 1, or 0.
         Else all tokens are appended; what finds no room is lost.
       num_tokens: tokens that each request has; the others are padding. None for all.
     """
@@ -185,13 +532,13 @@ def ring_step(
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or default_config(V, state.dtype, kv_layout)
+    config = config or Config.default(V)
     pool = (state, ring_k, ring_u, ring_g)
     in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
-    exchange = None if kv_layout else Buffer((config.block,))
+    ctas = min(NUM_SMS, N * HV * (V // config.block))
     results = launch(
         "decode_deferred" if deferred else "verify_ring",
-        functools.partial(_body, rule=rule, config=config, T=T, deferred=deferred),
+        functools.partial(_body, rule=rule, config=config, T=T, deferred=deferred, ctas=ctas),
         inputs={
             "q": q,
             "k": k,
@@ -201,16 +548,16 @@ def ring_step(
             "A_log": A_log,
             "dt_bias": dt_bias,
             "read_slots": read_slots,
-            "count": one_for_all_layers(count, layer),
+            "held": held,
             "num_tokens": num_tokens,
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
         }
         | dict(zip(("state", "ring_k", "ring_u", "ring_g"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory={"exchange": exchange},
-        ctas=N * HV * (V // config.block),
+        memory=memory(rule, config, T, state.dtype),
+        ctas=ctas,
+        warpgroups=config.warpgroups,
         auto_barriers=False,
-        reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )
     after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))

@@ -37,6 +37,25 @@ GRANULE = 32
 """K is a multiple of this, and so is `block`."""
 
 
+class Slots(NamedTuple):
+    """Which slot numbers a pool has, and where they lie."""
+
+    slots: int
+    """Slots of the pool. A slot number outside of it, or equal to null_slot, is padding."""
+    null_slot: int | None
+    layers: int
+    """States of a slot, one for each layer of a model, where the pool serves them all."""
+
+    def is_slot(self, slot: jax.Array) -> jax.Array:
+        """Whether a slot number names a slot of the pool."""
+        inside = (slot >= 0) & (slot < self.slots)
+        return inside if self.null_slot is None else inside & (slot != self.null_slot)
+
+    def place(self, slot: jax.Array, layer: Any) -> jax.Array:
+        """Where a slot's state of a layer lies in a pool [slots * layers, ...]; layer: a reference [1], or None."""
+        return slot if layer is None else slot * self.layers + layer[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """What is computed: heads, widths and options of the rule."""
@@ -52,19 +71,20 @@ class Rule:
     kv_layout: bool = True
     """Whether states are [K, V]; else [V, K]."""
     slots: int = 1
-    """Slots of the pool. A slot number outside of it, or equal to null_slot, is padding."""
     null_slot: int | None = None
     layers: int = 1
-    """States of a slot, one for each layer of a model, where the pool serves them all."""
 
     def is_slot(self, slot: jax.Array) -> jax.Array:
-        """Whether a slot number names a slot of the pool."""
-        inside = (slot >= 0) & (slot < self.slots)
-        return inside if self.null_slot is None else inside & (slot != self.null_slot)
+        """As of `Slots`."""
+        return self._pool.is_slot(slot)
 
     def place(self, slot: jax.Array, layer: Any) -> jax.Array:
-        """Where a slot's state of a layer lies in a pool [slots * layers, ...]; layer: a reference [1], or None."""
-        return slot if layer is None else slot * self.layers + layer[0]
+        """As of `Slots`."""
+        return self._pool.place(slot, layer)
+
+    @property
+    def _pool(self) -> "Slots":
+        return Slots(self.slots, self.null_slot, self.layers)
 
 
 def lane_layout(lanes: int, width: int) -> Any:
@@ -89,7 +109,7 @@ def _across_layout(columns: int, itemsize: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
 
 
-def _vector_layout(n: int) -> Any:
+def vector_layout(n: int) -> Any:
     """Of [n]: all of it in every warp, so that sums need no other warp."""
     return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
 
@@ -144,7 +164,7 @@ class Tile:
 
     def vectors(self, q: Any, k: Any, v: Any) -> Vectors:
         """Loads q [K], k [K] and the tile's entries of v."""
-        along_k, whole = self.k_layout, _vector_layout(self.rule.K)
+        along_k, whole = self.k_layout, vector_layout(self.rule.K)
         return Vectors(
             load(q, along_k), load(k, along_k), load(q, whole), load(k, whole), load(v, self.v_layout)
         )

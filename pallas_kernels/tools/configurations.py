@@ -228,23 +228,23 @@ def ring_case(T=1, deferred=True, **options):
     arguments = step_case(T)[1]
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
 
-    def run(tokens, ring, A_log, dt_bias, read_slots, count):
+    def run(tokens, ring, A_log, dt_bias, read_slots, held):
         static: Any = dict(scale=0.1, deferred=deferred, kv_layout=options.get("kv_layout", True))
-        slots = dict(read_slots=read_slots, count=count)
+        slots = dict(read_slots=read_slots, held=held)
         return ring_step(*tokens, *ring, A_log=A_log, dt_bias=dt_bias, **slots, **static)
 
-    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(8))
+    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(4))
 
 
 def flush_case(**options):
     """A function and its argument shapes: ring_flush."""
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
 
-    def run(ring, read_slots, count):
-        slots = dict(read_slots=read_slots, count=count)
+    def run(ring, read_slots, held):
+        slots = dict(read_slots=read_slots, held=held)
         return ring_flush(*ring, **slots, room=4, kv_layout=options.get("kv_layout", True))
 
-    return run, (_ring(**options), i32(4), i32(8))
+    return run, (_ring(**options), i32(4), i32(4))
 
 
 CASES = {

@@ -1,0 +1,121 @@
+"""`gdn bench --what generate`: the loop that it times is that of `generate`, and wrong options are one line."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax import cli
+from gdn_jax.experiments import generate_bench, peak
+from gdn_jax.models import LanguageModel, generate
+from gdn_jax.models.attention import AttentionCache, reserve
+from gdn_jax.models.costs import attention_costs, model_costs, parameters
+from gdn_jax.models.presets import PRESETS
+
+TINY = "--model tiny --dtype float32 --prefill 16 --batches 1 3 --contexts 8 --tokens 4 --repeats 2".split()
+TINY += ["--options", "implementation=recurrent"]  # compiles fast
+CONFIG = dataclasses.replace(
+    PRESETS["qwen3.5-small"],
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    layer_types=("gated_delta_net", "attention"),
+    implementation="recurrent",  # compiles fast
+)
+
+
+def run(*words):
+    return cli.main(["bench", "--what", "generate", *TINY, *words])
+
+
+def test_reading_and_writing_are_timed(tmp_path, capsys):
+    path, figure = tmp_path / "generate.json", tmp_path / "generate.png"
+    assert run("--batches", "3", "--json", str(path), "--figure", str(figure)) == 0
+    out = capsys.readouterr().out
+    assert "prompt of 16:" in out and "context 8, batch 3:" in out
+    content = json.loads(path.read_text())
+    read = content["prefill"]
+    assert read["length"] == 16 and read["fastest_ms"] <= read["ms"] <= read["slowest_ms"]
+    assert read["tokens_per_second"] == pytest.approx(16 / read["ms"] * 1e3)
+    assert [(r["batch"], r["context"]) for r in content["results"]] == [(3, 8)]
+    for r in content["results"]:
+        assert r["fastest_ms"] <= r["ms"] <= r["slowest_ms"]
+        assert r["tokens_per_second"] == pytest.approx(r["batch"] / r["ms"] * 1e3)
+        assert r["bytes_ms"] is None  # of a CPU
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cache_too_large_is_a_line_of_its_own(capsys):
+    """Batch 1 is timed all the same."""
+    assert run("--prefill", "0", "--largest-cache", "0.00001") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "prompt" not in out and "context 8, batch 1: 0." in out
+    assert "context 8, batch 3: left out, its cache has 1.92e-05 GB, more than 1e-05" in out
+
+
+def test_the_timed_loop_is_that_of_generate():
+    """From the cache of a prompt it gives the tokens of `generate`, and from a random one it ends where it should."""
+    model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    prompt = np.arange(32).reshape(2, 16).astype(np.int32)
+    want = np.asarray(generate(model, jnp.asarray(prompt), 6))
+
+    @jax.jit
+    def read(params):
+        _, cache = nnx.merge(graphdef, params)(jnp.asarray(prompt), return_cache=True)
+        assert cache is not None
+        return tuple(reserve(c, 5) if isinstance(c, AttentionCache) else c for c in cache)
+
+    tokens, _ = generate_bench._continue(
+        graphdef, params, jnp.asarray(want[:, 0]), read(params), num_tokens=6
+    )
+    np.testing.assert_array_equal(tokens, want)
+    cache = generate_bench._fill(model, 2, context=11, capacity=16)
+    counted = 2 * model_costs(CONFIG, 16).cache_bytes + 2 * 4  # lengths beside it
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == counted
+    _, cache = generate_bench._continue(graphdef, params, jnp.asarray(want[:, 0]), cache, num_tokens=6)
+    np.testing.assert_array_equal(cache[1].length, [16, 16])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-small", "olmo-hybrid-small", "qwen3.5-moe-small"])
+def test_what_a_model_computes_and_moves(name, monkeypatch):
+    """By hand: of attention 12 operations for every channel and pair of tokens, of which half are seen."""
+    config, L = PRESETS[name], 64
+    counts = parameters(config)
+    used = sum(counts.values()) - (0 if config.tie_embeddings else counts["embedding"])
+    if config.experts is not None:
+        used -= config.num_layers * 3 * (config.experts.num_experts - config.experts.per_token) * 64 * 128
+    assert peak.multiplied_parameters(config) == used
+    attends = config.types.count("attention") * 12 * 4 * 32 * (L + 1) / 2
+    assert peak.attention_flops(config, L) == pytest.approx(attends)
+    monkeypatch.setattr(generate_bench, "of_device", lambda _: 1e9)
+    state = 2 * model_costs(config, 0).cache_bytes  # without a token attention layers keep nothing
+    keys = config.types.count("attention") * attention_costs(config, L).cache_bytes
+    assert generate_bench.bytes_ms(config, 3, L) == pytest.approx((4 * used + 3 * (state + keys)) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
+        ("--batches 0", "--batches: expected numbers of at least 1, got 0"),
+        ("--contexts 8 -1", "--contexts: expected numbers of at least 1, got 8 -1"),
+        ("--tokens 0", "--tokens: expected at least 1, got 0"),
+        ("--prefill -1", "--prefill: expected 0 or more, got -1"),
+        ("--repeats 0", "--repeats: expected at least 1, got 0"),
+        ("--largest-cache 0", "--largest-cache: expected a positive number, got 0"),
+        ("--options depth=3", "--options: expected fields of ModelConfig"),
+        ("--json nowhere/generate.json", "--json: expected a file in a folder that exists"),
+        ("--figure nowhere/generate.png", "--figure: expected a file in a folder that exists"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message, capsys):
+    assert run(*options.split()) != 0
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
