@@ -12,7 +12,7 @@ import pytest
 from gdn_jax.commands import files
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines, check_writable, write_text
-from gdn_jax.commands.locks import owned
+from gdn_jax.commands.locks import Taken, alone, owned
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
@@ -71,6 +71,29 @@ def test_lock_names_its_owner_and_goes_away(tmp_path):
     with pytest.raises(KeyError), owned(tmp_path):
         raise KeyError
     assert os.listdir(tmp_path) == []
+
+
+def test_parts_have_owners_of_their_own(tmp_path):
+    with owned(tmp_path, "a"), owned(tmp_path, "b"):
+        assert sorted(os.listdir(tmp_path)) == ["lock.a", "lock.b"]
+        with pytest.raises(Taken), owned(tmp_path, "a"):
+            pass
+
+
+def test_alone_waits(tmp_path):
+    seen = []
+
+    def enter(name):
+        with alone(tmp_path):
+            seen.append(name)
+
+    with alone(tmp_path):
+        other = threading.Thread(target=enter, args=("second",))
+        other.start()
+        other.join(0.2)
+        seen.append("first")
+    other.join()
+    assert seen == ["first", "second"] and os.listdir(tmp_path) == []
 
 
 KILLED = """

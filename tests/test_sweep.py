@@ -169,16 +169,42 @@ def test_full_disk(finished, tmp_path, monkeypatch, capsys):
     assert records(out) == records(finished)
 
 
-def test_a_sweep_has_one_owner_and_whole_lines(finished, tmp_path, capsys):
+def test_lines_are_whole(finished, tmp_path, capsys):
     out = shutil.copytree(finished, tmp_path / "copy")
-    again = ["sweep", "parity", "--out", str(out), "--resume"]
-    with owned(out):
-        assert cli.main(again) == 1
-    assert "expected a folder that no other process works in" in capsys.readouterr().err
     with open(out / "runs.jsonl", "a") as file:
         file.write('{"mixer": "mamba2"}\n')
-    assert cli.main(again) == 1
+    assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 1
     assert "expected a JSON object with mixer, lr, seed, val_loss" in capsys.readouterr().err
+
+
+def test_another_process_at_the_same_sweep(finished, tmp_path, capsys):
+    """What it is at is left to it; whoever comes last writes the table."""
+    out = shutil.copytree(finished, tmp_path / "copy")
+    (out / "runs.jsonl").unlink()
+    (out / "table.md").unlink()
+    again = ["sweep", "parity", "--out", str(out), "--resume"]
+    with owned(out, "gated_delta_net-1"):
+        assert cli.main(again) == 0
+        assert {run.mixer for run in records(out)} == {"mamba2"} and not (out / "table.md").exists()
+        assert "4 runs are left to the other processes" in capsys.readouterr().out
+    assert cli.main(again) == 0
+    assert records(out) == records(finished)
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in finished.iterdir())
+
+
+@pytest.mark.slow
+def test_processes_at_once(finished, tmp_path, compile_once):
+    """Two processes make every run once, and the table when all are there."""
+    out = shutil.copytree(finished, tmp_path / "copy")
+    (out / "runs.jsonl").unlink()
+    (out / "table.md").unlink()
+    command = [sys.executable, "-c", "import sys; from gdn_jax import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    command += ["sweep", "parity", "--out", str(out), "--resume"]
+    env = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
+    both = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert records(out) == records(finished)
+    assert (out / "table.md").exists() and not [*out.glob("lock*")]
 
 
 def test_a_run_is_that_of_gdn_train(finished):

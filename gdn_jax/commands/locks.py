@@ -1,4 +1,4 @@
-"""One process at a time owns a folder.
+"""One process at a time owns a folder, or a part of its work.
 
 The owner keeps a file `lock` in the folder that says who it is: host, process, since when. The file comes into being
 whole and by a hard link, which one process alone can make, on shared file systems too. As long as its owner lives,
@@ -22,15 +22,23 @@ from gdn_jax.commands.errors import RunError
 NAME = "lock"
 
 
+class Taken(RunError):
+    """Another process is the owner."""
+
+
 @contextlib.contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Owns a folder until the end of the block.
+def owned(folder: Path, part: str | None = None) -> Iterator[None]:
+    """Owns a folder, or a part of the work in it, until the end of the block.
+
+    Args:
+      folder: that exists.
+      part: name of a part; its owner is found in the file `lock.PART`.
 
     Raises:
-      RunError: another process owns it, or a lock of another host is in the way; names the owner and the way out.
+      Taken: another process owns it, or a lock of another host is in the way; names the owner and the way out.
     """
-    path = folder / NAME
-    mine = path.with_name(f"{NAME}.{uuid.uuid4().hex}.tmp")
+    path = folder / (NAME if part is None else f"{NAME}.{part}")
+    mine = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         file = _take(path, _write(mine), mine)
     finally:
@@ -41,6 +49,21 @@ def owned(folder: Path) -> Iterator[None]:
         finally:
             if _same(file, path):
                 path.unlink()
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in such a block with the same folder, and lets none in before its end.
+
+    For moments. On a file system without such locks it does not wait.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path) -> TextIO:
@@ -75,7 +98,7 @@ def _take(path: Path, file: TextIO, mine: Path) -> TextIO:
             owner = _owner(theirs.read())
             here = owner["host"] == socket.gethostname()
             if not here or not _hold(theirs):
-                raise RunError(_refusal(path, owner, here))
+                raise Taken(_refusal(path, owner, here))
             # Who finds the same dead owner waits no longer than this: the first one to hold its file replaces it.
             if _same(theirs, path):
                 os.replace(mine, path)

@@ -38,7 +38,8 @@ class GridOptions:
     out: Path | None = None
     """Folder to create. Without it, a new folder runs/sweep-<task>-<number>."""
     resume: bool = False
-    """Continue the sweep in --out: its stored options are used, and a different one is an error."""
+    """Continue the sweep in --out: its stored options are used, and a different one is an error. Other processes may
+    be at it: each takes mixers that no other one is at."""
     config: Path | None = None
     """JSON file whose "options" take the place of the defaults, such as the config.json of a sweep."""
     size: Literal["small", "full"] = "small"

@@ -12,9 +12,12 @@ The folder of a sweep:
 A run is a function of its mixer, scale, learning rate and seed: it is lost when interrupted and made again. Runs of a
 mixer at a scale share one compiled program, in which seed and learning rate are arguments and `together` of them
 advance side by side.
+
+Several processes may work on a sweep, on as many GPUs: the first makes the folder, the others come with `--resume`.
+Each takes a mixer at a scale that no other one has, and the last one to finish writes table and figure.
 """
 
-import functools
+import contextlib
 import itertools
 import math
 import shlex
@@ -35,7 +38,7 @@ from rich.markdown import Markdown
 from gdn_jax.commands.errors import RunError, os_line
 from gdn_jax.commands.files import JsonLines, write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
-from gdn_jax.commands.locks import owned
+from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
 from gdn_jax.experiments import memory, steps
 from gdn_jax.experiments import options as options_lib
@@ -133,7 +136,11 @@ def make_model(
 def make_start(
     options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1
 ) -> Callable[[list[Run]], Runs]:
-    """A compiled function from runs to their state before the first step, for all mixers of the same structure."""
+    """A function from runs to their state before the first step.
+
+    It is not compiled as a whole: arrays of one shape share the program that fills them, which many random arrays in
+    one program do not.
+    """
 
     def start(seed: Array, lr: Array) -> TrainState:
         params = nnx.state(make_model(options, task, mixer, seed, scale), nnx.Param)
@@ -141,8 +148,7 @@ def make_start(
             params, steps.make_optimizer(options.optimizer, options.sweep.steps, lr).init(params)
         )
 
-    flags = steps.compiler_flags(options.sweep.deterministic)
-    many = jax.jit(_side_by_side(options.sweep.together, start, 2), compiler_options=flags)
+    many = _side_by_side(options.sweep.together, start, 2)
 
     def start_runs(runs: list[Run]) -> Runs:
         seed = jnp.asarray([run.seed for run in runs], jnp.uint32)
@@ -218,27 +224,39 @@ class Sweep:
         return [run for run in runs if run not in done]
 
     def run(self, reporter: SweepReporter, asked: threading.Event) -> bool:
-        """Makes what is left; returns whether it came to the end.
+        """Makes what is left and no other process is at; returns whether it came to the end.
 
         Raises:
           RunError: a mixer cannot be made with these options.
         """
-        o, width = self.options.sweep, self.options.sweep.together
-        make = functools.cache(partial(make_start, self.options, self.task))
+        o, folder = self.options.sweep, self.lines.path.parent
         for mixer, scale in itertools.product(o.mixers, o.scales):
-            program = None
-            alike = next(name for name in o.mixers if MIXERS[name].hybrid == MIXERS[mixer].hybrid)
-            while runs := self.left(mixer, scale):
-                program = program or Program(self.options, self.task, mixer, scale)
-                # A last group that an interrupt has left too small is filled up with runs that are made again.
-                group = runs[:width]
-                filled = group + [group[-1]] * (width - len(group))
+            if not self.left(mixer, scale):
+                continue
+            with contextlib.ExitStack() as owns:
                 try:
-                    finished = self._group(program, make(alike, scale), filled, len(group), reporter, asked)
-                except NotImplementedError as error:
-                    raise RunError(str(error)) from error
-                if not finished:
+                    owns.enter_context(owned(folder, f"{mixer}-{scale}"))
+                except Taken:
+                    continue
+                if not self._part(mixer, scale, reporter, asked):
                     return False
+        return True
+
+    def _part(self, mixer: str, scale: int, reporter: SweepReporter, asked: threading.Event) -> bool:
+        """Makes what is left of a mixer at a scale; returns whether it came to the end."""
+        width = self.options.sweep.together
+        program = Program(self.options, self.task, mixer, scale)
+        start = make_start(self.options, self.task, mixer, scale)
+        while runs := self.left(mixer, scale):
+            # A last group that an interrupt has left too small is filled up with runs that are made again.
+            group = runs[:width]
+            filled = group + [group[-1]] * (width - len(group))
+            try:
+                finished = self._group(program, start, filled, len(group), reporter, asked)
+            except NotImplementedError as error:
+                raise RunError(str(error)) from error
+            if not finished:
+                return False
         return True
 
     def _group(
@@ -281,7 +299,8 @@ class Sweep:
                 "commit": self.commit,
                 "wall": {"seconds": round(seconds / count, 3)},
             }
-            self.lines.append(record)
+            with alone(self.lines.path.parent):
+                self.lines.append(record)
             reporter.done(run, validation, values)
         return True
 
@@ -307,9 +326,8 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)
     if o.resume:
         folder, config = RunFolder.open(o.out, command=str)
-        with owned(folder.path):
-            check_same_data(config["data"], task)
-            return _work(options, task, folder, config, console)
+        check_same_data(config["data"], task)
+        return _work(options, task, folder, config, console)
     config = {
         "task": f"sweep {name}",
         "command": command,
@@ -319,9 +337,8 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         "versions": versions(),
     }
     folder = RunFolder.create(o.out, f"sweep {name}")
-    with owned(folder.path):
-        folder.write_json("config.json", config)
-        return _work(options, task, folder, config, console)
+    folder.write_json("config.json", config)
+    return _work(options, task, folder, config, console)
 
 
 def _longest(task: SweptTask) -> int:
@@ -349,7 +366,8 @@ def _work(
     )
     lines = JsonLines(folder.path / "runs.jsonl", kept)
     try:
-        lines.mend()
+        with alone(folder.path):
+            lines.mend()
         work = Sweep(options, task, lines)
         total = count(options)
         left = total - work.done()
@@ -363,6 +381,9 @@ def _work(
         if not finished:
             say(f"interrupted; finished runs are kept; continue with: {again}")
             return INTERRUPTED
+        if others := total - work.done():
+            say(f"{others} runs are left to the other processes that work in {folder.path}")
+            return 0
         _finish(options, task, folder, config, lines, console)
     except OSError as error:
         raise RunError(
@@ -381,8 +402,8 @@ def _finish(
     console: Console,
 ) -> None:
     """Writes table and figure."""
-    records = lines.records()
-    table = write_results(options, task, folder.path, config, records)
+    with alone(folder.path):
+        table = write_results(options, task, folder.path, config, lines.records())
     console.print(Markdown(table))
 
 
