@@ -19,7 +19,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import cursors, ring_flush, ring_step, step, tiles
+from pallas_kernels.decode import cursors, ring_flush, ring_step, step, step_stream, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -214,6 +214,37 @@ def test_verify_on_a_ring(case, counts):
     after = [n + m for n, m in zip(starts, tokens, strict=True)]
     pool_steps.assert_ring_right(case, x, after, (o, *pool[:4]))
     pool_steps.assert_cursors(x, before, pool, after, starts)
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [*RING_CASES[:2], (DRAFT_CASES[1][0], (12, 0, 5))],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
+    """On a single SM, through fewer stages than a state has chunks; padding lies between two states."""
+    monkeypatch.setattr(ring_step, "NUM_SMS", 1)
+    x = pool_steps.draw_ring(case, counts)
+    names = ("A_log", "dt_bias", "read_slots", "num_tokens")
+    config = ring_step.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
+    options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
+    arrays = [x[name] for name in (*pool_steps.TOKENS, "state", "ring_k", "ring_u", "ring_g")]
+    held, deferred = jnp.array(counts, jnp.int32), case.T == 1
+    results = ring_step.ring_step(*arrays, held=held, deferred=deferred, **options)
+    after = [0 if deferred and n + 1 >= pool_steps.LENGTH else n + case.T for n in counts]
+    pool_steps.assert_ring_right(case, x, after, results)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=lambda case: case.name)
+def test_step_stream(monkeypatch, case):
+    """The form of `step` that is to be timed, on a single SM."""
+    monkeypatch.setattr(step_stream, "NUM_SMS", 1)
+    x = pool_steps.draw(case)
+    names = ("A_log", "dt_bias", "read_slots", "write_slots", "num_tokens")
+    config = ring_step.Config(case.V, warpgroups=1, stages=99, chunk_bytes=2048)
+    options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
+    arrays = [x[name] for name in (*pool_steps.TOKENS, "pool")]
+    pool_steps.assert_right(case, x, *step_stream.step_stream(*arrays, **options))
 
 
 @pytest.mark.parametrize("case", [case for case, _ in RING_CASES], ids=lambda case: case.name)

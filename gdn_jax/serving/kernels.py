@@ -5,6 +5,7 @@ depend on the others. What is left for here is the cursors of rings, and request
 kernel reads and writes at once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -133,7 +134,13 @@ def decode_on_ring(
         **at,
         **_rule(raw, options),
     )
-    return o[:, 0], RingPool(*after, *pool[4:])
+    return o[:, 0], _with(pool, after)
+
+
+def _with(pool: RingPool, arrays: Sequence[Array]) -> RingPool:
+    """The pool with other states and rings."""
+    state, k, u, g = arrays
+    return pool._replace(state=state, k=k, u=u, g=g)
 
 
 def verify_on_ring(
@@ -148,7 +155,7 @@ def verify_on_ring(
     count, before, held, start = cursors.advance(pool.count, pool.before, at.slot, **drafts)
     kv_layout = options.state_layout == STATE_LAYOUTS[0]
     state = ring_flush.ring_flush(*pool[:4], held=held, room=T, kv_layout=kv_layout, **where)
-    arrays, outputs = (state, *pool[1:4]), []
+    arrays, outputs = [state, *pool[1:4]], []
     for t in range(0, T, ring_step.MAX_TOKENS):
         some = slice(t, t + ring_step.MAX_TOKENS)
         real = None if num_tokens is None else num_tokens - t
@@ -163,4 +170,4 @@ def verify_on_ring(
         )
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
-    return o, RingPool(*arrays, count, before, *pool[6:])
+    return o, _with(pool, arrays)._replace(count=count, before=before)

@@ -168,7 +168,7 @@ def column_layout(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
 
 
-def spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
+def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
     """A vector along `axis` of an array, repeated along the other axis."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
@@ -227,13 +227,8 @@ class Products:
     """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other."""
 
     def __init__(self, rule: Rule, shape: Shape, sums: Any, vectors: Any, count: int, v_layout: Any):
-        self.kv, self.shape, self.sums, self.vectors, self.v_layout = (
-            rule.kv_layout,
-            shape,
-            sums,
-            vectors,
-            v_layout,
-        )
+        self.kv, self.shape, self.v_layout = rule.kv_layout, shape, v_layout
+        self.sums, self.vectors = sums, vectors
         # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
         lanes = next(n for n in (8, 16, WARP) if n == WARP or rule.K // n * count <= VECTOR_REGISTERS)
         self.slices = row_slices(shape.columns, WARP if self.kv else lanes)
@@ -288,14 +283,6 @@ class Token(NamedTuple):
     beta: jax.Array
 
 
-class Unit(NamedTuple):
-    """What a warpgroup takes at once."""
-
-    row: jax.Array
-    head: jax.Array
-    entries: Any
-
-
 def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool, ctas: int) -> None:
     shape = Shape.of(rule, config, gmem.state.dtype.itemsize)
     tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
@@ -309,12 +296,13 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
     first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
     number = lax.div(units - first + stride - 1, stride)
 
-    def unit(i: jax.Array) -> Unit:
-        return Unit(*tile.where(first + i * stride))
+    def unit(i: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """Row, value head and entries of V of this warpgroup's i-th state."""
+        return tile.where(first + i * stride)
 
     def slot_of(i: jax.Array) -> jax.Array:
         """Of the i-th unit; padding after the last one."""
-        row = jnp.minimum(unit(i).row, N - 1)
+        row = jnp.minimum(unit(i)[0], N - 1)
         return jnp.where(i < number, gmem.read_slots[row], -1)
 
     def copy(i: jax.Array, c: jax.Array, slot: jax.Array) -> None:
@@ -322,36 +310,35 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
 
         @pl.when(rule.is_slot(slot))
         def _():
-            here, stage = unit(i), lax.rem(i * C + c, stages)
-            state = tile.state(gmem.state, rule.place(slot, gmem.layer), here.head, here.entries)
+            (_, head, entries), stage = unit(i), lax.rem(i * C + c, stages)
+            state = tile.state(gmem.state, rule.place(slot, gmem.layer), head, entries)
             rows = state.at[pl.ds(c * shape.rows, shape.rows)]
             plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
 
-    def tokens_of(here: Unit, slot: jax.Array) -> tuple:
-        row, head, entries = here
-        q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
-        place = rule.place(slot, gmem.layer)
-        at = Slot(gmem, tile, place, head, k_head, entries)
-        return row, head, entries, q_head, k_head, at
-
     def work(i: jax.Array, slot: jax.Array, next_slot: jax.Array) -> None:
-        row, head, entries, q_head, k_head, at = tokens_of(unit(i), slot)
+        row, head, entries = unit(i)
+        q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+        at = Slot(gmem, tile, rule.place(slot, gmem.layer), head, k_head, entries)
         count = gmem.held[row]
+        # All loads come before the first use of one.
+        A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
         raw = [
             (
                 load(gmem.q.at[row, t, q_head], whole),
                 load(gmem.k.at[row, t, k_head], whole),
                 load(gmem.v.at[row, t, head, entries], v_layout.reduce(0)),
+                gmem.a[row, t, head],
+                gmem.b[row, t, head],
             )
             for t in range(T)
         ]
         held = ring.load(at, count)
         tokens = []
-        for t, (q, k, v) in enumerate(raw):
+        for t, (q, k, v, a, b) in enumerate(raw):
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
             rq, rk, _ = tile.norms(q, k)
-            g = log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head])
-            beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
+            g = log_decay(a, A_log, dt_bias)
+            beta = write_strength(b, rule.allow_neg_eigval)
             stored_k = (k * rk).astype(gmem.ring_k.dtype)
             tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
             # The state's products are with q and k as they lie here; every warp writes the same.
@@ -457,6 +444,8 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
             store_any(state, S.astype(gmem.state.dtype))
 
         lax.fori_loop(0, (rule.K if rule.kv_layout else config.block) // rows, part, None)
+        # All warps have read the token before the next one takes its place.
+        plgpu.commit_smem()
 
     def padding(i: jax.Array, next_slot: jax.Array) -> None:
         row, head, entries = unit(i)

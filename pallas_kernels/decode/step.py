@@ -56,14 +56,17 @@ class Config:
 
     block: int
     """Entries of V in a tile."""
+    across: bool = False
+    """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
 
     @classmethod
     def default(cls, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
         """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
-        block = 32
+        is_half, block = jnp.dtype(pool_dtype).itemsize == 2, 32
         if kv_layout and T == 1:
-            block = 128 if jnp.dtype(pool_dtype).itemsize == 2 else 64
-        return cls(next(n for n in (block, 64, GRANULE) if n <= block and V % n == 0))
+            block = 128 if is_half else 64
+        block = next(n for n in (block, 64, GRANULE) if n <= block and V % n == 0)
+        return cls(block, across=kv_layout and is_half)
 
 
 def check_supported(q, k, v, pool) -> str | None:
@@ -86,7 +89,7 @@ def check_supported(q, k, v, pool) -> str | None:
 
 def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
     itemsize = gmem.pool.dtype.itemsize
-    tile = Tile(rule, config.block, itemsize, across=rule.kv_layout and itemsize == 2)
+    tile = Tile(rule, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
     q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
     slot = gmem.read_slots[row]
