@@ -86,8 +86,12 @@ def _body(gmem: Any, smem: Any) -> None:
         def fill(value):
             return plgpu.layout_cast(jnp.full((width,), value, jnp.float32), along)
 
+        def gather_and_load(i, carry):
+            ahead = load(t, jnp.minimum(i + 1, whole - 1) * LINES)
+            return ahead, gather(*carry)
+
         start = fill(-jnp.inf), fill(0.0)
-        m, s = lax.fori_loop(0, whole, lambda i, carry: gather(load(t, i * LINES), carry), start)
+        _, (m, s) = lax.fori_loop(0, whole, gather_and_load, (load(t, 0), start))
         if rest:
             x, fresh = load(t, lines - LINES), position(lines - LINES) >= whole * LINES * width
             m, s = gather(jnp.where(fresh, x, -jnp.inf), (m, s))
@@ -98,17 +102,21 @@ def _body(gmem: Any, smem: Any) -> None:
         target, a = gmem.targets[t], gmem.a[t]
         scale = a / total
 
-        def write(first, earlier):
-            x, index = load(t, first), position(first)
+        def write(first, x, earlier):
+            index = position(first)
             tied = jnp.where((x == largest) & (index < target), 1.0, 0.0)
             dl = jnp.exp(x - largest) * scale
             dl = jnp.where(index == target, dl - a, dl)
             store_any(gmem.dl.at[t, pl.ds(first, LINES)], dl.astype(gmem.dl.dtype))
             return jnp.maximum(earlier, jnp.max(tied, axis=0))
 
-        earlier = lax.fori_loop(0, whole, lambda i, earlier: write(i * LINES, earlier), fill(0.0))
+        def write_and_load(i, carry):
+            ahead = load(t, jnp.minimum(i + 1, whole - 1) * LINES)
+            return ahead, write(i * LINES, *carry)
+
+        _, earlier = lax.fori_loop(0, whole, write_and_load, (load(t, 0), fill(0.0)))
         if rest:
-            earlier = write(lines - LINES, earlier)
+            earlier = write(lines - LINES, load(t, lines - LINES), earlier)
         gmem.m[t] = largest
         gmem.s[t] = total
         gmem.earlier[t] = jnp.max(earlier)
