@@ -12,8 +12,8 @@ also of v, which has no norm; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or
 first token of each segment of a row, or none.
 Outputs (GMEM): q, k, v; dx like x; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
 fixed order, so results repeat bit for bit.
-Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `Config.heads` heads). It walks
-over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
+Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `Config.heads` heads). It
+walks over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
 around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
 Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
