@@ -318,11 +318,11 @@ def test_kernels_interpreted(lengths):
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 
-    affine, rest = kernels.forward(locals_[0], borders[0], **options)
-    begins = borders[0].pick(state, n)
-    crossing = affine.e + jnp.einsum("...kj,...jv->...kv", affine.m, begins, precision="highest")
+    affine, rest = kernels.forward(locals_[0], state, borders[0], **options)
+    crossing = affine.e
     o_0, final_0, saved_0 = rest(state)
-    _, rest = kernels.forward(locals_[1], borders[1], **options)
+    begins = borders[1].put(state, n, zeros, yes)
+    affine_1, rest = kernels.forward(locals_[1], begins, borders[1], **options)
     o_1, final_1, saved_1 = rest(borders[1].put(state, n, crossing, yes))
     here = (
         np.array([1, 0, 0])[:, None, None, None] if lengths else 0

@@ -148,15 +148,14 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
     """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
-    own, rest = kernels.forward(x, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
-    begins = borders.pick(_beginning(x.initial_state, borders), borders.last)
-    through = jnp.einsum("...kj,...jv->...kv", own.m, begins, precision=lax.Precision.HIGHEST)
+    begins = _beginning(x.initial_state, borders)
+    own, rest = kernels.forward(x, begins, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
 
     def saved(start):
         o, final, saved = rest(start)
         return (o, final), saved
 
-    return own._replace(e=own.e + through), saved
+    return own, saved
 
 
 def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):
