@@ -118,15 +118,16 @@ def by_kernel(found: list[Kernel], calls: int) -> list[KernelTime]:
       found: kernels of one device in the order of their start, of equal calls that follow one another.
       calls: how many.
     """
-    times, launches = Counter(), Counter()
+    times: dict[str, float] = {}
+    launches: Counter[str] = Counter()
     idle, busy_until = 0.0, found[0].start_ns if found else 0.0
     for kernel in found:
-        times[kernel.name] += kernel.end_ns - kernel.start_ns
+        times[kernel.name] = times.get(kernel.name, 0.0) + kernel.end_ns - kernel.start_ns
         launches[kernel.name] += 1
         idle += max(kernel.start_ns - busy_until, 0.0)
         busy_until = max(busy_until, kernel.end_ns)
-    rows = [KernelTime(name, launches[name] / calls, ns / calls / 1e6) for name, ns in times.most_common()]
-    return [*rows, KernelTime("between kernels", 0, idle / calls / 1e6)]
+    rows = [KernelTime(name, launches[name] / calls, ns / calls / 1e6) for name, ns in times.items()]
+    return [*sorted(rows, key=lambda row: -row.ms), KernelTime("between kernels", 0, idle / calls / 1e6)]
 
 
 def device_timing(profile: ProfileData, calls: int) -> Timing:

@@ -60,6 +60,7 @@ def forward(
     options = dict(scale=scale, cu_seqlens=x.cu_seqlens, open_sequence=borders.last, interpret=interpret)
     opened = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)
     items, m_t = opened.prepared.items, opened.prepared.m_t
+    assert m_t is not None
     _, end = _items_of(items, borders.last, x.k.shape[0])
     K, V = x.k.shape[3], x.v.shape[3]
     leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment behind
