@@ -357,6 +357,7 @@ def test_bench(capsys, tmp_path):
     step = "--model tiny --length 64 --step-tokens 64"
     out = tmp_path / "scale.json"
     arguments = ["bench", "--what", "scale", *sizes.split(), *step.split(), "--json", str(out)]
+    arguments += ["--context-by", "states"]
     assert cli.main([*arguments, "--mesh", "data=8", "head=2,context=4"]) == 0
     results = json.loads(out.read_text())["results"]
     assert [(r["what"].split()[0], r["mesh"]) for r in results] == [

@@ -11,6 +11,7 @@ over context. Efficiency is the time of one device over that of n.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -76,6 +77,9 @@ class ScaleBenchOptions:
     """Calls that follow one another in one measurement."""
     repeats: int = 5
     """Measurements."""
+    context_by: Literal["states", "heads"] | None = None
+    """What the devices of a context axis hand to each other in the rule: states, or all tokens of some heads.
+    Default: what is predicted to take less time."""
     kernels: bool = False
     """Also prints what each kernel of the first GPU takes in a call, from a profile."""
     json: Path | None = None
@@ -109,7 +113,8 @@ def _call(options: ScaleBenchOptions, shape: MeshShape, x: Inputs):
     if shape.context > 1:
         mesh = jax.sharding.get_abstract_mesh()
         tokens, states = _specs(shape)
-        local = partial(context.gated_delta_rule, axis_name=CONTEXT, implementation=options.implementation)
+        known = dict(implementation=options.implementation, by=options.context_by)
+        local = partial(context.gated_delta_rule, axis_name=CONTEXT, **known)
 
         def rule(*tokens_, initial_state):
             def run(*args):
@@ -305,6 +310,9 @@ def _check(options: ScaleBenchOptions) -> None:
     """Raises RunError where sizes do not divide."""
     for part in options.parts:
         for shape in shapes_of(options, part):
+            heads = math.gcd(*options.heads)
+            if part == "rule" and options.context_by == "heads" and heads % (shape.head * shape.context):
+                fail("context_by", f"states, as {shape} does not divide {heads} heads", "heads")
             for tokens in options.tokens if part == "rule" else ():
                 rows = options.rows if shape.data > 1 else 1
                 if tokens < 1 or rows % shape.data or tokens % (rows * shape.context):

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,21 +54,55 @@ def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Ar
         return ops.gated_delta_rule(q, k, v, g, beta, **options)
     _check_tokens(q.shape[1], sizes)
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    if isinstance(options.get("scale"), jax.Array):
+        arrays["scale"] = options.pop("scale")
     rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, q.shape[0])
     heads = _dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
-    tokens, states = PartitionSpec(rows, CONTEXT, heads), PartitionSpec(rows, heads)
-    known = {
-        "initial_state": states,
-        "cu_seqlens": PartitionSpec(),
-        "segment_ids": PartitionSpec(rows, CONTEXT),
-    }
+    return _rule_over_tokens(_Lies(rows, heads), tuple(options.items()), (q, k, v, g, beta), arrays)
 
+
+class _Lies(NamedTuple):
+    """Mesh axes that arrays are split over beside context; None where they are not."""
+
+    rows: str | None
+    heads: str | None
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of [B, T, heads or channels, ..]."""
+        return PartitionSpec(self.rows, CONTEXT, self.heads)
+
+    @property
+    def states(self) -> PartitionSpec:
+        """Of [N, heads or channels, ..]."""
+        return PartitionSpec(self.rows, self.heads)
+
+    def named(self, arrays: dict[str, Any]) -> dict[str, PartitionSpec]:
+        """Of arguments by name; of one that is not named here, the same on every device."""
+        known = {"initial_state": self.states, "segment_ids": PartitionSpec(self.rows, CONTEXT)}
+        return {name: known.get(name, PartitionSpec()) for name in arrays}
+
+
+# Compiled by themselves, so that the layers of a model share what is traced and lowered of one.
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _rule_over_tokens(lies: _Lies, options: tuple[tuple[str, Any], ...], tokens, arrays):
     def local(tokens, arrays):
-        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **options)
+        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
 
-    return jax.shard_map(local, in_specs=((tokens,) * 5, known), out_specs=(tokens, states))(
-        (q, k, v, g, beta), arrays
-    )
+    specs = (lies.tokens,) * 5, lies.named(arrays)
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
+
+
+@partial(jax.jit, static_argnums=0)
+def _conv_over_tokens(lies: _Lies, x, weight, bias, arrays):
+    def local(x, weight, bias, arrays):
+        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
+
+    channels = PartitionSpec(lies.heads)
+    specs = (lies.tokens, channels, channels, lies.named(arrays))
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(x, weight, bias, arrays)
 
 
 def splits_heads() -> bool:
@@ -143,19 +177,8 @@ def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
     _check_tokens(x.shape[1], sizes)
     arrays = {name: arrays.get(name) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, x.shape[0])
-    channels = _dividing(sizes, HEAD, x.shape[2])
-    tokens, states = PartitionSpec(rows, CONTEXT, channels), PartitionSpec(rows, channels)
-    known = {
-        "initial_state": states,
-        "cu_seqlens": PartitionSpec(),
-        "segment_ids": PartitionSpec(rows, CONTEXT),
-    }
-
-    def local(x, weight, bias, arrays):
-        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
-
-    specs = (tokens, PartitionSpec(channels), PartitionSpec(channels), known)
-    return jax.shard_map(local, in_specs=specs, out_specs=(tokens, states))(x, weight, bias, arrays)
+    lies = _Lies(rows, _dividing(sizes, HEAD, x.shape[2]))
+    return _conv_over_tokens(lies, x, weight, bias, arrays)
 
 
 def attention(
