@@ -88,9 +88,7 @@ def gated_delta_rule(
     return _to_tokens(o, axis_name), final
 
 
-def _to_heads(
-    arrays: tuple[jax.Array | None, ...], axis_name: str
-) -> tuple[Float[Array, "B T h *_"] | None, ...]:
+def _to_heads(arrays: tuple[jax.Array | None, ...], axis_name: str) -> tuple[Any, ...]:
     """All tokens of this device's heads, from its tokens of all heads; arrays travel together."""
     given = [x for x in arrays if x is not None]
     if not given:

@@ -18,11 +18,13 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import losses, ops
-from gdn_jax.conv import causal_conv1d
+from gdn_jax.conv import causal_conv1d, last_inputs
+from gdn_jax.fused.kernels import usable
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context
 from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
+from gdn_jax.parallel.conv import short_conv_by_kernel
 from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD
 from gdn_jax.partitioning import vary_alike
 
@@ -147,16 +149,21 @@ def short_conv(
     implementation=None,
     **arrays: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis q, k and v are filtered apart,
-    over tokens too."""
+    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis every device filters its channels
+    of its tokens."""
     sizes = _axes()
+    how = dict(heads=heads, width=width, normalize=normalize)
     if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
-        options = dict(heads=heads, width=width, normalize=normalize, implementation=implementation)
-        return fused_short_conv(x, weight, bias, **options, **arrays)
+        return fused_short_conv(x, weight, bias, **how, implementation=implementation, **arrays)
     keys, past = heads * width, arrays.pop("initial_state", None)
     ends = (keys, 2 * keys)
     # Parts that are split from one array and never joined: XLA would send the cotangents of joined ones around.
     parts = jnp.split(x, ends, -1), jnp.split(weight, ends)
+    if bias is None and past is None and arrays.get("cu_seqlens") is None:
+        ids = arrays.get("segment_ids")
+        if (found := _by_kernel(sizes, *parts, ids, **how, implementation=implementation)) is not None:
+            q, k, v = found
+            return q, k, v, last_inputs(x, ids, weight.shape[1])
     biases = (None,) * 3 if bias is None else jnp.split(bias, ends)
     pasts = (None,) * 3 if past is None else jnp.split(past, ends, 1)
     filtered = [
@@ -168,6 +175,39 @@ def short_conv(
     if normalize:
         q, k = l2norm(q), l2norm(k)
     return q, k, v, jnp.concatenate(states, 1)
+
+
+def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementation):
+    """q, k and v by the kernels, from their channels and filters apart; None where the kernels cannot run."""
+    from pallas_kernels.layer import short_conv as kernel
+
+    rows, parts = _dividing(sizes, DATA, xs[0].shape[0]), sizes[HEAD]
+    B = xs[0].shape[0] // (sizes[DATA] if rows else 1)
+    T, D = xs[0].shape[1], sum(x.shape[2] for x in xs)
+    if T % sizes[CONTEXT] or heads % parts or D % parts:
+        return None
+    shard = jax.ShapeDtypeStruct((B, T // sizes[CONTEXT], D // parts), xs[0].dtype)
+    filters = jax.ShapeDtypeStruct((D // parts, weights[0].shape[1]), weights[0].dtype)
+    if not usable(implementation, kernel.check_supported(shard, filters, heads // parts, width)):
+        return None
+    how = (heads // parts, width, normalize, sizes[CONTEXT] > 1)
+    return _kernel_over_tokens(_Lies(rows, HEAD), how, tuple(xs), tuple(weights), ids)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _kernel_over_tokens(lies: _Lies, how: tuple[int, int, bool, bool], xs, weights, ids):
+    heads, width, normalize, over_tokens = how
+    options = dict(heads=heads, width=width, normalize=normalize)
+
+    def local(xs, weights, ids):
+        xs, weights, ids = vary_alike((xs, weights, ids))
+        x, weight = jnp.concatenate(xs, 2), jnp.concatenate(weights)
+        if over_tokens:
+            return short_conv_by_kernel(x, weight, ids, axis_name=CONTEXT, **options)
+        return fused_short_conv(x, weight, segment_ids=ids, implementation="mosaic_gpu", **options)[:3]
+
+    specs = (lies.tokens,) * 3, (PartitionSpec(HEAD),) * 3, PartitionSpec(lies.rows, CONTEXT)
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens,) * 3)(xs, weights, ids)
 
 
 def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
