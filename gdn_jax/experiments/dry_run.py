@@ -39,7 +39,6 @@ from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import exchange, sharding
 from gdn_jax.parallel.communication import Traffic, traffic
 from gdn_jax.parallel.mesh import DATA, HEAD, MeshShape
-from gdn_jax.shapes import Dims
 
 _FLOAT = 4  # bytes of a float32
 
@@ -148,9 +147,8 @@ def expected(
         HV = (config.num_v_heads or config.num_heads) // h
         K, V = config.head_dim, value_width(config.head_dim, config.expand_v)
         n, H = exchange.steps(c), config.num_heads // h
-        dims = Dims(B=r, T=t, N=r, Hq=H, Hk=H, HV=HV, HO=HV, K=K, V=V)
-        if exchange.pays(dims, _FLOAT, c):
-            found["heads"] = {"all-to-all": recurrent * exchange.sent_bytes(dims, _FLOAT, c)}
+        if exchanged := exchange.expected_bytes(r, t, (H, HV), (K, V), _FLOAT, c):
+            found["heads"] = {"all-to-all": recurrent * exchanged}
         else:
             states = HV * K * ((1 + n) * V + max(0, n - 1) * K)
             found["states"] = {"collective-permute": 2 * recurrent * _FLOAT * r * states}

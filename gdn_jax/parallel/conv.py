@@ -155,13 +155,15 @@ def _by_kernel_bwd(static: _Static, saved, cotangents):
     dx, dweight = kernels.short_conv_backward(
         x, weight, _fresh(segment_ids), *others, normalize=static.normalize
     )
-    _, through_first = jax.vjp(lambda *p: _first(static, *p, ids), x[:, :n], weight, state)
+    _, through_first = jax.vjp(partial(_first, static, segment_ids=ids), x[:, :n], weight, state)
     dfirst, dweight_of_first, dstate = through_first(tuple(dy[:, :n] for dy in cotangents))
     _, through_border = jax.vjp(
         lambda last: _entering(last, n + 1, static.axis_name, None, segment_ids), x[:, -n:]
     )
     (dlast,) = through_border(dstate)
-    dx = dx.at[:, :n].add(dfirst).at[:, -n:].add(dlast)
+    # Both sums are made before either is put in its place: else XLA copies the whole of dx.
+    ends = lax.optimization_barrier((dx[:, :n] + dfirst, dx[:, -n:] + dlast))
+    dx = dx.at[:, :n].set(ends[0]).at[:, -n:].set(ends[1])
     return dx, (dweight + dweight_of_first).astype(weight.dtype), None
 
 
