@@ -151,17 +151,18 @@ def _by_kernel_bwd(static: _Static, saved, cotangents):
     x, weight, segment_ids, state = saved
     n = weight.shape[1] - 1
     ids = None if segment_ids is None else segment_ids[:, :n]
+    # What is read of an array is read before it is written in its place: else XLA copies the whole of it.
+    of_first, cotangents = lax.optimization_barrier((tuple(dy[:, :n] for dy in cotangents), cotangents))
     others = (dy.at[:, :n].set(0) for dy in cotangents)
     dx, dweight = kernels.short_conv_backward(
         x, weight, _fresh(segment_ids), *others, normalize=static.normalize
     )
     _, through_first = jax.vjp(partial(_first, static, segment_ids=ids), x[:, :n], weight, state)
-    dfirst, dweight_of_first, dstate = through_first(tuple(dy[:, :n] for dy in cotangents))
+    dfirst, dweight_of_first, dstate = through_first(of_first)
     _, through_border = jax.vjp(
         lambda last: _entering(last, n + 1, static.axis_name, None, segment_ids), x[:, -n:]
     )
     (dlast,) = through_border(dstate)
-    # Both sums are made before either is put in its place: else XLA copies the whole of dx.
     ends = lax.optimization_barrier((dx[:, :n] + dfirst, dx[:, -n:] + dlast))
     dx = dx.at[:, :n].set(ends[0]).at[:, -n:].set(ends[1])
     return dx, (dweight + dweight_of_first).astype(weight.dtype), None

@@ -148,7 +148,7 @@ def choose_split(
     if segment_chunks is not None:
         lengths = [segment_chunks]
     else:
-        lengths = [longest if is_open else 0]
+        lengths = [-(-dims.T // CHUNK) if is_open else 0]
         if work.known or dims.N * dims.HO * V // GRANULE < SEGMENT_OCCUPANCY * sms:
             even = {-(-longest // n) for n in range(2, 65)}
             lengths += [n for n in sorted(even if len(values) == 1 else _SEGMENTS) if 4 <= n < longest]
