@@ -151,7 +151,7 @@ def _by_kernel_bwd(static: _Static, saved, cotangents):
     x, weight, segment_ids, state = saved
     n = weight.shape[1] - 1
     ids = None if segment_ids is None else segment_ids[:, :n]
-    # What is read of an array is read before it is written in its place: else XLA copies the whole of it.
+    # What is read of an array is read before it is written in its place: else XLA may copy the whole of it.
     of_first, cotangents = lax.optimization_barrier((tuple(dy[:, :n] for dy in cotangents), cotangents))
     others = (dy.at[:, :n].set(0) for dy in cotangents)
     dx, dweight = kernels.short_conv_backward(
