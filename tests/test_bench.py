@@ -82,6 +82,15 @@ def test_a_profile_gives_spans_and_kernels():
     np.testing.assert_allclose([ms for _, ms in timing.kernels], (0.012, 0.030))
 
 
+def test_a_profile_by_kernel_of_one_device():
+    """Sums over the calls, by time; with the time between kernels, where one that runs at the same time is none."""
+    streams = {"Stream #1": [("a", 0, 10), ("b", 12, 4), ("a", 20, 12)], "Stream #2": [("nccl", 11, 10)]}
+    found = device_time.kernels(profile(streams), 0)
+    assert not device_time.kernels(profile(streams), 1)
+    times = [(name, launches, round(ms, 6)) for name, launches, ms in device_time.by_kernel(found, 2)]
+    assert times == [("a", 1, 0.011), ("nccl", 0.5, 0.005), ("b", 0.5, 0.002), ("between kernels", 0, 0.0005)]
+
+
 def test_a_profile_counts_every_kernel_once():
     """Other lines and planes show the same work again; a second stream may end last."""
     lines = {

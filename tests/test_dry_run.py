@@ -74,6 +74,18 @@ def test_small_model(text, layers):
     compare(found.sent.sent, found.expected, 0.1)
 
 
+@pytest.mark.slow
+def test_heads_that_are_exchanged():
+    """Over a context axis whose shards are short."""
+    shape = MeshShape(context=4)
+    if jax.device_count() < shape.size:
+        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
+    config = dataclasses.replace(CONFIG, num_heads=4, num_layers=2, layer_types=CONFIG.types[:2])
+    found = dry_run(config, shape, ROWS, LENGTH)
+    assert found.expected["heads"]["all-to-all"] and "states" not in found.expected
+    compare(found.sent.sent, found.expected, 0.1)
+
+
 def test_refusals():
     shape = MeshShape(data=2)
     with pytest.raises(RunError, match="data: expected a divisor of the 7 rows"):

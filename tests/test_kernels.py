@@ -350,6 +350,19 @@ def test_split_uses_the_whole_gpu():
     assert split(1, 32768, 8, segment_chunks=0) == (1, None)
 
 
+def test_split_of_rows_that_go_on_elsewhere():
+    """Every segment counts, where else a row's last one does not. There is always a segment; sequences of unknown
+    lengths that fill the GPU are not cut."""
+    assert split(1, 131072, 32) == (2, 683) and split(1, 131072, 32, is_open=True) == (2, 512)
+    dims = Dims(B=1, T=131072, N=1, Hq=32, Hk=32, HV=32, HO=32, K=128, V=128)
+    work = work_split.work_of(dims, False, None)
+    assert work_split.open_adjoint_warpgroups(dims, 128, 128, work, 512) == 2  # one wave of pairs
+    assert work_split.open_adjoint_warpgroups(dims, 128, 128, work, 1024) == 1  # 128 halves are one too
+    assert work_split.open_adjoint_warpgroups(dims._replace(V=64), 128, 64, work, 512) == 1
+    assert split(8, 4096, 32)[1] is None and split(8, 4096, 32, is_open=True)[1] == 64
+    assert split(1, 32768, 32, (2048,) * 16, known=False, is_open=True)[1] == 512
+
+
 def test_segments_of_a_cut():
     """Their lengths, how many there are of each, and how many of them hand a state on: as counted one by one."""
     for chunks, length in ((np.array([12, 5, 1]), 4), (np.array([7]), 7), (np.array([9, 8]), 2)):

@@ -15,10 +15,10 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.conv import causal_conv1d
-from gdn_jax.parallel import context, conv, kernels
+from gdn_jax.parallel import context, conv, exchange, kernels
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.communication import traffic
-from gdn_jax.shapes import RuleArrays
+from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.chunks import inverse
@@ -29,14 +29,14 @@ TOKENS, WHOLE = spec(None, "context"), spec()
 SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
 
 
-def on_mesh(mesh, case, x, implementation="chunked"):
+def on_mesh(mesh, case, x, implementation="chunked", by="states"):
     """The rule of tokens that are split over a mesh of one axis."""
 
     def local(q, k, v, g, beta, state, cu, ids):
-        known = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids)
-        return context.gated_delta_rule(
-            q, k, v, g, beta, axis_name="context", **known, **case.options, implementation=implementation
+        known = dict(
+            initial_state=state, cu_seqlens=cu, segment_ids=ids, implementation=implementation, by=by
         )
+        return context.gated_delta_rule(q, k, v, g, beta, axis_name="context", **known, **case.options)
 
     specs = (TOKENS,) * 5 + (WHOLE, WHOLE, TOKENS)
     f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
@@ -82,10 +82,51 @@ def test_rule(name):
     check_rule(devices, case, "chunked")
 
 
-def check_rule(devices, case, implementation):
+EXCHANGES = {
+    "whole rows": (4, dict(T=32, B=2, state_layout="vk", use_qk_l2norm=True)),
+    "no gates, no state": (8, dict(T=16, B=1, g=None, beta=None, initial_state=False)),
+    "segments": (4, dict(T=32, B=2, segments=((3, 5, 1, 17, 6), (8, 8, 7, 9)))),
+    "packed": (8, dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0))),
+}
+
+
+@pytest.mark.parametrize("name", params(EXCHANGES, ("segments",)))
+def test_rule_by_heads(name):
+    """All tokens of some heads on every device."""
+    devices, options = EXCHANGES[name]
+    case = cases.Case(f"exchange {name}", **{**SMALL, "heads": (8, 8, 16), **options})
+    check_rule(devices, case, "chunked", by="heads")
+
+
+def test_what_is_handed_over():
+    """States where they travel in few steps or shards are long, or where heads do not divide; else heads."""
+    dims = Dims(B=1, T=2048, N=1, Hq=16, Hk=16, HV=32, HO=32, K=128, V=128)
+    assert exchange.sent_bytes(dims, 2, 4) == 2 * 2048 * (2 * 96 * 128 + 8 * 32) * 3 // 4
+    assert exchange.pays(dims, 2, 4) and exchange.pays(dims, 2, 16)
+    assert not exchange.pays(dims, 2, 2), "there is no step to save"
+    assert not exchange.pays(dims._replace(T=4096), 2, 4)
+    assert not exchange.pays(dims, 2, 32) and not exchange.pays(dims, 2, 3), "16 heads"
+    assert not exchange.pays(dims, 2, 8, head_slices=4) and exchange.pays(dims, 2, 8, head_slices=2)
+
+    def sent(T, by):
+        case = cases.Case("exchange sent", B=1, T=T, heads=(4, 4, 8), K=8, V=4, chunk_size=16)
+        x = cases.inputs(case)
+        call = on_mesh(mesh_of((4,), ("context",)), case, x, "recurrent", by)
+        f = value_and_gradients(lambda *p: call(*p, x.initial_state)[0].astype(jnp.float32))
+        return traffic(f.lower(x[:5], jnp.asarray(x.do)).compile().as_text())
+
+    # q, k and v at once, the gates at once, and o; and their cotangents.
+    got = sent(32, None)
+    assert got.count == {"all-to-all": 6}, got.count
+    case_dims = Dims(B=1, T=8, N=1, Hq=4, Hk=4, HV=8, HO=8, K=8, V=4)
+    assert got.total == exchange.sent_bytes(case_dims, 4, 4)
+    assert set(sent(32, "states").count) == {"collective-permute"}
+
+
+def check_rule(devices, case, implementation, by="states"):
     """One case against the oracle."""
     x = cases.inputs(case)
-    call = on_mesh(mesh_of((devices,), ("context",)), case, x, implementation)
+    call = on_mesh(mesh_of((devices,), ("context",)), case, x, implementation, by)
     outputs, gradients = value_and_gradients(call)(x[:6], (x.do, x.dh_T))
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
     for key, y in zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True):
@@ -234,14 +275,25 @@ def test_too_few_tokens_for_the_convolution():
         jax.jit(f)(np.ones((1, 16, 2), np.float32), np.ones((2, 4), np.float32))
 
 
-def test_arguments_are_checked():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(chunk_size=17), "chunk_size: expected one of"),
+        (
+            dict(by="heads"),
+            "by: expected 'states', for 1 heads.* cannot be split over 2 devices; got 'heads'",
+        ),
+        (dict(by="tokens"), "by: expected 'states' or 'heads', got 'tokens'"),
+    ],
+)
+def test_arguments_are_checked(options, message):
     mesh = mesh_of((2,), ("context",))
 
     def f(q, k, v):
-        return context.gated_delta_rule(q, k, v, axis_name="context", chunk_size=17)[0]
+        return context.gated_delta_rule(q, k, v, axis_name="context", **options)[0]
 
     x = np.ones((1, 4, 1, 2), np.float32)
-    with pytest.raises(ValueError, match="chunk_size: expected one of"):
+    with pytest.raises(ValueError, match=message):
         jax.jit(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x, x, x)
 
 
@@ -318,11 +370,11 @@ def test_kernels_interpreted(lengths):
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 
-    affine, rest = kernels.forward(locals_[0], borders[0], **options)
-    begins = borders[0].pick(state, n)
-    crossing = affine.e + jnp.einsum("...kj,...jv->...kv", affine.m, begins, precision="highest")
+    affine, rest = kernels.forward(locals_[0], state, borders[0], **options)
+    crossing = affine.e
     o_0, final_0, saved_0 = rest(state)
-    _, rest = kernels.forward(locals_[1], borders[1], **options)
+    begins = borders[1].put(state, n, zeros, yes)
+    _, rest = kernels.forward(locals_[1], begins, borders[1], **options)
     o_1, final_1, saved_1 = rest(borders[1].put(state, n, crossing, yes))
     here = (
         np.array([1, 0, 0])[:, None, None, None] if lengths else 0

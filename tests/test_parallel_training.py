@@ -23,7 +23,7 @@ from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel import on_mesh, processes, sharding
+from gdn_jax.parallel import context, on_mesh, processes, sharding
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
 
@@ -109,6 +109,26 @@ def test_three_steps_of_a_hybrid_model(text):
         # As in test_three_steps.
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
     assert sent.count["all-to-all"] >= 8
+
+
+def test_layers_share_what_is_traced(monkeypatch):
+    """The rule over tokens is traced once, in however many layers."""
+    calls, rule = [], context.gated_delta_rule
+
+    def counted(*args, **options):
+        calls.append(options["axis_name"])
+        return rule(*args, **options)
+
+    monkeypatch.setattr(context, "gated_delta_rule", counted)
+    config = dataclasses.replace(CONFIG, num_layers=3)
+    graphdef, params, rest = nnx.split(
+        nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param, ...
+    )
+    tokens = jax.ShapeDtypeStruct((2, 24), jnp.int32)
+    jax.clear_caches()
+    with jax.set_mesh(MeshShape(context=2).make(jax.devices()[:2])):
+        jax.eval_shape(lambda p, t: nnx.merge(graphdef, p, rest)(t)[0], params, tokens)
+    assert calls == ["context"]
 
 
 @pytest.mark.slow
@@ -357,6 +377,7 @@ def test_bench(capsys, tmp_path):
     step = "--model tiny --length 64 --step-tokens 64"
     out = tmp_path / "scale.json"
     arguments = ["bench", "--what", "scale", *sizes.split(), *step.split(), "--json", str(out)]
+    arguments += ["--context-by", "states"]
     assert cli.main([*arguments, "--mesh", "data=8", "head=2,context=4"]) == 0
     results = json.loads(out.read_text())["results"]
     assert [(r["what"].split()[0], r["mesh"]) for r in results] == [

@@ -85,16 +85,49 @@ class Kernel(NamedTuple):
     name: str
 
 
-def kernels(profile: ProfileData) -> list[Kernel]:
-    """Kernels of a profile in the order of their start."""
+def kernels(profile: ProfileData, device: int | None = None) -> list[Kernel]:
+    """Kernels of a profile in the order of their start.
+
+    Args:
+      device: number of the GPU, None for all.
+    """
     return sorted(
         Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name)
         for plane in profile.planes
-        if "GPU" in plane.name
+        if "GPU" in plane.name and (device is None or plane.name.endswith(f":{device}"))
         for line in plane.lines
         if line.name.startswith("Stream")  # the other lines group the same kernels by operation
         for event in line.events
     )
+
+
+class KernelTime(NamedTuple):
+    """What the runs of one kernel take together in a call; launches may be a mean."""
+
+    name: str
+    launches: float
+    ms: float
+
+
+def by_kernel(found: list[Kernel], calls: int) -> list[KernelTime]:
+    """Milliseconds of a call by kernel, the longest first, and last the time between kernels when none ran.
+
+    Kernels that run at the same time count each by themselves. A collective's time holds its wait for other devices.
+
+    Args:
+      found: kernels of one device in the order of their start, of equal calls that follow one another.
+      calls: how many.
+    """
+    times: dict[str, float] = {}
+    launches: Counter[str] = Counter()
+    idle, busy_until = 0.0, found[0].start_ns if found else 0.0
+    for kernel in found:
+        times[kernel.name] = times.get(kernel.name, 0.0) + kernel.end_ns - kernel.start_ns
+        launches[kernel.name] += 1
+        idle += max(kernel.start_ns - busy_until, 0.0)
+        busy_until = max(busy_until, kernel.end_ns)
+    rows = [KernelTime(name, launches[name] / calls, ns / calls / 1e6) for name, ns in times.items()]
+    return [*sorted(rows, key=lambda row: -row.ms), KernelTime("between kernels", 0, idle / calls / 1e6)]
 
 
 def device_timing(profile: ProfileData, calls: int) -> Timing:

@@ -14,6 +14,8 @@ devices d of data, h of head, c of context:
                                         three where it has an output gate; one where the embedding is looked up
     loss           all-gather           over h: (h - 1) / h S, as its devices share the tokens
     states         collective-permute   over c, see docs/parallel.md
+    heads          all-to-all           over c, where shards are short, instead of states: q, k, v, o and
+                                        gates, forward and backward
     convolution    collective-permute   over c: W - 1 tokens of its input, forward and backward
     attention      all-to-all           over c: (c - 1) / c of q, k, v and o, forward and backward
 """
@@ -34,7 +36,7 @@ from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.layers import value_width
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.parallel import sharding
+from gdn_jax.parallel import exchange, sharding
 from gdn_jax.parallel.communication import Traffic, traffic
 from gdn_jax.parallel.mesh import DATA, HEAD, MeshShape
 
@@ -144,10 +146,13 @@ def expected(
     if c > 1:
         HV = (config.num_v_heads or config.num_heads) // h
         K, V = config.head_dim, value_width(config.head_dim, config.expand_v)
-        n = (c - 2).bit_length()  # ceil(log2(c - 1))
-        states = HV * K * ((1 + n) * V + max(0, n - 1) * K)
-        channels = 2 * config.num_heads // h * K + HV * V
-        found["states"] = {"collective-permute": 2 * recurrent * _FLOAT * r * states}
+        n, H = exchange.steps(c), config.num_heads // h
+        if exchanged := exchange.expected_bytes(r, t, (H, HV), (K, V), _FLOAT, c):
+            found["heads"] = {"all-to-all": recurrent * exchanged}
+        else:
+            states = HV * K * ((1 + n) * V + max(0, n - 1) * K)
+            found["states"] = {"collective-permute": 2 * recurrent * _FLOAT * r * states}
+        channels = 2 * H * K + HV * V
         conv = (config.conv_size - 1) * channels
         found["convolution"] = {"collective-permute": 2 * recurrent * _FLOAT * r * conv}
     if c > 1 and config.attention is not None:

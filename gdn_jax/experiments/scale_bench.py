@@ -11,6 +11,7 @@ over context. Efficiency is the time of one device over that of n.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gdn_jax import gated_delta_rule
+from gdn_jax.checks import device_time
 from gdn_jax.checks import rows as bench_rows
 from gdn_jax.checks.rows import Inputs, Row
 from gdn_jax.commands.errors import fail, one_line
@@ -75,6 +77,11 @@ class ScaleBenchOptions:
     """Calls that follow one another in one measurement."""
     repeats: int = 5
     """Measurements."""
+    context_by: Literal["states", "heads"] | None = None
+    """What the devices of a context axis hand to each other in the rule: states, or all tokens of some heads.
+    Default: what is predicted to take less time."""
+    kernels: bool = False
+    """Also prints what each kernel of the first GPU takes in a call, from a profile."""
     json: Path | None = None
     """File for all numbers, rewritten after every line."""
 
@@ -96,6 +103,8 @@ class Result(NamedTuple):
     temporary_gib: float
     differs: float
     """Of the rule: the largest relative difference of an output or gradient from one device's, rms over rms."""
+    kernels: tuple[dict[str, Any], ...] = ()
+    """With --kernels: name, launches and ms of each kernel of the first GPU in a call, the longest first."""
 
 
 def _call(options: ScaleBenchOptions, shape: MeshShape, x: Inputs):
@@ -104,7 +113,8 @@ def _call(options: ScaleBenchOptions, shape: MeshShape, x: Inputs):
     if shape.context > 1:
         mesh = jax.sharding.get_abstract_mesh()
         tokens, states = _specs(shape)
-        local = partial(context.gated_delta_rule, axis_name=CONTEXT, implementation=options.implementation)
+        known = dict(implementation=options.implementation, by=options.context_by)
+        local = partial(context.gated_delta_rule, axis_name=CONTEXT, **known)
 
         def rule(*tokens_, initial_state):
             def run(*args):
@@ -141,6 +151,24 @@ def _time(call: Callable[[], Any], options: ScaleBenchOptions) -> list[float]:
     return times
 
 
+def _kernels(call: Callable[[], Any], options: ScaleBenchOptions) -> tuple[dict[str, Any], ...]:
+    """What each kernel of the first GPU takes in a call, where that is asked for; after calls that were timed."""
+    if not options.kernels:
+        return ()
+
+    def calls() -> None:
+        jax.block_until_ready([call() for _ in range(options.calls)][-1])
+
+    found = device_time.kernels(device_time.profile(calls, 1), jax.devices()[0].local_hardware_id)
+    return tuple(kernel._asdict() for kernel in device_time.by_kernel(found, options.calls))
+
+
+def _compiler_options(options: ScaleBenchOptions) -> dict[str, Any]:
+    """A profile is of the graphs that are timed, not of single launches."""
+    on_gpu = options.kernels and jax.default_backend() == "gpu"
+    return {"xla_enable_command_buffers_during_profiling": True} if on_gpu else {}
+
+
 @jax.jit
 def _difference(got, want) -> jax.Array:
     def one(a, b):
@@ -169,7 +197,8 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
         specs = [states_spec if i in (5, 7) else tokens_spec for i in range(8)]
         placed = Inputs(*(jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)))
         with jax.set_mesh(mesh):
-            compiled = jax.jit(partial(_call, options, where)).lower(placed).compile()
+            lowered = jax.jit(partial(_call, options, where)).lower(placed)
+            compiled = lowered.compile(_compiler_options(options))
         sent = traffic(compiled.as_text() or "")
         out = compiled(placed)
         first = jax.devices()[0]
@@ -201,6 +230,7 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
                     sent.count,
                     memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
                     differs,
+                    _kernels(partial(compiled, placed), options),
                 )
             )
         del placed
@@ -227,7 +257,7 @@ def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Resul
         text = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1)).astype(np.int32)
         batch = placement.batch(Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32)))
         train: Any = steps.make_functions(graphdef, rest, optimizer, 1, shardings=shardings).train
-        compiled = train.lower(state, batch).compile()
+        compiled = train.lower(state, batch).compile(_compiler_options(options))
 
         def once() -> Any:
             nonlocal state
@@ -235,7 +265,7 @@ def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Resul
             return metrics
 
         jax.block_until_ready(once())
-        times = _time(once, options)
+        times, kernels = _time(once, options), _kernels(once, options)
     ms, sent, memory = float(np.median(times)), traffic(compiled.as_text() or ""), compiled.memory_analysis()
     return Result(
         f"step of {options.model}",
@@ -251,6 +281,7 @@ def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Resul
         sent.count,
         memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
         float("nan"),
+        kernels,
     )
 
 
@@ -279,10 +310,15 @@ def _check(options: ScaleBenchOptions) -> None:
     """Raises RunError where sizes do not divide."""
     for part in options.parts:
         for shape in shapes_of(options, part):
+            heads = math.gcd(*options.heads)
+            if part == "rule" and options.context_by == "heads" and heads % (shape.head * shape.context):
+                fail("context_by", f"states, as {shape} does not divide {heads} heads", "heads")
             for tokens in options.tokens if part == "rule" else ():
                 rows = options.rows if shape.data > 1 else 1
                 if tokens < 1 or rows % shape.data or tokens % (rows * shape.context):
                     fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
+    if options.kernels and jax.default_backend() != "gpu":
+        fail("kernels", "a GPU to profile", jax.default_backend())
     if options.length < 1 or options.step_tokens % options.length:
         fail("length", f"a divisor of --step-tokens {options.step_tokens}", options.length)
     if options.json is not None:
@@ -307,6 +343,9 @@ def main(argv: list[str] | None = None) -> int:
         results.extend(found)
         for r in found:
             console.print(f"{r.what}, {r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms", highlight=False)
+            for kernel in r.kernels:
+                line = f"    {kernel['ms']:8.3f} ms, {kernel['launches']:g} launches: {kernel['name']}"
+                console.print(line, highlight=False, soft_wrap=True)
         if options.json is not None:
             content = {"versions": versions(), "results": [r._asdict() for r in results]}
             write_text(options.json, json.dumps(content, indent=1, default=str))

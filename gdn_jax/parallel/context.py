@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import xla
 from gdn_jax.ops import check_call
-from gdn_jax.parallel import kernels
+from gdn_jax.parallel import exchange, kernels
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
@@ -43,25 +43,47 @@ def gated_delta_rule(
     chunk_size: int = 64,
     implementation: str | None = None,
     backward_head_slices: int = 1,
+    by: str | None = None,
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
     Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
       initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
       axis_name: the mesh axis.
+      by: "states" hands over what tokens do to states, "heads" gives every device all tokens of some heads
+        (`exchange`). Default: what is predicted to take less time, `exchange.pays`.
 
     Returns:
       o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
 
     Raises:
-      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`.
+      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where heads cannot be exchanged.
 
-    Numerics: those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole devices
-      are merged in float32. Differentiable once, in reverse.
+    Numerics: by states those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole
+      devices are merged in float32. Differentiable once, in reverse.
     """
     arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     options = scale, state_layout, chunk_size, implementation, backward_head_slices
     dims, scale, implementation = check_call(arrays, *options)
+    devices = lax.axis_size(axis_name)
+    if by is None:
+        by = "heads" if exchange.pays(dims, q.dtype.itemsize, devices, backward_head_slices) else "states"
+    if by not in ("states", "heads"):
+        raise ValueError(f"by: expected 'states' or 'heads', got {by!r}")
+    if by == "heads":
+        if reason := exchange.reason_against(dims, devices, backward_head_slices):
+            raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
+        return exchange.gated_delta_rule(
+            arrays,
+            dims,
+            axis_name=axis_name,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            state_layout=state_layout,
+            chunk_size=chunk_size,
+            implementation=implementation,
+            backward_head_slices=backward_head_slices,
+        )
     if isinstance(scale, jax.Array):
         number, factor = 1.0, scale
     else:
@@ -148,15 +170,14 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
     """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
-    own, rest = kernels.forward(x, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
-    begins = borders.pick(_beginning(x.initial_state, borders), borders.last)
-    through = jnp.einsum("...kj,...jv->...kv", own.m, begins, precision=lax.Precision.HIGHEST)
+    begins = _beginning(x.initial_state, borders)
+    own, rest = kernels.forward(x, begins, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
 
     def saved(start):
         o, final, saved = rest(start)
         return (o, final), saved
 
-    return own._replace(e=own.e + through), saved
+    return own, saved
 
 
 def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):

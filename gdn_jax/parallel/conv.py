@@ -1,11 +1,15 @@
 """The short convolution over tokens that are split over a mesh axis: W - 1 tokens cross each border."""
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.conv import causal_conv1d
+from gdn_jax.conv import causal_conv1d, segment_starts
+from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous
 
 
@@ -77,3 +81,91 @@ def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_
     states = borders.put(starts, borders.first, crossing, borders.enters)
     y, local = causal_conv1d(x, weight, bias, initial_state=states, **options)
     return y, last_states(local, initial_state, cu_seqlens, T, axis_name)
+
+
+class _Static(NamedTuple):
+    """Static options of a call."""
+
+    axis_name: str
+    heads: int
+    width: int
+    normalize: bool
+
+
+def short_conv_by_kernel(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    segment_ids: Int[Array, "B T"] | None,
+    *,
+    axis_name: str,
+    heads: int,
+    width: int,
+    normalize: bool,
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
+    """q, k and v of `gdn_jax.fused.short_conv.short_conv` by its kernels, of tokens split over a mesh axis in order.
+
+    The kernels take a device's tokens as whole rows. Its first W - 1 are made again from what enters, in plain JAX,
+    and put in their places. Differentiable once, in reverse.
+
+    Args: those of `gdn_jax.fused.short_conv.short_conv`, inside `jax.shard_map`. x and segment_ids are this device's
+      tokens, which the kernels accept; everything varies over the axis.
+      axis_name: the mesh axis.
+    """
+    return _by_kernel(_Static(axis_name, heads, width, normalize), x, weight, segment_ids)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(static: _Static, x, weight, segment_ids):
+    return _by_kernel_fwd(static, x, weight, segment_ids)[0]
+
+
+def _heads(static: _Static) -> dict[str, Any]:
+    return dict(heads=static.heads, width=static.width, normalize=static.normalize)
+
+
+def _first(static: _Static, x, weight, state, segment_ids):
+    """q, k and v of the first tokens, from the inputs before them."""
+    y, _ = causal_conv1d(x, weight, initial_state=state, segment_ids=segment_ids)
+    return split_normalized(y, **_heads(static))
+
+
+def _fresh(segment_ids) -> jax.Array | None:
+    return None if segment_ids is None else segment_starts(segment_ids).astype(jnp.int32)
+
+
+def _by_kernel_fwd(static: _Static, x, weight, segment_ids):
+    from pallas_kernels.layer import short_conv as kernels
+
+    n = weight.shape[1] - 1
+    ids = None if segment_ids is None else segment_ids[:, :n]
+    state = _entering(x, n + 1, static.axis_name, None, segment_ids)
+    found = kernels.short_conv(x, weight, _fresh(segment_ids), **_heads(static))
+    first = _first(static, x[:, :n], weight, state, ids)
+    out = tuple(y.at[:, :n].set(part.astype(y.dtype)) for y, part in zip(found, first, strict=True))
+    return out, (x, weight, segment_ids, state)
+
+
+def _by_kernel_bwd(static: _Static, saved, cotangents):
+    from pallas_kernels.layer import short_conv as kernels
+
+    x, weight, segment_ids, state = saved
+    n = weight.shape[1] - 1
+    ids = None if segment_ids is None else segment_ids[:, :n]
+    # What is read of an array is read before it is written in its place: else XLA may copy the whole of it.
+    of_first, cotangents = lax.optimization_barrier((tuple(dy[:, :n] for dy in cotangents), cotangents))
+    others = (dy.at[:, :n].set(0) for dy in cotangents)
+    dx, dweight = kernels.short_conv_backward(
+        x, weight, _fresh(segment_ids), *others, normalize=static.normalize
+    )
+    _, through_first = jax.vjp(partial(_first, static, segment_ids=ids), x[:, :n], weight, state)
+    dfirst, dweight_of_first, dstate = through_first(of_first)
+    _, through_border = jax.vjp(
+        lambda last: _entering(last, n + 1, static.axis_name, None, segment_ids), x[:, -n:]
+    )
+    (dlast,) = through_border(dstate)
+    ends = lax.optimization_barrier((dx[:, :n] + dfirst, dx[:, -n:] + dlast))
+    dx = dx.at[:, :n].set(ends[0]).at[:, -n:].set(ends[1])
+    return dx, (dweight + dweight_of_first).astype(weight.dtype), None
+
+
+_by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)

@@ -32,17 +32,25 @@ def _normalized(use_qk_l2norm: bool, q: jax.Array, k: jax.Array) -> tuple[jax.Ar
 
 
 def forward(
-    x: RuleArrays, borders: Borders, *, scale: float, use_qk_l2norm: bool, interpret: Any = None
+    x: RuleArrays,
+    begins: Float[Array, "N HO K V"],
+    borders: Borders,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: Any = None,
 ) -> tuple[Affine, Callable[[jax.Array], tuple[jax.Array, jax.Array, Saved]]]:
     """The forward up to what enters, and the rest of it.
 
     Args:
       x: this device's tokens; cu_seqlens is that of the tokens here.
+      begins: the states that sequences begin with here, zeros for one that enters.
       borders: the sequences that cross its borders.
 
     Returns:
-      What the tokens do to the states of sequences that leave, from the first segment of each that lies here; and a
-      function from the states that the tokens start from to o, the final states and what the backward needs.
+      What the tokens do to the states of sequences that leave: e from `begins`, m from the first segment of each that
+      lies here; and a function from the states that the tokens start from to o, the final states and what the
+      backward needs.
     """
     from pallas_kernels.backward.gradients import BETA_FLOOR
     from pallas_kernels.forward import rule
@@ -50,13 +58,18 @@ def forward(
     x = x._replace(beta=None if x.beta is None else jnp.maximum(x.beta, BETA_FLOOR))
     q, k = _normalized(use_qk_l2norm, x.q, x.k)
     options = dict(scale=scale, cu_seqlens=x.cu_seqlens, open_sequence=borders.last, interpret=interpret)
-    prepared, finish = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)
+    opened = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)
+    items, m_t = opened.prepared.items, opened.prepared.m_t
+    assert m_t is not None
+    _, end = _items_of(items, borders.last, x.k.shape[0])
+    K, V = x.k.shape[3], x.v.shape[3]
+    leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment behind
 
     def rest(start: jax.Array) -> tuple[jax.Array, jax.Array, Saved]:
-        o, final, residuals = finish(start)
+        o, final, residuals = opened.finish(start)
         return o, final, Saved(x._replace(initial_state=start), residuals)
 
-    return _merged(x, prepared, borders.last), rest
+    return Affine(leaves[..., :K, :V], _transition(m_t, items, borders.last, x.k.shape)[..., :K, :K]), rest
 
 
 def backward(
@@ -84,20 +97,25 @@ def backward(
     x, residuals = saved
     (q, k), through_norm = jax.vjp(lambda q, k: _normalized(use_qk_l2norm, q, k), x.q, x.k)
     options = dict(scale=scale, cu_seqlens=x.cu_seqlens, interpret=interpret)
-    e = rule.open_adjoints(q, k, do, residuals, ends, **options)
-    segments = residuals.segments
+    e, at_ends = rule.open_adjoints(q, k, do, residuals, ends, **options)
+    segments, rows = residuals.segments, x.k.shape[0]
+    first, end = _items_of(segments.items, borders.first, rows)
+    m_t = segments.m_t[first].astype(e.dtype)
+    over_first = jnp.einsum("rhvk,rhjk->rhvj", at_ends[first], m_t, precision=lax.Precision.HIGHEST)
+    ends_in_first = (end - first == 1)[:, None, None, None]  # whose e holds the part of the end already
+    de = jnp.swapaxes(e[first] + jnp.where(ends_in_first, 0, over_first), -1, -2)
 
     def rest(ends: jax.Array) -> tuple[Any, ...]:
         behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
         K64, V64 = e.shape[-1], e.shape[-2]
         behind = jnp.pad(behind, ((0, 0), (0, 0), (0, V64 - behind.shape[2]), (0, K64 - behind.shape[3])))
-        _, end = _items_of(segments.items, borders.last, x.k.shape[0])
+        _, end = _items_of(segments.items, borders.last, rows)
         arguments = q, k, *x[2:6], residuals, do, ends
         config = rule.Config(segments=True, head_slices=head_slices)
         out = rule.backward(*arguments, config=config, adjoints=e.at[end - 1].set(behind), **options)
         return *through_norm((out.dq, out.dk)), *out[2:]
 
-    return _merged(x, segments._replace(starts=e), borders.first, backwards=True).e, rest
+    return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
 
 
 def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -110,50 +128,26 @@ def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[j
     return first[sequence][None], first[sequence + 1][None]
 
 
-def _merged(
-    x: RuleArrays, segments: Any, sequence: Int[Array, ""] | None, *, backwards: bool = False
-) -> Affine:
-    """What the segments of sequences that cross a border do to their states, or to cotangents, one after another.
+def _transition(
+    m_t: Float[Array, "items HO K64 K64"], items: Any, sequence: Int[Array, ""] | None, shape: tuple[int, ...]
+) -> Float[Array, "R HO K64 K64"]:
+    """The product of the maps of all segments of sequences that leave, the empty one behind them apart.
 
-    A sequence's last item is an empty segment, or none follows it: only its cotangent counts.
+    Neighbours are merged, level by level, in float32.
 
     Args:
-      segments: with e, or starts in its place, m_t and items.
+      shape: of k.
     """
-    e, m_t, items = (segments.starts if backwards else segments.e), segments.m_t, segments.items
-    first, end = _items_of(items, sequence, x.k.shape[0])
-    number = items.split.num_items // x.k.shape[0]
+    first, end = _items_of(items, sequence, shape[0])
+    number = items.split.num_items // shape[0]
     if sequence is not None:  # at most so many of one sequence
-        number = min(number, -(-x.k.shape[1] // (64 * items.split.segment_chunks)) + 2)
+        number = min(number, -(-shape[1] // (64 * items.split.segment_chunks)) + 2)
     index = jnp.minimum(first, items.split.num_items - number)[:, None] + jnp.arange(number)
-    inside, is_last = (index >= first[:, None]) & (index < end[:, None]), index == end[:, None] - 1
-    inside, is_last = inside[..., None, None, None], is_last[..., None, None, None]
-    e, m = e[index], m_t[index].astype(e.dtype)
-    m = jnp.where(inside & ~is_last, m, jnp.eye(m.shape[-1], dtype=m.dtype))
-    e = jnp.where(inside if backwards else inside & ~is_last, e, 0)
-    e, m = (
-        jnp.swapaxes(e, -1, -2),
-        m if backwards else jnp.swapaxes(m, -1, -2),
-    )  # [K, V], and the map of these
-    if backwards:
-        e, m = jnp.flip(e, 1), jnp.flip(m, 1)
-    e, m = _in_order(e, m)
-    K, V = x.k.shape[3], x.v.shape[3]
-    return Affine(e[..., :K, :V], m[..., :K, :K])
-
-
-def _in_order(
-    e: Float[Array, "R S HO K V"], m: Float[Array, "R S HO K K"]
-) -> tuple[Float[Array, "R HO K V"], Float[Array, "R HO K K"]]:
-    """The maps h -> m h + e along axis 1 one after another as one map; neighbours are merged, level by level."""
-
-    def product(a, b):
-        return jnp.einsum("...kj,...jv->...kv", a, b, precision=lax.Precision.HIGHEST)
-
-    while e.shape[1] > 1:
-        if e.shape[1] % 2:
-            identity = jnp.zeros_like(m[:, :1]) + jnp.eye(m.shape[-1], dtype=m.dtype)
-            e, m = jnp.concatenate([e, jnp.zeros_like(e[:, :1])], 1), jnp.concatenate([m, identity], 1)
-        e = product(m[:, 1::2], e[:, 0::2]) + e[:, 1::2]
-        m = product(m[:, 1::2], m[:, 0::2])
-    return e[:, 0], m[:, 0]
+    inside = ((index >= first[:, None]) & (index < end[:, None] - 1))[..., None, None, None]
+    identity = jnp.eye(m_t.shape[-1], dtype=jnp.float32)
+    m = jnp.where(inside, jnp.swapaxes(m_t[index].astype(jnp.float32), -1, -2), identity)
+    while m.shape[1] > 1:
+        if m.shape[1] % 2:
+            m = jnp.concatenate([m, jnp.broadcast_to(identity, m[:, :1].shape)], 1)
+        m = jnp.einsum("rshkj,rshji->rshki", m[:, 1::2], m[:, 0::2], precision=lax.Precision.HIGHEST)
+    return m[:, 0]

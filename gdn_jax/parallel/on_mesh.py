@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import losses, ops
-from gdn_jax.conv import causal_conv1d
+from gdn_jax.conv import causal_conv1d, last_inputs
+from gdn_jax.fused.kernels import usable
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.fused.swiglu import BRANCHES_NAME
 from gdn_jax.fused.swiglu import swiglu as fused_swiglu
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context
 from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
+from gdn_jax.parallel.conv import short_conv_by_kernel
 from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD
 from gdn_jax.partitioning import vary_alike
 
@@ -56,21 +58,55 @@ def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Ar
         return ops.gated_delta_rule(q, k, v, g, beta, **options)
     _check_tokens(q.shape[1], sizes)
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    if isinstance(options.get("scale"), jax.Array):
+        arrays["scale"] = options.pop("scale")
     rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, q.shape[0])
     heads = _dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
-    tokens, states = PartitionSpec(rows, CONTEXT, heads), PartitionSpec(rows, heads)
-    known = {
-        "initial_state": states,
-        "cu_seqlens": PartitionSpec(),
-        "segment_ids": PartitionSpec(rows, CONTEXT),
-    }
+    return _rule_over_tokens(_Lies(rows, heads), tuple(options.items()), (q, k, v, g, beta), arrays)
 
+
+class _Lies(NamedTuple):
+    """Mesh axes that arrays are split over beside context; None where they are not."""
+
+    rows: str | None
+    heads: str | None
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of [B, T, heads or channels, ..]."""
+        return PartitionSpec(self.rows, CONTEXT, self.heads)
+
+    @property
+    def states(self) -> PartitionSpec:
+        """Of [N, heads or channels, ..]."""
+        return PartitionSpec(self.rows, self.heads)
+
+    def named(self, arrays: dict[str, Any]) -> dict[str, PartitionSpec]:
+        """Of arguments by name; of one that is not named here, the same on every device."""
+        known = {"initial_state": self.states, "segment_ids": PartitionSpec(self.rows, CONTEXT)}
+        return {name: known.get(name, PartitionSpec()) for name in arrays}
+
+
+# Compiled by themselves, so that the layers of a model share what is traced and lowered of one.
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _rule_over_tokens(lies: _Lies, options: tuple[tuple[str, Any], ...], tokens, arrays):
     def local(tokens, arrays):
-        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **options)
+        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
 
-    return jax.shard_map(local, in_specs=((tokens,) * 5, known), out_specs=(tokens, states))(
-        (q, k, v, g, beta), arrays
-    )
+    specs = (lies.tokens,) * 5, lies.named(arrays)
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
+
+
+@partial(jax.jit, static_argnums=0)
+def _conv_over_tokens(lies: _Lies, x, weight, bias, arrays):
+    def local(x, weight, bias, arrays):
+        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
+
+    channels = PartitionSpec(lies.heads)
+    specs = (lies.tokens, channels, channels, lies.named(arrays))
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(x, weight, bias, arrays)
 
 
 def splits_heads() -> bool:
@@ -147,16 +183,21 @@ def short_conv(
     implementation=None,
     **arrays: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis q, k and v are filtered apart,
-    over tokens too."""
+    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis every device filters its channels
+    of its tokens."""
     sizes = _axes()
+    how = dict(heads=heads, width=width, normalize=normalize)
     if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
-        options = dict(heads=heads, width=width, normalize=normalize, implementation=implementation)
-        return fused_short_conv(x, weight, bias, **options, **arrays)
+        return fused_short_conv(x, weight, bias, **how, implementation=implementation, **arrays)
     keys, past = heads * width, arrays.pop("initial_state", None)
     ends = (keys, 2 * keys)
     # Parts that are split from one array and never joined: XLA would send the cotangents of joined ones around.
     parts = jnp.split(x, ends, -1), jnp.split(weight, ends)
+    if bias is None and past is None and arrays.get("cu_seqlens") is None:
+        ids = arrays.get("segment_ids")
+        if (found := _by_kernel(sizes, *parts, ids, **how, implementation=implementation)) is not None:
+            q, k, v = found
+            return q, k, v, last_inputs(x, ids, weight.shape[1])
     biases = (None,) * 3 if bias is None else jnp.split(bias, ends)
     pasts = (None,) * 3 if past is None else jnp.split(past, ends, 1)
     filtered = [
@@ -170,6 +211,39 @@ def short_conv(
     return q, k, v, jnp.concatenate(states, 1)
 
 
+def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementation):
+    """q, k and v by the kernels, from their channels and filters apart; None where the kernels cannot run."""
+    from pallas_kernels.layer import short_conv as kernel
+
+    rows, parts = _dividing(sizes, DATA, xs[0].shape[0]), sizes[HEAD]
+    B = xs[0].shape[0] // (sizes[DATA] if rows else 1)
+    T, D = xs[0].shape[1], sum(x.shape[2] for x in xs)
+    if T % sizes[CONTEXT] or heads % parts or D % parts:
+        return None
+    shard = jax.ShapeDtypeStruct((B, T // sizes[CONTEXT], D // parts), xs[0].dtype)
+    filters = jax.ShapeDtypeStruct((D // parts, weights[0].shape[1]), weights[0].dtype)
+    if not usable(implementation, kernel.check_supported(shard, filters, heads // parts, width)):
+        return None
+    how = (heads // parts, width, normalize, sizes[CONTEXT] > 1)
+    return _kernel_over_tokens(_Lies(rows, HEAD), how, tuple(xs), tuple(weights), ids)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _kernel_over_tokens(lies: _Lies, how: tuple[int, int, bool, bool], xs, weights, ids):
+    heads, width, normalize, over_tokens = how
+    options = dict(heads=heads, width=width, normalize=normalize)
+
+    def local(xs, weights, ids):
+        xs, weights, ids = vary_alike((xs, weights, ids))
+        x, weight = jnp.concatenate(xs, 2), jnp.concatenate(weights)
+        if over_tokens:
+            return short_conv_by_kernel(x, weight, ids, axis_name=CONTEXT, **options)
+        return fused_short_conv(x, weight, segment_ids=ids, implementation="mosaic_gpu", **options)[:3]
+
+    specs = (lies.tokens,) * 3, (PartitionSpec(HEAD),) * 3, PartitionSpec(lies.rows, CONTEXT)
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens,) * 3)(xs, weights, ids)
+
+
 def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
     """`causal_conv1d` of channels that may be split over heads, on the tokens of each device."""
     if sizes[CONTEXT] == 1:
@@ -177,19 +251,8 @@ def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
     _check_tokens(x.shape[1], sizes)
     arrays = {name: arrays.get(name) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     rows = None if arrays["cu_seqlens"] is not None else _dividing(sizes, DATA, x.shape[0])
-    channels = _dividing(sizes, HEAD, x.shape[2])
-    tokens, states = PartitionSpec(rows, CONTEXT, channels), PartitionSpec(rows, channels)
-    known = {
-        "initial_state": states,
-        "cu_seqlens": PartitionSpec(),
-        "segment_ids": PartitionSpec(rows, CONTEXT),
-    }
-
-    def local(x, weight, bias, arrays):
-        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
-
-    specs = (tokens, PartitionSpec(channels), PartitionSpec(channels), known)
-    return jax.shard_map(local, in_specs=specs, out_specs=(tokens, states))(x, weight, bias, arrays)
+    lies = _Lies(rows, _dividing(sizes, HEAD, x.shape[2]))
+    return _conv_over_tokens(lies, x, weight, bias, arrays)
 
 
 def attention(

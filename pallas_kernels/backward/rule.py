@@ -30,8 +30,8 @@ from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
-from pallas_kernels.work.residuals import Residuals
-from pallas_kernels.work.split import chain_warpgroups, segments_pay, work_of
+from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.split import chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
 from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_of_token, visit_tables
 
 
@@ -166,30 +166,59 @@ def open_adjoints(
     scale: float,
     cu_seqlens: Int[Array, " N1"] | None = None,
     interpret=None,
-) -> Float[Array, "items HO V64 K64"]:
-    """The cotangent at the start of every segment from zeros, or from dfinal, at its end; of a forward over segments.
+) -> tuple[Float[Array, "items HO V64 K64"], Float[Array, "items HO V64 K64"]]:
+    """What the cotangents of sequences that go on elsewhere need of every segment, of an open forward.
 
     Args: those of `backward`; cu_seqlens is not known while tracing.
+
+    Returns:
+      The cotangent at the start of every segment from zeros, or from dfinal, at its end; and the cotangent at the end
+      of every segment.
     """
-    T, K64, V64 = q.shape[1], round_up(q.shape[3], GRANULE), round_up(do.shape[3], GRANULE)
-    T8, tables = round_up(T, 8), None
+    (B, T, Hk, K), (HO, V), (N, *_) = k.shape, do.shape[2:], dfinal.shape
+    K64, V64, T8, tables = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8), None
     if cu_seqlens is not None:
         tables = visit_tables(borders(cu_seqlens, None), T8)
+    segments = residuals.segments
+    assert segments is not None
+    items = segments.items
+    dims = Dims(B=B, T=T, N=N, Hq=q.shape[2], Hk=Hk, HV=HO, HO=HO, K=K, V=V)
+    work, length = work_of(dims, cu_seqlens is not None, None), items.split.segment_chunks
+    assert length is not None
+    warpgroups = open_adjoint_warpgroups(dims, K64, V64, work, length)
     q8, k8, do8 = (pad(x, (x.shape[0], T8, x.shape[2], round_up(x.shape[3], GRANULE))) for x in (q, k, do))
-    assert residuals.segments is not None
-    return segment_adjoints(
+    dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
+    e = segment_adjoints(
         q8,
         k8,
         do8.astype(k.dtype),
         residuals.g2_cum,
         residuals.t,
-        pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64)),
+        dh_T,
         tables,
         scale=scale,
         kv_layout=True,
-        items=residuals.segments.items,
+        items=items,
         with_first=True,
-        config=chain.Config.default(K64, 1),
+        config=chain.Config.default(K64, warpgroups),
+        interpret=interpret,
+    )
+    return e, _at_ends(e, segments, dh_T, num_sequences=N, kv_layout=True, interpret=interpret)
+
+
+def _at_ends(
+    e, segments: Segments, dh_T, *, num_sequences: int, kv_layout: bool, interpret
+) -> Float[Array, "items HO V64 K64"]:
+    """The cotangent at the end of every segment, from that at its start by itself and padded ones of final states."""
+    tables = segments.items.tables
+    return segment_states(
+        e,
+        segments.m_t,
+        dh_T,
+        None if tables is None else tables.first_item,
+        num_sequences=num_sequences,
+        kv_layout=kv_layout,
+        backwards=True,
         interpret=interpret,
     )
 
@@ -244,16 +273,8 @@ def _run(
         e = adjoints
         if e is None:
             e = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
-        dh_T = segment_states(
-            e,
-            segments.m_t,
-            dh_T,
-            None if items.tables is None else items.tables.first_item,
-            num_sequences=N,
-            kv_layout=static.kv_layout,
-            backwards=True,
-            interpret=static.interpret,
-        )
+        layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
+        dh_T = _at_ends(e, segments, dh_T, num_sequences=N, **layout)
         h_0, chain_options["items"] = segments.starts, items
     walked = chains(
         q8,

@@ -7,7 +7,6 @@ into segments, whose effect on a state is computed for all of them at once. That
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -233,27 +232,13 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first
 
 def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int, int, int]):
     """The kernels from the states on: outputs, final states and residuals, for T, K and V without padding."""
-    (q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items), (T, K, V) = prepared, sizes
+    (q, k, v, g2_cum, beta_t, t, rstd, _, m_t, items), (T, K, V) = prepared, sizes
     T8, K64, V64 = q.shape[1], q.shape[3], v.shape[3]
-    N = q.shape[0] if items.tables is None else items.tables.cu_seqlens.shape[0] - 1
     interpret, config = static.interpret, static.config
-    h_0 = initial_state
-    if h_0 is not None:
-        h_0 = pad(
-            h_0.astype(jnp.float32), (*h_0.shape[:2], *((K64, V64) if static.kv_layout else (V64, K64)))
-        )
+    h_0 = _padded_states(static, prepared, initial_state)
     segments = None
-    if e is not None and m_t is not None:
-        starts = segment_states(
-            e,
-            m_t,
-            h_0,
-            None if items.tables is None else items.tables.first_item,
-            num_sequences=N,
-            kv_layout=static.kv_layout,
-            interpret=interpret,
-        )
-        segments = Segments(starts, m_t, items)
+    if m_t is not None:
+        segments = Segments(_starts(static, prepared, h_0), m_t, items)
     o, final = outputs(
         q,
         k,
@@ -276,8 +261,54 @@ def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int
     return o, final, Residuals(g2_cum, beta_t, t, segments)
 
 
+def _padded_states(static: _Static, prepared: Prepared, states):
+    """States in float32 and of padded widths; None for zeros."""
+    if states is None:
+        return None
+    widths = prepared.q.shape[3], prepared.v.shape[3]
+    return pad(
+        states.astype(jnp.float32), (*states.shape[:2], *(widths if static.kv_layout else widths[::-1]))
+    )
+
+
+def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO V64 K64"]:
+    """The state at the start of every segment, from padded initial states."""
+    tables = prepared.items.tables
+    assert prepared.e is not None and prepared.m_t is not None
+    return segment_states(
+        prepared.e,
+        prepared.m_t,
+        h_0,
+        None if tables is None else tables.first_item,
+        num_sequences=prepared.q.shape[0] if tables is None else tables.cu_seqlens.shape[0] - 1,
+        kv_layout=static.kv_layout,
+        interpret=static.interpret,
+    )
+
+
 _compiled = jax.jit(_run, static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
+
+
+class Open(NamedTuple):
+    """The forward of rows that go on elsewhere, before any state is known.
+
+    Behind the segments of what goes on lies an empty one, so that e and m_t of every segment are there.
+    """
+
+    static: _Static
+    prepared: Prepared
+    sizes: tuple[int, int, int]
+    """T, K and V without padding."""
+
+    def starts(self, initial_state: Float[Array, "N HO K V"]) -> Float[Array, "items HO V64 K64"]:
+        """The state at the start of every segment; at the empty one's that which goes on."""
+        h_0 = _padded_states(self.static, self.prepared, initial_state)
+        return _starts(self.static, self.prepared, h_0)
+
+    def finish(self, initial_state: Float[Array, "N HO K V"]) -> tuple[jax.Array, jax.Array, Residuals]:
+        """The results of `forward`."""
+        return _finish(self.static, self.prepared, initial_state, self.sizes)
 
 
 def prepare_open(
@@ -292,16 +323,12 @@ def prepare_open(
     open_sequence: Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
-) -> tuple[Prepared, Callable[[Float[Array, "N HO K V"]], tuple[jax.Array, jax.Array, Residuals]]]:
-    """The forward of rows that go on elsewhere, up to where initial states [K, V] are needed, and the rest of it.
+) -> Open:
+    """The forward of rows that go on elsewhere, up to where initial states are needed.
 
     Args: those of `forward`, without the L2 norm.
       cu_seqlens: of packed rows, not known while tracing.
       open_sequence: the packed sequence that goes on.
-
-    Returns:
-      What was prepared: m_t and e of every segment of what goes on, behind which lies an empty segment; and a
-      function from initial states to the results of `forward`.
     """
     config = config or Config()
     (B, T, Hk, K), (Hq, HV, V) = k.shape, (q.shape[2], *v.shape[2:])
@@ -316,20 +343,16 @@ def prepare_open(
         work_of(dims, packed, None),
         state_warpgroups=config.state_warpgroups,
         segment_chunks=config.segment_chunks,
+        is_open=True,
     )
-    segment_chunks, first = segment_chunks or -(-T // CHUNK), None
+    items, first = row_items(B, T, segment_chunks, is_open=True), None
     if packed:
         starts = borders(cu_seqlens, None)
-        items, first = (
-            packed_items(starts, T, segment_chunks, open_sequence=open_sequence),
-            first_rows(starts, T),
-        )
-    else:
-        items = row_items(B, T, segment_chunks, is_open=True)
+        items = packed_items(starts, T, segment_chunks, open_sequence=open_sequence)
+        first = first_rows(starts, T)
     config = dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups))
     static = _Static(float(scale), False, True, config, interpret)
-    prepared = _prepare(static, q, k, v, g, beta, None, items, first)
-    return prepared, lambda initial_state: _finish(static, prepared, initial_state, (T, K, V))
+    return Open(static, _prepare(static, q, k, v, g, beta, None, items, first), (T, K, V))
 
 
 def _l2norm(x: jax.Array) -> jax.Array:

@@ -45,6 +45,9 @@ one state warpgroup as with two (H200, 2026-11-21, 32 heads, 4096x8: 0.774 and 0
 ADJOINTS_STEP = 1.4
 """The same of a chunk of segment_adjoints: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
 
+ADJOINTS_PAIR_STEP = 1.78
+"""The same with two state warpgroups. Not timed: PAIR_STEP, less what a chunk takes less than in a chain."""
+
 ADJOINTS_LAUNCHES = 6.0
 """Microseconds of two more launches of the backward."""
 
@@ -105,6 +108,7 @@ def choose_split(
     *,
     state_warpgroups: int | None = None,
     segment_chunks: int | None = None,
+    is_open: bool = False,
     sms: int = NUM_SMS,
 ) -> tuple[int, int | None]:
     """The forward's (state warpgroups per CTA, chunks of a segment or None) of least predicted time.
@@ -114,6 +118,8 @@ def choose_split(
       work: of `work_of`. Sequences of unknown lengths count as equally long, and are cut only where they would
         leave most SMs idle.
       state_warpgroups, segment_chunks: what is decided already (0 chunks: whole sequences), None for a choice.
+      is_open: the sequences go on elsewhere: what every segment does to states and to their cotangents is found, the
+        backward walks over the same segments, and there is always one. The time is that of both passes then.
     """
     values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
     longest, sequences = int(values.max(initial=1)), int(counts.sum())
@@ -127,21 +133,48 @@ def choose_split(
             return makespan(values, counts * ctas, STEP[n], FILL[n], sms)
         items, item_counts, inner = cut(values, counts, length)
         main = makespan(items, item_counts * ctas, STEP[n], FILL[n], sms)
-        transitions = np.array([length]), np.array([inner * dims.HO * (V + K) // (GRANULE * paired)])
-        prepare = makespan(*transitions, TRANSITION_STEP[paired], TRANSITION_FILL, sms)
         walks = -(-sequences * dims.HO * V // GRANULE // sms)
         walk = walks * -(-longest // length) * SEGMENT_STEP
-        return main + prepare + walk + SEGMENT_LAUNCHES
+        lengths, number = (items, item_counts) if is_open else (np.array([length]), np.array([inner]))
+        transitions = number * (dims.HO * (V + K) // (GRANULE * paired))
+        prepare = makespan(lengths, transitions, TRANSITION_STEP[paired], TRANSITION_FILL, sms)
+        if not is_open:
+            return main + prepare + walk + SEGMENT_LAUNCHES
+        tiles = dims.HO * V // GRANULE
+        adjoints = min(_open_adjoints(items, item_counts, tiles, pairs, sms))
+        chains = makespan(items, 2 * item_counts * tiles, CHAIN_STEP, CHAIN_FILL, sms)
+        return main + prepare + adjoints + chains + 4 * walk
 
     if segment_chunks is not None:
         lengths = [segment_chunks]
     else:
-        lengths = [0]
+        lengths = [-(-dims.T // CHUNK) if is_open else 0]
         if work.known or dims.N * dims.HO * V // GRANULE < SEGMENT_OCCUPANCY * sms:
             even = {-(-longest // n) for n in range(2, 65)}
             lengths += [n for n in sorted(even if len(values) == 1 else _SEGMENTS) if 4 <= n < longest]
     n, length = min(((n, length) for n in warpgroups for length in lengths), key=lambda c: time(*c))
     return n, length or None
+
+
+def _open_adjoints(items, counts, tiles: int, pairs: bool, sms: int) -> list[float]:
+    """Times of segment_adjoints over counts[i] segments of items[i] chunks, with one state warpgroup and with two."""
+    times = [makespan(items, counts * tiles, ADJOINTS_STEP, CHAIN_FILL, sms)]
+    if pairs:
+        times.append(makespan(items, counts * (tiles // 2), ADJOINTS_PAIR_STEP, CHAIN_FILL, sms))
+    return times
+
+
+def open_adjoint_warpgroups(dims: Dims, K: int, V: int, work: Work, length: int, sms: int = NUM_SMS) -> int:
+    """State warpgroups of a CTA of segment_adjoints that walks over every segment, of least predicted time.
+
+    Args:
+      K, V: padded widths.
+      work: of `work_of`.
+      length: chunks of a segment.
+    """
+    items, counts, _ = cut(*np.unique(work.chunks[work.chunks > 0], return_counts=True), length)
+    pairs = V % (2 * GRANULE) == 0 and K <= 128
+    return 1 + int(np.argmin(_open_adjoints(items, counts, dims.HO * V // GRANULE, pairs, sms)))
 
 
 def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS) -> bool:

@@ -1,0 +1,126 @@
+"""The rule over tokens that are split over a mesh axis, by an exchange: every device gets all tokens of some heads.
+
+Beside handing over states (`context`), whose cost does not grow with a device's tokens but with the logarithm of the
+devices. An exchange sends every token, and one is enough for any number of devices: it is faster for short shards.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from gdn_jax import ops
+from gdn_jax.partitioning import vary_alike
+from gdn_jax.shapes import Dims, RuleArrays
+
+STEP_BYTES = 40 * 2**20
+"""Bytes that a device may send, forward and backward together, for each log step of handing over states that an
+exchange saves. Predicted for H200s with NVLink, not measured: a step is two collectives and their products in either
+pass, some 160 microseconds; an exchange moves 270 bytes in a nanosecond, over the link and through memory."""
+
+
+def steps(devices: int) -> int:
+    """Log steps in which devices merge their maps of states, `prefix.entering`: ceil(log2(devices - 1))."""
+    return (devices - 2).bit_length()
+
+
+def sent_bytes(dims: Dims, itemsize: int, devices: int) -> int:
+    """Bytes that a device sends in an exchange, forward and backward: q, k, v and o, two gates in float32.
+
+    Args:
+      dims: of the tokens of a device, with all heads.
+      itemsize: bytes of a number of q, k, v and o.
+    """
+    widths = (dims.Hq + dims.Hk) * dims.K + (dims.HV + dims.HO) * dims.V
+    one_way = dims.B * dims.T * (itemsize * widths + 2 * 4 * dims.HO)
+    return 2 * one_way * (devices - 1) // devices
+
+
+def reason_against(dims: Dims, devices: int, head_slices: int = 1) -> str | None:
+    """Why heads cannot be exchanged; None if they can.
+
+    Args:
+      head_slices: parts that the heads of a device must still divide into.
+    """
+    heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
+    if heads % (devices * head_slices):
+        parts = f"{devices} devices" + (f" and {head_slices} slices" if head_slices > 1 else "")
+        return f"{heads} heads, the greatest common divisor of Hq, Hk and HV, cannot be split over {parts}"
+    return None
+
+
+def pays(dims: Dims, itemsize: int, devices: int, head_slices: int = 1) -> bool:
+    """Whether an exchange is predicted to take less time than handing over states."""
+    if reason_against(dims, devices, head_slices) is not None:
+        return False
+    return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
+
+
+def expected_bytes(
+    rows: int, tokens: int, heads: tuple[int, int], widths: tuple[int, int], itemsize: int, devices: int
+) -> int | None:
+    """Bytes that a device sends for a rule whose heads are exchanged; None where states are handed over.
+
+    Args:
+      rows, tokens: of a device.
+      heads: of keys and of values.
+      widths: K and V.
+      itemsize, devices: of `sent_bytes`.
+    """
+    (H, HV), (K, V) = heads, widths
+    dims = Dims(B=rows, T=tokens, N=rows, Hq=H, Hk=H, HV=HV, HO=max(H, HV), K=K, V=V)
+    return sent_bytes(dims, itemsize, devices) if pays(dims, itemsize, devices) else None
+
+
+def gated_delta_rule(
+    x: RuleArrays, dims: Dims, *, axis_name: str, **options: Any
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
+    """`context.gated_delta_rule` by an exchange.
+
+    Args:
+      x: this device's tokens, with the states and cu_seqlens of whole rows.
+      dims: of x.
+      options: of `gdn_jax.gated_delta_rule`.
+
+    Numerics: those of `gdn_jax.gated_delta_rule` for all tokens of as many heads as a device gets.
+    """
+    devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    x = vary_alike(x)
+    q, k, v, g, beta = (*_to_heads(x[:3], axis_name), *_to_heads(x[3:5], axis_name))
+    h_0, own, ids = x.initial_state, dims.HO // devices, x.segment_ids
+    if h_0 is not None:
+        h_0 = lax.dynamic_slice_in_dim(h_0, index * own, own, 1)
+    if ids is not None:
+        ids = lax.all_gather(ids, axis_name, axis=1, tiled=True)
+    arrays = dict(initial_state=h_0, cu_seqlens=x.cu_seqlens, segment_ids=ids)
+    o, final = ops.gated_delta_rule(q, k, v, g, beta, **arrays, **options)
+    whole = jnp.zeros_like(final, shape=(final.shape[0], dims.HO, *final.shape[2:]))
+    final = lax.psum(lax.dynamic_update_slice_in_dim(whole, final, index * own, 1), axis_name)
+    return _to_tokens(o, axis_name), final
+
+
+def _to_heads(arrays: tuple[jax.Array | None, ...], axis_name: str) -> tuple[Any, ...]:
+    """All tokens of this device's heads, from its tokens of all heads; arrays travel together."""
+    given = [x for x in arrays if x is not None]
+    if not given:
+        return arrays
+    (B, T), devices = given[0].shape[:2], lax.axis_size(axis_name)
+    parts = [x.reshape(B, T, devices, -1) for x in given]
+    ends = [sum(part.shape[3] for part in parts[: i + 1]) for i in range(len(parts) - 1)]
+    together = lax.all_to_all(jnp.concatenate(parts, 3), axis_name, 2, 1, tiled=True)
+    pieces = iter(jnp.split(together, ends, 3))
+
+    def own(x: jax.Array) -> jax.Array:
+        return next(pieces).reshape(B, devices * T, x.shape[2] // devices, *x.shape[3:])
+
+    return tuple(None if x is None else own(x) for x in arrays)
+
+
+def _to_tokens(x: Float[Array, "B T h V"], axis_name: str) -> Float[Array, "B t H V"]:
+    """This device's tokens of all heads, from all tokens of its heads."""
+    return lax.all_to_all(x, axis_name, 1, 2, tiled=True)
