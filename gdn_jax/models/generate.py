@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
 
@@ -214,7 +214,7 @@ def decode(
     Returns:
       The new tokens, and the cache of all but the last one.
     """
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split(for_decoding(model))
 
     def ends(token, ended):
         """Which rows have ended with this token."""
