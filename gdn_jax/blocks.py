@@ -165,44 +165,6 @@ class SwiGLU(nnx.Module):
         return swiglu(x, *kernels, implementation=self.implementation)
 
 
-def products(x: Float[Array, "*S D"], linears: Sequence[nnx.Linear]) -> tuple[Float[Array, "*S F"], ...]:
-    """The results of several projections of one input, of which a mesh that splits heads has parts."""
-    if not splits_heads() or any(type(linear) is not nnx.Linear for linear in linears):
-        return tuple(linear(x) for linear in linears)
-
-    def project(x, weights):
-        results = []
-        for linear, (kernel, bias) in zip(linears, weights, strict=True):
-            dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
-            y = x.astype(dtype) @ kernel.astype(dtype)
-            results.append(y if bias is None else y + bias.astype(dtype))
-        return tuple(results)
-
-    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in linears]
-    return projections(project, x, weights)
-
-
-def shared_products(
-    x: Float[Array, "*S D"], groups: Sequence[Sequence[nnx.Linear]], dtype: DTypeLike | None
-) -> list[Float[Array, "*S F"]]:
-    """For each group of bias-free projections their results side by side, from one product of their common input.
-
-    They are products of their own for a few rows, and on a mesh that splits heads, whose devices have their parts of
-    the results.
-
-    Args:
-      x: their input.
-      groups: the projections.
-      dtype: their compute dtype.
-    """
-    if splits_heads() or math.prod(x.shape[:-1]) <= FEW_ROWS:
-        ys = iter(products(x, [linear for group in groups for linear in group]))
-        return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
-    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]
-    dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
-    return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
-
-
 class ProjectionGroup(nnx.Module):
     """Projections of one input as one product, its weight [outputs, D] as a GPU reads it fastest for few rows.
 
@@ -246,6 +208,49 @@ class ProjectionOfGroup(nnx.Module):
         """The projection of x."""
         y = self.group(x)[..., self.start : self.stop]
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+Projection = nnx.Linear | ProjectionOfGroup
+
+
+def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:
+    """The results of several projections of one input, of which a mesh that splits heads has parts."""
+    if not splits_heads() or any(type(linear) is not nnx.Linear for linear in linears):
+        return tuple(linear(x) for linear in linears)
+
+    def project(x, weights):
+        results = []
+        for linear, (kernel, bias) in zip(linears, weights, strict=True):
+            dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
+            y = x.astype(dtype) @ kernel.astype(dtype)
+            results.append(y if bias is None else y + bias.astype(dtype))
+        return tuple(results)
+
+    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in linears]
+    return projections(project, x, weights)
+
+
+def shared_products(
+    x: Float[Array, "*S D"], groups: Sequence[Sequence[Projection]], dtype: DTypeLike | None
+) -> list[Float[Array, "*S F"]]:
+    """For each group of bias-free projections their results side by side, from one product of their common input.
+
+    They are products of their own where they share one already, for a few rows, and on a mesh that splits heads, whose devices have their parts of
+    the results.
+
+    Args:
+      x: their input.
+      groups: the projections.
+      dtype: their compute dtype.
+    """
+    linears = [linear for group in groups for linear in group]
+    grouped = any(isinstance(linear, ProjectionOfGroup) for linear in linears)
+    if splits_heads() or grouped or math.prod(x.shape[:-1]) <= FEW_ROWS:
+        ys = iter(products(x, linears))
+        return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
+    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]
+    dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
+    return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
 
 
 def group_projections(part: nnx.Module, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from gdn_jax.fused.kernels import run, usable
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.reference import recurrent_step
-from gdn_jax.shapes import accumulation_dtype, split_heads
+from gdn_jax.shapes import split_heads
 
 
 def has_kernel(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None) -> bool:
@@ -23,7 +23,7 @@ def has_kernel(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None)
     """
     from pallas_kernels.decode import step
 
-    if accumulation_dtype(q, k, v, a, b, A_log, dt_bias) != jnp.float32:
+    if any(x.dtype == jnp.float64 for x in (q, k, v, a, b, A_log, dt_bias)):
         return False
     return usable(implementation, step.check_supported(q, k, v, state))
 
@@ -103,7 +103,7 @@ def _token_step_fwd(allow_neg_eigval: bool, args):
 
 
 def _token_step_bwd(allow_neg_eigval: bool, args, cotangents):
-    return jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents),
+    return (jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents),)
 
 
 _token_step.defvjp(_token_step_fwd, _token_step_bwd)

@@ -44,8 +44,8 @@ def generate(
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
     The cost of a token in a GatedDeltaNet does not depend on how many came before; in an attention layer it grows
-    with them. Compiled once per batch size, length of the prompt rounded up to a power of two, num_tokens and the
-    limits in use; may itself be called under jit, where model is an argument or closed over. What is added to round a
+    with them. Compiled once per batch size, length of the prompt rounded up to a power of two (and once more where no
+    prompt needs padding), num_tokens and the limits in use; may itself be called under jit, where model is an argument or closed over. What is added to round a
     length up is masked padding: it changes logits by rounding only.
 
     Args:
@@ -109,10 +109,13 @@ def generate(
 def _round_up(prompt, mask):
     """The prompt with padding on the right up to a power of two, at least MIN_LENGTH, and the mask that says so.
 
-    On the right, because chunks then hold the same tokens as without padding.
+    On the right, because chunks then hold the same tokens as without padding. Where none is needed a mask of None
+    stays, with which a pass takes kernels that know no padding.
     """
     B, T = prompt.shape
     padding = max(MIN_LENGTH, 1 << (T - 1).bit_length()) - T
+    if not padding:
+        return prompt, mask
     if mask is None:
         mask = jnp.asarray(np.ones((B, T), bool))  # not jnp.ones, which is compiled for every T
     return tuple(jnp.pad(x, ((0, 0), (0, padding))) for x in (prompt, mask))
