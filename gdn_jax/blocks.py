@@ -211,6 +211,7 @@ class ProjectionOfGroup(nnx.Module):
 
 
 Projection = nnx.Linear | ProjectionOfGroup
+"""A projection of a layer, as it was made or of a copy for single tokens."""
 
 
 def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:
@@ -235,8 +236,8 @@ def shared_products(
 ) -> list[Float[Array, "*S F"]]:
     """For each group of bias-free projections their results side by side, from one product of their common input.
 
-    They are products of their own where they share one already, for a few rows, and on a mesh that splits heads, whose devices have their parts of
-    the results.
+    They are products of their own where they share one already, for a few rows, and on a mesh that splits heads,
+    whose devices have their parts of the results.
 
     Args:
       x: their input.

@@ -70,7 +70,8 @@ class GatedDeltaNet(nnx.Module):
         parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`.
+      implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`, or
+        where it can run the kernel of `fused.token`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
