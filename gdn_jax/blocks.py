@@ -216,18 +216,19 @@ Projection = nnx.Linear | ProjectionOfGroup
 
 def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:
     """The results of several projections of one input, of which a mesh that splits heads has parts."""
-    if not splits_heads() or any(type(linear) is not nnx.Linear for linear in linears):
+    own = [linear for linear in linears if type(linear) is nnx.Linear]
+    if not splits_heads() or len(own) < len(linears):
         return tuple(linear(x) for linear in linears)
 
     def project(x, weights):
         results = []
-        for linear, (kernel, bias) in zip(linears, weights, strict=True):
+        for linear, (kernel, bias) in zip(own, weights, strict=True):
             dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
             y = x.astype(dtype) @ kernel.astype(dtype)
             results.append(y if bias is None else y + bias.astype(dtype))
         return tuple(results)
 
-    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in linears]
+    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in own]
     return projections(project, x, weights)
 
 
@@ -245,11 +246,12 @@ def shared_products(
       dtype: their compute dtype.
     """
     linears = [linear for group in groups for linear in group]
-    grouped = any(isinstance(linear, ProjectionOfGroup) for linear in linears)
+    own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
+    grouped = sum(map(len, own)) < len(linears)
     if splits_heads() or grouped or math.prod(x.shape[:-1]) <= FEW_ROWS:
         ys = iter(products(x, linears))
         return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
-    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]
+    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in own]
     dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
     return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
 

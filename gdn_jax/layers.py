@@ -213,7 +213,7 @@ class GatedDeltaNet(nnx.Module):
         past, state = (None, None) if cache is None else cache
         if cache is not None and mask is None and cu_seqlens is None and self._steps_by_kernel(x, cache):
             *inputs, conv = self._token_inputs(x, past)
-            o, state = token_step(*inputs, state, allow_neg_eigval=self.allow_neg_eigval)
+            o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
             return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
         inputs, conv = self.rule_inputs(
             x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
@@ -278,7 +278,7 @@ class GatedDeltaNet(nnx.Module):
         if x.shape[1] > 1 or self.rule != "gated_delta":
             return False
         *inputs, _ = jax.eval_shape(self._token_inputs, x, cache.conv)
-        return has_kernel(*inputs, cache.state, self.implementation)
+        return has_kernel(*inputs, state=cache.state, implementation=self.implementation)
 
     def _token_inputs(self, x, past):
         """What `token_step` takes before the states, and the new convolution state."""

@@ -83,7 +83,7 @@ def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
 
     options: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "allow_neg_eigval": allow_neg_eigval}
     options |= {"read_slots": None, "write_slots": None, "scale": q.shape[-1] ** -0.5}
-    o, state = step(*(x[:, None] for x in (q, k, v, a, b)), state, **options)
+    o, state = step(*(x[:, None] for x in (q, k, v, a, b)), pool=state, **options)
     return o[:, 0], state
 
 

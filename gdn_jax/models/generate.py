@@ -44,10 +44,10 @@ def generate(
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
     The cost of a token in a GatedDeltaNet does not depend on how many came before; in an attention layer it grows
-    with them. Compiled once per batch size, length of the prompt rounded up to a power of two (once more for a prompt of just
-    that length, which needs no padding), num_tokens and the limits in use; may itself be called under jit, where
-    model is an argument or closed over. What is added to round a length up is masked padding: it changes logits by
-    rounding only. On a GPU the loop has copies of the projections' weights, in the order in which it reads them.
+    with them. Compiled once per batch size, length of the prompt rounded up to a power of two (once more for a prompt
+    of just that length, which needs no padding), num_tokens and the limits in use; may itself be called under jit,
+    where model is an argument or closed over. What is added to round a length up is masked padding: it changes logits
+    by rounding only. On a GPU the loop has copies of the projections' weights, in the order in which it reads them.
 
     Args:
       model: the model.
