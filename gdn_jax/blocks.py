@@ -11,11 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.fused.kernels import FEW_ROWS
 from gdn_jax.fused.norms import add_norm
+from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.on_mesh import projections, splits_heads, swiglu
 from gdn_jax.shapes import accumulation_dtype
 
@@ -156,47 +158,129 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
+        if isinstance(self.gate_proj, ProjectionOfGroup):
+            return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         kernels = [linear.kernel[...] for linear in (self.gate_proj, self.up_proj, self.down_proj)]
         x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, kernels[0].dtype))
         return swiglu(x, *kernels, implementation=self.implementation)
 
 
-def products(x: Float[Array, "*S D"], linears: Sequence[nnx.Linear]) -> tuple[Float[Array, "*S F"], ...]:
+class ProjectionGroup(nnx.Module):
+    """Projections of one input as one product, its weight [outputs, D] as a GPU reads it fastest for few rows.
+
+    XLA makes one kernel of a row's products and their sums. From weights [D, outputs] it would write all products
+    before it sums them, which moves three times the bytes.
+
+    Args:
+      linears: the projections, of one dtype.
+    """
+
+    def __init__(self, linears: Sequence[nnx.Linear]):
+        self.dtype = linears[0].dtype
+        weight = jnp.concatenate([linear.kernel[...].T for linear in linears])
+        # Else XLA would leave the weights as they lie and transpose them in name only.
+        self.weight = nnx.Param(with_layout_constraint(weight, Layout((0, 1))))
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
+        """The results of all projections side by side, without a bias."""
+        weight = self.weight[...]
+        dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
+        return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
+
+
+class ProjectionOfGroup(nnx.Module):
+    """One projection of a `ProjectionGroup`.
+
+    Under jit the calls of all of them with one input are one product.
+
+    Args:
+      group: the group.
+      start: where the projection's outputs begin in those of the group.
+      linear: the projection.
+    """
+
+    def __init__(self, group: ProjectionGroup, start: int, linear: nnx.Linear):
+        self.group = group
+        self.start, self.stop = start, start + linear.out_features
+        self.bias = linear.bias
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
+        """The projection of x."""
+        y = self.group(x)[..., self.start : self.stop]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+Projection = nnx.Linear | ProjectionOfGroup
+"""A projection of a layer, as it was made or of a copy for single tokens."""
+
+
+def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:
     """The results of several projections of one input, of which a mesh that splits heads has parts."""
-    if not splits_heads() or any(type(linear) is not nnx.Linear for linear in linears):
+    own = [linear for linear in linears if type(linear) is nnx.Linear]
+    if not splits_heads() or len(own) < len(linears):
         return tuple(linear(x) for linear in linears)
 
     def project(x, weights):
         results = []
-        for linear, (kernel, bias) in zip(linears, weights, strict=True):
+        for linear, (kernel, bias) in zip(own, weights, strict=True):
             dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
             y = x.astype(dtype) @ kernel.astype(dtype)
             results.append(y if bias is None else y + bias.astype(dtype))
         return tuple(results)
 
-    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in linears]
+    weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in own]
     return projections(project, x, weights)
 
 
 def shared_products(
-    x: Float[Array, "*S D"], groups: Sequence[Sequence[nnx.Linear]], dtype: DTypeLike | None
+    x: Float[Array, "*S D"], groups: Sequence[Sequence[Projection]], dtype: DTypeLike | None
 ) -> list[Float[Array, "*S F"]]:
     """For each group of bias-free projections their results side by side, from one product of their common input.
 
-    They are products of their own for a few rows, and on a mesh that splits heads, whose devices have their parts of
-    the results.
+    They are products of their own where they share one already, for a few rows, and on a mesh that splits heads,
+    whose devices have their parts of the results.
 
     Args:
       x: their input.
       groups: the projections.
       dtype: their compute dtype.
     """
-    if splits_heads() or math.prod(x.shape[:-1]) <= FEW_ROWS:
-        ys = iter(products(x, [linear for group in groups for linear in group]))
+    linears = [linear for group in groups for linear in group]
+    own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
+    grouped = sum(map(len, own)) < len(linears)
+    if splits_heads() or grouped or math.prod(x.shape[:-1]) <= FEW_ROWS:
+        ys = iter(products(x, linears))
         return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
-    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in groups]
+    kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in own]
     dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
     return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
+
+
+def group_projections(part: nnx.Module, names: Sequence[str]) -> None:
+    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`."""
+    present = [name for name in names if type(getattr(part, name, None)) is nnx.Linear]
+    linears = [getattr(part, name) for name in present]
+    if not linears or any(linear.dtype != linears[0].dtype for linear in linears):
+        return
+    group, start = ProjectionGroup(linears), 0
+    for name, linear in zip(present, linears, strict=True):
+        setattr(part, name, ProjectionOfGroup(group, start, linear))
+        start += linear.out_features
+
+
+def transposed_product(
+    x: Float[Array, "*S D"], weight: Float[Array, "F D"], dtype: DTypeLike
+) -> Float[Array, "*S F"]:
+    """x @ weight.T with sums in float32 (float64 when x is), rounded to dtype.
+
+    A single row is written as products and sums, of which XLA makes one kernel. From a product whose result is wider
+    than its operands it would make a float32 copy of the weight for every token.
+    """
+    if math.prod(x.shape[:-1]) > 1:
+        return jnp.einsum("...d,fd->...f", x, weight, preferred_element_type=dtype)
+    wide = accumulation_dtype(x)
+    y = jnp.sum(x.reshape(-1).astype(wide) * weight.astype(wide), axis=-1)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):

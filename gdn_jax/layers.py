@@ -25,6 +25,7 @@ from gdn_jax.conv import (
 )
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import split_normalized
+from gdn_jax.fused.token import has_kernel, token_step
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.parallel.on_mesh import short_conv
@@ -69,7 +70,8 @@ class GatedDeltaNet(nnx.Module):
         parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`.
+      implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`, or
+        where it can run the kernel of `fused.token`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
@@ -209,6 +211,10 @@ class GatedDeltaNet(nnx.Module):
         self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
         x, segment_ids = _clear_padding(x, mask, segment_ids, cu_seqlens)
         past, state = (None, None) if cache is None else cache
+        if cache is not None and mask is None and cu_seqlens is None and self._steps_by_kernel(x, cache):
+            *inputs, conv = self._token_inputs(x, past)
+            o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
+            return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
         inputs, conv = self.rule_inputs(
             x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
         )
@@ -247,20 +253,40 @@ class GatedDeltaNet(nnx.Module):
         Returns:
           q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
         """
-        groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
-        qkv, gates = shared_products(x, groups, self.dtype)
-        a, b = jnp.split(gates, 2, axis=-1)
+        qkv, a, b = self._project(x)
         g = log_decay(a, self.A_log[...], self.dt_bias[...])
         beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
         if mask is not None:
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
         if conv_state is not None and x.shape[1] == 1 and cu_seqlens is None:
-            q, k, v, conv_state = self._convolve_token(qkv, conv_state, mask)
+            y, conv_state = self._convolve_token(qkv, conv_state, mask)
+            q, k, v = split_normalized(y, **self._key_heads())
         else:
             q, k, v, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
+
+    def _project(self, x):
+        """[q | k | v] before the convolution, and the raw inputs a and b of the gates."""
+        groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
+        qkv, gates = shared_products(x, groups, self.dtype)
+        return qkv, *jnp.split(gates, 2, axis=-1)
+
+    def _steps_by_kernel(self, x, cache) -> bool:
+        """Whether the kernel takes x as one token of every row, which none of is padding."""
+        if x.shape[1] > 1 or self.rule != "gated_delta":
+            return False
+        *inputs, _ = jax.eval_shape(self._token_inputs, x, cache.conv)
+        return has_kernel(*inputs, state=cache.state, implementation=self.implementation)
+
+    def _token_inputs(self, x, past):
+        """What `token_step` takes before the states, and the new convolution state."""
+        qkv, a, b = self._project(x)
+        y, past = self._convolve_token(qkv, past, None)
+        q, k, v = split_normalized(y[:, 0], self.num_heads, self.head_dim, normalize=False)
+        v = v.reshape(-1, self.num_v_heads, self.head_v_dim)
+        return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What stands behind the rule: norm of each head, output gate and output projection.
@@ -277,6 +303,9 @@ class GatedDeltaNet(nnx.Module):
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
         gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
         options = dict(eps=self.o_norm.eps, implementation=self.implementation)
+        if not isinstance(self.o_proj, nnx.Linear):  # a projection without a kernel of its own
+            y = gated_norm(o, gate, weight, **options)
+            return self.o_proj(y.reshape(*o.shape[:2], -1))
         return gated_norm(o, gate, weight, self.o_proj.kernel[...], **options)
 
     def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
@@ -302,15 +331,15 @@ class GatedDeltaNet(nnx.Module):
         return *split_normalized(y, **heads), state[:, 0]
 
     def _convolve_token(self, qkv, past, mask):
-        """`_convolve` of one token."""
+        """[q | k | v] of one token behind the convolution, and the new convolution state."""
         if self.conv_weight is None:
-            return *split_normalized(_silu(qkv), **self._key_heads()), past
+            return _silu(qkv), past
         bias = None if self.conv_bias is None else self.conv_bias[...]
         y, state = causal_conv1d_update(qkv[:, 0], past, self.conv_weight[...], bias)
         if mask is not None:
             y = jnp.where(mask, y, 0)
             state = jnp.where(mask[:, :, None], state, past)
-        return *split_normalized(y[:, None], **self._key_heads()), state
+        return y[:, None], state
 
     def _key_heads(self):
         """How q and k lie in the first channels of the convolution."""

@@ -50,7 +50,16 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.work",
         *KERNELS,
     },
-    "fused": {"shapes", "gates", "partitioning", "conv", "pallas_kernels.device", "pallas_kernels.layer"},
+    "fused": {
+        "shapes",
+        "gates",
+        "partitioning",
+        "conv",
+        "reference",
+        "pallas_kernels.device",
+        "pallas_kernels.layer",
+        "pallas_kernels.decode",
+    },
     "losses": {"shapes", "partitioning", "fused", "pallas_kernels.layer"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
@@ -127,7 +136,7 @@ OUTSIDE: dict[str, set[str]] = {
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
     *(("mosaic", name) for name in ("pallas_kernels.device", "pallas_kernels.work", *KERNELS)),
-    *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer")),
+    *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer", "pallas_kernels.decode")),
     *(("serving", name) for name in ("pallas_kernels.device", "pallas_kernels.decode")),
     ("plots", "matplotlib"),
     ("commands", "tyro"),

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from gdn_jax.models import LanguageModel, generate
+from gdn_jax.blocks import ProjectionGroup
+from gdn_jax.models import LanguageModel, generate, inference
 from gdn_jax.models.config import ExpertsConfig
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference import for_decoding, for_inference
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.presets import PRESETS
 
@@ -91,6 +92,23 @@ def test_norms_of_a_16_bit_model_are_widened_once():
     }
     assert len(norms) == 2 * 2 + 1 + 1 + 2 and {*norms.values()} == {jnp.dtype("float32")}
     np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
+
+
+def test_projections_of_one_input_are_one_product(monkeypatch):
+    """Of a copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
+    ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
+    assert for_decoding(ready) is ready  # without a GPU
+    monkeypatch.setattr(inference, "usable", lambda implementation, reason: True)
+    copy = for_decoding(ready)
+    groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
+    assert len(groups) == 2 * 4
+    kernels = sum(
+        part.kernel[...].size for _, part in nnx.iter_modules(ready) if isinstance(part, nnx.Linear)
+    )
+    assert sum(group.weight[...].size for group in groups) == kernels
+    assert not any(isinstance(part, nnx.Linear) for _, part in nnx.iter_modules(copy))
+    for tokens in (ROW, ROW[:1, :1]):
+        np.testing.assert_allclose(logits(copy, tokens), logits(ready, tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])

@@ -4,6 +4,7 @@ import collections
 import functools
 import re
 
+import fused_harness
 import fused_oracle
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,12 @@ from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused import embedding as fused_embedding
 from gdn_jax.fused import norms as fused_norms
 from gdn_jax.fused import swiglu as fused_swiglu
+from gdn_jax.fused import token as fused_token
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models import LanguageModel, ModelConfig
+from pallas_kernels.decode import step
 from pallas_kernels.device import launch
 from pallas_kernels.layer import cross_entropy, embedding, gated_norm, norm, rows, short_conv, swiglu
 
@@ -34,6 +37,7 @@ NORMS = {
     "2048": ((6, 2048), "float32", "float16"),
     "5120, one dtype": ((3, 5120), "bfloat16", "bfloat16"),
     "1280, no y": ((2, 1280), "bfloat16", None),
+    "1024, one row": ((1, 1024), "float32", "bfloat16"),
     "many": ((40, 32), "float32", "bfloat16"),
 }
 
@@ -395,7 +399,7 @@ CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
         (norm, (shape(8, 100),), "rows of 100; the kernel takes multiples of 32 up"),
         (norm, (shape(8, 1056),), "rows of 1056; the kernel takes multiples of 128 up"),
         (norm, (shape(8, 8320),), "rows of 8320"),
-        (norm, (shape(3, 2, 64),), "6 rows; the kernel takes a multiple of 4"),
+        (norm, (shape(3, 2, 64),), "rows of 64; the kernel takes multiples of 128"),
         (norm, (shape(0, 64),), "0 rows"),
         (norm, (shape(3, 4096, dtype="float32"),), None),
         (norm, (shape(2, 2, 8192, dtype="float16"),), None),
@@ -461,3 +465,76 @@ def test_model_uses_the_kernels(monkeypatch):
     one = ("short_conv", "gated_norm", "swiglu")
     expected = dict.fromkeys((*one, *(f"{name}_backward" for name in one), "embedding_gradient"), 1)
     assert got == expected | {"add_norm": 2, "add_norm_backward": 2}
+
+
+def token_layer(implementation=None, **options):
+    """A small layer whose token the kernel of decoding takes, and a function from its input and cache."""
+    sizes = dict(num_heads=2, num_v_heads=4, head_dim=32, expand_v=1.0, conv_bias=True)
+    layer = GatedDeltaNet(64, **sizes, **options, implementation=implementation, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    return params, lambda params, x, cache: nnx.merge(graphdef, params)(x, cache=cache)
+
+
+def token_inputs(params, B=3):
+    draw = draws(0)
+    layer = GatedDeltaNetCache(draw(B, 256, 3), draw(B, 4, 32, 32))
+    return params, draw(B, 1, 64), layer
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True, "use_gate": False}], ids=["", "options"])
+def test_token_of_a_layer(options, monkeypatch):
+    """One token with a cache runs the kernel of decoding, interpreted here, and is that of the plain layer."""
+    params, plain = token_layer("chunked", **options)
+    args = token_inputs(params)
+    expected = jax.jit(plain)(*args)
+    monkeypatch.setattr(fused_token, "usable", lambda implementation, reason: reason is None)
+    # Outside jit, inside which the interpreter hangs.
+    monkeypatch.setattr(fused_token, "run", lambda kernel, static, args, *_: kernel(static, *args))
+    calls = []
+    call = functools.partial(step.step, interpret=INTERPRET)
+    monkeypatch.setattr(step, "step", lambda *args, **options: calls.append(1) or call(*args, **options))
+    y, cache = token_layer(**options)[1](*args)
+    assert len(calls) == 1
+    close(expected[0], y, "y")
+    close(expected[1].state, cache.state, "state")
+    np.testing.assert_array_equal(expected[1].conv, cache.conv)
+
+
+def test_derivative_of_a_token(monkeypatch):
+    """Where the kernel runs, its derivative is that of the plain layer."""
+    params, plain = token_layer("chunked")
+    args = token_inputs(params)
+    dy = draws(1)(3, 1, 64), GatedDeltaNetCache(draws(2)(3, 256, 3), draws(3)(3, 4, 32, 32))
+    _, expected = fused_harness.compiled_vjp(plain)(dy, *args)
+    monkeypatch.setattr(fused_token, "usable", lambda implementation, reason: reason is None)
+    monkeypatch.setattr(fused_token, "_by_kernel", fused_token._plain)
+    _, got = fused_harness.compiled_vjp(token_layer()[1])(dy, *args)
+    for (path, like), x in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        close(like, x, jax.tree_util.keystr(path), sums=2e-6)
+
+
+@pytest.mark.parametrize("why", ["mask", "rule", "head_dim", "implementation"])
+def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
+    """They run in plain JAX."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    options = {"rule": {"rule": "delta"}, "implementation": {"implementation": "chunked"}}.get(why, {})
+    sizes = dict(num_heads=2, head_dim=24 if why == "head_dim" else 32, expand_v=1.0)
+    layer = GatedDeltaNet(64, **sizes, **options, rngs=nnx.Rngs(0))
+    mask = jnp.ones((2, 1), bool) if why == "mask" else None
+    x = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
+    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, cache=layer.init_cache(2), mask=mask))(x))
+    assert "decode_step" not in jaxpr
+
+
+def test_a_loop_of_tokens_changes_states_where_they_lie(monkeypatch):
+    """Lowered for a GPU, every layer's state is an alias of what the kernel returns."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    params, run = token_layer()
+
+    def loop(params, x, cache):
+        return jax.lax.fori_loop(0, 3, lambda i, carry: run(params, *carry), (x, cache))
+
+    args = jax.eval_shape(token_inputs, params)
+    text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "mosaic_gpu" in line and "tensor<3x4x32x32xf32>" in line]
+    assert len(kernels) == 1 and "output_operand_alias" in kernels[0]

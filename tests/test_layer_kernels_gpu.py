@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
 
 from gdn_jax import losses
 from gdn_jax.fused import embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.models import LanguageModel, ModelConfig, generate
 
 pytestmark = pytest.mark.gpu
 
@@ -195,3 +198,63 @@ def test_loss(V):
     np.testing.assert_allclose(correct, expected_correct, rtol=SUMS)
     for name, a, b in zip(("dx", "dweight", "dlabel_weights"), expected, gradients, strict=True):
         close(np.asarray(a, np.float64), b, name, 2, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_norm_of_a_few_rows(rows):
+    """Rows that a warpgroup takes one after the other."""
+    draw = draws(rows)
+    x, y, weight = draw(rows, 1, 1024), draw(rows, 1, 1024, dtype="bfloat16"), draw(1024)
+    call = jax.jit(functools.partial(norms.add_norm, dtype="bfloat16"))
+    assert "mosaic_gpu" in call.lower(x, y, weight).as_text()
+    expected_s, expected_n = fused_oracle.add_norm(x, y, weight)
+    s, n = call(x, y, weight)
+    close(expected_s, s, "s")
+    close(expected_n, n, "n")
+
+
+@pytest.mark.parametrize("B", [1, 3, 64])
+def test_tokens_of_a_layer(B):
+    """Ten tokens in a loop, whose kernel changes states where they lie, and one whose caller keeps the cache: near
+    the plain layer, and the same bits in every call."""
+    sizes = dict(num_heads=2, num_v_heads=4, head_dim=128, expand_v=1.0)
+    layers = [GatedDeltaNet(256, **sizes, implementation=i, rngs=nnx.Rngs(0)) for i in (None, "recurrent")]
+    draw = draws(B)
+    cache = GatedDeltaNetCache(draw(B, 1024, 3), draw(B, 4, 128, 128))
+    xs = draw(10, B, 1, 256)
+
+    def run(layer):
+        graphdef, params = nnx.split(layer)
+
+        @jax.jit
+        def loop(params, cache, xs):
+            def step(cache, x):
+                y, cache = nnx.merge(graphdef, params)(x, cache=cache)
+                return cache, y
+
+            one = step(cache, xs[0])
+            return one, jax.lax.scan(step, cache, xs)
+
+        with jax.default_matmul_precision("highest"):
+            kernel = "decode_step" in loop.lower(params, cache, xs).as_text()
+            return kernel, loop(params, cache, xs), loop(params, cache, xs)
+
+    (kernel, got, again), (no_kernel, expected, _) = map(run, layers)
+    assert kernel and not no_kernel
+    for like, x, y in zip(*map(jax.tree.leaves, (expected, got, again)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        close(np.asarray(like), x, "results", sums=1e-5)
+
+
+def test_generation_is_that_of_the_plain_model():
+    """The likeliest tokens of float32 models with and without kernels, of one row and of several."""
+    options = dict(vocab_size=64, hidden_size=256, num_layers=2, num_heads=2, head_dim=128, expand_v=1.0)
+    models = [
+        LanguageModel(ModelConfig(**options, dtype="float32", implementation=i), rngs=nnx.Rngs(0))
+        for i in (None, "recurrent")
+    ]
+    prompt = np.random.default_rng(0).integers(0, 64, (3, 16)).astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        for rows in (prompt, prompt[:1]):
+            got, expected = (np.asarray(generate(model, jnp.asarray(rows), 12)) for model in models)
+            np.testing.assert_array_equal(got, expected)

@@ -47,9 +47,13 @@ def swiglu(
         operands = names, ". .", ". ."
         return on_explicit_shards(_swiglu, (x, weight, down_kernel), operands, names, sizes)
     gate, up = (checkpoint_name(x @ w, BRANCHES_NAME) for w in (gate_kernel, up_kernel))
-    wide = accumulation_dtype(x)
-    h = (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
-    return h @ down_kernel
+    return gated(gate, up) @ down_kernel
+
+
+def gated(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, "*S F"]:
+    """silu(gate) * up in float32 (float64 when gate is), rounded once to gate's dtype."""
+    wide = accumulation_dtype(gate)
+    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
 
 
 def side_by_side(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, "*S F2"]:

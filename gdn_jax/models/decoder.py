@@ -10,8 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax import chunked, mosaic
-from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer
+from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, transposed_product
 from gdn_jax.fused.embedding import embed
+from gdn_jax.fused.kernels import usable
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ModelConfig
@@ -407,4 +408,6 @@ class LanguageModel(nnx.Module):
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
         weight = self.head_weight().astype(x.dtype)
+        if usable(self.config.implementation, None):
+            return transposed_product(x, weight, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.shapes import check_array
 
@@ -44,9 +44,10 @@ def generate(
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
     The cost of a token in a GatedDeltaNet does not depend on how many came before; in an attention layer it grows
-    with them. Compiled once per batch size, length of the prompt rounded up to a power of two, num_tokens and the
-    limits in use; may itself be called under jit, where model is an argument or closed over. What is added to round a
-    length up is masked padding: it changes logits by rounding only.
+    with them. Compiled once per batch size, length of the prompt rounded up to a power of two (once more for a prompt
+    of just that length, which needs no padding), num_tokens and the limits in use; may itself be called under jit,
+    where model is an argument or closed over. What is added to round a length up is masked padding: it changes logits
+    by rounding only. On a GPU the loop has copies of the projections' weights, in the order in which it reads them.
 
     Args:
       model: the model.
@@ -109,10 +110,13 @@ def generate(
 def _round_up(prompt, mask):
     """The prompt with padding on the right up to a power of two, at least MIN_LENGTH, and the mask that says so.
 
-    On the right, because chunks then hold the same tokens as without padding.
+    On the right, because chunks then hold the same tokens as without padding. Where none is needed a mask of None
+    stays, with which a pass takes kernels that know no padding.
     """
     B, T = prompt.shape
     padding = max(MIN_LENGTH, 1 << (T - 1).bit_length()) - T
+    if not padding:
+        return prompt, mask
     if mask is None:
         mask = jnp.asarray(np.ones((B, T), bool))  # not jnp.ones, which is compiled for every T
     return tuple(jnp.pad(x, ((0, 0), (0, padding))) for x in (prompt, mask))
@@ -214,7 +218,7 @@ def decode(
     Returns:
       The new tokens, and the cache of all but the last one.
     """
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split(for_decoding(model))
 
     def ends(token, ended):
         """Which rows have ended with this token."""

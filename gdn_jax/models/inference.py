@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.blocks import RMSNorm
+from gdn_jax.blocks import RMSNorm, group_projections
+from gdn_jax.fused.kernels import usable
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.lora import merge_lora
+from gdn_jax.parallel.on_mesh import splits_heads
 
 
 def for_inference(model: LanguageModel) -> LanguageModel:
@@ -34,6 +36,34 @@ def for_inference(model: LanguageModel) -> LanguageModel:
             _convert(part.weight, jnp.float32)
     if model.head_weight().dtype != dtype:
         model.head = nnx.data(nnx.Param(model.head_weight().astype(dtype)))
+    return model
+
+
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+"""Projections of one input, by their names in a layer."""
+
+
+def for_decoding(model: LanguageModel) -> LanguageModel:
+    """A copy for single tokens, whose projections of one input are one product of a transposed weight.
+
+    Where a GPU reads few rows, its time is the number of its kernels and the bytes of the weights. The copy has
+    weights of its own, and its logits are those of the model but for rounding. Under a mesh, and where our kernels
+    do not run, it is the model itself.
+
+    Args:
+      model: of `for_inference`; may be traced.
+    """
+    if not usable(model.config.implementation, None) or splits_heads():
+        return model
+    model = nnx.clone(model)
+    for _, part in list(nnx.iter_modules(model)):
+        for names in GROUPS:
+            group_projections(part, names)
     return model
 
 

@@ -92,7 +92,7 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
     tile = Tile(rule, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
     q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
-    slot = gmem.read_slots[row]
+    slot = row if gmem.read_slots is None else gmem.read_slots[row]
     count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
 
     def vectors(t):
@@ -107,7 +107,7 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
         S, x = carry
         # The next token's vectors are on their way while this one is worked on.
         following = vectors(jnp.minimum(t + 1, T - 1)) if T > 1 else x
-        write = gmem.write_slots[row, t]
+        write = row if gmem.write_slots is None else gmem.write_slots[row, t]
         alpha = jnp.exp(log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head]))
         beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
         S, o = tile.token(S, x, alpha, beta)
@@ -146,8 +146,8 @@ def step(
     *,
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
-    read_slots: Int[Array, " N"],
-    write_slots: Int[Array, "N T"],
+    read_slots: Int[Array, " N"] | None,
+    write_slots: Int[Array, "N T"] | None,
     num_tokens: Int[Array, " N"] | None = None,
     scale: float,
     use_qk_l2norm: bool = True,
@@ -166,9 +166,9 @@ def step(
       q, k, v, a, b, pool: inputs that `check_supported` accepts.
       A_log, dt_bias: parameters of the decay.
       read_slots: where each request's state is. One that is negative, past the pool or null_slot is padding: its
-        output is 0, and nothing is read or written.
+        output is 0, and nothing is read or written. None: that of request i is in slot i.
       write_slots: where the state after each token goes; padding: it is dropped. No slot twice, and none that another
-        request reads.
+        request reads. None, for one token: where the states were in the absence of read_slots.
       num_tokens: tokens that each request has; the others are padding. None for all.
       scale: factor of the output.
       use_qk_l2norm: whether q and k are normalised.

@@ -36,22 +36,20 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     width = x.shape[-1]
     if x.dtype not in DTYPES:
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes float32, bfloat16 and float16"
-    if reason := r.width_reason(width):
-        return reason
-    if not x.size or (x.size // width) % r.rows_at_once(width):
-        return f"{x.size // width} rows; the kernel takes a multiple of {r.rows_at_once(width)}"
-    return None
+    if not x.size:
+        return "0 rows; the kernel takes some"
+    return r.width_reason(width, x.size // width)
 
 
 def _blocks(N: int, D: int) -> tuple[int, int]:
     """Blocks of rows, and CTAs."""
-    blocks = N // r.rows_at_once(D)
+    blocks = N // r.rows_at_once(D, N)
     return blocks, r.num_ctas(blocks, CTAS_PER_SM)
 
 
 def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
     N, D = gmem.x.shape
-    rows = r.rows_at_once(D)
+    rows = r.rows_at_once(D, N)
     w = r.load_along(gmem.w, rows)
 
     def block(i, carry):
@@ -70,7 +68,7 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
 
 def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
     N, D = gmem.s.shape
-    rows = r.rows_at_once(D)
+    rows = r.rows_at_once(D, N)
     w = r.load_along(gmem.w, rows)
 
     def block(i, dw):
@@ -173,7 +171,7 @@ def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn):
         outputs={
             "dx": jax.ShapeDtypeStruct(s.shape, x_dtype),
             "dy": jax.ShapeDtypeStruct(s.shape, y_dtype) if separate else None,
-            "dw": jax.ShapeDtypeStruct((ctas, r.rows_at_once(D), D), jnp.float32),
+            "dw": jax.ShapeDtypeStruct((ctas, r.rows_at_once(D, N), D), jnp.float32),
         },
         memory={},
         auto_barriers=False,

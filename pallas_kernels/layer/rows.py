@@ -27,23 +27,31 @@ WIDEST = 8192
 """Widest row that a warpgroup takes."""
 
 
-def rows_at_once(width: int) -> int:
-    """Rows that a warpgroup holds: a power of two, and as many numbers a thread as fit beside others."""
+def rows_at_once(width: int, N: int = 0) -> int:
+    """Rows that a warpgroup holds: a power of two, and as many numbers a thread as fit beside others.
+
+    A single one where so many do not divide N rows.
+    """
     fitting = max(1, WARPS * WARP_WIDTH // width)
-    return WARPS if width <= WARP_WIDTH else 1 << fitting.bit_length() - 1
+    rows = WARPS if width <= WARP_WIDTH else 1 << fitting.bit_length() - 1
+    return 1 if N % rows else rows
 
 
-def width_reason(width: int) -> str | None:
-    """Why rows of a width cannot be taken; None if they can."""
-    threads = LANES if width <= WARP_WIDTH else LANES * WARPS
+def width_reason(width: int, N: int = 0) -> str | None:
+    """Why N rows of a width cannot be taken; None if they can."""
+    threads = LANES if _row_to_a_warp(width, rows_at_once(width, N)) else LANES * WARPS
     if width % threads or not 0 < width <= WIDEST:
         return f"rows of {width}; the kernel takes multiples of {threads} up to {WIDEST}"
     return None
 
 
-def layout(width: int) -> Any:
-    """Layout of rows of a width."""
-    if width <= WARP_WIDTH:
+def _row_to_a_warp(width: int, rows: int) -> bool:
+    return width <= WARP_WIDTH and rows % WARPS == 0
+
+
+def layout(width: int, rows: int) -> Any:
+    """Layout of so many rows of a width."""
+    if _row_to_a_warp(width, rows):
         piece = _piece(width, LANES)
         tiles = ((WARPS, LANES * piece), (piece,))
     else:
@@ -64,14 +72,14 @@ def load(ref, first, width: int, rows: int) -> jax.Array:
 
 def load_whole(ref) -> jax.Array:
     """A global array [rows, width] in its own dtype."""
-    return plgpu.load(ref, layout=layout(ref.shape[-1]), optimized=False)
+    return plgpu.load(ref, layout=layout(ref.shape[-1], ref.shape[0]), optimized=False)
 
 
 def load_along(ref, rows: int) -> jax.Array:
     """A global vector [width] as float32, repeated for every row."""
     width = ref.shape[0]
-    x = plgpu.load(ref, layout=layout(width).reduce(0), optimized=False).astype(jnp.float32)
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, width), [1]), layout(width))
+    x = plgpu.load(ref, layout=layout(width, rows).reduce(0), optimized=False).astype(jnp.float32)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, width), [1]), layout(width, rows))
 
 
 def store(ref, first, x: jax.Array) -> None:
@@ -81,7 +89,7 @@ def store(ref, first, x: jax.Array) -> None:
 
 def zeros(width: int, rows: int) -> jax.Array:
     """Rows of zeros."""
-    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width))
+    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout(width, rows))
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -91,7 +99,7 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 def spread(x: jax.Array, width: int) -> jax.Array:
     """[rows] repeated along rows of a width."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width))
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width, x.shape[0]))
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
