@@ -61,7 +61,7 @@ class Config:
     def layout(self, width: int) -> Any:
         """Of [heads, width] of a token."""
         if self.heads_in_warp == 1:
-            return rows.layout(width)
+            return rows.layout(width, rows.WARPS)
         threads = rows.LANES // self.heads_in_warp
         piece = min(width // threads, 8)  # neighbouring channels of a thread
         tiles = (self.heads, threads * piece), (self.heads_in_warp, threads * piece), (piece,)
