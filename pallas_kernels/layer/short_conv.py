@@ -12,8 +12,8 @@ also of v, which has no norm; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or
 first token of each segment of a row, or none.
 Outputs (GMEM): q, k, v; dx like x; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
 fixed order, so results repeat bit for bit.
-Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `Config.heads` heads). It
-walks over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
+Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
+over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
 around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
 Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import grid_index, launch
@@ -37,6 +36,9 @@ from pallas_kernels.layer import rows
 
 WIDTH = 4
 """Taps."""
+
+HEADS = 4
+"""Heads of a CTA: one for each warp, so that the sums of a head stay inside a warp."""
 
 AHEAD = 8
 """Tokens that a strip is a multiple of."""
@@ -50,22 +52,6 @@ class Config:
     """Tokens of a strip, a multiple of AHEAD."""
     ahead: int
     """Tokens that are computed at once, while as many are read: divides AHEAD."""
-    heads_in_warp: int = 1
-    """More of them need fewer steps to sum along a head, and more registers."""
-
-    @property
-    def heads(self) -> int:
-        """Heads of a CTA: each lies in one warp, so that its sums stay there."""
-        return rows.WARPS * self.heads_in_warp
-
-    def layout(self, width: int) -> Any:
-        """Of [heads, width] of a token."""
-        if self.heads_in_warp == 1:
-            return rows.layout(width, rows.WARPS)
-        threads = rows.LANES // self.heads_in_warp
-        piece = min(width // threads, 8)  # neighbouring channels of a thread
-        tiles = (self.heads, threads * piece), (self.heads_in_warp, threads * piece), (piece,)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 FORWARD, BACKWARD = Config(256, 4), Config(128, 2)
@@ -89,9 +75,8 @@ def check_supported(
         return f"W = {weight.shape[1]}; the kernel is written for {WIDTH}"
     if not B or not T or T % AHEAD:
         return f"T = {T}; the kernel takes multiples of {AHEAD}"
-    count = FORWARD.heads
-    if width not in (32, 64, 128, 256) or heads % count or D % (count * width):
-        takes = f"multiples of {count} heads of 32, 64, 128 or 256"
+    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width):
+        takes = f"multiples of {HEADS} heads of 32, 64, 128 or 256"
         return f"{D} channels with {heads} heads of {width}; the kernel takes {takes}"
     return None
 
@@ -101,23 +86,18 @@ class _Strip:
 
     def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
         _, self.T, heads, self.width = gmem.x.shape
-        self.count, self.layout = config.heads, config.layout(self.width)
-        strips, groups = -(-self.T // config.strip), heads // self.count
+        strips, groups = -(-self.T // config.strip), heads // HEADS
         self.gmem, self.parts = gmem, parts
         self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
-        self.heads = pl.ds(group * self.count, self.count)
+        self.heads = pl.ds(group * HEADS, HEADS)
         self.row = lax.div(self.number, strips)
         self.first = lax.rem(self.number, strips) * config.strip
         self.end = jnp.minimum(self.first + config.strip, self.T)
-        self.w = [self.load(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
-
-    def load(self, ref: Any) -> jax.Array:
-        """A global array [heads, width]."""
-        return plgpu.load(ref, layout=self.layout, optimized=False)
+        self.w = [rows.load_whole(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
 
     def x(self, token) -> jax.Array:
         """Inputs of a token; zeros before the row."""
-        x = self.load(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
+        x = rows.load_whole(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
         return jnp.where(token >= 0, x, jnp.zeros((), x.dtype))
 
     def linked(self, token) -> Any:
@@ -130,7 +110,7 @@ class _Strip:
 
     def spread(self, x: jax.Array) -> jax.Array:
         """A number of each head repeated along it."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (self.count, self.width), [0]), self.layout)
+        return rows.spread(x, self.width)
 
     def of_parts(self, walk: Callable[[Any, bool], None], normalize: bool) -> None:
         """walk(at, normalize) for the array among those of q, k and v that has the heads of this CTA: at(token) are
@@ -141,7 +121,7 @@ class _Strip:
             first = self.heads.start - begin
 
             def at(token, array=array, first=first):
-                return array.at[self.row, token, pl.ds(first, self.count)]
+                return array.at[self.row, token, pl.ds(first, HEADS)]
 
             inside = (self.heads.start >= begin) & (self.heads.start < end)
             pl.when(inside)(functools.partial(walk, at, normalize and n < 2))
@@ -227,7 +207,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
         tokens = []
         for n in range(WIDTH - 1):
             token = strip.end + n
-            dy = strip.load(at(jnp.minimum(token, T - 1)))
+            dy = rows.load_whole(at(jnp.minimum(token, T - 1)))
             tokens.append((visible(inputs[n : n + WIDTH], token), dy))
         behind = _cotangents(strip, tokens, normalize)
         behind = [jnp.where(strip.end + n < T, dz, 0.0) for n, dz in enumerate(behind)]
@@ -238,7 +218,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
         def load(i):
             """Inputs and cotangents of the i-th few tokens; before the row those of its first, which nobody uses."""
             last = strip.end - 1 - i * config.ahead
-            dys = (strip.load(at(jnp.maximum(last - j, 0))) for j in range(config.ahead))
+            dys = (rows.load_whole(at(jnp.maximum(last - j, 0))) for j in range(config.ahead))
             return tuple((strip.x(last - j - 3), dy) for j, dy in enumerate(dys))
 
         def some(i, carry):
@@ -261,7 +241,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
             return tuple(inputs), tuple(behind), tuple(dw), following
 
         start = tuple(inputs[:3]), tuple(behind)
-        zero = plgpu.layout_cast(jnp.zeros((strip.count, strip.width), jnp.float32), strip.layout)
+        zero = rows.zeros(strip.width, HEADS)
         steps = lax.div(strip.end - strip.first, config.ahead)
         *_, dw, _ = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH, load(0)))
         for j in range(WIDTH):
@@ -305,7 +285,7 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
         "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
-    ctas = B * -(-T // config.strip) * (D // width // config.heads)
+    ctas = B * -(-T // config.strip) * (D // width // HEADS)
     return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
 
 
