@@ -6,9 +6,10 @@ number of the text is an option or the chance of a sweep that its section links 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
 `seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
-scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several scales
-has a column "scale". A cell under "A − B" is the mean and standard error of the differences of the mixers A and B
-seed by seed, bold where the difference is more than three standard errors. `run` and `config` give what the files have.
+scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
+scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
+seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` are the same for
+comments, and `run`, `scores` and `config` give what the files have.
 """
 
 import functools
@@ -109,6 +110,10 @@ def derived(text):
             return np.subtract(seeds(name, a, last), seeds(name, a, first))
         return differences(name, a, b, last) - differences(name, a, b, first)
 
+    def sigmas(*which):
+        """Standard errors between two mixers."""
+        return np.mean(differences(*which)) / error(differences(*which))
+
     def run(name, mixer, lr, seed):
         [line] = [x for x in folder(name)[1] if (x["mixer"], x["lr"], x["seed"]) == (mixer, lr, seed)]
         return line
@@ -122,6 +127,8 @@ def derived(text):
         "error": error,
         "differences": differences,
         "growth": growth,
+        "sigmas": sigmas,
+        "scores": scores,
         "run": run,
         "trained_bytes": trained_bytes,
         "config": lambda name: folder(name)[0],
@@ -220,7 +227,8 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("**0.061 ± 0.019**", "**0.061 ± 0.018**"),  # the standard error of a difference
         ("| 0.065 ± 0.025 |", "| **0.065 ± 0.025** |"),  # a claim that the seeds do not allow
         ("| **0.078 ± 0.025** |", "| 0.078 ± 0.025 |"),
-        ("1.420\nagainst", "1.421\nagainst"),  # a single run
+        ("1.420 against", "1.421 against"),  # a single run
+        ("least 3.2 standard errors", "least 3.3 standard errors"),
     ],
 )
 def test_a_wrong_number_is_noticed(right, wrong):
