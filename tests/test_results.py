@@ -8,7 +8,7 @@ number of the text is an option or the chance of a sweep that its section links 
 `seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
 scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
 scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
-seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` are the same for
+seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` say the same in
 comments, and `run`, `scores` and `config` give what the files have.
 """
 
