@@ -236,7 +236,7 @@ def test_what_counts_as_the_same_output(committed, fresh, same):
 
 
 # What they print hangs on the clock, or on how long a model was trained.
-VARIES = ("04_gating_explorer", "06_cost")
+VARIES = ("04_gating_explorer", "06_cost", "10_gates_of_a_language_model")
 
 
 def check(path: pathlib.Path, part: float) -> None:

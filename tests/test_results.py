@@ -6,7 +6,10 @@ number of the text is an option or the chance of a sweep that its section links 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
 `seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
-scores are in %, or in bits per byte. A row of a sweep with several scales has a column "scale".
+scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
+scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
+seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` say the same in
+comments, and `run`, `scores` and `config` give what the files have.
 """
 
 import functools
@@ -21,7 +24,7 @@ import pytest
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import summary
+from gdn_jax.experiments.sweeps import summary, sweep
 from gdn_jax.experiments.tasks.table import make_task
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -48,16 +51,27 @@ def scores(name):
     for mixer, scale in itertools.product(o["mixers"], o.get("scales", [1])):
         runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x.get("scale", 1)) == (mixer, scale)}
         losses = {lr: np.mean([runs[lr, seed]["val_loss"] for seed in trying]) for lr in o["lrs"]}
-        best = [runs[min(losses, key=losses.get), seed][metric] for seed in range(o["seeds"])]
+        best = [runs[min(losses, key=losses.get), seed] for seed in range(o["seeds"])]
+        best = [x[metric] | {"validation": x[metric.replace("test_", "val_")]} for x in best]
         factor = 100 if metric == "test_accuracy" else 1
         found[mixer, scale] = {size: [factor * seed[size] for seed in best] for size in best[0]}
     return found
 
 
+def error(values):
+    """Standard error of the mean."""
+    return np.std(values, ddof=1) / len(values) ** 0.5
+
+
 def cell(values, digits):
     """Mean and standard error as the page writes them."""
-    error = np.std(values, ddof=1) / len(values) ** 0.5
-    return f"{np.mean(values):.{digits}f} ± {error:.{digits}f}"
+    return f"{np.mean(values):.{digits}f} ± {error(values):.{digits}f}"
+
+
+def differences(name, a, b, size):
+    """Scores of a mixer less those of another one, for every seed: the seeds of a sweep share their batches."""
+    one, other = (scores(name)[mixer, 1][str(size)] for mixer in (a, b))
+    return np.subtract(one, other)
 
 
 @functools.cache
@@ -90,7 +104,34 @@ def derived(text):
     def seeds(name, mixer, size, scale=1):
         return scores(name)[mixer, scale][str(size)]
 
+    def growth(name, a, b, first, last):
+        """How much more a is above b at one size than at another one, or a above itself there, for every seed."""
+        if b is None:
+            return np.subtract(seeds(name, a, last), seeds(name, a, first))
+        return differences(name, a, b, last) - differences(name, a, b, first)
+
+    def sigmas(*which):
+        """Standard errors between two mixers."""
+        return np.mean(differences(*which)) / error(differences(*which))
+
+    def run(name, mixer, lr, seed):
+        [line] = [x for x in folder(name)[1] if (x["mixer"], x["lr"], x["seed"]) == (mixer, lr, seed)]
+        return line
+
+    def trained_bytes(name):
+        o = folder(name)[0]["options"]
+        return o["steps"] * o["batch_size"] * o["length"]
+
     names = {
+        "average": np.mean,
+        "error": error,
+        "differences": differences,
+        "growth": growth,
+        "sigmas": sigmas,
+        "scores": scores,
+        "run": run,
+        "trained_bytes": trained_bytes,
+        "config": lambda name: folder(name)[0],
         "seeds": seeds,
         "mean": lambda *which: np.mean(seeds(*which)),
         "spread": lambda *which: np.ptp(seeds(*which)),
@@ -134,8 +175,13 @@ def wrong_numbers(page):
                 continue
             config, lines = folder(linked)
             for heading, got in row.items():
-                wanted = None
-                if heading in LABELS:
+                wanted, shown = None, got.strip("*")
+                if " − " in heading:
+                    apart = differences(linked, *(LABELS[x] for x in heading.split(" − ")), row["asked at"])
+                    wanted, shown = cell(apart, 3), got
+                    if abs(np.mean(apart)) > 3 * error(apart):
+                        wanted = f"**{wanted}**"
+                elif heading in LABELS:
                     which = LABELS[heading], int(row.get("scale", "1"))
                     seeds = scores(linked).get(which, {}).get(row["asked at"])
                     digits = 1 if "test_accuracy" in lines[0] else 3
@@ -148,7 +194,7 @@ def wrong_numbers(page):
                     wanted = f"{sum(line['wall']['seconds'] for line in lines):.0f}"
                 if wanted is not None:
                     checked.add(got)
-                    if got.strip("*") != wanted:
+                    if shown != wanted:
                         wrong.append((linked, heading, got, wanted))
         for got in sorted(checked, key=len, reverse=True):
             text = text.replace(f"| {got} ", "| ") if got else text
@@ -178,6 +224,11 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("loses only 2 points", "loses only 17 points"),  # a difference
         ("<!-- 2: ", "<!-- 3: "),  # its derivation
         ("| CPU | 36 | 355 |", "| CPU | 37 | 355 |"),
+        ("**0.061 ± 0.019**", "**0.061 ± 0.018**"),  # the standard error of a difference
+        ("| 0.065 ± 0.025 |", "| **0.065 ± 0.025** |"),  # a claim that the seeds do not allow
+        ("| **0.078 ± 0.025** |", "| 0.078 ± 0.025 |"),
+        ("1.420 against", "1.421 against"),  # a single run
+        ("least 3.2 standard errors", "least 3.3 standard errors"),
     ],
 )
 def test_a_wrong_number_is_noticed(right, wrong):
@@ -208,10 +259,10 @@ def test_tables_are_those_of_the_runs(name):
         config["task"].split()[1], config["options"], sweep_options.GridOptions()
     )
     o = options.sweep
-    runs = {(x["mixer"], x["lr"], x["seed"], x.get("scale", 1)) for x in lines}
-    if o.lr_seeds is None:
-        assert runs == {*itertools.product(o.mixers, o.lrs, range(o.seeds), o.scales)}
-    assert len(lines) == len(runs)
+    runs = {sweep.as_run(x) for x in lines}
+    grid = itertools.product(o.mixers, o.scales)
+    assert runs == {x for part in grid for x in sweep.wanted(options, *part, lines, about(name).metric)}
+    assert len(lines) == len(runs) == sweep.count(options)
     rows = summary.rows(lines, o.mixers, o.scales, about(name).metric)
     sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
     assert (RESULTS / name / "table.md").read_text() == summary.markdown(

@@ -186,7 +186,7 @@ def test_another_process_at_the_same_sweep(finished, tmp_path, capsys):
     with owned(out, "gated_delta_net-1"):
         assert cli.main(again) == 0
         assert {run.mixer for run in records(out)} == {"mamba2"} and not (out / "table.md").exists()
-        assert "4 runs are left to the other processes" in capsys.readouterr().out
+        assert "4 of 8 runs are left to the other processes" in capsys.readouterr().out
     assert cli.main(again) == 0
     assert records(out) == records(finished)
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in finished.iterdir())
@@ -364,6 +364,31 @@ def test_figure(tmp_path, monkeypatch):
     np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
     # without colour: marker, filling and line differ
     assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
+
+
+@pytest.mark.parametrize("trigram", [1.5, 3.5])
+def test_figure_of_losses(tmp_path, monkeypatch, trigram):
+    """A simple method above every loss is in the legend alone, with its loss; one among them is a line."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png",
+        [summary.Row("mamba2", 0.1, {4: [2.0, 2.1], 16: [1.0, 1.1]})],
+        axis="bytes",
+        label="bits per byte",
+        trained=8,
+        chance={"bigram": 4.0, "trigram": trigram},
+        title="a text",
+        percent=False,
+    )
+    [figure] = figures
+    [axes], [legend] = figure.axes, figure.legends
+    lines = [line.get_ydata()[0] for line in axes.lines if line.get_label() in ("bigram", "trigram")]
+    said = legend.get_title().get_text()
+    assert lines == ([1.5] if trigram == 1.5 else [])
+    assert ("bigram 4.000" in said, "trigram 3.500" in said) == (True, trigram == 3.5)
+    assert axes.get_ylim()[1] < 2.5
+    assert axes.get_xlabel() == "place in a test sequence, up to so many bytes"
 
 
 def test_equal_parameters_and_initial_weights():

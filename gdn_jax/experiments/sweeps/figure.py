@@ -42,12 +42,15 @@ def draw_sweep(
       rows: of `summary.rows`.
       axis, label, title: unit of the sizes of the tests, what is measured, heading.
       trained: largest size of the training sequences, marked.
-      chance: score of simple methods by name, as lines.
+      chance: score of simple methods by name, as lines. Above losses that are all lower they stand in the legend
+        alone: a line there would press the curves together.
       percent: scores are fractions, drawn in %.
       along: name and value by scale of what the models differ in: it is then along the axis, with a panel for each
         size of the test. None: one panel, with the sizes of the tests along the axis.
     """
     tests = list(rows[0].scores)
+    scores = [x for row in rows for values in row.scores.values() for x in values if np.isfinite(x)]
+    near = {name: x for name, x in chance.items() if percent or x <= max(scores, default=np.inf)}
     if along is None:
         below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to so many {axis}"
         panels = [(below, [(row.mixer, row.scores) for row in rows])]
@@ -65,7 +68,7 @@ def draw_sweep(
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False).reshape(-1)
     for axes, (below, curves) in zip(grid, panels, strict=False):
         _draw(axes, curves, 100 if percent else 1)
-        for name, value in chance.items():
+        for name, value in near.items():
             axes.axhline((100 if percent else 1) * value, color="#777777", lw=1, ls=(0, (1, 4)), label=name)
         sizes = sorted({x for _, scores in curves for x in scores})
         ticks = sorted({*sizes, trained}) if along is None and len(sizes) > 1 else sizes
@@ -84,12 +87,16 @@ def draw_sweep(
         axes.set_ylabel(f"{label}, %" if percent else label)
     (grid[0].set_title if len(panels) == 1 else figure.suptitle)(title, fontsize=10)
     handles, labels = grid[0].get_legend_handles_labels()  # lines come before error bars: the mixers first
-    order = [*range(len(chance), len(labels)), *range(len(chance))]
-    one = len(rows[0].scores[tests[0]]) == 1
-    figure.legend(
+    order = [*range(len(near), len(labels)), *range(len(near))]
+    heading = "mean over the seeds, bars of a standard error, dots for the seeds"
+    if len(rows[0].scores[tests[0]]) == 1:
+        heading = "one seed"
+    if above := ", ".join(f"{name} {value:.3f}" for name, value in chance.items() if name not in near):
+        heading += f"\nabove the figure: {above}"
+    legend = figure.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
-        title="one seed" if one else "mean over the seeds, bars of a standard error, dots for the seeds",
+        title=heading,
         title_fontsize=8.5,
         frameon=False,
         fontsize=8.5,
@@ -97,6 +104,7 @@ def draw_sweep(
         loc="outside lower center",
         ncols=3,
     )
+    legend.get_title().set_multialignment("center")
     with replacing(path) as file:
         figure.savefig(file, format="png")
 

@@ -382,7 +382,10 @@ def _work(
             say(f"interrupted; finished runs are kept; continue with: {again}")
             return INTERRUPTED
         if others := total - work.done():
-            say(f"{others} runs are left to the other processes that work in {folder.path}")
+            say(
+                f"{others} of {total} runs are left to the other processes that work in {folder.path}; "
+                f"should one of them have ended early, continue with: {again}"
+            )
             return 0
         _finish(options, task, folder, config, lines, console)
     except OSError as error:
