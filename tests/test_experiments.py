@@ -101,6 +101,7 @@ def test_schedule_rises_and_falls():
 # --- runs
 
 
+@pytest.mark.slow
 def test_loss_falls_below_the_unigram(folder, tmp_path):
     assert train(folder, tmp_path / "run", *"--steps 80 --lr 0.02".split()) == 0
     assert metrics(tmp_path / "run")[-1]["val_bpb"] < 3.0

@@ -58,6 +58,7 @@ def test_a_cache_too_large_is_a_line_of_its_own(capsys):
     assert "context 8, batch 3: left out, its cache has 1.92e-05 GB, more than 1e-05" in out
 
 
+@pytest.mark.slow
 def test_the_timed_loop_is_that_of_generate():
     """From the cache of a prompt it gives the tokens of `generate`, and from a random one it ends where it should."""
     model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))

@@ -287,6 +287,7 @@ def test_lengths_known_while_tracing(case):
     check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
 
 
+@pytest.mark.slow
 def test_padding_where_lengths_are_known():
     """A sequence of whole chunks, and one that shares its last chunk with padding of NaN."""
     case = cases.Case("padding", T=128, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(64, 36))

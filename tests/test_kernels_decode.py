@@ -87,6 +87,7 @@ def test_padding_batch_leaves_the_pool():
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.slow
 def test_pool_of_a_whole_model():
     """The second of three layers, in every kind of pool; the others keep their bits."""
     plain = Case("layers", K=32, V=32)

@@ -360,6 +360,7 @@ def test_other_derivatives_of_a_scan_over_blocks():
     jax.tree.map(lambda a, b: assert_close(a, b, F32), *results)
 
 
+@pytest.mark.slow
 def test_a_deeper_model_is_no_larger_a_program():
     """Weights come in and gradients go out one by one, which costs a few operations each."""
     row = jnp.asarray(tokens(2, 32))

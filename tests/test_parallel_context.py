@@ -171,6 +171,7 @@ def sent_by(devices, T):
     return traffic(f.lower(x[:5], jnp.asarray(x.do)).compile().as_text())
 
 
+@pytest.mark.slow
 def test_what_is_sent_grows_with_the_logarithm_of_the_devices():
     """Each way one state, and for n devices ceil(log2(n - 1)) states and one map less: no more for longer rows."""
     state, map_ = 2 * 8 * 4 * 4, 2 * 8 * 8 * 4

@@ -177,6 +177,7 @@ def test_lines_are_whole(finished, tmp_path, capsys):
     assert "expected a JSON object with mixer, lr, seed, val_loss" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_process_at_the_same_sweep(finished, tmp_path, capsys):
     """What it is at is left to it; whoever comes last writes the table."""
     out = shutil.copytree(finished, tmp_path / "copy")
