@@ -282,15 +282,17 @@ CASES = (
     Case("float32-in-no-norm", dtype="float32", use_qk_l2norm=False, K=64, V=32, kv_layout=False),
     Case("float16-null-slot", dtype="float16", null_slot=0, allow_neg_eigval=True, K=96, V=96),
     Case("heads", N=2, heads=(1, 2, 4), K=32, V=32, padding=False),
-    Case("tokens", T=4, V=64),
+    Case("tokens", T=4),
     Case("tokens-uneven", N=4, T=3, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16"),
+    Case("tokens-kv-bfloat16", N=2, T=3, K=32, V=256, uneven=True, padding=False, pool_dtype="bfloat16"),
     Case("saturated-gate", V=32, gate_shift=200.0),
 )
 
 RING_CASES = (
-    (Case("ring", V=64), (0, 3, 15)),
+    (Case("ring"), (0, 3, 15)),
     (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=32), (7, 3, 15)),
     (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
+    (Case("ring-wide-vk", kv_layout=False, K=256, V=32, heads=(1, 1, 1), padding=False), (15, 2, 15)),
 )
 """With the tokens that each row's ring holds."""
 

@@ -19,7 +19,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import cursors, ring_flush, ring_step, step, step_stream, tiles
+from pallas_kernels.decode import cursors, ring_flush, ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -61,6 +61,25 @@ def test_step(case):
     for name, y, like, bound in zip(("o", "pool"), (o, pool), plain, bounds, strict=True):
         assert y.dtype == like.dtype
         assert_close(np.asarray(like).astype(np.float64), np.asarray(y), bound, f"{case.name} {name}")
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "pool_dtype", "kv_layout", "block"),
+    [
+        (128, 128, "float32", True, 64),
+        (128, 128, "bfloat16", True, 128),
+        (128, 128, "float32", False, 32),
+        (128, 128, "bfloat16", False, 32),
+        (128, 192, "bfloat16", True, 64),
+        (96, 96, "float32", True, 32),
+        (256, 256, "bfloat16", True, 64),
+        (256, 256, "float32", True, 64),
+    ],
+)
+def test_default_tiles(K, V, pool_dtype, kv_layout, block):
+    """The sizes that were fastest, as far as they divide V and registers hold them; the cases above run with them."""
+    config = step.Config.default(K, V, pool_dtype, kv_layout)
+    assert config == step.Config(block, across=kv_layout and pool_dtype == "bfloat16")
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -234,18 +253,6 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     results = ring_step.ring_step(*arrays, held=held, deferred=deferred, **options)
     after = [0 if deferred and n + 1 >= pool_steps.LENGTH else n + case.T for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
-
-
-@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=lambda case: case.name)
-def test_step_stream(monkeypatch, case):
-    """The form of `step` that is to be timed, on a single SM."""
-    monkeypatch.setattr(step_stream, "NUM_SMS", 1)
-    x = pool_steps.draw(case)
-    names = ("A_log", "dt_bias", "read_slots", "write_slots", "num_tokens")
-    config = ring_step.Config(case.V, warpgroups=1, stages=99, chunk_bytes=2048)
-    options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
-    arrays = [x[name] for name in (*pool_steps.TOKENS, "pool")]
-    pool_steps.assert_right(case, x, *step_stream.step_stream(*arrays, **options))
 
 
 @pytest.mark.parametrize("case", [case for case, _ in RING_CASES], ids=lambda case: case.name)

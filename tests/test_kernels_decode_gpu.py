@@ -65,6 +65,9 @@ UNEVEN = (
 WIDTHS = (
     Case("K256-V256-kv", K=256, V=256),
     Case("K256-V256-vk", K=256, V=256, kv_layout=False, pool_dtype="bfloat16"),
+    Case("K256-V256-kv-bfloat16", K=256, V=256, pool_dtype="bfloat16"),
+    Case("K256-V256-tokens", T=4, K=256, V=256),
+    Case("K256-V256-tokens-bfloat16", T=4, K=256, V=256, pool_dtype="bfloat16"),
     Case("K64-V128-kv", K=64, V=128, pool_dtype="bfloat16"),
     Case("K96-V192-vk", K=96, V=192, kv_layout=False),
 )

@@ -72,6 +72,10 @@ MAX_TOKENS = 4
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
 
+PART_ROWS = 64
+"""Of a state, in registers while a ring is added to them. Each entry of the ring waits for its loads, once for every
+part of so many rows: few and large parts are fast."""
+
 ROW_ALIGNMENT = 16
 """Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
 
@@ -412,9 +416,11 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
                     fold(at, held, token, u)
 
     def fold(at: Slot, held: Held, token: Token, u: jax.Array) -> None:
-        """The state with the ring and a token in it, in chunks again."""
-        rows, layout = row_slices(shape.columns)
-        rows = min(32, shape.rows) if shape.rows % 32 == 0 else shape.rows
+        """The state with the ring and a token in it, part by part."""
+        layout = row_slices(shape.columns).layout
+        total_rows = rule.K if rule.kv_layout else config.block
+        # Longer rows would need more registers than there are.
+        rows = PART_ROWS if total_rows % PART_ROWS == 0 and shape.columns <= 128 else GRANULE
         size = (rows, shape.columns)
         # The token's u meets the state's layout in shared memory.
         u_at = smem.sums.at[wg, 0, 0] if rule.kv_layout else smem.sums.at[wg, 0]
@@ -443,7 +449,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
             S, _ = lax.fori_loop(0, held.count, entry, (S, jnp.float32(0) + token.g))
             store_any(state, S.astype(gmem.state.dtype))
 
-        lax.fori_loop(0, (rule.K if rule.kv_layout else config.block) // rows, part, None)
+        lax.fori_loop(0, total_rows // rows, part, None)
         # All warps have read the token before the next one takes its place.
         plgpu.commit_smem()
 

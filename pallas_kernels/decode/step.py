@@ -14,7 +14,7 @@ Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
 the bytes in flight are those of all the warpgroups that fit on an SM.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
-on K, the pool's dtype and layout, and whether T is 1, not on N: a request's bits do not depend on its neighbours.
+on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
 """
 
@@ -43,6 +43,9 @@ from pallas_kernels.device.memory import store_any
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""
 
+MAX_TILE = 128 * 128
+"""Entries of a tile by default: registers do not hold a larger one in float32."""
+
 POOL_DTYPES = ("float32", "bfloat16")
 """Of the states in a pool."""
 
@@ -60,12 +63,12 @@ class Config:
     """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
 
     @classmethod
-    def default(cls, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
+    def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool) -> "Config":
         """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
-        is_half, block = jnp.dtype(pool_dtype).itemsize == 2, 32
-        if kv_layout and T == 1:
-            block = 128 if is_half else 64
-        block = next(n for n in (block, 64, GRANULE) if n <= block and V % n == 0)
+        is_half, most = jnp.dtype(pool_dtype).itemsize == 2, 32
+        if kv_layout:
+            most = 128 if is_half else 64
+        block = next(n for n in (128, 64, GRANULE) if n <= most and V % n == 0 and K * n <= MAX_TILE)
         return cls(block, across=kv_layout and is_half)
 
 
@@ -184,7 +187,7 @@ def step(
     slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or Config.default(V, pool.dtype, kv_layout, T)
+    config = config or Config.default(K, V, pool.dtype, kv_layout)
     in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",
