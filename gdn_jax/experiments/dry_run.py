@@ -130,8 +130,9 @@ def expected(
             held, pieces = held / h, max(1, pieces / h)
         gradients += sum(2 * (group - 1) / group * held for group in groups)
         # XLA keeps what it has gathered for the backward pass, but not in a loop, nor in a `jax.shard_map` (where
-        # projections of one input stand together).
-        apart = config.scan_layers or (h > 1 and HEAD in spec[-1:] and "g_proj" not in path)
+        # projections of one input stand together, and a SwiGLU).
+        in_map = "down_proj" in path or (HEAD in spec[-1:] and "g_proj" not in path)
+        apart = config.scan_layers or (h > 1 and in_map)
         times = 2 if "blocks" in path and apart else 1
         gathered += times * (pieces - 1) / pieces * held
     stream = _FLOAT * r * t * config.hidden_size

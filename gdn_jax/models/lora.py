@@ -51,6 +51,11 @@ class LoRALinear(nnx.Linear):
         change = self.scale * jnp.matmul(self.a[...], self.b[...], precision="highest")
         return (kernel.astype(jnp.float32) + change).astype(kernel.dtype)
 
+    @property
+    def dtype(self) -> Any:  # pyrefly: ignore[bad-override]
+        """The compute dtype, that of `base`."""
+        return self.base.dtype
+
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S E"]:
         """The projection of x."""
         dtype = self.base.dtype or jnp.promote_types(x.dtype, self.base.param_dtype)
