@@ -124,6 +124,7 @@ def test_generation_from_padded_prompts(model):
     np.testing.assert_array_equal(continued(model, right, 5, mask=mask[1]), want)
 
 
+@pytest.mark.slow
 def test_drawing(model):
     """The first token is drawn from softmax(logits / temperature) among the best five, by the key."""
     prompt, key = tokens(1, 5), jax.random.key(1)
@@ -250,6 +251,7 @@ def test_initialisers():
         assert all(np.all(np.asarray(p[...]) == value) for p in params), value
 
 
+@pytest.mark.slow
 def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
     """A deeper model begins with the weights of a shallow one; blocks differ; the seed may be traced."""
 
@@ -299,6 +301,7 @@ class Shift(nnx.Module):
         return jnp.zeros((batch, 1, SIZES["hidden_size"]))
 
 
+@pytest.mark.slow
 def test_a_block_takes_any_mixer():
     model = make()
     model.blocks[1] = Block(model.config, Shift(), rngs=nnx.Rngs(1))
@@ -512,6 +515,7 @@ def test_mlp_size():
     assert ModelConfig(intermediate_size=100).mlp_size == 100
 
 
+@pytest.mark.slow
 def test_every_option_reaches_the_layer():
     options = {
         "hidden_size": 24,

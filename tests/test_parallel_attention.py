@@ -77,6 +77,7 @@ def test_tokens_are_exchanged_for_heads(text, heads):
     assert sent.sent["all-to-all"] == 2 * held * (n - 1) // n
 
 
+@pytest.mark.slow
 def test_segments_and_padding():
     config = AttentionConfig(8, 4, 4)
     sent = check("data=2,context=4", config, segments=True)

@@ -63,7 +63,6 @@ CASES = {
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
 }
 QUICK = (
-    "whole rows, three devices",
     "segments",
     "packed",
 )

@@ -208,6 +208,7 @@ def test_processes_at_once(finished, tmp_path, compile_once):
     assert (out / "table.md").exists() and not [*out.glob("lock*")]
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_gdn_train(finished):
     """The same seed, learning rate and steps by the loop of `gdn train` end with the same parameters."""
     o = options()
@@ -234,6 +235,7 @@ def test_a_run_is_that_of_gdn_train(finished):
     assert record["test_accuracy"] == pytest.approx(tests, abs=2 / (16 * 3))
 
 
+@pytest.mark.slow
 def test_side_by_side_is_one_by_one(finished, tmp_path, monkeypatch):
     """Runs in one program under vmap are those made one after the other; all runs of a mixer share one trace."""
     traces = []
@@ -288,6 +290,7 @@ def test_kill_then_resume(finished, tmp_path, compile_once):
     assert table[0] == table[1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     original = sweep.Program.advance

@@ -459,6 +459,7 @@ def test_recall_of_several_cases():
     assert task.baselines() == {"one of 32 values at random": 1 / 32}
 
 
+@pytest.mark.slow
 def test_training_set_of_fixed_size():
     """So many sequences and no others, the same for every run; every turn has its own; tests are other ones."""
     o = RecallOptions(vocab_size=64, cases=("8:2", "16:3"), train_sequences=20, val_sequences=40)
