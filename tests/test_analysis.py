@@ -203,6 +203,7 @@ def test_rule_inputs_refuses_another_layer():
         )
 
 
+@pytest.mark.slow
 def test_gates_of_a_model_are_collected_and_changed():
     """Unchanged gates give the model's own logits; resets make what came before them invisible."""
     config = ModelConfig(vocab_size=20, hidden_size=24, num_layers=2, head_dim=8, allow_neg_eigval=True)

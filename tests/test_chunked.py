@@ -29,6 +29,7 @@ def test_chunk_size_has_no_effect(C):
         harness.check(case, x, "float32", harness.evaluate("chunked", case.options, x))
 
 
+@pytest.mark.slow
 def test_many_chunks():
     """Errors do not grow with the number of chunks (33 here)."""
     case = cases.Case("many", T=2050, B=1, heads=(1, 1, 1), V=16)
@@ -36,6 +37,7 @@ def test_many_chunks():
     harness.check(case, x, "float32", harness.evaluate("chunked", case.options, x))
 
 
+@pytest.mark.slow
 def test_lanes(monkeypatch):
     """Long rows on a GPU are walked in lanes that are joined afterwards; here the same on any device."""
     monkeypatch.setattr(gdn_jax.chunked, "_num_lanes", lambda *_, **__: 4)

@@ -218,6 +218,7 @@ def test_padding_of_nan_gives_finite_gradients():
     assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw)) and np.all(np.asarray(dx[:, 4:]) == 0)
 
 
+@pytest.mark.slow
 def test_vmap_of_packed_rows():
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.standard_normal((3, 1, 8, 2)), jnp.float32)

@@ -384,6 +384,7 @@ def test_limits_of_the_draw():
     assert kept(temperature=0.1, top_p=0.9) == [1]  # the temperature goes first
 
 
+@pytest.mark.slow
 def test_stopping_and_listening():
     """Rows end, steps are heard in order, what the listener raises comes back."""
     model, prompt = make(), tokens(2, 5)

@@ -121,6 +121,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     assert text.count("all_reduce") == sums
 
 
+@pytest.mark.slow
 def test_slices_of_heads_of_the_public_call(monkeypatch):
     """The same kernels, once, on states of half of the heads."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)

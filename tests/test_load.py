@@ -87,6 +87,7 @@ def test_eval_of_the_held_out_text_is_the_validation(trained, folder, tmp_path, 
     assert line.endswith(f" bytes in {len(corpus.val_files)} files of {tmp_path / 'held out'}\n")
 
 
+@pytest.mark.slow
 def test_sample(trained, run, capsys):
     def sample(*words):
         assert cli.main(["sample", str(trained), "--tokens", "12", *words]) == 0

@@ -50,6 +50,7 @@ def test_length_of_the_chunk_table():
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.slow
 def test_the_fullest_chunk_table(implementation):
     """One sequence that fills its row: every chunk of the table is used."""
     case = cases.Case("full", T=100, B=1, lengths=(100,))
@@ -57,6 +58,7 @@ def test_the_fullest_chunk_table(implementation):
     harness.check(case, x, "float32", harness.evaluate(implementation, case.options, x))
 
 
+@pytest.mark.slow
 def test_lanes_of_packed_rows():
     """Chunks walked in four lanes, as on a GPU: sequences begin and end in any of them."""
     case = cases.Case("packed-lanes", T=190, B=1, lengths=(5, 0, 64, 33, 1, 80), K=8, V=8, chunk_size=16)

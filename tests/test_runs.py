@@ -159,6 +159,7 @@ def test_a_state_that_cannot_go_on_is_not_saved(folder, tmp_path, capsys):
     assert not any(p.name.isdigit() for p in (out / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_max_minutes_saves_and_continues(folder, finished, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(folder, out, "--max-minutes", "1e-9") == 0
@@ -332,6 +333,7 @@ def test_a_run_moves(folder, copy, finished, tmp_path, capsys):
     assert resume(copy) == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_of_any_bytes(folder, tmp_path, capsys):
     """A command line hands over bytes that are no UTF-8 as surrogates; other surrogates are refused at once."""
     out = tmp_path / "run"

@@ -87,6 +87,7 @@ def assert_same_tokens(want, got):
 
 
 @pytest.mark.parametrize("ring", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_request_gets_what_generate_gives(ring):
     """Eight requests through four places and five slots that held NaN; with deferred writes too."""
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))

@@ -155,6 +155,7 @@ def test_trees():
     assert_close(want, o, STATE_F32)
 
 
+@pytest.mark.slow
 def test_trees_on_a_ring():
     """Step after step of trees that differ, of which a random token is accepted: every token has the output of its
     own path alone, and what a request goes on from is the path to the accepted token. One step is of chains, some

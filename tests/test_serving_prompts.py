@@ -116,6 +116,7 @@ def test_checkpoints(kind):
     assert_same_bits(new[5], new[16], "a checkpoint at the end is the final state")
 
 
+@pytest.mark.slow
 def test_a_ring_is_empty_afterwards():
     """Prefill goes on from the present state of a ring that decode has filled in part, and leaves none of it."""
     x, pool = tokens(), draw_pool(9)
