@@ -107,13 +107,9 @@ class Result(NamedTuple):
 
     name: str
     what: str
-    ms: float
-    fastest_ms: float
-    slowest_ms: float
     work: int
     """Bytes of a part's floor, operations of a product."""
-    kernels: tuple[tuple[str, float], ...]
-    """Those that count, in the order of their start, with their median milliseconds."""
+    timing: Timing
 
 
 def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
@@ -204,8 +200,7 @@ def products(config: ModelConfig, tokens: int) -> list[Product]:
 def measure_copy(options: PartsBenchOptions, width: int) -> float:
     """Bytes that a copy of an array [tokens, width] reads and writes in a second."""
     x = _normal(0, jax.ShapeDtypeStruct((options.tokens, width), WIDE))
-    timing = _time(partial(_jit(jnp.copy), x), options)
-    return 2 * x.nbytes / timing.median_ms * 1e3
+    return 2 * x.nbytes / _time(partial(_jit(jnp.copy), x), options).median_ms * 1e3
 
 
 def measure(part: Part, options: PartsBenchOptions) -> list[Result]:
@@ -217,47 +212,38 @@ def measure(part: Part, options: PartsBenchOptions) -> list[Result]:
     arguments, found = [_normal(i, x) for i, x in enumerate(part.arguments)], []
     if part.forward_bytes is not None:
         timing = _time(partial(_jit(part.call), *arguments), options, part.kernels)
-        found.append(_result(part.name, "forward", timing, part.forward_bytes))
+        found.append(Result(part.name, "forward", part.forward_bytes, timing))
     if part.backward_bytes is not None:
-        outputs, vjp = _jit(partial(jax.vjp, part.call))(*arguments)
-        shapes, treedef = jax.tree.flatten(outputs)
-        cotangents = [_normal(len(arguments) + i, x) for i, x in enumerate(shapes)]
-        del arguments, outputs, shapes
-        call = partial(_jit(lambda vjp, cotangents: vjp(cotangents)), vjp, treedef.unflatten(cotangents))
-        found.append(_result(part.name, "backward", _time(call, options, part.kernels), part.backward_bytes))
+        vjp = _jit(lambda *x: jax.vjp(part.call, *x)[1])(*arguments)
+        del arguments
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(part.call, *part.arguments))
+        cotangents = treedef.unflatten(_normal(100 + i, x) for i, x in enumerate(shapes))
+        timing = _time(partial(_jit(lambda vjp, x: vjp(x)), vjp, cotangents), options, part.kernels)
+        found.append(Result(part.name, "backward", part.backward_bytes, timing))
     return found
 
 
 def measure_product(product: Product, options: PartsBenchOptions) -> list[Result]:
     """Times a projection and the two products of its gradient."""
     T, D, N = product.tokens, product.inputs, product.outputs
-    found = []
-    for i, (suffix, subscripts) in enumerate(PASSES.items()):
-        shapes = [tuple(dict(t=T, d=D, n=N)[c] for c in names) for names in subscripts[:5].split(",")]
-        x, y = (_normal(2 * i + j, jax.ShapeDtypeStruct(shape, NARROW)) for j, shape in enumerate(shapes))
+    sizes, found = dict(t=T, d=D, n=N), []
+    for suffix, subscripts in PASSES.items():
+        shapes = (tuple(sizes[c] for c in names) for names in subscripts.split("->")[0].split(","))
+        x, y = (_normal(i, jax.ShapeDtypeStruct(shape, NARROW)) for i, shape in enumerate(shapes))
         call = _jit(partial(jnp.einsum, subscripts, preferred_element_type=product.dtype))
         timing = _by_clock(partial(call, x, y), options)
-        found.append(_result(product.name + suffix, f"{T} x {D} x {N}", timing, 2 * T * D * N))
+        found.append(Result(product.name + suffix, f"{T} x {D} x {N}", 2 * T * D * N, timing))
     return found
-
-
-def _result(name: str, what: str, timing: Timing, work: int) -> Result:
-    times = timing.median_ms, timing.fastest_ms, timing.slowest_ms
-    return Result(name, what, *times, work, timing.kernels)
 
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=compiler_flags(deterministic=True))
 
 
-def _normal(seed: int, like: Any) -> jax.Array:
-    return _draw(seed, like.shape, like.dtype)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _draw(seed, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def _normal(seed, like: jax.ShapeDtypeStruct) -> jax.Array:
     key = jax.random.key(seed, impl="rbg")  # compiles in a tenth of the default's time
-    return jax.random.normal(key, shape).astype(dtype)
+    return jax.random.normal(key, like.shape).astype(like.dtype)
 
 
 def _time(call: Callable[[], Any], options: PartsBenchOptions, names: str = "") -> Timing:
@@ -269,11 +255,11 @@ def _time(call: Callable[[], Any], options: PartsBenchOptions, names: str = "") 
     profile = device_time.profile(lambda: jax.block_until_ready(call()), options.repeats)
     found = [kernel for kernel in device_time.kernels(profile) if re.match(names, kernel.name)]
     if not found or len(found) % options.repeats:
-        expected = f"sizes for which every call runs the same kernels {names}"
+        expected = f"sizes for which every call runs the same kernels {names}".rstrip()
         fail("model", expected, f"{options.model}, {len(found)} kernels in {options.repeats} calls")
     each = np.reshape([k.end_ns - k.start_ns for k in found], (options.repeats, -1)) / 1e6
-    medians = [float(ms) for ms in np.median(each, 0)]
-    return Timing.of(each.sum(1).tolist(), tuple(zip((k.name for k in found), medians, strict=False)))
+    kernels = [k.name for k in found[: each.shape[1]]]
+    return Timing.of(each.sum(1).tolist(), tuple(zip(kernels, np.median(each, 0).tolist(), strict=True)))
 
 
 def _by_clock(call: Callable[[], Any], options: PartsBenchOptions) -> Timing:
@@ -293,12 +279,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(PartsBenchOptions, argv, "gdn bench --what parts", PartsBenchOptions(), __doc__)
     _check(options)
     config = model_config(options.model, (), dtype="bfloat16")
-    known = parts(config, options.tokens // options.length, options.length), products(config, options.tokens)
-    asked_parts, asked_products = (
-        [x for x in xs if any(y in x.name for y in options.only or ("",))] for xs in known
-    )
+    tokens, length, only = options.tokens, options.length, options.only or ("",)
+    asked_parts = [x for x in parts(config, tokens // length, length) if any(y in x.name for y in only)]
+    asked_products = [x for x in products(config, tokens) if any(y in x.name for y in only)]
     if not asked_parts and not asked_products:
-        fail("only", f"parts of names such as {known[0][0].name}", " ".join(options.only))
+        fail("only", "parts of names such as residual sum and RMSNorm", " ".join(only))
     console = Console()
     if not console.is_terminal:
         console.width = 200
@@ -307,13 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     published = of_device(BANDWIDTH)
     share = "" if published is None else f", {100 * speed / published:.1f} % of the published"
     console.print(f"copy: {speed / 1e12:.3g} TB/s{share}", highlight=False)
-    content: dict[str, Any] = {
-        "versions": versions(),
-        "options": dataclasses.asdict(options),
-        "copy_bytes_per_second": speed,
-        "parts": [],
-        "products": [],
-    }
+    results: dict[str, list[Result]] = {"parts": [], "products": []}
 
     def add(kind: str, name: str, measured: Callable[[], list[Result]]) -> None:
         try:
@@ -321,20 +300,29 @@ def main(argv: list[str] | None = None) -> int:
         except jax.errors.JaxRuntimeError as error:  # out of memory, among others: the other parts may fit
             console.print(f"{name}: {one_line(error)}", highlight=False)
             return
+        results[kind] += found
         for r in found:
-            spread = f"{r.fastest_ms:.3f} to {r.slowest_ms:.3f}"
-            console.print(f"{r.name}, {r.what}: {r.ms:.3f} ms ({spread})", highlight=False)
-        content[kind] += [r._asdict() for r in found]
+            spread = f"{r.timing.fastest_ms:.3f} to {r.timing.slowest_ms:.3f}"
+            console.print(f"{r.name}, {r.what}: {r.timing.median_ms:.3f} ms ({spread})", highlight=False)
         if options.json is not None:
-            write_text(options.json, json.dumps(content, indent=1, default=str))
+            lines = {
+                kind: [r._asdict() | {"timing": r.timing._asdict()} for r in rs]
+                for kind, rs in results.items()
+            }
+            content = {
+                "versions": versions(),
+                "options": dataclasses.asdict(options),
+                "copy_bytes_per_s": speed,
+            }
+            write_text(options.json, json.dumps(content | lines, indent=1, default=str))
 
     for part in asked_parts:
         add("parts", part.name, partial(measure, part, options))
     for product in asked_products:
         add("products", product.name, partial(measure_product, product, options))
-    console.print(_parts_table(content["parts"], speed))
-    console.print(_products_table(content["products"]))
-    return 0 if content["parts"] or content["products"] else 1
+    console.print(_parts_table(results["parts"], speed))
+    console.print(_products_table(results["products"]))
+    return 0 if any(results.values()) else 1
 
 
 def _check(options: PartsBenchOptions) -> None:
@@ -352,25 +340,28 @@ def _check(options: PartsBenchOptions) -> None:
         check_writable("json", options.json)
 
 
-def _parts_table(results: list[dict[str, Any]], speed: float) -> Table:
+def _parts_table(results: list[Result], speed: float) -> Table:
     table = Table("part")
     for what in ("forward", "backward"):
         table.add_column(f"{what}, ms", justify="right")
         table.add_column("of the traffic floor", justify="right")
-    for name in dict.fromkeys(r["name"] for r in results):
-        passes = {r["what"]: r for r in results if r["name"] == name}
-        cells = []
-        for what in ("forward", "backward"):
-            r = passes.get(what)
-            cells += ["", ""] if r is None else [f"{r['ms']:.3f}", f"{r['ms'] / 1e3 * speed / r['work']:.2f}"]
-        table.add_row(name, *cells)
+    for name in dict.fromkeys(r.name for r in results):
+        cells = {
+            r.what: (f"{r.timing.median_ms:.3f}", _of_floor(r, speed)) for r in results if r.name == name
+        }
+        table.add_row(name, *cells.get("forward", ("", "")), *cells.get("backward", ("", "")))
     return table
 
 
-def _products_table(results: list[dict[str, Any]]) -> Table:
+def _of_floor(r: Result, speed: float) -> str:
+    return f"{r.timing.median_ms / 1e3 * speed / r.work:.2f}"
+
+
+def _products_table(results: list[Result]) -> Table:
     table = Table("product", "tokens x inputs x outputs")
     for name in ("ms", "TFLOP/s"):
         table.add_column(name, justify="right")
     for r in results:
-        table.add_row(r["name"], r["what"], f"{r['ms']:.3f}", f"{r['work'] / r['ms'] / 1e9:.3g}")
+        ms = r.timing.median_ms
+        table.add_row(r.name, r.what, f"{ms:.3f}", f"{r.work / ms / 1e9:.3g}")
     return table
