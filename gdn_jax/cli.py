@@ -27,8 +27,9 @@ USAGE = """usage: gdn COMMAND ...
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
-                     (--what decode) a token of every request that is served, (--what generate) a language model
-                     that reads a prompt and writes, or (--what scale) several devices beside one
+                     (--what parts) its parts around the rule and products one by one, (--what decode) a token of
+                     every request that is served, (--what generate) a language model that reads a prompt and writes,
+                     or (--what scale) several devices beside one
 
   tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
@@ -117,6 +118,10 @@ def _bench(argv: list[str]) -> int:
         from gdn_jax.experiments import scale_bench
 
         return scale_bench.main(argv)
+    if asks("parts"):
+        from gdn_jax.experiments import parts_bench
+
+        return parts_bench.main(argv)
     if asks("decode"):
         from gdn_jax.checks import decode_bench
 

@@ -100,6 +100,7 @@ ROOMS: dict[str, set[str]] = {
     "experiments": {
         "gdn_jax",
         "parallel",
+        "fused",
         "blocks",
         "losses",
         "layers",

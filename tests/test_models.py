@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from programs import KERNELS, eqns
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.experiments import options as options_lib
@@ -33,10 +33,6 @@ SIZES = {
     "expand_v": 1.5,
     "implementation": "recurrent",  # compiles fast; tests/test_layers.py takes the chunked form too
 }
-
-
-KERNELS = ("mpmd_map", "core_map", "pallas_call")
-"""What a GPU kernel is traced to, by version of JAX."""
 
 
 def make(seed=0, **options):
@@ -82,17 +78,6 @@ def loss_of(graphdef, row, **options):
         return jnp.sum(jnp.sin(model(row, **options)[0]))
 
     return loss
-
-
-def eqns(jaxpr):
-    """All operations of a jaxpr and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for x in eqn.params.values():
-            for inner in x if isinstance(x, tuple | list) else (x,):
-                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                if isinstance(inner, Jaxpr):
-                    yield from eqns(inner)
 
 
 def operations(f, *args):
