@@ -8,9 +8,9 @@ for every channel by itself but for the norm. Left to XLA, the derivative's sums
 fusion that takes several times as long as the memory needs; here x and dy are read once and dx is written once.
 
 Inputs (GMEM): x [B, T, 2 H + HV, K] bfloat16 or float16, the heads of q, then k, then v, where a head is K channels
-also of v, which has no norm; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or HV, K]; fresh [B, T] int32, 1 at the
+also of v, which has no norm, and perhaps others behind them, which are not read; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or HV, K]; fresh [B, T] int32, 1 at the
 first token of each segment of a row, or none.
-Outputs (GMEM): q, k, v; dx like x; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
+Outputs (GMEM): q, k, v; dx like x, where x has others as part of a given array; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
 fixed order, so results repeat bit for bit.
 Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
 over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
@@ -64,18 +64,19 @@ def check_supported(
     """Why the kernels cannot take a convolution; None if they can.
 
     Args:
-      x: inputs [B, T, D].
-      weight: filters [D, W].
+      x: inputs [B, T, C].
+      weight: filters [D, W] of the first D of them.
       heads, width: of q and of k, whose channels come first.
     """
-    B, T, D = x.shape
+    B, T, channels = x.shape
+    D = weight.shape[0]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
     if weight.shape[1] != WIDTH:
         return f"W = {weight.shape[1]}; the kernel is written for {WIDTH}"
     if not B or not T or T % AHEAD:
         return f"T = {T}; the kernel takes multiples of {AHEAD}"
-    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width):
+    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width) or channels % width:
         takes = f"multiples of {HEADS} heads of 32, 64, 128 or 256"
         return f"{D} channels with {heads} heads of {width}; the kernel takes {takes}"
     return None
@@ -85,7 +86,8 @@ class _Strip:
     """What a CTA knows: its tokens `first` to `end`, and its heads."""
 
     def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
-        _, self.T, heads, self.width = gmem.x.shape
+        _, self.T, _, self.width = gmem.x.shape
+        heads = gmem.w.shape[1]
         strips, groups = -(-self.T // config.strip), heads // HEADS
         self.gmem, self.parts = gmem, parts
         self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
@@ -251,7 +253,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 
 
 def short_conv(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
     fresh: Int[Array, "B T"] | None = None,
     *,
@@ -264,7 +266,7 @@ def short_conv(
     """q, k and v = silu(conv(x)), the heads of q and k of unit length if `normalize`.
 
     Args:
-      x: inputs that `check_supported` accepts, the channels of q, then k, then v.
+      x: inputs that `check_supported` accepts, the channels of q, then k, then v, then others, which are not read.
       weight: filters, oldest tap first.
       fresh: not 0 at the first token of each segment of a row; None: every row is one.
       heads, width: of q and of k.
@@ -279,9 +281,10 @@ def short_conv(
 
 def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs that both kernels take, and how they are launched."""
-    B, T, D = x.shape
+    B, T, _ = x.shape
+    D = weight.shape[0]
     inputs = {
-        "x": x.reshape(B, T, D // width, width),
+        "x": x.reshape(B, T, -1, width),
         "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
@@ -290,7 +293,7 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
 
 
 def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
-    B, T, D = x.shape
+    B, T, D = *x.shape[:2], weight.shape[0]
     inputs, options = _shared(width, config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
     value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
@@ -301,29 +304,32 @@ def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
 
 
 def short_conv_backward(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
     fresh: Int[Array, "B T"] | None,
     dq: Float[Array, "B T H K"],
     dk: Float[Array, "B T H K"],
     dv: Float[Array, "B T Dv"],
+    dothers: Float[Array, "B T C"] | None = None,
     *,
     normalize: bool = True,
     config: Config | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "D W"]]:
+) -> tuple[Float[Array, "B T C"], Float[Array, "D W"]]:
     """Derivative of `short_conv`: dx in x's dtype and dweight in float32.
 
     Args:
       x, weight, fresh, normalize, config, interpret: as for `short_conv`.
       dq, dk, dv: cotangents of its results, in x's dtype.
+      dothers: where x has other channels, an array like x with what dx shall hold for them. The rest of it may hold
+        anything.
     """
     run = _compiled_backward if interpret is None else _run_backward
-    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv)
+    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv, dothers)
 
 
-def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
-    B, T, D = x.shape
+def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
+    B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
     inputs, options = _shared(width, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
@@ -333,14 +339,15 @@ def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
         functools.partial(_backward, config=config, normalize=normalize),
         inputs=inputs | {"dq": dq, "dk": dk, "dv": dv.reshape(B, T, -1, width)},
         outputs={
-            "dx": jax.ShapeDtypeStruct(like.shape, like.dtype),
-            "dw": jax.ShapeDtypeStruct((strips, WIDTH, *like.shape[2:]), jnp.float32),
+            "dx": jax.ShapeDtypeStruct(like.shape, like.dtype) if dothers is None else None,
+            "dw": jax.ShapeDtypeStruct((strips, WIDTH, D // width, width), jnp.float32),
         },
+        updated={"dx": None if dothers is None else dothers.reshape(like.shape)},
         interpret=interpret,
         **options,
     )
     dweight = jnp.sum(results["dw"], axis=0).reshape(WIDTH, D).T
-    return results["dx"].reshape(B, T, D), dweight
+    return results["dx"].reshape(x.shape), dweight
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3, 4))
