@@ -255,7 +255,7 @@ def shared_products(
     return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
 
 
-def is_one_product(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> bool:
+def is_one_product(x: jax.Array | jax.ShapeDtypeStruct, linears: Sequence[Projection]) -> bool:
     """Whether `shared_products` makes one product of each group of these."""
     own = all(isinstance(linear, nnx.Linear) for linear in linears)
     return own and not splits_heads() and math.prod(x.shape[:-1]) > FEW_ROWS

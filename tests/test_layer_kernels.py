@@ -14,8 +14,10 @@ from flax import nnx
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from gdn_jax import blocks
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused import embedding as fused_embedding
+from gdn_jax.fused import joined as fused_joined
 from gdn_jax.fused import norms as fused_norms
 from gdn_jax.fused import swiglu as fused_swiglu
 from gdn_jax.fused import token as fused_token
@@ -454,6 +456,77 @@ def test_layer_uses_the_kernels(implementation, monkeypatch):
     got = kernels_of(layer, (shape(1, 128, 64),), monkeypatch)
     names = ("short_conv", "short_conv_backward", "gated_norm", "gated_norm_backward")
     assert got == (dict.fromkeys(names, 1) if implementation is None else {})
+
+
+def joining_layer(implementation=None, **options):
+    """A small layer that can have all products of its input in one array: its gated norm takes four heads at once."""
+    sizes = dict(num_heads=4, head_dim=256, expand_v=1.0, dtype=jnp.bfloat16)
+    return GatedDeltaNet(32, **sizes | options, implementation=implementation, rngs=nnx.Rngs(0))
+
+
+def test_one_product_of_the_input(monkeypatch):
+    """All channels are one product forward and two backward, and no sum or copy of their cotangents is in the program,
+    in which the convolution's kernel changes the array that the gated norm made."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    graphdef, params = nnx.split(joining_layer())
+
+    def loss(params, x):
+        return nnx.merge(graphdef, params)(x)[0].astype(jnp.float32).sum()
+
+    args = params, shape(1, 512, 32)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = gradient.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    wide = [line for line in text.splitlines() if "x4352x" in line and "dot_general" in line]
+    assert len(wide) == 3
+    updates = [line for line in text.splitlines() if "mosaic_gpu" in line and "output_operand_alias" in line]
+    assert len(updates) == 1 and "tensor<1x512x17x256xbf16>" in updates[0]
+    assert not any("stablehlo.add" in line and "4352" in line for line in text.splitlines())
+
+
+def test_gradients_of_one_product(interpreted, monkeypatch):
+    """Of a layer by the interpreted kernels, in which memory that nobody wrote is NaN, as those of the plain layer."""
+    monkeypatch.setattr(blocks, "FEW_ROWS", 1)
+    x, segments = draws(0)(1, 8, 32, dtype="bfloat16"), jnp.arange(8)[None] // 3
+    graphdef, params = nnx.split(joining_layer("chunked"))
+
+    def run(params, x):
+        y, cache = nnx.merge(graphdef, params)(x, segment_ids=segments, return_cache=True)
+        return y, cache.conv
+
+    results, back = jax.vjp(run, params, x)
+    cotangents = tuple(draws(n)(*y.shape, dtype="bfloat16") for n, y in enumerate(results))
+    expected = results, back(cotangents)
+    assert not interpreted
+    for module in (fused_joined, fused_norms):
+        monkeypatch.setattr(module, "usable", lambda implementation, reason: reason is None)
+    results, back = jax.vjp(run, params, x)
+    got = results, back(cotangents)
+    names = ("short_conv", "short_conv_backward", "gated_norm", "gated_norm_backward")
+    assert interpreted == dict.fromkeys(names, 1)
+    for (path, like), y in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        # Rounded in turn: q, k or v, o, the norm's result, its cotangent, that of o, those of q, k and v, of the
+        # channels, and the gradient.
+        close(like, y, jax.tree_util.keystr(path), 8, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(conv_bias=True),
+        dict(use_short_conv=False),
+        dict(use_gate=False),
+        dict(head_dim=128),
+        dict(head_dim=80),
+        dict(dtype=jnp.float32),
+    ],
+)
+def test_layers_whose_products_are_apart(options, monkeypatch):
+    """Also few tokens, and tokens with a mask or a past."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    assert joining_layer()._joins(shape(1, 512, 32))
+    assert not joining_layer()._joins(shape(1, 256, 32))
+    assert not joining_layer("chunked")._joins(shape(1, 512, 32))
+    assert not joining_layer(**options)._joins(shape(1, 512, 32))
 
 
 def test_model_uses_the_kernels(monkeypatch):

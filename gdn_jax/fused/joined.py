@@ -1,8 +1,9 @@
-"""All that the convolution and the output gate read of a layer's input as one array, [q | k | v | gate].
+"""All products of a layer's input as one array of channels, [q | k | v | gates | output gate].
 
-Each of the two kernels reads its channels of the array where they lie. In the backward pass the gated norm makes an
-array for the cotangents of all channels and writes those of the gate, and the convolution writes the others beside
-them. So the cotangent of the layer's input is one product, as the array itself is, instead of two and their sum.
+The kernels of the convolution and of the gated norm read their channels where they lie. In the backward pass the gated
+norm makes an array for the cotangents of all channels and writes those of the output gate; those of the gates and, by
+the convolution's kernel, those of q, k and v are written beside them. So the cotangent of the layer's input is one
+product, as the array itself is, instead of three and their sum.
 """
 
 from functools import partial
@@ -27,7 +28,7 @@ def has_kernels(
     """Whether `short_conv` and `norms.gated_norm` take their channels from one array.
 
     Args:
-      joined: [B, T, C], the channels of q, k, v and of the gate.
+      joined: [B, T, C], all channels.
       weight, heads, width: of `short_conv`.
       o: outputs of the rule [B, T, H, V].
       implementation: as for `norms.add_norm`.
@@ -47,41 +48,46 @@ def short_conv(
     heads: int,
     width: int,
     normalize: bool = True,
+    behind: int,
 ) -> tuple[
     Float[Array, "B T H K"],
     Float[Array, "B T H K"],
     Float[Array, "B T Dv"],
     Float[Array, "N D W1"],
+    Float[Array, "B T G"],
     Float[Array, "B T C"],
 ]:
-    """`fused.short_conv.short_conv` of the first D channels, and the array for those who read the others.
+    """`fused.short_conv.short_conv` of the first D channels, the G behind them, and the array for who reads the others.
 
     Args:
-      joined: inputs of the convolution and C - D other channels, where `has_kernels` says so.
+      joined: all channels, where `has_kernels` says so.
       weight: filters [D, W].
       segment_ids, heads, width, normalize: of `fused.short_conv.short_conv`.
+      behind: G.
 
     Returns:
-      q, k, v and the final state, and `joined` with a cotangent of which only the other channels count: what it holds
-      for the first D is overwritten. It is for `norms.gated_norm`, which leaves those as they are in memory.
+      q, k, v and the final state; the next G channels; and `joined` again, of whose cotangent only the other channels
+      count: what it holds for the first D + G is overwritten. It is for `norms.gated_norm`, which leaves in those
+      whatever lies in memory.
     """
     fresh = None if segment_ids is None else segment_starts(segment_ids).astype("int32")
-    call = partial(_short_conv, heads=heads, width=width, normalize=normalize)
-    args, operands, results = (joined, weight, fresh), ("b . .", ". .", "b ."), _RESULTS
-    q, k, v, rest = on_explicit_shards(call, args, operands, results, {"b": joined.shape[0]})
+    call = partial(_short_conv, heads=heads, width=width, normalize=normalize, behind=behind)
+    args, operands = (joined, weight, fresh), ("b . .", ". .", "b .")
+    q, k, v, gates, rest = on_explicit_shards(call, args, operands, _RESULTS, {"b": joined.shape[0]})
     final = last_inputs(joined[..., : weight.shape[0]], segment_ids, weight.shape[1])
-    return q, k, v, final, rest
+    return q, k, v, final, gates, rest
 
 
 _PARTS = ("b . . .", "b . . .", "b . .")
-_RESULTS = (*_PARTS, "b . .")
+_RESULTS = (*_PARTS, "b . .", "b . .")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _short_conv(joined, weight, fresh, heads, width, normalize):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _short_conv(joined, weight, fresh, heads, width, normalize, behind):
+    D = weight.shape[0]
     static, args = (heads, width, normalize), (joined, weight, fresh)
     parts = run(_forward, static, args, ("b . .", ". .", "b ."), _PARTS, {"b": joined.shape[0]})
-    return *parts, joined
+    return *parts, joined[..., D : D + behind], joined
 
 
 def _forward(static, x, weight, fresh):
@@ -91,21 +97,22 @@ def _forward(static, x, weight, fresh):
     return kernels.short_conv(x, weight, fresh, heads=heads, width=width, normalize=normalize)
 
 
-def _short_conv_fwd(joined, weight, fresh, heads, width, normalize):
-    return _short_conv(joined, weight, fresh, heads, width, normalize), (joined, weight, fresh)
+def _short_conv_fwd(joined, weight, fresh, heads, width, normalize, behind):
+    return _short_conv(joined, weight, fresh, heads, width, normalize, behind), (joined, weight, fresh)
 
 
-def _short_conv_bwd(heads, width, normalize, saved, cotangents):
+def _short_conv_bwd(heads, width, normalize, behind, saved, cotangents):
     joined, weight, _ = saved
     operands, sizes = ("b . .", ". .", "b .", *_RESULTS), {"b": joined.shape[0]}
     djoined, dweight = run(_backward, normalize, (*saved, *cotangents), operands, ("b . .", ". . +b"), sizes)
     return djoined, dweight.astype(weight.dtype), None
 
 
-def _backward(normalize, x, weight, fresh, *cotangents):
+def _backward(normalize, x, weight, fresh, dq, dk, dv, dgates, dothers):
     from pallas_kernels.layer import short_conv as kernels
 
-    return kernels.short_conv_backward(x, weight, fresh, *cotangents, normalize=normalize)
+    dothers = jax.lax.dynamic_update_slice_in_dim(dothers, dgates, weight.shape[0], axis=2)
+    return kernels.short_conv_backward(x, weight, fresh, dq, dk, dv, dothers, normalize=normalize)
 
 
 _short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)
