@@ -301,16 +301,18 @@ class GatedDeltaNet(nnx.Module):
 
     def _joins(self, x) -> bool:
         """Whether all products of x are channels of one array, of which kernels take each its own."""
-        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
-        if self.conv_weight is None or self.conv_bias is not None:
+        gate, weight = self.g_proj, self.conv_weight
+        if gate is None or weight is None or self.conv_bias is not None:
             return False
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, gate, self.o_proj
         if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
             return False
-        channels, dtype = self.conv_dim + self._gate_channels() + self.g_proj.out_features, self.dtype or x.dtype
+        dtype = self.dtype or x.dtype
+        channels = self.conv_dim + self._gate_channels() + gate.out_features
         y = jax.ShapeDtypeStruct((*x.shape[:2], channels), dtype)
         o = jax.ShapeDtypeStruct((*x.shape[:2], self.num_v_heads, self.head_v_dim), dtype)
-        heads = dict(heads=self.num_heads, width=self.head_dim)
-        return joined.has_kernels(y, self.conv_weight[...], o, **heads, implementation=self.implementation)
+        options = dict(heads=self.num_heads, width=self.head_dim, implementation=self.implementation)
+        return joined.has_kernels(x, y, weight[...], o, **options)
 
     def _gate_channels(self) -> int:
         """Channels of a and b, filled up to whole heads."""
@@ -318,18 +320,20 @@ class GatedDeltaNet(nnx.Module):
         return -(-2 * self.num_v_heads // width) * width
 
     def _joined_inputs(self, x, segment_ids):
-        """`rule_inputs` of rows without a past, and all channels as heads, the last of which are the output gate."""
-        kernels = [linear.kernel[...] for linear in (self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj)]
-        behind = self._gate_channels()
-        fill = jnp.zeros((self.hidden_size, behind - 2 * self.num_v_heads), kernels[0].dtype)
+        """`rule_inputs` of rows without a past, and all channels as heads, of which the last are the output gate."""
+        assert self.g_proj is not None and self.conv_weight is not None, "`_joins` refuses such layers"
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
+        kernels = [linear.kernel[...] for linear in linears]
+        behind, HV = self._gate_channels(), self.num_v_heads
+        fill = jnp.zeros((self.hidden_size, behind - 2 * HV), kernels[0].dtype)
         weight = jnp.concatenate([*kernels, fill, self.g_proj.kernel[...]], axis=1)
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
         y = x.astype(dtype) @ weight.astype(dtype)
         options = dict(**self._key_heads(), behind=behind)
         q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)
-        v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
-        a, b = jnp.split(gates[..., : 2 * self.num_v_heads], 2, axis=-1)
-        return rules.RuleInputs(q, k, v, *self._gates(a, b)), conv_state, y.reshape(*y.shape[:2], -1, self.head_v_dim)
+        v, y = (part.reshape(*x.shape[:2], -1, self.head_v_dim) for part in (v, y))
+        a, b = jnp.split(gates[..., : 2 * HV], 2, axis=-1)
+        return rules.RuleInputs(q, k, v, *self._gates(a, b)), conv_state, y
 
     def _gates(self, a, b):
         """g and beta."""

@@ -1,22 +1,23 @@
 """All products of a layer's input as one array of channels, [q | k | v | gates | output gate].
 
-The kernels of the convolution and of the gated norm read their channels where they lie. In the backward pass the gated
-norm makes an array for the cotangents of all channels and writes those of the output gate; those of the gates and, by
-the convolution's kernel, those of q, k and v are written beside them. So the cotangent of the layer's input is one
-product, as the array itself is, instead of three and their sum.
+The kernels of the convolution and of the gated norm read their channels where they lie. In the backward pass the
+gated norm makes an array for the cotangents of all channels and writes those of the output gate; those of the gates
+and, by the convolution's kernel, those of q, k and v are written beside them. So the cotangent of the layer's input
+is one product, as the array itself is, instead of three and their sum.
 """
 
 from functools import partial
 
 import jax
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import last_inputs, segment_starts
 from gdn_jax.fused.kernels import run, usable
-from gdn_jax.partitioning import on_explicit_shards
 
 
 def has_kernels(
+    x: Float[Array, "B T D"],
     joined: jax.ShapeDtypeStruct,
     weight: jax.ShapeDtypeStruct | jax.Array,
     o: jax.ShapeDtypeStruct,
@@ -27,7 +28,11 @@ def has_kernels(
 ) -> bool:
     """Whether `short_conv` and `norms.gated_norm` take their channels from one array.
 
+    They do not inside jax.shard_map, nor on explicit axes of a mesh: Pallas has no references to arrays that vary
+    over a mesh, through which a kernel changes an array.
+
     Args:
+      x: the layer's input.
       joined: [B, T, C], all channels.
       weight, heads, width: of `short_conv`.
       o: outputs of the rule [B, T, H, V].
@@ -36,6 +41,9 @@ def has_kernels(
     from pallas_kernels.layer import gated_norm
     from pallas_kernels.layer import short_conv as kernel
 
+    here = jax.typeof(x)
+    if here.manual_axis_type.varying or AxisType.Explicit in here.sharding.mesh.axis_types:
+        return False
     reason = kernel.check_supported(joined, weight, heads, width) or gated_norm.check_supported(o)
     return usable(implementation, reason or gated_norm.check_gates(o, joined.shape[-1]))
 
@@ -57,7 +65,7 @@ def short_conv(
     Float[Array, "B T G"],
     Float[Array, "B T C"],
 ]:
-    """`fused.short_conv.short_conv` of the first D channels, the G behind them, and the array for who reads the others.
+    """`fused.short_conv.short_conv` of the first D channels, the next G, and the array for who reads the others.
 
     Args:
       joined: all channels, where `has_kernels` says so.
@@ -71,9 +79,7 @@ def short_conv(
       whatever lies in memory.
     """
     fresh = None if segment_ids is None else segment_starts(segment_ids).astype("int32")
-    call = partial(_short_conv, heads=heads, width=width, normalize=normalize, behind=behind)
-    args, operands = (joined, weight, fresh), ("b . .", ". .", "b .")
-    q, k, v, gates, rest = on_explicit_shards(call, args, operands, _RESULTS, {"b": joined.shape[0]})
+    q, k, v, gates, rest = _short_conv(joined, weight, fresh, heads, width, normalize, behind)
     final = last_inputs(joined[..., : weight.shape[0]], segment_ids, weight.shape[1])
     return q, k, v, final, gates, rest
 

@@ -75,9 +75,8 @@ def gated_norm(
 
     Args:
       o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
-      gate: of o's shape, any floating dtype; or more heads, of which these are the last, where
-        `joined.has_kernels` says so. Its cotangent then holds for the others whatever lies in memory, and is for
-        `joined.short_conv`.
+      gate: of o's shape, any floating dtype; or more heads, of which these are the last. By the kernels its
+        cotangent then holds for the others whatever lies in memory, and is for `joined.short_conv`.
       weight: [V].
       kernel: projection [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
@@ -91,7 +90,10 @@ def gated_norm(
     from pallas_kernels.layer import gated_norm as kernels
 
     kernel = None if kernel is None else kernel.astype(o.dtype)
-    if usable(implementation, kernels.check_supported(o)):
+    reason = kernels.check_supported(o)
+    if gate.shape != o.shape:
+        reason = reason or kernels.check_gates(o, gate.shape[-2] * gate.shape[-1])
+    if usable(implementation, reason):
         names, sizes = _head_axes(o, gate)
         result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
         if kernel is not None:
@@ -99,6 +101,8 @@ def gated_norm(
         call = partial(_gated_norm, eps=eps)
         operands = (names, names, ".", None if kernel is None else ". .")
         return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
+    if gate.shape != o.shape:
+        gate = gate[..., -o.shape[-2] :, :]
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
     return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), kernel)

@@ -49,8 +49,8 @@ def launch(
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      The outputs and the updated arrays that are not None, by name. Inside jax.shard_map they vary over the mesh axes that any of the inputs
-      varies over; Pallas forgets these.
+      The outputs and the updated arrays that are not None, by name. Inside jax.shard_map the outputs vary over the
+      mesh axes that any of the inputs varies over; Pallas forgets these.
     """
     updated = updated or {}
     given, results, changed = (

@@ -223,7 +223,7 @@ def _reciprocal(shape: tuple[int, int], layout: Any):
         f32, instruction = ir.F32Type.get(), "rcp.approx.ftz.f32 $0, $1;"
         values = []
         for register in x.registers.flat:
-            inverse = [
+            inverse: Any = [
                 llvm.inline_asm(f32, [y], instruction, "=f,f", has_side_effects=False)
                 for y in _elements(register)
             ]

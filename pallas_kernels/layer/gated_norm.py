@@ -70,7 +70,10 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
 
     def block(i, carry):
         first = i * rows
-        o, z = r.load(gmem.o, first, V, rows), r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32)
+        o, z = (
+            r.load(gmem.o, first, V, rows),
+            r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32),
+        )
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
         r.store(gmem.y, first, o * scale * w * (z * r.sigmoid(z)))
         return carry

@@ -8,10 +8,10 @@ for every channel by itself but for the norm. Left to XLA, the derivative's sums
 fusion that takes several times as long as the memory needs; here x and dy are read once and dx is written once.
 
 Inputs (GMEM): x [B, T, 2 H + HV, K] bfloat16 or float16, the heads of q, then k, then v, where a head is K channels
-also of v, which has no norm, and perhaps others behind them, which are not read; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or HV, K]; fresh [B, T] int32, 1 at the
-first token of each segment of a row, or none.
-Outputs (GMEM): q, k, v; dx like x, where x has others as part of a given array; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
-fixed order, so results repeat bit for bit.
+also of v, which has no norm; perhaps others behind them, which are not read; w [W, 2 H + HV, K] float32; dq, dk, dv
+[B, T, H or HV, K]; fresh [B, T] int32, 1 at the first token of each segment of a row, or none.
+Outputs (GMEM): q, k, v; dx like x, written into a given array where x has others; dw [strips, W, 2 H + HV, K]
+float32, one sum for each strip, which are added in a fixed order, so results repeat bit for bit.
 Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
 over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
 around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
@@ -330,7 +330,9 @@ def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
     inputs, options = _shared(width, config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
     value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
-    body = functools.partial(_forward, config=config, normalize=normalize, device=Device(interpret is not None))
+    body = functools.partial(
+        _forward, config=config, normalize=normalize, device=Device(interpret is not None)
+    )
     outputs = {"q": key, "k": key, "v": value}
     results = launch("short_conv", body, inputs=inputs, outputs=outputs, interpret=interpret, **options)
     return results["q"], results["k"], results["v"].reshape(B, T, -1)
@@ -369,7 +371,9 @@ def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, do
     like = inputs["x"]
     results = launch(
         "short_conv_backward",
-        functools.partial(_backward, config=config, normalize=normalize, device=Device(interpret is not None)),
+        functools.partial(
+            _backward, config=config, normalize=normalize, device=Device(interpret is not None)
+        ),
         inputs=inputs | {"dq": dq, "dk": dk, "dv": dv.reshape(B, T, -1, width)},
         outputs={
             "dx": jax.ShapeDtypeStruct(like.shape, like.dtype) if dothers is None else None,
