@@ -246,14 +246,19 @@ def shared_products(
       dtype: their compute dtype.
     """
     linears = [linear for group in groups for linear in group]
-    own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
-    grouped = sum(map(len, own)) < len(linears)
-    if splits_heads() or grouped or math.prod(x.shape[:-1]) <= FEW_ROWS:
+    if not is_one_product(x, linears):
         ys = iter(products(x, linears))
         return [jnp.concatenate([next(ys) for _ in group], axis=-1) for group in groups]
+    own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
     kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in own]
     dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
     return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
+
+
+def is_one_product(x: jax.Array | jax.ShapeDtypeStruct, linears: Sequence[Projection]) -> bool:
+    """Whether `shared_products` makes one product of each group of these."""
+    own = all(isinstance(linear, nnx.Linear) for linear in linears)
+    return own and not splits_heads() and math.prod(x.shape[:-1]) > FEW_ROWS
 
 
 def group_projections(part: nnx.Module, names: Sequence[str]) -> None:

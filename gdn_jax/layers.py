@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears, shared_products
+from gdn_jax.blocks import (
+    Initializer,
+    NoDecayParam,
+    RMSNorm,
+    bias_free_linears,
+    is_one_product,
+    shared_products,
+)
 from gdn_jax.conv import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -23,6 +30,7 @@ from gdn_jax.conv import (
     convolve_spans,
     segment_starts,
 )
+from gdn_jax.fused import joined
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.fused.token import has_kernel, token_step
@@ -215,9 +223,13 @@ class GatedDeltaNet(nnx.Module):
             *inputs, conv = self._token_inputs(x, past)
             o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
             return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
-        inputs, conv = self.rule_inputs(
-            x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
-        )
+        gate = None
+        if cache is None and mask is None and cu_seqlens is None and self._joins(x):
+            inputs, conv, gate = self._joined_inputs(x, segment_ids)
+        else:
+            inputs, conv = self.rule_inputs(
+                x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
+            )
         o, state = rules.apply(
             self.rule,
             *inputs,
@@ -227,7 +239,7 @@ class GatedDeltaNet(nnx.Module):
             segment_ids=segment_ids,
             implementation=self.implementation,
         )
-        y = self.rule_output(o, x)
+        y = self.rule_output(o, x, gate)
         if state is None or (cache is None and not return_cache):
             return y, None
         return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
@@ -254,8 +266,7 @@ class GatedDeltaNet(nnx.Module):
           q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
         """
         qkv, a, b = self._project(x)
-        g = log_decay(a, self.A_log[...], self.dt_bias[...])
-        beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
+        g, beta = self._gates(a, b)
         if mask is not None:
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
@@ -288,12 +299,59 @@ class GatedDeltaNet(nnx.Module):
         v = v.reshape(-1, self.num_v_heads, self.head_v_dim)
         return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
-    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def _joins(self, x) -> bool:
+        """Whether all products of x are channels of one array, of which kernels take each its own."""
+        gate, weight = self.g_proj, self.conv_weight
+        if gate is None or weight is None or self.conv_bias is not None:
+            return False
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, gate, self.o_proj
+        if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
+            return False
+        dtype = self.dtype or x.dtype
+        channels = self.conv_dim + self._gate_channels() + gate.out_features
+        y = jax.ShapeDtypeStruct((*x.shape[:2], channels), dtype)
+        o = jax.ShapeDtypeStruct((*x.shape[:2], self.num_v_heads, self.head_v_dim), dtype)
+        options = dict(heads=self.num_heads, width=self.head_dim, implementation=self.implementation)
+        return joined.has_kernels(x, y, weight[...], o, **options)
+
+    def _gate_channels(self) -> int:
+        """Channels of a and b, filled up to whole heads."""
+        width = max(self.head_dim, self.head_v_dim)
+        return -(-2 * self.num_v_heads // width) * width
+
+    def _joined_inputs(self, x, segment_ids):
+        """`rule_inputs` of rows without a past, and all channels as heads, of which the last are the output gate."""
+        assert self.g_proj is not None and self.conv_weight is not None, "`_joins` refuses such layers"
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
+        kernels = [linear.kernel[...] for linear in linears]
+        behind, HV = self._gate_channels(), self.num_v_heads
+        fill = jnp.zeros((self.hidden_size, behind - 2 * HV), kernels[0].dtype)
+        weight = jnp.concatenate([*kernels, fill, self.g_proj.kernel[...]], axis=1)
+        dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
+        y = x.astype(dtype) @ weight.astype(dtype)
+        options = dict(**self._key_heads(), behind=behind)
+        q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)
+        v, y = (part.reshape(*x.shape[:2], -1, self.head_v_dim) for part in (v, y))
+        a, b = jnp.split(gates[..., : 2 * HV], 2, axis=-1)
+        return rules.RuleInputs(q, k, v, *self._gates(a, b)), conv_state, y
+
+    def _gates(self, a, b):
+        """g and beta."""
+        g = log_decay(a, self.A_log[...], self.dt_bias[...])
+        return g, write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
+
+    def rule_output(
+        self,
+        o: Float[Array, "B T HO V"],
+        x: Float[Array, "B T D"],
+        gate: Float[Array, "B T G V"] | None = None,
+    ) -> Float[Array, "B T D"]:
         """What stands behind the rule: norm of each head, output gate and output projection.
 
         Args:
           o: output of the rule [B, T, num_v_heads, head_v_dim].
           x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
+          gate: x Wg where it is known already, as `fused.norms.gated_norm` takes it.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
@@ -301,7 +359,8 @@ class GatedDeltaNet(nnx.Module):
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
-        gate, weight = self.g_proj(x).reshape(o.shape), self.o_norm.factor(jnp.float32)
+        gate = self.g_proj(x).reshape(o.shape) if gate is None else gate
+        weight = self.o_norm.factor(jnp.float32)
         options = dict(eps=self.o_norm.eps, implementation=self.implementation)
         if not isinstance(self.o_proj, nnx.Linear):  # a projection without a kernel of its own
             y = gated_norm(o, gate, weight, **options)

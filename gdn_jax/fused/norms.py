@@ -59,7 +59,7 @@ def add_norm(
 
 def gated_norm(
     o: Float[Array, "*S V"],
-    gate: Float[Array, "*S V"],
+    gate: Float[Array, "*G V"],
     weight: Float[Array, " V"],
     kernel: Float[Array, "F D"] | None = None,
     *,
@@ -75,7 +75,8 @@ def gated_norm(
 
     Args:
       o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
-      gate: of o's shape, any floating dtype.
+      gate: of o's shape, any floating dtype; or more heads, of which these are the last. By the kernels its
+        cotangent then holds for the others whatever lies in memory, and is for `joined.short_conv`.
       weight: [V].
       kernel: projection [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
@@ -89,14 +90,19 @@ def gated_norm(
     from pallas_kernels.layer import gated_norm as kernels
 
     kernel = None if kernel is None else kernel.astype(o.dtype)
-    if usable(implementation, kernels.check_supported(o)):
-        names, sizes = _head_axes(o)
+    reason = kernels.check_supported(o)
+    if gate.shape != o.shape:
+        reason = reason or kernels.check_gates(o, gate.shape[-2] * gate.shape[-1])
+    if usable(implementation, reason):
+        names, sizes = _head_axes(o, gate)
         result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
         if kernel is not None:
             sizes.pop("h", None)  # the projection sums over it
         call = partial(_gated_norm, eps=eps)
         operands = (names, names, ".", None if kernel is None else ". .")
         return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
+    if gate.shape != o.shape:
+        gate = gate[..., -o.shape[-2] :, :]
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
     return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), kernel)
@@ -155,7 +161,9 @@ def _add_norm_backward(static, s, weight, ds, dn):
 _add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
 
 
-def _head_axes(o) -> tuple[str, dict[str, int]]:
+def _head_axes(o, gate) -> tuple[str, dict[str, int]]:
+    if o.shape != gate.shape:
+        return token_axes(o, 1)
     from pallas_kernels.layer import gated_norm as kernels
 
     return inner_axes(o, kernels.BLOCK, o.shape[2] if o.ndim > 3 else 1)
@@ -168,7 +176,7 @@ def _project(y, kernel):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _gated_norm(o, gate, weight, kernel, eps):
-    names, sizes = _head_axes(o)
+    names, sizes = _head_axes(o, gate)
     y = run(_gated_norm_forward, eps, (o, gate, weight), (names, names, "."), names, sizes)
     return _project(y, kernel)
 
@@ -176,7 +184,7 @@ def _gated_norm(o, gate, weight, kernel, eps):
 def _gated_norm_forward(eps, o, gate, weight):
     from pallas_kernels.layer import gated_norm as kernels
 
-    return kernels.gated_norm(_rows(o), _rows(gate), weight, eps=eps).reshape(o.shape)
+    return kernels.gated_norm(_rows(o), _gates(o, gate), weight, eps=eps).reshape(o.shape)
 
 
 def _gated_norm_fwd(o, gate, weight, kernel, eps):
@@ -185,10 +193,10 @@ def _gated_norm_fwd(o, gate, weight, kernel, eps):
 
 def _gated_norm_bwd(eps, saved, dresult):
     *primals, kernel = saved
-    o, _, weight = primals
+    o, gate, weight = primals
     again = kernel is not None
     dy = jnp.einsum("...d,fd->...f", dresult, kernel).reshape(o.shape) if again else dresult
-    names, sizes = _head_axes(o)
+    names, sizes = _head_axes(o, gate)
     args, operands = (*primals, dy), (names, names, ".", names)
     results = (names, names, ". +b +t +h", names if again else None)
     do, dgate, dweight, y = run(_gated_norm_backward, (eps, again), args, operands, results, sizes)
@@ -200,10 +208,10 @@ def _gated_norm_backward(static, o, gate, weight, dy):
     from pallas_kernels.layer import gated_norm as kernels
 
     eps, again = static
-    rows = (_rows(o), _rows(gate), weight, _rows(dy))
+    rows = (_rows(o), _gates(o, gate), weight, _rows(dy))
     do, dgate, dweight, y = kernels.gated_norm_backward(*rows, eps=eps, again=again)
     y = None if y is None else y.reshape(o.shape)
-    return do.reshape(o.shape), dgate.reshape(o.shape), dweight, y
+    return do.reshape(o.shape), dgate.reshape(gate.shape), dweight, y
 
 
 _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
@@ -211,3 +219,8 @@ _gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
 
 def _rows(x):
     return x.reshape(-1, x.shape[-1])
+
+
+def _gates(o, gate):
+    """Gates as the kernels take them: as rows, or as heads of tokens where they are the last of more."""
+    return _rows(gate) if gate.shape == o.shape else gate.reshape(-1, *gate.shape[-2:])

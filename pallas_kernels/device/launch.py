@@ -26,12 +26,13 @@ def launch(
     warpgroups: int | None = None,
     auto_barriers: bool = True,
     reduction_bytes: int | None = None,
+    updated: Mapping[str, jax.Array | None] | None = None,
     interpret: Any = None,
 ) -> dict[str, jax.Array]:
     """Runs body(gmem, smem) in every warpgroup of every CTA.
 
-    gmem has a reference for each input and output, smem one for each buffer and barrier, all by name; those of None
-    are None. Names of inputs and outputs differ.
+    gmem has a reference for each input, output and updated array, smem one for each buffer and barrier, all by name;
+    those of None are None. No two of them have one name.
 
     Args:
       name: what a profile calls the kernel.
@@ -43,18 +44,24 @@ def launch(
       warpgroups: warpgroups of a CTA, along the axis "wg"; None for one without that axis.
       auto_barriers: whether Pallas puts a barrier around accesses to shared memory.
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
+      updated: arrays of which the kernel writes parts. XLA lets it write into the array itself where nothing else
+        reads that, and else into a copy.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      The outputs that are not None, by name. Inside jax.shard_map they vary over the mesh axes that any of the inputs
-      varies over; Pallas forgets these.
+      The outputs and the updated arrays that are not None, by name. Inside jax.shard_map the outputs vary over the
+      mesh axes that any of the inputs varies over; Pallas forgets these.
     """
-    given, results = ({key: x for key, x in part.items() if x is not None} for part in (inputs, outputs))
+    updated = updated or {}
+    given, results, changed = (
+        {key: x for key, x in part.items() if x is not None} for part in (inputs, outputs, updated)
+    )
     scratch = {key: part for key, part in memory.items() if part is not None}
 
     def run(*refs):
-        global_refs, shared_refs = refs[: len(given) + len(results)], refs[len(given) + len(results) :]
-        gmem = dict.fromkeys((*inputs, *outputs)) | dict(zip((*given, *results), global_refs, strict=True))
+        names = *given, *changed, *results
+        global_refs, shared_refs = refs[: len(names)], refs[len(names) :]
+        gmem = dict.fromkeys((*inputs, *updated, *outputs)) | dict(zip(names, global_refs, strict=True))
         smem = dict.fromkeys(memory) | dict(zip(scratch, shared_refs, strict=True))
         with jax.enable_x64(False):
             body(SimpleNamespace(**gmem), SimpleNamespace(**smem))
@@ -64,6 +71,7 @@ def launch(
     reductions: dict[str, Any] = (
         {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
     )
+    references = {key: jax.new_ref(x) for key, x in changed.items()}
     arrays = plgpu.kernel(
         run,
         out_type=tuple(results.values()),
@@ -79,9 +87,10 @@ def launch(
             **reductions,
         ),
         **options,
-    )(*given.values())
+    )(*given.values(), *references.values())
     varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
-    return dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
+    made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
+    return made | {key: jax.freeze(reference) for key, reference in references.items()}
 
 
 def device_reason() -> str | None:

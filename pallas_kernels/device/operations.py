@@ -92,11 +92,15 @@ class Device:
             return jnp.diagonal(x)
         return jnp.sum(jnp.where(_warp_row_minus_column() == 0, _own_columns(x), 0.0), axis=1)
 
-    def widen(self, x) -> jax.Array:
-        """bfloat16 in the WGMMA layout as float32, in two instructions a pair instead of three."""
+    def widen(self, x, layout: Any = WGMMA) -> jax.Array:
+        """bfloat16 in a layout with pairs of neighbours as float32, in two instructions a pair instead of three."""
         if self.interpreted or x.dtype != jnp.bfloat16:
             return x.astype(jnp.float32)
-        return _widen(x.shape)(x)
+        return _widen(x.shape, layout)(x)
+
+    def reciprocal(self, x, layout: Any) -> jax.Array:
+        """1 / x of float32 in one instruction instead of five; 0 where it is below 2^-126. Relative error 2^-23."""
+        return 1.0 / x if self.interpreted else _reciprocal(x.shape, layout)(x)
 
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
         """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
@@ -179,25 +183,54 @@ def _own_columns(ctx, x):
     )
 
 
+def _elements(register: ir.Value) -> list[ir.Value]:
+    """The numbers of a register of an array, which is a vector."""
+    positions = range(ir.VectorType(register.type).shape[0])
+    at = [ir.DenseI64ArrayAttr.get([i]) for i in positions]
+    return [vector.extract(register, dynamic_position=[], static_position=i) for i in at]
+
+
 @functools.cache
-def _widen(shape: tuple[int, int]):
+def _widen(shape: tuple[int, int], layout: Any):
     """The operation for arrays of a shape."""
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), WGMMA)
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
     )
     def widen(ctx, x):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pair = ir.VectorType.get((2,), f32)
         values = []
         for register in x.registers.flat:
-            both = utils.bitcast(register, i32)
-            low = arith.shli(both, utils.c(16, i32))
-            high = arith.andi(both, utils.c(-65536, i32))
-            values.append(vector.from_elements(pair, [arith.bitcast(f32, y) for y in (low, high)]))
+            numbers = ir.VectorType(register.type).shape[0]
+            numerals = []
+            for pair in _elements(vector.bitcast(ir.VectorType.get((numbers // 2,), i32), register)):
+                numerals += [arith.shli(pair, utils.c(16, i32)), arith.andi(pair, utils.c(-65536, i32))]
+            wide = [arith.bitcast(f32, y) for y in numerals]
+            values.append(vector.from_elements(ir.VectorType.get((numbers,), f32), wide))
         return _registers(values, x)
 
     return widen
+
+
+@functools.cache
+def _reciprocal(shape: tuple[int, int], layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+    )
+    def reciprocal(ctx, x):
+        f32, instruction = ir.F32Type.get(), "rcp.approx.ftz.f32 $0, $1;"
+        values = []
+        for register in x.registers.flat:
+            inverse: Any = [
+                llvm.inline_asm(f32, [y], instruction, "=f,f", has_side_effects=False)
+                for y in _elements(register)
+            ]
+            values.append(vector.from_elements(register.type, inverse))
+        return _registers(values, x)
+
+    return reciprocal
 
 
 @plgpu.inline_mgpu(

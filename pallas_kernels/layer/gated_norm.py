@@ -3,9 +3,11 @@
     r = (mean(o^2) + eps)^(-1/2),   y = o r w silu(z)                              the mean along a head
     t = dy silu(z),   do = r (w t - o r mean(w t o r)),   dz = dy o r w silu'(z),   dw = sum of t o r
 
-Inputs (GMEM): o, z, dy [N, V], a row for each token and head; w [V] float32.
-Outputs (GMEM): y, do of o's dtype, dz of z's, [N, V]; y again beside its derivative, if asked for; the sums of dw
-that each CTA made, [CTAs, rows, V] float32, which are added in a fixed order.
+Inputs (GMEM): o, dy [N, V], a row for each token and head; w [V] float32; z [N, V], or the last heads of
+[tokens, heads and others before them, V].
+Outputs (GMEM): y, do of o's dtype, [N, V]; dz like z, of which nothing is written where z is not read; y again beside
+its derivative, if asked for; the sums of dw that each CTA made, [CTAs, rows, V] float32, which are added in a fixed
+order.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory.
 Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
@@ -16,9 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
 BLOCK = 1024
@@ -39,9 +43,24 @@ def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     return None
 
 
+def check_gates(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
+    """Why the gates of outputs [B, T, H, V] cannot be the last heads of so many channels; None if they can."""
+    H, V = o.shape[2:]
+    if channels % V:
+        return f"{channels} channels; the kernel takes whole heads of {V}"
+    return f"{H} heads; the kernel takes a multiple of {BLOCK // V}" if H % (BLOCK // V) else None
+
+
 def _blocks(size: int) -> tuple[int, int]:
     """Blocks, and CTAs."""
     return size // BLOCK, r.num_ctas(size // BLOCK, CTAS_PER_SM)
+
+
+def _gates(z: Any, N: int, first: Any, rows: int) -> Any:
+    """The gates of rows `first` to first + rows - 1 of N in the whole array of them."""
+    heads = N // z.shape[0]
+    others = z.shape[1] - heads
+    return z.at[lax.div(first, heads), pl.ds(others + lax.rem(first, heads), rows)]
 
 
 def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
@@ -51,7 +70,10 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
 
     def block(i, carry):
         first = i * rows
-        o, z = r.load(gmem.o, first, V, rows), r.load(gmem.z, first, V, rows)
+        o, z = (
+            r.load(gmem.o, first, V, rows),
+            r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32),
+        )
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
         r.store(gmem.y, first, o * scale * w * (z * r.sigmoid(z)))
         return carry
@@ -66,14 +88,16 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
 
     def block(i, dw):
         first = i * rows
-        o, z, dy = (r.load(x, first, V, rows) for x in (gmem.o, gmem.z, gmem.dy))
+        o, dy = (r.load(x, first, V, rows) for x in (gmem.o, gmem.dy))
+        z = r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32)
         gate = r.sigmoid(z)
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
         unit, t = o * scale, dy * (z * gate)
         through = t * w
         if gmem.y is not None:
             r.store(gmem.y, first, unit * w * (z * gate))
-        r.store(gmem.dz, first, dy * (unit * w) * (gate * (1.0 + z * (1.0 - gate))))
+        dz = dy * (unit * w) * (gate * (1.0 + z * (1.0 - gate)))
+        store_any(_gates(gmem.dz, N, first, rows), dz.astype(gmem.dz.dtype))
         r.store(gmem.do, first, scale * (through - unit * r.spread(r.row_sum(through * unit) / V, V)))
         return dw + t * unit
 
@@ -83,7 +107,7 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
 
 def gated_norm(
     o: Float[Array, "N V"],
-    z: Float[Array, "N V"],
+    z: Float[Array, "N V"] | Float[Array, "M G V"],
     weight: Float[Array, " V"],
     *,
     eps: float,
@@ -93,7 +117,7 @@ def gated_norm(
 
     Args:
       o: rows of all tokens and heads, which `check_supported` accepts.
-      z: gates of o's shape.
+      z: gates of o's shape; or an array [tokens, G, V] whose last heads they are, if `check_gates` accepts o.
       weight: of the norm.
       eps: added to the mean square.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -102,11 +126,16 @@ def gated_norm(
     return run(eps, interpret, o, z, weight)
 
 
+def _in_blocks(z: jax.Array, V: int) -> jax.Array:
+    """Gates [N, V] as whole blocks [blocks, rows, V], in the place of tokens and heads."""
+    return z if z.ndim == 3 else z.reshape(-1, BLOCK // V, V)
+
+
 def _run_forward(eps, interpret, o, z, weight):
     return launch(
         "gated_norm",
         functools.partial(_forward, eps=eps),
-        inputs={"o": o, "z": z, "w": weight.astype(jnp.float32)},
+        inputs={"o": o, "z": _in_blocks(z, o.shape[1]), "w": weight.astype(jnp.float32)},
         outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
         memory={},
         auto_barriers=False,
@@ -117,28 +146,32 @@ def _run_forward(eps, interpret, o, z, weight):
 
 def gated_norm_backward(
     o: Float[Array, "N V"],
-    z: Float[Array, "N V"],
+    z: Float[Array, "N V"] | Float[Array, "M G V"],
     weight: Float[Array, " V"],
     dy: Float[Array, "N V"],
     *,
     eps: float,
     again: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, "N V"], Float[Array, "N V"], Float[Array, " V"], Float[Array, "N V"] | None]:
-    """Gradients of <dy, gated_norm(o, z)>: do, dz in the dtypes of o and z, dweight in float32; y `again` or None."""
+) -> tuple[Float[Array, "N V"], Any, Float[Array, " V"], Float[Array, "N V"] | None]:
+    """Gradients of <dy, gated_norm(o, z)>: do, dz in the dtypes of o and z, dweight in float32; y `again` or None.
+
+    Where z has more heads than gates, nothing is written to theirs in dz, which may hold anything.
+    """
     run = _compiled_backward if interpret is None else _run_backward
     return run(eps, again, interpret, o, z, weight, dy)
 
 
 def _run_backward(eps, again, interpret, o, z, weight, dy):
     V, ctas = o.shape[1], _blocks(o.size)[1]
+    gates = _in_blocks(z, V)
     results = launch(
         "gated_norm_backward",
         functools.partial(_backward, eps=eps),
-        inputs={"o": o, "z": z, "dy": dy, "w": weight.astype(jnp.float32)},
+        inputs={"o": o, "z": gates, "dy": dy, "w": weight.astype(jnp.float32)},
         outputs={
             "do": jax.ShapeDtypeStruct(o.shape, o.dtype),
-            "dz": jax.ShapeDtypeStruct(z.shape, z.dtype),
+            "dz": jax.ShapeDtypeStruct(gates.shape, z.dtype),
             "y": jax.ShapeDtypeStruct(o.shape, o.dtype) if again else None,
             "dw": jax.ShapeDtypeStruct((ctas, BLOCK // V, V), jnp.float32),
         },
@@ -147,7 +180,8 @@ def _run_backward(eps, again, interpret, o, z, weight, dy):
         ctas=ctas,
         interpret=interpret,
     )
-    return results["do"], results["dz"], jnp.sum(results["dw"], axis=(0, 1)), results.get("y")
+    dz, dweight = results["dz"].reshape(z.shape), jnp.sum(results["dw"], axis=(0, 1))
+    return results["do"], dz, dweight, results.get("y")
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1))

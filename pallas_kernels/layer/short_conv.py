@@ -8,10 +8,10 @@ for every channel by itself but for the norm. Left to XLA, the derivative's sums
 fusion that takes several times as long as the memory needs; here x and dy are read once and dx is written once.
 
 Inputs (GMEM): x [B, T, 2 H + HV, K] bfloat16 or float16, the heads of q, then k, then v, where a head is K channels
-also of v, which has no norm; w [W, 2 H + HV, K] float32; dq, dk, dv [B, T, H or HV, K]; fresh [B, T] int32, 1 at the
-first token of each segment of a row, or none.
-Outputs (GMEM): q, k, v; dx like x; dw [strips, W, 2 H + HV, K] float32, one sum for each strip, which are added in a
-fixed order, so results repeat bit for bit.
+also of v, which has no norm; perhaps others behind them, which are not read; w [W, 2 H + HV, K] float32; dq, dk, dv
+[B, T, H or HV, K]; fresh [B, T] int32, 1 at the first token of each segment of a row, or none.
+Outputs (GMEM): q, k, v; dx like x, written into a given array where x has others; dw [strips, W, 2 H + HV, K]
+float32, one sum for each strip, which are added in a fixed order, so results repeat bit for bit.
 Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
 over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
 around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows
 
 WIDTH = 4
@@ -52,6 +53,12 @@ class Config:
     """Tokens of a strip, a multiple of AHEAD."""
     ahead: int
     """Tokens that are computed at once, while as many are read: divides AHEAD."""
+    turns: int = 1
+    """How often that stands in the body of the backward loop: ahead * turns divides AHEAD."""
+    depth: int = 1
+    """How often as many tokens are read in advance in the backward loop."""
+    lean: bool = True
+    """Whether reciprocals and conversions from bfloat16 are single instructions."""
 
 
 FORWARD, BACKWARD = Config(256, 4), Config(128, 2)
@@ -64,18 +71,19 @@ def check_supported(
     """Why the kernels cannot take a convolution; None if they can.
 
     Args:
-      x: inputs [B, T, D].
-      weight: filters [D, W].
+      x: inputs [B, T, C].
+      weight: filters [D, W] of the first D of them.
       heads, width: of q and of k, whose channels come first.
     """
-    B, T, D = x.shape
+    B, T, channels = x.shape
+    D = weight.shape[0]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
     if weight.shape[1] != WIDTH:
         return f"W = {weight.shape[1]}; the kernel is written for {WIDTH}"
     if not B or not T or T % AHEAD:
         return f"T = {T}; the kernel takes multiples of {AHEAD}"
-    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width):
+    if width not in (32, 64, 128, 256) or heads % HEADS or D % (HEADS * width) or channels % width:
         takes = f"multiples of {HEADS} heads of 32, 64, 128 or 256"
         return f"{D} channels with {heads} heads of {width}; the kernel takes {takes}"
     return None
@@ -84,8 +92,10 @@ def check_supported(
 class _Strip:
     """What a CTA knows: its tokens `first` to `end`, and its heads."""
 
-    def __init__(self, gmem: Any, parts: Sequence[Any], config: Config):
-        _, self.T, heads, self.width = gmem.x.shape
+    def __init__(self, gmem: Any, parts: Sequence[Any], config: Config, device: Device):
+        self.device = device if config.lean else None
+        _, self.T, _, self.width = gmem.x.shape
+        heads = gmem.w.shape[1]
         strips, groups = -(-self.T // config.strip), heads // HEADS
         self.gmem, self.parts = gmem, parts
         self.number, group = lax.div(grid_index(), groups), lax.rem(grid_index(), groups)
@@ -95,14 +105,33 @@ class _Strip:
         self.end = jnp.minimum(self.first + config.strip, self.T)
         self.w = [rows.load_whole(gmem.w.at[j, self.heads]) for j in range(WIDTH)]
 
+    def read(self, token) -> jax.Array:
+        """Inputs of a token of the row."""
+        return rows.load_whole(self.gmem.x.at[self.row, token, self.heads])
+
     def x(self, token) -> jax.Array:
-        """Inputs of a token; zeros before the row."""
-        x = rows.load_whole(self.gmem.x.at[self.row, jnp.maximum(token, 0), self.heads])
-        return jnp.where(token >= 0, x, jnp.zeros((), x.dtype))
+        """Inputs of a token as float32; zeros before the row."""
+        return self.of_row(token, self.read(jnp.maximum(token, 0)))
+
+    def of_row(self, token, x: jax.Array) -> jax.Array:
+        """What was read of a token as float32; zeros where it lies before the row."""
+        return jnp.where(token >= 0, self.widen(x), 0.0)
 
     def linked(self, token) -> Any:
         """Whether a token sees the one before it, where the row has segments."""
         return self.gmem.fresh[self.row, jnp.clip(token, 0, self.T - 1)] == 0
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """As float32."""
+        if self.device is None or self.width == rows.LANES:  # one number a thread
+            return x.astype(jnp.float32)
+        return self.device.widen(x, rows.layout(self.width, HEADS))
+
+    def sigmoid(self, z: jax.Array) -> jax.Array:
+        """1 / (1 + exp(-z)), 0 where that is below 2^-126."""
+        if self.device is None:
+            return rows.sigmoid(z)
+        return self.device.reciprocal(1.0 + jnp.exp(-z), rows.layout(self.width, HEADS))
 
     def unit(self, s: jax.Array) -> jax.Array:
         """The factor that gives each head unit length, [heads]."""
@@ -138,10 +167,10 @@ def _cut(linked: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.where(linked, x, 0.0) for x in values]
 
 
-def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
-    strip = _Strip(gmem, (gmem.q, gmem.k, gmem.v), config)
+def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool, device: Device) -> None:
+    strip = _Strip(gmem, (gmem.q, gmem.k, gmem.v), config, device)
     segments = gmem.fresh is not None
-    past = [strip.x(strip.first - j).astype(jnp.float32) for j in (3, 2, 1)]
+    past = [strip.x(strip.first - j) for j in (3, 2, 1)]
     if segments:  # the tokens before the strip may have borders among them
         for n in (1, 2):
             past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])
@@ -150,7 +179,7 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
         def load(i):
             """Inputs of the i-th few tokens; behind the row those of its last token, which nobody uses."""
             token = strip.first + i * config.ahead
-            return tuple(strip.x(jnp.minimum(token + j, strip.T - 1)) for j in range(config.ahead))
+            return tuple(strip.read(jnp.minimum(token + j, strip.T - 1)) for j in range(config.ahead))
 
         def some(i, carry):
             past, loaded = carry
@@ -159,9 +188,9 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
             for j, x in enumerate(loaded):
                 if segments:
                     past = _cut(strip.linked(token + j), past)
-                past = [*past, x.astype(jnp.float32)]
+                past = [*past, strip.widen(x)]
                 z = _dot(strip.w, past)
-                past, ys = past[1:], [*ys, z * rows.sigmoid(z)]
+                past, ys = past[1:], [*ys, z * strip.sigmoid(z)]
             # Sums of all tokens one after another: each waits long for its threads, none for another.
             scales = [strip.unit(y) for y in ys] if normalize else None
             for j, y in enumerate(ys):
@@ -178,19 +207,20 @@ def _forward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 def _cotangents(strip: _Strip, tokens: Sequence[tuple[list[jax.Array], jax.Array]], normalize: bool) -> list:
     """dz of several tokens from their inputs and dy."""
     zs = [_dot(strip.w, taps) for taps, _ in tokens]
-    gates = [rows.sigmoid(z) for z in zs]
-    dys = [dy.astype(jnp.float32) for _, dy in tokens]
+    gates = [strip.sigmoid(z) for z in zs]
+    dys = [strip.widen(dy) for _, dy in tokens]
+    ss = [z * gate for z, gate in zip(zs, gates, strict=True)]
     if normalize:
-        ss = [z * gate for z, gate in zip(zs, gates, strict=True)]
         # Sums of all tokens one after another: each waits long for its threads, none for another.
         sums = [(strip.unit(s), rows.row_sum(dy * s)) for s, dy in zip(ss, dys, strict=True)]
         for n, (scale, along) in enumerate(sums):
             dys[n] = strip.spread(scale) * (dys[n] - ss[n] * strip.spread(scale * scale * along))
-    return [dy * (g * (1.0 + z * (1.0 - g))) for z, g, dy in zip(zs, gates, dys, strict=True)]
+    # The slope of SiLU, g (1 + z (1 - g)) = g + s (1 - g).
+    return [dy * (g + (s - s * g)) for s, g, dy in zip(ss, gates, dys, strict=True)]
 
 
-def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
-    strip = _Strip(gmem, (gmem.dq, gmem.dk, gmem.dv), config)
+def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool, device: Device) -> None:
+    strip = _Strip(gmem, (gmem.dq, gmem.dk, gmem.dv), config, device)
     segments, T = gmem.fresh is not None, strip.T
 
     def visible(x: Sequence[jax.Array], token) -> list[jax.Array]:
@@ -203,7 +233,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 
     def walk(at, normalize: bool):
         # dz of the tokens behind the strip, nearest first; zeros behind the row.
-        inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)).astype(jnp.float32) for j in range(6)]
+        inputs = [strip.x(jnp.minimum(strip.end - 3 + j, T - 1)) for j in range(6)]
         tokens = []
         for n in range(WIDTH - 1):
             token = strip.end + n
@@ -219,14 +249,14 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
             """Inputs and cotangents of the i-th few tokens; before the row those of its first, which nobody uses."""
             last = strip.end - 1 - i * config.ahead
             dys = (rows.load_whole(at(jnp.maximum(last - j, 0))) for j in range(config.ahead))
-            return tuple((strip.x(last - j - 3), dy) for j, dy in enumerate(dys))
+            return tuple((strip.read(jnp.maximum(last - j - 3, 0)), dy) for j, dy in enumerate(dys))
 
         def some(i, carry):
-            inputs, behind, dw, loaded = carry
-            following, last = load(i + 1), strip.end - 1 - i * config.ahead
+            inputs, behind, dw, (loaded, *others) = carry
+            following, last = (*others, load(i + config.depth)), strip.end - 1 - i * config.ahead
             tokens = []
             for j, (x, dy) in enumerate(loaded):
-                inputs = [x.astype(jnp.float32), *inputs]  # of tokens t - 3 to t
+                inputs = [strip.of_row(last - j - 3, x), *inputs]  # of tokens t - 3 to t
                 tokens.append((visible(inputs, last - j), dy))
                 inputs = inputs[: WIDTH - 1]
             dzs = _cotangents(strip, tokens, normalize)
@@ -240,10 +270,15 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
                 behind = around[: WIDTH - 1]
             return tuple(inputs), tuple(behind), tuple(dw), following
 
+        def turns(i, carry):
+            for n in range(config.turns):
+                carry = some(i * config.turns + n, carry)
+            return carry
+
         start = tuple(inputs[:3]), tuple(behind)
-        zero = rows.zeros(strip.width, HEADS)
-        steps = lax.div(strip.end - strip.first, config.ahead)
-        *_, dw, _ = lax.fori_loop(0, steps, some, (*start, (zero,) * WIDTH, load(0)))
+        zero, first = rows.zeros(strip.width, HEADS), tuple(load(n) for n in range(config.depth))
+        steps = lax.div(strip.end - strip.first, config.ahead * config.turns)
+        *_, dw, _ = lax.fori_loop(0, steps, turns, (*start, (zero,) * WIDTH, first))
         for j in range(WIDTH):
             store_any(gmem.dw.at[strip.number, j, strip.heads], dw[j])
 
@@ -251,7 +286,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool) -> None:
 
 
 def short_conv(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
     fresh: Int[Array, "B T"] | None = None,
     *,
@@ -264,7 +299,7 @@ def short_conv(
     """q, k and v = silu(conv(x)), the heads of q and k of unit length if `normalize`.
 
     Args:
-      x: inputs that `check_supported` accepts, the channels of q, then k, then v.
+      x: inputs that `check_supported` accepts, the channels of q, then k, then v, then others, which are not read.
       weight: filters, oldest tap first.
       fresh: not 0 at the first token of each segment of a row; None: every row is one.
       heads, width: of q and of k.
@@ -279,9 +314,10 @@ def short_conv(
 
 def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs that both kernels take, and how they are launched."""
-    B, T, D = x.shape
+    B, T, _ = x.shape
+    D = weight.shape[0]
     inputs = {
-        "x": x.reshape(B, T, D // width, width),
+        "x": x.reshape(B, T, -1, width),
         "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
@@ -290,57 +326,65 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
 
 
 def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
-    B, T, D = x.shape
+    B, T, D = *x.shape[:2], weight.shape[0]
     inputs, options = _shared(width, config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
     value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
-    body = functools.partial(_forward, config=config, normalize=normalize)
+    body = functools.partial(
+        _forward, config=config, normalize=normalize, device=Device(interpret is not None)
+    )
     outputs = {"q": key, "k": key, "v": value}
     results = launch("short_conv", body, inputs=inputs, outputs=outputs, interpret=interpret, **options)
     return results["q"], results["k"], results["v"].reshape(B, T, -1)
 
 
 def short_conv_backward(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
     fresh: Int[Array, "B T"] | None,
     dq: Float[Array, "B T H K"],
     dk: Float[Array, "B T H K"],
     dv: Float[Array, "B T Dv"],
+    dothers: Float[Array, "B T C"] | None = None,
     *,
     normalize: bool = True,
     config: Config | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "D W"]]:
+) -> tuple[Float[Array, "B T C"], Float[Array, "D W"]]:
     """Derivative of `short_conv`: dx in x's dtype and dweight in float32.
 
     Args:
       x, weight, fresh, normalize, config, interpret: as for `short_conv`.
       dq, dk, dv: cotangents of its results, in x's dtype.
+      dothers: where x has other channels, an array like x with what dx shall hold for them. The rest of it may hold
+        anything.
     """
     run = _compiled_backward if interpret is None else _run_backward
-    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv)
+    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv, dothers)
 
 
-def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv):
-    B, T, D = x.shape
+def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
+    B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
     inputs, options = _shared(width, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
     like = inputs["x"]
     results = launch(
         "short_conv_backward",
-        functools.partial(_backward, config=config, normalize=normalize),
+        functools.partial(
+            _backward, config=config, normalize=normalize, device=Device(interpret is not None)
+        ),
         inputs=inputs | {"dq": dq, "dk": dk, "dv": dv.reshape(B, T, -1, width)},
         outputs={
-            "dx": jax.ShapeDtypeStruct(like.shape, like.dtype),
-            "dw": jax.ShapeDtypeStruct((strips, WIDTH, *like.shape[2:]), jnp.float32),
+            "dx": jax.ShapeDtypeStruct(like.shape, like.dtype) if dothers is None else None,
+            "dw": jax.ShapeDtypeStruct((strips, WIDTH, D // width, width), jnp.float32),
         },
+        updated={"dx": None if dothers is None else dothers.reshape(like.shape)},
         interpret=interpret,
         **options,
     )
     dweight = jnp.sum(results["dw"], axis=0).reshape(WIDTH, D).T
-    return results["dx"].reshape(B, T, D), dweight
+    return results["dx"].reshape(x.shape), dweight
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3, 4))

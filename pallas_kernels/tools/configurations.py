@@ -146,14 +146,16 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
-def short_conv_case(segments=False, backwards=False):
-    """A function and its argument shapes: short_conv, or short_conv_backward."""
+def short_conv_case(segments=False, backwards=False, others=0):
+    """A function and its argument shapes: short_conv, or short_conv_backward, with others behind the heads."""
     x, heads = functools.partial(_shape, dtype=jnp.bfloat16), 4
     fresh = _shape(1, 512, dtype=jnp.int32) if segments else None
-    arguments = (x(1, 512, 3 * heads * 128), _shape(3 * heads * 128, 4), fresh)
+    channels = x(1, 512, (3 * heads + others) * 128)
+    arguments = (channels, _shape(3 * heads * 128, 4), fresh)
     if backwards:
         key, value = x(1, 512, heads, 128), x(1, 512, heads * 128)
-        return short_conv.short_conv_backward, (*arguments, key, key, value)
+        dothers = (channels,) if others else ()
+        return short_conv.short_conv_backward, (*arguments, key, key, value, *dothers)
     return functools.partial(short_conv.short_conv, heads=heads, width=128), arguments
 
 
@@ -172,12 +174,13 @@ def norm_case(width=1024, backwards=False):
     return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16, keep=True), (x, y, weight)
 
 
-def gated_norm_case(width=128, backwards=False):
-    """A function and its argument shapes: gated_norm, or gated_norm_backward."""
+def gated_norm_case(width=128, backwards=False, others=0):
+    """A function and its argument shapes: gated_norm, or gated_norm_backward, with heads before the gates'."""
     o, weight = _shape(2048, width, dtype=jnp.bfloat16), _shape(width)
+    z = _shape(256, 8 + others, width, dtype=jnp.bfloat16) if others else o
     if backwards:
-        return functools.partial(gated_norm_backward, eps=1e-5), (o, o, weight, o)
-    return functools.partial(gated_norm, eps=1e-5), (o, o, weight)
+        return functools.partial(gated_norm_backward, eps=1e-5), (o, z, weight, o)
+    return functools.partial(gated_norm, eps=1e-5), (o, z, weight)
 
 
 def swiglu_case(backwards=False):
@@ -271,6 +274,8 @@ CASES = {
     "short convolution, backwards, segments": functools.partial(
         short_conv_case, segments=True, backwards=True
     ),
+    "short convolution, joined": functools.partial(short_conv_case, others=5),
+    "short convolution, backwards, joined": functools.partial(short_conv_case, backwards=True, others=5),
     "norm": norm_case,
     "norm, 4096": functools.partial(norm_case, width=4096),
     "norm, backwards": functools.partial(norm_case, backwards=True),
@@ -278,6 +283,8 @@ CASES = {
     "norm, backwards, 5120": functools.partial(norm_case, width=5120, backwards=True),
     "gated norm": gated_norm_case,
     "gated norm, backwards": functools.partial(gated_norm_case, backwards=True),
+    "gated norm, joined": functools.partial(gated_norm_case, others=25),
+    "gated norm, backwards, joined": functools.partial(gated_norm_case, backwards=True, others=25),
     "swiglu": swiglu_case,
     "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
     "embedding": embedding_case,
