@@ -228,8 +228,8 @@ def test_segments_in_the_interpreter(case, chunks):
 
 
 def test_open_adjoints_in_the_interpreter(monkeypatch):
-    """The cotangent at every segment's start by itself, and at its end with all that follows, by a CTA whose two state
-    warpgroups have half of V = 128 each."""
+    """The cotangent at every segment's start by itself, and at its end with all that follows. The two state
+    warpgroups of a CTA have half of V = 128 each."""
     monkeypatch.setattr(backward, "open_adjoint_warpgroups", lambda *args: 2)
     case = C("two segments", T=100, B=1, heads=(1, 1, 1), K=16, V=128)
     x = cases.inputs(case, "bfloat16")
