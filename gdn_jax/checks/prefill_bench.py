@@ -147,7 +147,7 @@ def measure(options: PrefillBenchOptions, line: Line) -> Result:
         compiled = (
             jax.jit(f, donate_argnums=0 if in_place else ())
             .lower(states, tokens, cu)
-            .compile(compiler_options)
+            .compile(compiler_options=compiler_options)
         )
         states, o = compiled(states, tokens, cu)
 
