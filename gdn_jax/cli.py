@@ -27,9 +27,9 @@ USAGE = """usage: gdn COMMAND ...
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
-                     (--what parts) its parts around the rule and products one by one, (--what decode) a token of
-                     every request that is served, (--what generate) a language model that reads a prompt and writes,
-                     or (--what scale) several devices beside one
+                     (--what parts) its parts around the rule and products one by one, (--what prefill) prompts that
+                     are served, (--what decode) a token of every request that is served, (--what generate) a
+                     language model that reads a prompt and writes, or (--what scale) several devices beside one
 
   tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
@@ -126,6 +126,10 @@ def _bench(argv: list[str]) -> int:
         from gdn_jax.checks import decode_bench
 
         return decode_bench.main(argv)
+    if asks("prefill"):
+        from gdn_jax.checks import prefill_bench
+
+        return prefill_bench.main(argv)
     from gdn_jax.checks import bench
 
     return bench.main(argv)

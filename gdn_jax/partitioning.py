@@ -167,7 +167,8 @@ def on_explicit_shards(
     Args: those of `on_shards`; `results` are the names themselves.
 
     Returns:
-      f(*args). Results are sharded along the names that were split.
+      f(*args). Results are sharded along the names that were split. One that has none of a name that was split has to
+      be the same on all shards of it.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     meshes = [mesh for x in leaves if AxisType.Explicit in (mesh := jax.typeof(x).sharding.mesh).axis_types]
@@ -182,12 +183,20 @@ def on_explicit_shards(
     in_specs = [_spec(chosen, names) for names in ins]
     out_specs = jax.tree.map(lambda names: _spec(chosen, tuple(names.split())), results)
     leaves = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, in_specs, strict=True)]
+    split = {axis for over in chosen.values() for axis in over}
+    # A result without such a name is the same on all shards, which JAX does not see.
+    check_vma = all(split == _mesh_axes(s) for s in jax.tree.leaves(out_specs))
 
     def shard(*leaves: jax.Array) -> Any:
         return f(*jax.tree.unflatten(treedef, vary_alike(leaves)))
 
     return jax.shard_map(
-        shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=explicit
+        shard,
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=explicit,
+        check_vma=check_vma,
     )(*leaves)
 
 
@@ -229,6 +238,7 @@ def warn_of_gathers(
 
 _MEANING = {
     "b": "rows",
+    "s": "slots",
     "h": "heads",
     "t": "tokens",
     "k": "keys' widths",
@@ -305,6 +315,12 @@ def _parts(mesh: Mapping[str, int], entry: tuple[str, ...]) -> int:
 
 def _spec(chosen: Mapping[str, tuple[str, ...]], names: Axes) -> PartitionSpec:
     return PartitionSpec(*(chosen.get(name) or None for name in _dimensions(names)))
+
+
+def _mesh_axes(spec: PartitionSpec) -> set[str]:
+    """Those that an array is split over."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None)
+    return {axis for entry in entries for axis in entry}
 
 
 def _dimensions(names: Axes) -> Axes:

@@ -27,7 +27,7 @@ from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import l2norm
 from gdn_jax.ops import gated_delta_step
 from gdn_jax.packing import chunks_to_row, reset_at_segments, row_to_chunks
-from gdn_jax.parallel.on_mesh import gated_delta_rule
+from gdn_jax.parallel.rows_on_mesh import gated_delta_rule
 from gdn_jax.shapes import accumulation_dtype, split_heads
 
 

@@ -69,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "shapes",
         "gates",
         "packing",
+        "partitioning",
         "conv",
         "reference",
         "ops",

@@ -227,6 +227,32 @@ def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
 
 
+def test_open_adjoints_in_the_interpreter(monkeypatch):
+    """The cotangent at every segment's start by itself, and at its end with all that follows. The two state
+    warpgroups of a CTA have half of V = 128 each."""
+    monkeypatch.setattr(backward, "open_adjoint_warpgroups", lambda *args: 2)
+    case = C("two segments", T=100, B=1, heads=(1, 1, 1), K=16, V=128)
+    x = cases.inputs(case, "bfloat16")
+    scale, dh_T = case.K**-0.5, jnp.asarray(x.dh_T)
+    q, k, do = (jnp.asarray(y) for y in (x.q, x.k, x.do))
+    residuals = residuals_of(case, x, 1)
+    found = backward.open_adjoints(q, k, do, residuals, dh_T, scale=scale, interpret=INTERPRET)
+
+    def at_start(part: slice, dh_T: np.ndarray) -> np.ndarray:
+        """By the oracle, of some tokens."""
+        tokens = (y[:, part] for y in x[:5])
+        return oracle.gradients(
+            *tokens, initial_state=x.initial_state, do=x.do[:, part], dh_T=dh_T, scale=scale
+        )[5]
+
+    first, last = slice(64), slice(64, None)
+    behind = at_start(last, x.dh_T)
+    starts, ends = (at_start(first, np.zeros_like(x.dh_T)), behind), (behind, x.dh_T)
+    for name, got, expected in zip(("starts", "ends"), found, (starts, ends), strict=True):
+        got = np.swapaxes(np.asarray(got), 2, 3)[:, :, : case.K]
+        assert_close(np.concatenate(expected), got, tolerance("dh_0", "bfloat16"), name, axis=1)
+
+
 BARE = dict(g=None, beta=None, initial_state=False)
 SLICED = (
     (C("segments, only q, k, v", T=66, B=1, heads=(2, 2, 4), K=40, V=64, **BARE), "bfloat16", 1),

@@ -13,12 +13,15 @@ import numpy as np
 import pool_steps
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from meshes import mesh_of, spec
 from pool_steps import CASES, DRAFT_CASES, LENGTH, RING_CASES, TOKENS, Case
 from tolerances import assert_close, rms_ratio
 
 from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
+from gdn_jax.parallel.communication import traffic
 
 pytestmark = pytest.mark.gpu
 
@@ -248,6 +251,25 @@ def test_slots_past_32_bits():
         assert not new[: slots - 2].any()
 
 
+@pytest.mark.parametrize("T", [1, 4])
+def test_rings_past_32_bits(T, slots=33_600):
+    """The last slot of a pool whose states are 8.8 GB has the bits that it has in a small pool. Its ring is full."""
+    case = Case("large ring", N=1, T=T, heads=(1, 1, 4), padding=False)
+    x = pool_steps.draw_ring(case, [15])
+    small, slot = pool_steps.ring_pool(case, x), int(x["read_slots"][0])
+    run = jax.jit(partial(pool_steps.serve_ring, case, **KERNELS))
+    want_o, want = run(x, small)
+    large = jax.tree.map(
+        lambda y: jnp.zeros((slots, *y.shape[1:]), y.dtype).at[slots - 1].set(y[slot]), small
+    )
+    o, new = run(x | {"read_slots": jnp.full(1, slots - 1, jnp.int32)}, large)
+    assert not new.state[:-1].any()
+    for y, expected in zip(
+        (o, *(y[-1] for y in new[:6])), (want_o, *(y[slot] for y in want[:6])), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(expected, np.float32))
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_ten_thousand_tokens(deferred):
     """Every token's state is the kernel's own."""
@@ -297,3 +319,76 @@ def test_a_given_pool_is_not_copied():
         assert_nothing_is_copied(
             lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), ring, x
         )
+
+
+@pytest.mark.parametrize("HV, more_slots", [(8, 0), (16, 96), (32, 96)])
+@pytest.mark.parametrize("every", [64, 128])
+def test_prompts(HV, more_slots, every):
+    """Prefill over a pool, compact and with slots to spare, with checkpoints, beside the plain form: FlashInfer's
+    matrix. One prompt is empty, one is padding, and the last tokens are nobody's."""
+    T, D, lengths = 600, 128, (70, 0, 257, 128, 65)
+    rng, N = np.random.default_rng(HV), 5
+    keys = [jax.random.normal(jax.random.key(i), (1, T, HV // 2, D), jnp.bfloat16) for i in range(2)]
+    v = jax.random.normal(jax.random.key(2), (1, T, HV, D), jnp.bfloat16)
+    g, beta = (
+        -jnp.abs(jnp.asarray(rng.normal(size=(1, T, HV)))) / 8,
+        jnp.asarray(rng.uniform(size=(1, T, HV))),
+    )
+    pool = on_device((3 * N + more_slots, HV, D, D))
+    slots = rng.permutation(len(pool)).astype(np.int32)
+    read, keep = slots[:N].copy(), slots[N : 3 * N].reshape(N, 2)
+    read[3] = -1
+    cu = np.cumsum((0, *lengths)).astype(np.int32)
+
+    def prefill(implementation):
+        x = (*keys, v, g.astype(jnp.float32), beta.astype(jnp.float32))
+        options = dict(checkpoint_every=every, checkpoint_slots=keep, use_qk_l2norm=True)
+        return serving.prefill(
+            *x, cu, jnp.array(pool), read_slots=read, implementation=implementation, **options
+        )
+
+    (o, new), (want_o, want) = prefill("mosaic_gpu"), prefill("chunked")
+    bound = BOUNDS["bfloat16"][0]
+    padding = np.r_[cu[3] : cu[4], cu[-1] : T]
+    assert not np.asarray(o)[:, padding].any()
+    real = np.setdiff1d(np.arange(T), padding)
+    # Both may be off from the truth by the bound.
+    assert_close(*(np.asarray(y)[:, real].astype(np.float32) for y in (want_o, o)), 2 * bound["o"], "o", 2)
+    changed = np.flatnonzero(np.asarray((want != pool).any((1, 2, 3))))
+    assert len(changed) == 3 + sum(min(2, n // every) for n in (70, 257, 65))
+    assert_close(np.asarray(want)[changed], np.asarray(new)[changed], 2 * bound["final_state"], "states", 1)
+    kept = np.setdiff1d(np.arange(len(pool)), changed)
+    assert bool((new[kept] == pool[kept]).all()), "another slot changed"
+
+
+def test_heads_over_devices():
+    """Every device serves its heads of a pool: the bits of one device, and nothing is sent or copied."""
+    mesh = mesh_of((2,), ("head",))
+
+    def lie(name, y):
+        axis = {"A_log": 0, "dt_bias": 0, "pool": 1, "state": 1, "ring_k": 1, "ring_u": 1, "ring_g": 1}
+        axis |= dict.fromkeys(TOKENS, 2)
+        where = spec(*(None,) * axis[name], "head") if name in axis else spec()
+        return jax.device_put(y, NamedSharding(mesh, where))
+
+    def check(f, x):
+        placed = {name: y if y is None else lie(name, y) for name, y in x.items()}
+        compiled = jax.jit(f).lower(placed).compile()
+        assert not traffic(compiled.as_text()).count
+        for y, want in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(jax.jit(f)(x)), strict=True):
+            np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
+
+    for case in (
+        Case("one", heads=HEADS),
+        Case("elsewhere", heads=HEADS, elsewhere=True),
+        Case("some", T=4, heads=HEADS),
+    ):
+        check(partial(pool_steps.serve, case, **KERNELS), pool_steps.draw(case))
+    for case in (Case("ring", heads=HEADS), Case("drafts on a ring", T=4, heads=HEADS)):
+        x = pool_steps.draw_ring(case, (0, 3, 15))
+
+        def on_ring(x, case=case):
+            return pool_steps.serve_ring(case, x, pool_steps.ring_pool(case, x), **KERNELS)
+
+        # What lies behind a ring's tokens is not a number.
+        check(lambda x, on_ring=on_ring: jax.tree.map(jnp.nan_to_num, on_ring(x)), x)

@@ -23,7 +23,7 @@ from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel import context, on_mesh, processes, sharding
+from gdn_jax.parallel import context, processes, rows_on_mesh, sharding
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
 
@@ -152,7 +152,7 @@ def test_the_loss_of_more_tokens_than_a_tile():
     @jax.jit
     def loss(x, weight):
         known = dict(label_weights=weights, tile=4)
-        return on_mesh.linear_softmax_cross_entropy(x, weight, targets, **known).loss
+        return rows_on_mesh.linear_softmax_cross_entropy(x, weight, targets, **known).loss
 
     expected = jax.value_and_grad(loss, (0, 1))(x, weight)
     shape = MeshShape(data=2, head=2, context=2)

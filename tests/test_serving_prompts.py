@@ -7,11 +7,24 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw, draw_pool
+import serving_cases
+from serving_cases import (
+    HK,
+    HV,
+    K,
+    V,
+    assert_same_bits,
+    compiled,
+    draw,
+    draw_pool,
+    log_decay,
+    write_strength,
+)
 from tolerances import assert_close, tolerance
 
 from gdn_jax import serving
 from gdn_jax.checks import oracle
+from gdn_jax.serving import slots
 
 BF16 = ml_dtypes.bfloat16
 BOUND = tolerance("o", "float32")
@@ -65,6 +78,47 @@ def test_prefill(dtype, pool_dtype, state_layout):
     assert_same_bits(pool[1], new[2], "a sequence without tokens has its state copied")
     others = [0, 1, 4, 6, 7, 8]
     assert_same_bits(pool[others], new[others])
+
+
+def test_unsigned_slots_and_a_null_slot():
+    """Slot 0 is kept free: a prompt there is padding, as is one at -1, which an unsigned number may stand for."""
+    x, pool = tokens(), draw_pool(9)
+    read = np.array([3, 1, 7, 0, -1]).astype(np.uint32)
+    o, new = compiled(serving.prefill, null_slot=0)(*x, CU.astype(np.int64), pool, read_slots=read)
+    want_o, want = expected(x, pool[READ])
+    o, new = np.asarray(o), np.asarray(new)
+    assert_close(want_o[:, : CU[3]], o[:, : CU[3]], BOUND, "o", 2)
+    assert not o[:, CU[3] :].any()
+    assert_close(want[:3], new[[3, 1, 7]], BOUND, "states", 1)
+    others = [0, 2, 4, 5, 6, 8]
+    assert_same_bits(pool[others], new[others])
+
+
+def test_whose_tokens_are_real(monkeypatch):
+    """Found by comparing with all offsets, and with many prompts by a search."""
+    at = slots.Address.of(np.array([3, 5, -1, 0, 2]), jnp.zeros(9))
+    want = np.repeat([True, False, True, False], [CU[2], CU[3] - CU[2], CU[5] - CU[3], T - CU[5]])
+    np.testing.assert_array_equal(slots.is_real(jnp.asarray(CU), at, T), want)
+    monkeypatch.setattr(slots, "FEW_OFFSETS", len(CU) - 1)
+    np.testing.assert_array_equal(slots.is_real(jnp.asarray(CU), at, T), want)
+
+
+@pytest.mark.slow
+def test_drafts_after_a_prompt():
+    """A prompt of 64 tokens leaves one state, from which a step of drafts goes on."""
+    x, pool = draw(2, 67, seed=3), draw_pool(9)
+    g, beta = log_decay(x).astype(np.float32), write_strength(x).astype(np.float32)
+    row = [y[:, :64].reshape(1, 128, *y.shape[2:]) for y in (x.q, x.k, x.v, g, beta)]
+    state_slots = np.array([[4, 1, 2], [7, 8, 3]])
+    prompts = compiled(serving.prefill, use_qk_l2norm=True)
+    _, pool_after = prompts(*row, np.array([0, 64, 128]), pool, read_slots=state_slots[:, 0])
+    rest = x.at(slice(None), slice(64, None))
+    o, new = compiled(serving.verify)(
+        *rest.tokens, pool_after, **x.gates, state_slots=state_slots, num_accepted_tokens=np.ones(2, int)
+    )
+    want_o, want = serving_cases.expected(x, pool[[4, 7]])
+    assert_close(want_o[:, 64:], np.asarray(o), BOUND, "o", 2)
+    assert_close(want, np.asarray(new)[[2, 3]], BOUND, "states", 1)
 
 
 def test_a_sequence_without_tokens_keeps_its_bits():

@@ -10,8 +10,6 @@ import dataclasses
 import itertools
 import json
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +23,7 @@ from rich.table import Table
 from gdn_jax import serving
 from gdn_jax.checks import device_time, oracle
 from gdn_jax.checks.accuracy import worst_ratio
-from gdn_jax.checks.device_time import GRAPH_OPTIONS, WARM_UP, Timing
+from gdn_jax.checks.device_time import GRAPH_OPTIONS
 from gdn_jax.commands.errors import check_seed, fail, one_line
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
@@ -196,7 +194,7 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
         pool, o = run(pool, tokens)
         jax.block_until_ready((pool, o))
 
-    timing = _time(once, options.repeats, on_gpu)
+    timing = device_time.of_calls(once, options.repeats)
     us = timing.median_ms * 1e3 / steps
     writes = T if line.deferred == 1 else 1 / steps
     return result._replace(
@@ -206,20 +204,6 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
         slowest_us=timing.slowest_ms * 1e3 / steps,
         terabytes_per_second=x.states.nbytes * (1 + writes) / us * 1e-6,
     )
-
-
-def _time(once: Callable[[], None], repeats: int, on_gpu: bool) -> Timing:
-    """On a GPU the span of the kernels of a call, else the clock."""
-    for _ in range(WARM_UP):
-        once()
-    if on_gpu:
-        return device_time.device_timing(device_time.profile(once, repeats), repeats)
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        once()
-        times.append((time.perf_counter() - started) * 1e3)
-    return Timing.of(times)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -77,6 +77,20 @@ def measure(program: Program, state: jax.Array, *args: Any, calls: int, repeats:
     return _chained(program.step, state, args, calls, repeats)
 
 
+def of_calls(once: Callable[[], None], repeats: int) -> Timing:
+    """Timing of once(), which returns when the device is done: on a GPU by its kernels, else by the clock."""
+    for _ in range(WARM_UP):
+        once()
+    if jax.default_backend() == "gpu":
+        return device_timing(profile(once, repeats), repeats)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        once()
+        times.append((time.perf_counter() - started) * 1e3)
+    return Timing.of(times)
+
+
 class Kernel(NamedTuple):
     """One run of a kernel on a GPU."""
 

@@ -16,7 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.experiments.options import ModelOptions, ScheduleOptions, config_values
 from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.parallel.on_mesh import linear_softmax_cross_entropy
+from gdn_jax.parallel.rows_on_mesh import linear_softmax_cross_entropy
 
 
 class TrainState(NamedTuple):

@@ -6,11 +6,11 @@ context   tokens of every row
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 DATA, HEAD, CONTEXT = AXES = ("data", "head", "context")
 
@@ -85,3 +85,46 @@ class MeshShape:
             )
         grid = np.array(devices).reshape(self.data, self.head, self.context)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def axes_set() -> dict[str, int] | None:
+    """Devices along each axis of the mesh that is set; None without one, and inside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
+        return None
+    return dict(mesh.shape)
+
+
+def dividing(sizes: dict[str, int], axis: str, *dimensions: int) -> str | None:
+    """The axis, where its devices divide the dimensions."""
+    return axis if all(n % sizes[axis] == 0 for n in dimensions) else None
+
+
+def check_tokens(T: int, sizes: dict[str, int]) -> None:
+    """Raises ValueError unless the devices of context divide a row's tokens."""
+    if T % sizes[CONTEXT]:
+        raise ValueError(
+            f"x: expected rows of a multiple of {sizes[CONTEXT]} tokens, the devices of context, got {T}"
+        )
+
+
+class Lies(NamedTuple):
+    """Mesh axes that arrays are split over beside context; None where they are not."""
+
+    rows: str | None
+    heads: str | None
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of [B, T, heads or channels, ..]."""
+        return PartitionSpec(self.rows, CONTEXT, self.heads)
+
+    @property
+    def states(self) -> PartitionSpec:
+        """Of [N, heads or channels, ..]."""
+        return PartitionSpec(self.rows, self.heads)
+
+    def named(self, arrays: dict[str, Any]) -> dict[str, PartitionSpec]:
+        """Of arguments by name; of one that is not named here, the same on every device."""
+        known = {"initial_state": self.states, "segment_ids": PartitionSpec(self.rows, CONTEXT)}
+        return {name: known.get(name, PartitionSpec()) for name in arrays}

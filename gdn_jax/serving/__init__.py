@@ -1,15 +1,17 @@
 """Serving: prefill, decode and verification of drafts over pools of states.
 
 Every operation takes a pool and returns it. The pool that went in is donated, and only the slots that are named
-change.
+change. Pools and tokens may lie with their heads over the devices of a mesh: each device then serves its own, and
+nothing is sent.
 """
 
 from gdn_jax.serving.batching import QueueFull, Server
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
 from gdn_jax.serving.drafts import verify
 from gdn_jax.serving.packed import prefill_packed
+from gdn_jax.serving.pools import RingPool, make_ring_pool
 from gdn_jax.serving.prompts import prefill
-from gdn_jax.serving.ring import RingPool, accept, flush, make_ring_pool, snapshot
+from gdn_jax.serving.ring import accept, flush, snapshot
 from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
 from gdn_jax.serving.step import decode
 

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from gdn_jax.serving import kernels, ring, slots
+from gdn_jax import ops
+from gdn_jax.serving import kernels, ring, shards, slots
 from gdn_jax.serving.arguments import (
     check_integers,
     check_pool,
@@ -27,7 +28,7 @@ from gdn_jax.serving.arguments import (
     state_shape,
     token_dims,
 )
-from gdn_jax.serving.ring import RingPool
+from gdn_jax.serving.pools import RingPool, check_ring
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, Tokens, by_row, prepare, step
 
@@ -95,7 +96,7 @@ def verify(
     check_pool(pool.state if is_ring else pool, *state_shape(dims, state_layout), layer)
     check_spans((dims.B, dims.T), pool, state_slots, num_accepted_tokens, num_tokens, parents, null_slot)
     if is_ring:
-        ring.check_ring(pool, dims, layer)
+        check_ring(pool, dims, layer)
         if dims.T > pool.length:
             raise ValueError(
                 f"q: expected at most {pool.length} tokens, the length of the ring, got {dims.T}"
@@ -114,6 +115,8 @@ def verify(
         batch_invariant,
         choose(implementation, no_kernel),
     )
+    if ops.debug_checks_are_on():
+        shards.warn_of_gathered(pool, raw)
     spans = (state_slots, num_accepted_tokens, num_tokens, parents)
     spans = tuple(None if x is None else jnp.asarray(x) for x in spans)
     return _verify(pool, raw, *spans, layer, options)
@@ -206,6 +209,11 @@ def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tu
 
 @partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
 def _verify(pool, raw: Raw, state_slots, num_accepted, num_tokens, parents, layer, options: Options):
+    others = (state_slots, num_accepted, num_tokens, parents, layer)
+    return shards.serve(_verify_on_shard, options, pool, raw, *others)
+
+
+def _verify_on_shard(options: Options, pool, raw: Raw, state_slots, num_accepted, num_tokens, parents, layer):
     by_kernels = options.implementation == "mosaic_gpu"
     if isinstance(pool, RingPool):
         at = Address.of(state_slots, pool, options.null_slot, layer)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from gdn_jax.serving import slots
-from gdn_jax.serving.ring import RingPool
+from gdn_jax.serving.pools import RingPool
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.tokens import Options, Raw
 from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from gdn_jax.gates import log_decay_from_alpha
+from gdn_jax.serving.pools import RingPool
 from gdn_jax.serving.prompts import Pool, prefill
-from gdn_jax.serving.ring import RingPool
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import STATE_LAYOUTS, check_array, check_choice
 

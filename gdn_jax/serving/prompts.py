@@ -21,7 +21,7 @@ from gdn_jax.serving.arguments import (
     slot_count,
     state_shape,
 )
-from gdn_jax.serving.ring import RingPool
+from gdn_jax.serving.pools import RingPool, check_ring
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import alone
 from gdn_jax.shapes import accumulation_dtype, rule_dims
@@ -101,7 +101,7 @@ def prefill(
     is_ring = isinstance(pool, RingPool)
     check_pool(pool.state if is_ring else pool, *state_shape(dims, state_layout), layer)
     if is_ring:
-        ring.check_ring(pool, dims, layer)
+        check_ring(pool, dims, layer)
     check_sequences(cu_seqlens, dims.T, has_initial_state)
     size = slot_count(pool)
     check = partial(check_slots, size=size, null_slot=null_slot)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.serving import kernels, ring, slots
+from gdn_jax import ops
+from gdn_jax.serving import kernels, ring, shards, slots
 from gdn_jax.serving.arguments import (
     check_pool,
     check_scale,
@@ -17,7 +18,7 @@ from gdn_jax.serving.arguments import (
     state_shape,
     token_dims,
 )
-from gdn_jax.serving.ring import RingPool
+from gdn_jax.serving.pools import RingPool, check_ring
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.tokens import Options, Raw, by_row, prepare, step
 
@@ -87,7 +88,7 @@ def decode(
     states = pool.state if isinstance(pool, RingPool) else pool
     check_pool(states, *state_shape(dims, state_layout), layer)
     if isinstance(pool, RingPool):
-        ring.check_ring(pool, dims, layer)
+        check_ring(pool, dims, layer)
     size = slot_count(pool)
     check_slots(
         "read_slots", read_slots, (dims.B,), "B", size, null_slot=null_slot, unique=write_slots is None
@@ -106,6 +107,8 @@ def decode(
         batch_invariant,
         choose(implementation, no_kernel),
     )
+    if ops.debug_checks_are_on():
+        shards.warn_of_gathered(pool, raw)
     read = jnp.asarray(read_slots)
     write = None if write_slots is None else jnp.asarray(write_slots)
     return _decode(pool, raw, read, write, layer, options)
@@ -113,6 +116,10 @@ def decode(
 
 @partial(jax.jit, static_argnums=5, donate_argnums=0, inline=True)
 def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
+    return shards.serve(_decode_on_shard, options, pool, raw, read_slots, write_slots, layer)
+
+
+def _decode_on_shard(options: Options, pool, raw: Raw, read_slots, write_slots, layer):
     by_kernels = options.implementation == "mosaic_gpu"
     if by_kernels and not isinstance(pool, RingPool):
         return kernels.decode(pool, raw, read_slots, write_slots, layer, options)

@@ -28,6 +28,11 @@ class Options(NamedTuple):
     implementation: str
     """"mosaic_gpu" or "xla"."""
 
+    def of_heads(self, raw: "Raw") -> "Options":
+        """The same for a call with some of the heads, those of raw."""
+        Hq, Hk, HV = (x.shape[-2] for x in raw[:3])
+        return self._replace(dims=self.dims._replace(Hq=Hq, Hk=Hk, HV=HV, HO=max(Hq, HV)))
+
     @property
     def head_counts(self) -> tuple[int, int, int, int]:
         return (self.dims.Hq, self.dims.Hk, self.dims.HV, self.dims.HO)

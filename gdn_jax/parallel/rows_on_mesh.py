@@ -1,0 +1,132 @@
+"""What a model calls in the place of operations over whole rows: the same on one device and on a mesh of
+`MeshShape.make`.
+
+The devices of the context axis have some tokens of every row each, which the rule and attention mix, and over which
+the loss is summed. XLA would gather them. Where a program is traced under `jax.set_mesh`, these functions run in a
+`jax.shard_map` over all axes of the mesh; elsewhere they are the operations themselves.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from gdn_jax import losses, ops
+from gdn_jax.parallel import context
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
+from gdn_jax.partitioning import vary_alike
+
+
+def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.gated_delta_rule`, over tokens too where the mesh that is set has a context axis."""
+    sizes = axes_set()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return ops.gated_delta_rule(q, k, v, g, beta, **options)
+    check_tokens(q.shape[1], sizes)
+    arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
+    if isinstance(options.get("scale"), jax.Array):
+        arrays["scale"] = options.pop("scale")
+    rows = None if arrays["cu_seqlens"] is not None else dividing(sizes, DATA, q.shape[0])
+    heads = dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
+    return _rule_over_tokens(Lies(rows, heads), tuple(options.items()), (q, k, v, g, beta), arrays)
+
+
+# Compiled by itself, so that the layers of a model share what is traced and lowered of one.
+@partial(jax.jit, static_argnums=(0, 1))
+def _rule_over_tokens(lies: Lies, options: tuple[tuple[str, Any], ...], tokens, arrays):
+    def local(tokens, arrays):
+        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
+
+    specs = (lies.tokens,) * 5, lies.named(arrays)
+    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
+
+
+def attention(
+    attend: Callable[..., jax.Array],
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    *,
+    lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H D"]:
+    """attend(q, k, v, lengths=lengths, segment_ids=segment_ids), which treats every head by itself.
+
+    Where the mesh that is set has a context axis, its devices exchange their tokens of all heads for all tokens of
+    some heads, and the result back: four all-to-alls of what a device holds, of which it keeps 1 / devices. A key
+    head that several devices read is sent to each. Query heads that do not divide leave it to XLA, which gathers
+    keys and values; `gdn_jax.debug_checks` tells of it.
+
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    """
+    rows = dict(lengths=lengths, segment_ids=segment_ids)
+    sizes = axes_set()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return attend(q, k, v, **rows)
+    parts = sizes[HEAD] * sizes[CONTEXT]
+    if q.shape[2] % parts:
+        if ops.debug_checks_are_on():
+            warnings.warn(
+                f"attention: {q.shape[2]} heads cannot be split over the {parts} devices of a row; keys and values "
+                "are gathered",
+                stacklevel=2,
+            )
+        return attend(q, k, v, **rows)
+    check_tokens(q.shape[1], sizes)
+    data, devices = dividing(sizes, DATA, q.shape[0]), sizes[CONTEXT]
+    tokens = PartitionSpec(data, CONTEXT, HEAD)
+
+    def local(q, k, v, rows):
+        q, k, v, rows = vary_alike((q, k, v, rows))
+        k, v = (_repeated(x, devices) for x in (k, v))
+        q, k, v = (lax.all_to_all(x, CONTEXT, 2, 1, tiled=True) for x in (q, k, v))
+        return lax.all_to_all(attend(q, k, v, **rows), CONTEXT, 1, 2, tiled=True)
+
+    k, v = (_repeated(x, sizes[HEAD]) for x in (k, v))
+    specs = ((tokens,) * 3) + (PartitionSpec(data),)
+    return jax.shard_map(local, in_specs=specs, out_specs=tokens)(q, k, v, rows)
+
+
+def _repeated(x: Float[Array, "B T H D"], parts: int) -> Float[Array, "B T HR D"]:
+    """Every head as often as makes their number a multiple of the parts."""
+    return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
+
+
+def linear_softmax_cross_entropy(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    label_weights: Float[Array, "B T"],
+    **options: Any,
+) -> losses.LossSums:
+    """`gdn_jax.losses.linear_softmax_cross_entropy`, of each device's tokens, summed over the mesh that is set.
+
+    The devices of the head axis share a row's tokens here: each needs the whole weight, which has no heads.
+    """
+    call = partial(losses.linear_softmax_cross_entropy, **options)
+    sizes = axes_set()
+    if sizes is None:
+        return call(x, weight, targets, label_weights=label_weights)
+    rows = dividing(sizes, DATA, x.shape[0])
+    check_tokens(x.shape[1], sizes)
+    heads = (HEAD,) if x.shape[1] % (sizes[CONTEXT] * sizes[HEAD]) == 0 else ()
+    over = (*([rows] if rows else []), CONTEXT, *heads)
+    tokens = PartitionSpec(rows, (CONTEXT, *heads))
+
+    def local(*args):
+        x, weight, targets, label_weights = vary_alike(args)
+        sums = call(x, weight, targets, label_weights=label_weights)
+        return jax.tree.map(lambda y: lax.psum(y, over), sums)
+
+    # Else XLA would carry this cut of the tokens back through the model.
+    x = lax.with_sharding_constraint(x, PartitionSpec(rows, CONTEXT))
+    specs = (tokens, PartitionSpec(), tokens, tokens)
+    return jax.shard_map(local, in_specs=specs, out_specs=PartitionSpec())(x, weight, targets, label_weights)

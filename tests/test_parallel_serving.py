@@ -1,0 +1,290 @@
+"""Serving with heads over the devices of a mesh, under plain jit: nothing is sent, and pools stay where they lie."""
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from meshes import AUTO, EXPLICIT, mesh_of, spec
+from serving_cases import draw, draw_pool
+
+import gdn_jax
+from gdn_jax import partitioning, serving
+from gdn_jax.parallel.communication import traffic
+from gdn_jax.serving import drafts, kernels, slots
+from gdn_jax.serving import step as serving_step
+from pallas_kernels.device import launch
+
+SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICIT, True)}
+settings = pytest.mark.parametrize("setting", SETTINGS)
+partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])
+
+READ, WRITE = np.array([3, -1, 5]), np.array([5, 1, 3])
+ACCEPTED = dict(num_accepted_tokens=np.array([1, 3, 2]))
+SPANS = ACCEPTED | dict(state_slots=np.arange(9).reshape(3, 3))
+ON_RING = ACCEPTED | dict(state_slots=READ, num_tokens=np.array([3, 3, 1]))
+TREE = np.array([[-1, 0, 0], [-1, -1, 1], [-1, 0, 1]])
+
+HEADS = {"tokens": 2, "gates": 0, "pool": 1, "ring": 1, "trees": 1, "channels": 1, "windows": 1, "filter": 0}
+"""The axis of the heads, or of channels, in every array that has one."""
+
+
+def arrays(heads=(8, 16), width=8, length=4) -> dict:
+    """What the calls take; a ring holds two tokens of each of its slots."""
+    rng, size = np.random.default_rng(0), (width, width)
+    x = draw(3, 3, heads=heads, widths=size)
+    pool = jnp.asarray(draw_pool(14, HV=heads[1], widths=size))
+    ring = serving.make_ring_pool(pool, num_key_heads=heads[0], length=length, trees=True)
+    held = {
+        name: jnp.asarray(rng.normal(size=y.shape), y.dtype)
+        for name, y in ring._asdict().items()
+        if y.ndim > 2
+    }
+    ring = ring._replace(**held | dict(g=-abs(held["g"]), count=ring.count + 2, before=ring.before + 1))
+    conv = {"channels": (3, 24), "windows": (14, 24, 3), "filter": (24, 4)}
+    return {
+        "tokens": tuple(map(jnp.asarray, x.tokens)),
+        "gates": x.gates,
+        "pool": pool,
+        "ring": ring._replace(parents=None),
+        "trees": ring._replace(parents=jnp.asarray(rng.integers(-1, 1, ring.parents.shape), jnp.int32)),
+    } | {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in conv.items()}
+
+
+def lie(mesh, name: str, array, axes="d"):
+    """The array as it lies on the mesh, its heads over these axes; a ring's cursors and parents lie everywhere."""
+    whole = name in ("ring", "trees") and array.ndim < 3
+    where = spec() if whole else spec(*(None,) * HEADS[name], axes)
+    return jax.device_put(array, NamedSharding(mesh, where))
+
+
+def place(mesh, x: dict, axes="d") -> dict:
+    return {name: jax.tree.map(lambda y: lie(mesh, name, y, axes), tree) for name, tree in x.items()}  # noqa: B023
+
+
+def decode(x, pool, implementation=None, **options):
+    token = [y[:, 0] for y in x["tokens"]]
+    return serving.decode(
+        *token, pool, **x["gates"], read_slots=READ, implementation=implementation, **options
+    )
+
+
+def verify(x, pool, implementation=None, **options):
+    return serving.verify(*x["tokens"], pool, **x["gates"], implementation=implementation, **options)
+
+
+def prefill(x, pool):
+    q, k, v, a, b = (y.reshape(1, 9, *y.shape[2:]) for y in x["tokens"])
+    gates = -jnp.abs(a), jax.nn.sigmoid(b)
+    return serving.prefill(q, k, v, *gates, np.array([0, 5, 5, 8]), pool, read_slots=READ, chunk_size=16)
+
+
+KERNELS = {
+    "decode": lambda x: decode(x, x["pool"], "mosaic_gpu"),
+    "decode elsewhere": lambda x: decode(x, x["pool"], "mosaic_gpu", write_slots=WRITE),
+    "verify": lambda x: verify(x, x["pool"], "mosaic_gpu", **SPANS),
+    "decode on a ring": lambda x: decode(x, x["ring"], "mosaic_gpu"),
+    "verify on a ring": lambda x: verify(x, x["ring"], "mosaic_gpu", **ON_RING),
+}
+RINGS = {
+    "decode": lambda x: decode(x, x["ring"]),
+    "verify": lambda x: verify(x, x["ring"], **ON_RING),
+    "flush": lambda x: serving.flush(x["ring"], READ),
+    "snapshot": lambda x: serving.snapshot(x["ring"], READ),
+}
+TREES = {
+    "verify": lambda x: verify(x, x["trees"], parents=TREE, **ON_RING),
+    "accept": lambda x: serving.accept(x["trees"], READ, np.array([1, 2, 1])),
+}
+CONVOLUTIONS = {
+    "a token": lambda x: serving.causal_conv1d_update(
+        x["channels"], x["windows"], x["filter"], read_slots=READ, write_slots=WRITE
+    ),
+    "drafts": lambda x: serving.causal_conv1d_verify(
+        jnp.stack([x["channels"]] * 3, 1), x["windows"], x["filter"], **SPANS
+    ),
+}
+PLAIN = {
+    "decode": lambda x: decode(x, x["pool"], batch_invariant=True),
+    "verify": lambda x: verify(x, x["pool"], **SPANS),
+    "prefill": lambda x: prefill(x, x["pool"]),
+    "slots": lambda x: serving.put_slots(x["ring"], WRITE, serving.take_slots(x["ring"], READ)),
+}
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """In the kernels' places the plain forms of what they do."""
+
+    def on_pool(pool, raw, read_slots, write_slots, layer, options):
+        read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
+        o, pool = serving_step._plain(pool, raw, read, write, options)
+        return jnp.where(read.is_slot[:, None, None], o, 0).astype(raw.v.dtype), pool
+
+    def drafts_on_pool(pool, raw, start, after, num_tokens, options):
+        o, pool = drafts._plain(pool, raw, start, after, None, options)
+        is_token = drafts.token_mask(num_tokens, options.dims.T) & start.is_slot[:, None]
+        return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool
+
+    def on_ring(pool, raw, read_slots, layer, options):
+        plain = options._replace(implementation="xla")
+        return serving_step._decode_on_shard(plain, pool, raw, read_slots, None, layer)
+
+    def drafts_on_ring(pool, raw, at, num_accepted, num_tokens, options):
+        plain = options._replace(implementation="xla")
+        return drafts._verify_on_shard(plain, pool, raw, at.slot, num_accepted, num_tokens, None, at.layer)
+
+    stand_ins = {
+        "decode": on_pool,
+        "verify": drafts_on_pool,
+        "decode_on_ring": on_ring,
+        "verify_on_ring": drafts_on_ring,
+        "unsupported": lambda *args, **options: None,
+    }
+    for name, f in stand_ins.items():
+        monkeypatch.setattr(kernels, name, f)
+    jax.clear_caches()  # of what was traced with the kernels
+    yield
+    jax.clear_caches()
+
+
+def check_calls(calls, setting):
+    """Nothing is sent, results lie as their arguments do, and are those of one device."""
+    kind, shardy = SETTINGS[setting]
+    x, mesh = arrays(), mesh_of((8,), ("d",), kind)
+    placed = place(mesh, x)
+
+    def all_of_them(x):
+        return {name: call(x) for name, call in calls.items()}
+
+    with meshes.partitioner(shardy):
+        compiled = jax.jit(all_of_them).lower(placed).compile()
+    assert not traffic(compiled.as_text()).count
+    expected = jax.tree.leaves_with_path(jax.jit(all_of_them)(x))
+    for (path, want), got in zip(expected, jax.tree.leaves(compiled(placed)), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(
+            *(np.asarray(y, np.float32) for y in (got, want)), rtol=1e-5, atol=1e-5, err_msg=name
+        )
+        assert ("d" in got.sharding.spec) == (got.dtype != jnp.int32), name
+
+
+def pick(calls, *names):
+    return {name: calls[name] for name in names}
+
+
+@settings
+@pytest.mark.usefixtures("plain_kernels")
+def test_kernels_run_on_their_heads(setting):
+    check_calls(pick(KERNELS, "decode", "verify"), setting)
+
+
+@pytest.mark.slow
+@settings
+@pytest.mark.usefixtures("plain_kernels")
+def test_kernels_run_on_their_heads_of_rings(setting):
+    check_calls(pick(KERNELS, "decode elsewhere", "decode on a ring", "verify on a ring"), setting)
+
+
+@settings
+def test_a_convolution_runs_on_its_channels(setting):
+    check_calls(CONVOLUTIONS, setting)
+
+
+@settings
+def test_a_ring_is_appended_to_where_it_lies(setting):
+    check_calls(pick(RINGS, "decode"), setting)
+
+
+@pytest.mark.slow
+@settings
+@pytest.mark.parametrize(
+    "calls", [pick(RINGS, "verify", "flush", "snapshot"), TREES, PLAIN], ids=["rings", "trees", "plain"]
+)
+def test_every_operation_runs_on_its_heads(calls, setting):
+    check_calls(calls, setting)
+
+
+@partitioners
+@pytest.mark.usefixtures("plain_kernels")
+def test_a_pool_split_by_slots_is_gathered(shardy):
+    """Any request may name any slot. The pool that comes back lies as the one that went in."""
+    mesh, x = mesh_of((2,), ("d",)), arrays()
+    expected, _ = jax.jit(KERNELS["decode"])(x)
+    over_slots = NamedSharding(mesh, spec("d"))
+
+    def call(x):
+        o, pool = KERNELS["decode"](x)
+        return o, jax.lax.with_sharding_constraint(pool, over_slots)
+
+    placed = place(mesh, x, None) | {"pool": jax.device_put(x["pool"], over_slots)}
+    gdn_jax.debug_checks(True)
+    try:
+        with meshes.partitioner(shardy), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            compiled = jax.jit(call).lower(placed).compile()
+    finally:
+        gdn_jax.debug_checks(False)
+    told = [str(w.message) for w in told if "gathered" in str(w.message)]
+    assert told == ["pool: its slots lie on mesh axes d, which cannot be split; it is gathered"]
+    o, pool = compiled(placed)
+    np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-5)
+    assert traffic(compiled.as_text()).count["all-gather"] and pool.sharding.is_equivalent_to(over_slots, 4)
+
+
+@pytest.mark.parametrize(
+    ("pool", "call"),
+    [
+        ("pool", KERNELS["decode"]),
+        ("windows", CONVOLUTIONS["a token"]),
+        pytest.param("ring", RINGS["verify"], marks=pytest.mark.slow),
+    ],
+    ids=["pool", "windows", "ring"],
+)
+@pytest.mark.usefixtures("plain_kernels")
+def test_a_split_pool_is_not_copied(pool, call):
+    """What is donated is changed in place, on every device in its own part."""
+    mesh, x, slots = mesh_of((8,), ("d",)), arrays(), 4096
+    donated = {pool: jax.tree.map(lambda y: jnp.repeat(y[:1], slots, 0), x.pop(pool))}
+    donated, rest = place(mesh, donated), place(mesh, x)
+    memory = (
+        jax.jit(lambda y, x: call(x | y), donate_argnums=0).lower(donated, rest).compile().memory_analysis()
+    )
+    sizes = [y.addressable_shards[0].data.nbytes for y in jax.tree.leaves(donated)]
+    assert memory.alias_size_in_bytes == sum(sizes), "the pool is not donated"
+    smallest = min(size for size in sizes if size > 4 * slots)
+    assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} bytes, arrays of {sizes}"
+
+
+def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
+    """What every device of a mesh of GPUs runs: the real kernels on one key head and two states, changed in place."""
+    programs = []
+
+    def lowered(compiled, static, args, mesh):
+        """The program of a GPU, for which zeros stand here."""
+        shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), args)
+        program = export.export(compiled, platforms=("cuda",))(static, *shapes)
+        programs.append(program.mlir_module())
+        zeros = [partial(jnp.zeros, y.shape, y.dtype) for y in program.out_avals]
+        return SimpleNamespace(call=lambda *_: program.out_tree.unflatten([zero() for zero in zeros]))
+
+    monkeypatch.setattr(partitioning, "_lowered", lowered)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    placed = place(mesh_of((8,), ("d",)), arrays(width=32, length=16))
+    calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring").values()
+    compiled = jax.jit(lambda x: [call(x) for call in calls]).lower(placed).compile()
+    assert not traffic(compiled.as_text()).count
+    found = sorted(
+        (text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<"))
+        for text in programs
+    )
+    assert found == [(1, 1), (1, 1), (2, 6), (3, 6)], "kernels, and arrays that they change in place"
+    assert all(
+        "tensor<14x2x32x32xf32>" in text and "tensor<14x16x32x32xf32>" not in text for text in programs
+    )
