@@ -2,7 +2,7 @@
 
 The kernels of what stands around the rule in a layer are reached through `fused`, those of serving through
 `serving.kernels`. Here stands what a call needs around the kernels and what is mathematics: the factor of the output
-where the kernels cannot hold it, the floor of the write strengths, and the derivative of the L2 norm.
+where the kernels cannot hold it, and the derivative of the L2 norm.
 """
 
 from functools import partial
@@ -175,14 +175,10 @@ def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rule_fwd(x: RuleArrays, scale: float, options: Options):
-    from pallas_kernels.backward.gradients import BETA_FLOOR
-
-    # The kernels divide by beta. Where it is 0 a token writes 2^-20 of its value: less than the state's rounding.
-    floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
-    plain = floored
+    plain = x
     if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
         q, k = _normalized(x.q, x.k)
-        plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
+        plain, options = x._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
     o, final, residuals = _forward(plain, scale, options)
     segments = residuals.segments
     if segments is not None:
@@ -191,7 +187,7 @@ def _rule_fwd(x: RuleArrays, scale: float, options: Options):
     g2_cum, beta_t = (checkpoint_name(y, GATES_NAME) for y in (residuals.g2_cum, residuals.beta_t))
     t = checkpoint_name(residuals.t, INVERSE_NAME)
     residuals = residuals._replace(g2_cum=g2_cum, beta_t=beta_t, t=t, segments=segments)
-    return (checkpoint_name(o, OUTPUT_NAME), final), (floored, residuals)
+    return (checkpoint_name(o, OUTPUT_NAME), final), (x, residuals)
 
 
 def _rule_bwd(scale: float, options: Options, saved, cotangents):

@@ -14,7 +14,6 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
-from pallas_kernels.device.layouts import inverse_log2
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables as work_tables
@@ -32,7 +31,6 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
     first = np.array([max(0, max(s for s in cu if s <= t) - t // 64 * 64) for t in range(T64)])
     g = np.zeros((B, T, HO)) if x.g is None else x.g.astype(np.float64)
     beta = np.ones((B, T, HO)) if x.beta is None else x.beta.astype(np.float64)
-    beta = np.maximum(beta, gradients_kernel.BETA_FLOOR)
     if x.segment_ids is not None:
         changes = np.diff(x.segment_ids, axis=1, prepend=x.segment_ids[:, :1]) != 0
         g = np.where(changes[..., None], -np.inf, g)
@@ -51,12 +49,12 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
                 s = slice(start, start + 64)
                 kc = k[b, s, i // (HO // Hk)]
                 same = np.arange(64) >= first[s, None]
-                L = np.tril(beta_t[b, i, s, None] * (kc @ kc.T) * same, -1)
+                L = np.tril(kc @ kc.T * same * beta_t[b, i, s], -1)
                 gamma = np.exp2(np.minimum(g2_cum[b, i, s, None] - g2_cum[b, i, s], 0.0))
-                t_tiles[b, i, s] = np.linalg.inv(np.eye(64) + L) * gamma * beta_t[b, i, s]
-    f32, t_tiles = np.float32, (t_tiles * 2 ** inverse_log2(x.k.dtype)).astype(x.k.dtype)
-    end = T if x.cu_seqlens is None else cu[-1]
-    beta_t[..., end:] = np.where(np.arange(end, T64) % 2, np.nan, np.inf)  # anything may be there
+                t_tiles[b, i, s] = np.linalg.inv(np.eye(64) + L) * gamma
+    f32, t_tiles = np.float32, t_tiles.astype(x.k.dtype)
+    if x.cu_seqlens is not None:  # anything may be in the padding
+        beta_t[..., cu[-1] :] = np.where(np.arange(cu[-1], T64) % 2, np.nan, np.inf)
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return Residuals(
         *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),

@@ -10,7 +10,6 @@ from harness import truth
 from gdn_jax import gates
 from gdn_jax.checks import cases
 from pallas_kernels.backward import rule as backward
-from pallas_kernels.backward.gradients import BETA_FLOOR
 from pallas_kernels.forward import rule as forward_rule
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +39,6 @@ def call(case: cases.Case, config: backward.Config | None = None, segment_chunks
         inverse_of_norm = lambda x: x  # noqa: E731
         if case.use_qk_l2norm:
             (q, k), inverse_of_norm = jax.vjp(lambda q, k: (gates.l2norm(q), gates.l2norm(k)), q, k)
-        beta = None if beta is None else jnp.maximum(beta, BETA_FLOOR)
         arrays = (q, k, v, g, beta, state)
         residuals = forward_rule.forward(*arrays, config=forward_config, **options)[2]
         out = backward.backward(*arrays, residuals, do, dh_T, config=config, **options)

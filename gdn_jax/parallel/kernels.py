@@ -22,7 +22,7 @@ class Saved(NamedTuple):
     """What the forward leaves for the backward."""
 
     x: RuleArrays
-    """initial_state: what this device's tokens started from. beta is floored as in `mosaic`."""
+    """initial_state: what this device's tokens started from."""
     residuals: Any
 
 
@@ -52,10 +52,8 @@ def forward(
       lies here; and a function from the states that the tokens start from to o, the final states and what the
       backward needs.
     """
-    from pallas_kernels.backward.gradients import BETA_FLOOR
     from pallas_kernels.forward import rule
 
-    x = x._replace(beta=None if x.beta is None else jnp.maximum(x.beta, BETA_FLOOR))
     q, k = _normalized(use_qk_l2norm, x.q, x.k)
     options = dict(scale=scale, cu_seqlens=x.cu_seqlens, open_sequence=borders.last, interpret=interpret)
     opened = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)

@@ -1,24 +1,29 @@
 """Every gradient but that of v, all chunks in parallel, from the states and their cotangents at the chunks' borders.
 
-For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), u and dv [C, V]:
+For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), w and dv [C, V], and
+B = diag(beta):
 
-    dP = scale Gamma * (dO u^T)                 dL = -Gamma * (dv u^T), strictly lower
-    dq = scale D (dO h) + dP K
-    read = -D (dv h) + dL K                     late = Dr (u dh)
-    dk = read + late + dP^T Q + dL^T K          dbeta = rowsum(dv * u) / beta^2
+    dP = scale Gamma * (dO w^T)                 dL = -Gamma * (dv w^T), strictly lower
+    dq = scale D (dO h) + dP B K
+    read = -D (dv h) + dL B K                   late = Dr (w dh)
+    inside = dP^T Q + dL^T K                    dk = read + B (late + inside)
 
-dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - dP^T Q - dL^T K)_i and
-l_i = k_i . late_i
+dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - B inside)_i and
+l_i = k_i . (B late)_i
 
     dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <h, dh>
 
 The diagonal of dP is left out of x: its two parts cancel, and so every term of dg carries the decay that dg is
-proportional to; what cancels between pairs of tokens is the same rounded dP and dL. Gamma, D, Dr, gl as in
-`backward.chain`. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
+proportional to; what cancels between pairs of tokens is the same rounded dP and dL. Gamma, D, gl as in
+`backward.chain`; Dr_i = 2^(G_last - G_i). A head's q and k are shared by the heads of its group: dq and dk are summed
+in registers.
 
-In float16 u and dv come divided by beta: Gamma, D and Dr take beta in, and dbeta = rowsum(dv * u). dP and dL are kept
-times 2^lift, which leaves their largest entry as it would be without decay; what the products with them give is
-multiplied by 2^-lift in float32.
+A write strength appears as a factor alone, in B K, which each head makes of the keys, and along rows. Thus dbeta is
+found without dividing by it, in two ways: dbeta_i = k_i . (late + inside)_i, and beta_i dbeta_i = dv_i . w_i.
+`join_dbeta` joins them.
+
+In float16 dP and dL are kept times 2^lift, which leaves their largest entry as it would be without decay; what the
+products with them give is multiplied by 2^-lift in float32.
 
 K > 128: a launch for each 128 columns of K, each of which makes dP and dL again. The columns of dq and dk do not
 meet, and dg is a sum over columns.
@@ -28,7 +33,7 @@ it) of one key head. An item has a step for each 64 columns of V of each of its 
 
 Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes dL, for both;
 then each makes the gradients of its own 64 columns of K. The helper makes <h, dh> and dg, and loads by bulk copies,
-tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
+tokens (do, dv, w) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
 warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
@@ -38,23 +43,26 @@ reason not found (the log has them): time every change.
 
 | barrier       | arrives                                             | waits                                     |
 |---------------|-----------------------------------------------------|-------------------------------------------|
-| loaded        | bulk copies of do, dv and u of a step               | compute; helper first if rows are packed  |
+| loaded        | bulk copies of do, dv and w of a step               | compute; helper first if rows are packed  |
 | loaded_gates  | bulk copy of g2_cum of a head                       | compute and helper; helper if packed      |
 | loaded_states | bulk copies of h and dh of a step                   | compute and helper                        |
 | loaded_qk     | bulk copies of q and k                              | compute; helper first if rows are packed  |
-| loaded_beta   | bulk copy of beta of a head (float16)               | compute                                   |
-| masked,       | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                |
-| masked_qk     | are zeros                                           |                                           |
+| loaded_beta   | bulk copy of beta of a head                         | compute; helper first if rows are packed  |
+| masked,       | helper: foreign tokens of a step, of q and k, or of | compute (packed rows only)                |
+| masked_qk,    | beta are zeros                                      |                                           |
+| masked_beta   |                                                     |                                           |
 | consumed      | compute: step read                                  | helper, before it loads its stages again  |
 | consumed_qk   | compute: q and k read                               | helper, before it loads the next q and k  |
 | scores        | compute: dP, dL and the diagonal of dP are written  | compute                                   |
 | sums          | compute: x and l are written                        | helper                                    |
+| multiplied    | compute: products of a pair with B K have ended     | compute, before it stores (packed rows)   |
 | scored        | compute: dP and dL read; helper: sums read          | compute, before it writes the next head's |
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
-h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, beta [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
-int32 (packed rows).
-Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg and rowsum(dv * u) [visits, HO, C] f32.
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], w [visits, HO, C, V], dv [B, T, HO, V],
+h and dh [visits, HO, V, K], g2_cum and beta [B, HO, NT C] f32, lift [visits, HO] f32 (float16), tables int32 (packed
+rows).
+Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg [visits, HO, C] f32, and the parts of dbeta: dv . w
+[visits, HO, C] and k . (late + inside) [2, visits, HO, C] f32, of each compute warpgroup's columns of K.
 Shared memory: `_memory`, 227 KB at K = 128 and above.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64, V up to 64 token_stages; T a multiple of 8.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
@@ -92,9 +100,9 @@ MAX_COLUMNS = 128
 MAX_LIFT = 64.0
 """log2 of the largest factor that the scores are stored times in float16. float32 has room for a state times it."""
 
-BETA_FLOOR = 2.0**-20
-"""Least beta that u and dv, which are proportional to it, or dbeta are divided by; the forward writes no less. The
-inverse has rows proportional to beta in float16: with 2^-40, dbeta is 8 % off."""
+JOIN = 2.0**-6
+"""The two ways to dbeta count alike where beta^2 is this. With beta = 0.835 and one key throughout, the sum over pairs
+of tokens alone is off by 3.6e-2, in bfloat16; at 2^-4 and 2^-8 errors are the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Config:
     """How the gradients run, not what they compute."""
 
     token_stages: int = 4
-    """Steps of do, dv and u in flight: at least those of a head."""
+    """Steps of do, dv and w in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of h and dh in flight."""
     helper_registers: int = 72
@@ -124,28 +132,31 @@ class Config:
         raise AssertionError("more than MAX_COLUMNS columns of K, or V > 256")
 
 
-def _memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float16: bool = True) -> Memory:
+def _memory(config: Config, K: int, V: int, dtype, *, packed: bool = False) -> Memory:
     """Shared memory of a CTA, for K columns in a launch."""
     tokens, states, heads = config.token_stages, config.state_stages, config.heads(V)
     return {
         "q": Buffer((CHUNK, K), dtype, swizzle=128),
         "k": Buffer((CHUNK, K), dtype, swizzle=128),
-        "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and u of a step
+        "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and w of a step
         "h": Buffer((states, 2, WIDTH, K), dtype, swizzle=128),  # h and dh of a step
         "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and dL
+        # B K, of each warpgroup's columns, until a tile of dq or dk takes its place.
         "out": Buffer((COMPUTE, CHUNK, WIDTH), dtype, swizzle=128, also_flat=packed),
         "vectors": Buffer((6 + heads, CHUNK)),  # see _Cta: buffers of their own would not fit
-        "loaded_beta": Barriers(1) if float16 else None,
+        "loaded_beta": Barriers(1),
         "loaded": Barriers(3, tokens),
         "loaded_gates": Barriers(1, heads),
         "loaded_states": Barriers(2, states),
         "loaded_qk": Barriers(2),
         "masked": Barriers(1, tokens),
         "masked_qk": Barriers(1),
+        "masked_beta": Barriers(1),
         "consumed": Barriers(COMPUTE, states),
         "consumed_qk": Barriers(COMPUTE),
         "scores": Barriers(COMPUTE),
         "sums": Barriers(COMPUTE),
+        "multiplied": Barriers(COMPUTE) if packed else None,
         "scored": Barriers(COMPUTE + 1),
     }
 
@@ -240,7 +251,7 @@ class _Cta:
         return place, head, pl.ds(lax.rem(rest, self.v_tiles) * WIDTH, WIDTH)
 
     def token_stage(self, step):
-        """Where do, dv and u of a step are."""
+        """Where do, dv and w of a step are."""
         return lax.rem(step, self.config.token_stages)
 
     def state_stage(self, step):
@@ -258,10 +269,6 @@ class _Cta:
     def own_columns(self):
         """This compute warpgroup's columns of K. With 64 of them both warpgroups make them, and one stores."""
         return pl.ds(jnp.minimum(self.own_number(), self.sizes.K // WIDTH - 1) * WIDTH, WIDTH)
-
-    def times_beta(self, x):
-        """A vector along the rows times beta, in float16."""
-        return x * plgpu.load(self.beta, layout=ROW) if self.sizes.float16 else x
 
     def wide(self, tile):
         """A tile in shared memory as float32."""
@@ -284,7 +291,7 @@ def _load_qk(cta: _Cta, pair) -> None:
 
 
 def _load_tokens(cta: _Cta, step) -> None:
-    """Starts the copies of do, dv and u of a step, and of the gates of its head."""
+    """Starts the copies of do, dv and w of a step, and of the gates of its head."""
     gmem, smem = cta.gmem, cta.smem
     stage = cta.token_stage(step)
     place, head, columns = cta.parts_of(step)
@@ -292,7 +299,7 @@ def _load_tokens(cta: _Cta, step) -> None:
     for source, destination in (
         (gmem.do.at[row, place.tokens, head, columns], smem.x.at[stage, 0]),
         (gmem.dv.at[row, place.tokens, head, columns], smem.x.at[stage, 1]),
-        (gmem.u.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
+        (gmem.w.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
     ):
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
@@ -342,6 +349,14 @@ def _mask_qk(cta: _Cta, pair) -> None:
     plgpu.barrier_arrive(cta.smem.masked_qk)
 
 
+def _mask_beta(cta: _Cta, step) -> None:
+    """Masks what a step's head holds of other sequences' write strengths."""
+    plgpu.barrier_wait(cta.smem.loaded_beta)
+    place = cta.parts_of(step)[0]
+    mask_foreign(place.span, place.chunk, (), vectors=(cta.beta,))
+    plgpu.barrier_arrive(cta.smem.masked_beta)
+
+
 def _last_gate(cta: _Cta, step) -> jax.Array:
     """The last gate of a step's head."""
     slot = cta.slot_of(step)
@@ -377,7 +392,7 @@ def _gate_gradient(cta: _Cta, place: _Place, head, inner, is_last) -> None:
 def _helper(cta: _Cta) -> None:
     """The role of the last warpgroup."""
     config, smem, v_tiles, steps_per_pair = cta.config, cta.smem, cta.v_tiles, cta.steps_per_pair
-    token_stages, state_stages, float16 = config.token_stages, config.state_stages, cta.sizes.float16
+    token_stages, state_stages = config.token_stages, config.state_stages
     plgpu.set_max_registers(config.helper_registers, action="decrease")
     pairs = cta.items * cta.query_heads
     steps = pairs * steps_per_pair
@@ -385,8 +400,7 @@ def _helper(cta: _Cta) -> None:
     ahead = min(token_stages - 1, v_tiles)
 
     pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
-    if float16:
-        pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
+    pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
     for j in range(max(token_stages, state_stages)):
         if j < token_stages:
             pl.when(j < steps)(functools.partial(_load_tokens, cta, jnp.int32(j)))
@@ -402,6 +416,8 @@ def _helper(cta: _Cta) -> None:
         if cta.packed:
             pl.when(i + ahead < steps)(lambda: _mask_tokens(cta, i + ahead))
         is_first = lax.rem(i, v_tiles) == 0
+        if cta.packed:
+            pl.when(is_first)(lambda: _mask_beta(cta, i))
         decay = lax.cond(is_first, lambda: jnp.exp2(_last_gate(cta, i)), lambda: decay)
         inner = jnp.where(is_first, 0.0, inner) + _inner_product(cta, i)
         plgpu.barrier_wait(smem.consumed.at[cta.state_stage(i)])
@@ -422,8 +438,7 @@ def _helper(cta: _Cta) -> None:
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
-            if float16:
-                pl.when(i + 1 < steps)(lambda: _load_beta(cta, lax.div(i + 1, v_tiles)))
+            pl.when(i + 1 < steps)(lambda: _load_beta(cta, lax.div(i + 1, v_tiles)))
 
         return inner, decay
 
@@ -433,12 +448,9 @@ def _helper(cta: _Cta) -> None:
 # The compute warpgroups
 
 
-def _lifted(x, lift):
-    return x if lift is None else x * jnp.exp2(lift)
-
-
-def _lowered(x, lift):
-    return x if lift is None else x * jnp.exp2(-lift)
+def _times(x, log2):
+    """x 2^log2; x where that is None."""
+    return x if log2 is None else x * jnp.exp2(log2)
 
 
 def _store(cta: _Cta, place: _Place, head, x, target) -> None:
@@ -455,7 +467,7 @@ def _store(cta: _Cta, place: _Place, head, x, target) -> None:
     store_owned(place.span, place.chunk, x, (tile.at[wg], tile.at[wg]), plain, destination)
 
 
-def _write_score(cta: _Cta, place: _Place, head, first_step, lift):
+def _write_score(cta: _Cta, place: _Place, head, first_step, is_first, lift):
     """dP or dL of a head, for both warpgroups; G and the last gate."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
@@ -476,31 +488,24 @@ def _write_score(cta: _Cta, place: _Place, head, first_step, lift):
         plgpu.barrier_wait(smem.loaded_gates.at[slot])
     g_rows, g_columns = (plgpu.load(cta.g2.at[slot], layout=layout) for layout in (ROW, COL))
     g_last = cta.g2[slot, CHUNK - 1]
-    if sizes.float16:
-        plgpu.barrier_wait(smem.loaded_beta)
     diagonal = dev.diagonal(score)
     exponents = g_rows + jnp.where(makes_dp, log2_scale, 0.0)
     if lift is not None:
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
-    if sizes.float16:
-        factors = jnp.where(makes_dp, sign, -plgpu.load(cta.beta, layout=ROW))
-        beta_columns = along_columns(plgpu.load(cta.beta, layout=COL), CHUNK)
-        score = score * along_rows(factors, CHUNK) * beta_columns
-    else:
-        score = score * jnp.where(makes_dp, sign, -1.0)
-    score = score.astype(cta.dtype)
+    score = (score * jnp.where(makes_dp, sign, -1.0)).astype(cta.dtype)
+    pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where B K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
     smem.score.at[wg][...] = score
 
     @pl.when(makes_dp)
     def _():
-        cta.diagonal[...] = cta.times_beta(diagonal * sizes.scale)
+        cta.diagonal[...] = diagonal * sizes.scale
 
     @pl.when(jnp.logical_not(makes_dp))
     def _():
-        cta.gmem.dbeta.at[place.visit, head][...] = diagonal
+        cta.gmem.dv_w.at[place.visit, head][...] = diagonal
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
@@ -508,7 +513,7 @@ def _write_score(cta: _Cta, place: _Place, head, first_step, lift):
 
 
 def _over_states(cta: _Cta, first_step):
-    """u dh, dO h and dv h."""
+    """w dh, dO h and dv h."""
     smem, dev, own = cta.smem, cta.dev, cta.own_columns()
 
     def release(step):
@@ -519,9 +524,9 @@ def _over_states(cta: _Cta, first_step):
             step = first_step + t
             token_stage, state_stage = cta.token_stage(step), cta.state_stage(step)
             plgpu.barrier_wait(smem.loaded_states.at[state_stage])
-            do, dv, u = (smem.x.at[token_stage, i] for i in range(3))
+            do, dv, w = (smem.x.at[token_stage, i] for i in range(3))
             h, dh = (smem.h.at[state_stage, i, :, own] for i in range(2))
-            dev.issue(late, u, dh)
+            dev.issue(late, w, dh)
             dev.issue(read_q, do, h)
             dev.issue(read_k, dv, h)
             if t > 0:
@@ -537,35 +542,48 @@ def _over_states(cta: _Cta, first_step):
 def _add_head(cta: _Cta, place: _Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last = _write_score(cta, place, head, first_step, lift)
+    g_rows, g_last = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
+    bk_tile = (smem.out[0] if cta.packed else smem.out).at[wg]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    decay, since = jnp.exp2(g_rows), cta.times_beta(jnp.exp2(g_last - g_rows))
-    written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
-    dk = dk + late * along_rows(since, WIDTH)
-    read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
-    read_k = read_k * along_rows(cta.times_beta(_lifted(-decay, lift)), WIDTH)
-    plgpu.barrier_wait(smem.scores)
+    plgpu.barrier_wait(smem.masked_beta if cta.packed else smem.loaded_beta)
+    if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
+        plgpu.barrier_wait(smem.scores)
+    beta, k = plgpu.load(cta.beta, layout=ROW), cta.wide(k_tile)
+    bk_tile[...] = (k * along_rows(beta, WIDTH)).astype(cta.dtype)
+    plgpu.commit_smem()
+    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
+    written = jnp.sum(k * late, axis=1) * since
+    dk = dk + late * along_rows(since * beta, WIDTH)
+    read_q = read_q * along_rows(_times(decay * sizes.scale, lift), WIDTH)
+    read_k = read_k * along_rows(_times(-decay, lift), WIDTH)
+    if not cta.packed:
+        plgpu.barrier_wait(smem.scores)
     starts = [read_q, read_k, zeros((CHUNK, WIDTH), jnp.float32)]
 
     def products(add):
-        add(0, p_tile, k_tile)
-        add(1, dl_tile, k_tile)
+        add(0, p_tile, bk_tile)
+        add(1, dl_tile, bk_tile)
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, write = (_lowered(x, lift) for x in dev.accumulate(starts, products))
-    diagonal = along_rows(plgpu.load(cta.diagonal, layout=ROW), WIDTH)
-    x = jnp.sum(cta.wide(k_tile) * (read_k - write), axis=1)
-    dq, dk = dq + read_q + diagonal * cta.wide(k_tile), dk + read_k + write
-    x, dk = x + jnp.sum(cta.wide(q_tile) * read_q, axis=1), dk + diagonal * cta.wide(q_tile)
+    read_q, read_k, inside = dev.accumulate(starts, products)  # each times 2^lift
+    low = None if lift is None else -lift
+    k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
+    dot = jnp.sum(k * inside, axis=1)
+    x = _times(jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - beta * dot, low)
+    k_write = written + _times(dot, low) + jnp.sum(k * q, axis=1) * diagonal
+    dq = dq + _times(read_q, low) + along_rows(diagonal * beta, WIDTH) * k
+    inside = inside + along_rows(_times(diagonal, lift), WIDTH) * q
+    dk = dk + _times(read_k, low) + along_rows(_times(beta, low), WIDTH) * inside
     cta.x_sums.at[wg][...] = x
-    cta.l_sums.at[wg][...] = written
-    plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
+    cta.l_sums.at[wg][...] = written * beta
+    cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
+    plgpu.commit_smem()  # also for q, k, beta and the diagonal, which may still be on their way into registers
     plgpu.barrier_arrive(smem.sums)
     is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_pair
     pl.when(jnp.logical_not(is_last_head))(lambda: plgpu.barrier_arrive(smem.scored))
@@ -588,6 +606,9 @@ def _add_item(cta: _Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
+        if cta.packed:  # what is stored row by row takes the tiles of both warpgroups as a plain array
+            plgpu.barrier_arrive(cta.smem.multiplied)
+            plgpu.barrier_wait(cta.smem.multiplied)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
         return dk
 
@@ -616,42 +637,51 @@ class Gradients(NamedTuple):
     """Of each query head, or of each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
-    dbeta: Float[Array, "visits HO C"]
-    """beta^2 dbeta; in float16 dbeta itself."""
+    dv_w: Float[Array, "visits HO C"]
+    """beta dbeta."""
+    k_write: Float[Array, "visits HO C"]
+    """dbeta."""
+
+
+def join_dbeta(
+    dv_w: Float[Array, "*tokens"], k_write: Float[Array, "*tokens"], beta: Float[Array, "*tokens"]
+) -> Float[Array, "*tokens"]:
+    """dbeta from dv . w, which is beta times it, and from k . (late + inside), which loses digits where keys are alike
+    and beta is not small. beta may be 0; nothing is divided by less than JOIN."""
+    return (beta * dv_w + JOIN * k_write) / (beta * beta + JOIN)
 
 
 def gradients(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
     do: Float[Array, "B T HO V"],
-    u: Float[Array, "visits HO C V"],
+    w: Float[Array, "visits HO C V"],
     dv: Float[Array, "B T HO V"],
     h: Float[Array, "visits HO V K"],
     dh: Float[Array, "visits HO V K"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     visits: VisitTables | None,
     *,
-    beta: Float[Array, "B HO T64"] | None = None,
     lift: Float[Array, "visits HO"] | None = None,
     scale: float,
     config: Config | None = None,
     interpret=None,
 ) -> Gradients:
-    """dq, dk, dg and dbeta; see the module docstring.
+    """dq, dk, dg and the parts of dbeta; see the module docstring.
 
     Args:
       q, k, do: bfloat16 or float16; K and V multiples of 64, T a multiple of 8.
-      u, dv, h, dh: of `chains`.
-      g2_cum: of `chunk_gates`.
+      w, dv, h, dh: of `chains`.
+      g2_cum, beta: of `chunk_gates`.
       visits: tables of packed rows (B = 1), None when every row of the batch is one sequence.
-      beta, lift: given for float16 and for nothing else: beta of `chains`, and -log2 of the largest entry of
-        Gamma below its diagonal, from 0 to MAX_LIFT.
+      lift: -log2 of the largest entry of Gamma below its diagonal, from 0 to MAX_LIFT. Given for float16 and for
+        nothing else.
       scale: factor of the output.
     """
-    if (beta is None or lift is None) == (k.dtype == jnp.float16):
-        got = [type(x).__name__ for x in (beta, lift)]
-        raise ValueError(f"beta and lift: expected for float16 only, got {got} for {k.dtype}")
-    inputs = {"q": q, "k": k, "do": do, "u": u, "dv": dv, "h": h, "dh": dh, "g2_cum": g2_cum}
+    if (lift is None) == (k.dtype == jnp.float16):
+        raise ValueError(f"lift: expected for float16 only, got {type(lift).__name__} for {k.dtype}")
+    inputs = {"q": q, "k": k, "do": do, "w": w, "dv": dv, "h": h, "dh": dh, "g2_cum": g2_cum}
     inputs |= {"beta": beta, "lift": lift}
     call = functools.partial(_call, inputs, visits, scale=scale, config=config, interpret=interpret)
     K = k.shape[3]
@@ -662,7 +692,8 @@ def gradients(
         jnp.concatenate([x.dq for x in parts], axis=3),
         jnp.concatenate([x.dk for x in parts], axis=3),
         functools.reduce(jnp.add, [x.dg for x in parts]),
-        parts[0].dbeta,  # every launch has all of it
+        parts[0].dv_w,  # every launch has all of it
+        functools.reduce(jnp.add, [x.k_write for x in parts]),
     )
 
 
@@ -679,7 +710,7 @@ def _call(
     """The kernel, for the K columns of q and k from first_column on."""
     q, k, h = (inputs[name] for name in ("q", "k", "h"))
     (B, T, Hk), Hq, (num_visits, HO, V) = k.shape[:3], q.shape[2], h.shape[:3]
-    packed, float16 = visits is not None, inputs["beta"] is not None
+    packed, float16 = visits is not None, inputs["lift"] is not None
     config = config or Config.default(K, V)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
@@ -706,13 +737,14 @@ def _call(
             "dq": jax.ShapeDtypeStruct((B, T, sizes.dq_heads, K), k.dtype),
             "dk": jax.ShapeDtypeStruct((B, T, Hk, K), k.dtype),
             "dg": sums,
-            "dbeta": sums,
+            "dv_w": sums,
+            "k_write": jax.ShapeDtypeStruct((COMPUTE, *sums.shape), jnp.float32),
         },
-        memory=_memory(config, K, V, k.dtype, packed=packed, float16=float16),
+        memory=_memory(config, K, V, k.dtype, packed=packed),
         ctas=config.ctas,
         warpgroups=COMPUTE + 1,
         auto_barriers=False,
         reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )
-    return Gradients(**results)
+    return Gradients(**results | {"k_write": results["k_write"][: K // WIDTH].sum(0)})

@@ -4,8 +4,8 @@ The state after a segment is h M^T + E, where h [V, K] is the (transposed) state
 from zeros ends with. M^T [K, K] is what a walk from the identity ends with, all of whose values are zeros: its rows
 lie after those of E, as rows V to V + K of one state.
 
-Inputs (GMEM): k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C], k_rstd [B, Hk, NT C]
-f32 (optional), tables int32 (packed rows).
+Inputs (GMEM): k [B, T, Hk, K], v [B, T, HV, V], g2_cum and beta [B, HO, NT C] f32, t [B, HO, NT C, C], k_rstd [B,
+Hk, NT C] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): e [items, HO, V, K] f32, m_t [items, HO, K, K]; those of a sequence's last segment are not written.
 Shared memory: `_memory`. Barriers, hardware, limits, source: `forward.walk`.
 """
@@ -53,12 +53,13 @@ def _memory(config: Config, K: int, dtype, *, normalize: bool = True) -> Memory:
         "out": Buffer((n, ROWS, K), dtype, swizzle=128),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
         "g2": vector,
+        "beta": vector,
         "d": vector,
         "d_scaled": None,
         "dr": vector,
         "q_rstd": None,
         "k_rstd": vector if normalize else None,
-        "loaded": Barriers(arrivals=5 if normalize else 4, count=stages),
+        "loaded": Barriers(arrivals=6 if normalize else 5, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
         "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
@@ -96,19 +97,19 @@ def _step(cta: Cta, i, carry):
 
     def solve(hk):
         hk = dev.issue(hk, left, transposed(k_tile))
-        w = corrected_values(cta, stage, hk, 0, values)
+        r = corrected_values(cta, stage, hk, 0, values)
 
-        def correct(u):
-            """U, and in its shadow what the last product starts from."""
-            u = dev.issue(u, w, transposed(smem.t.at[stage]))
+        def correct(w):
+            """W, and in its shadow what the last product starts from."""
+            w = dev.issue(w, r, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
-            return lax.optimization_barrier(decayed), dev.collect(u), dr
+            return lax.optimization_barrier(decayed), dev.collect(w), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, u, dr = pl.run_scoped(solve, accumulator)
-    written = (u * dr).astype(cta.dtype)
+    decayed, w, dr = pl.run_scoped(solve, accumulator)
+    written = (w * dr).astype(cta.dtype)
     (h,) = dev.accumulate([decayed], lambda add: add(0, written, k_tile))
     h_operand = cta.operand(h)
     dev.release(smem.consumed.at[stage])
@@ -161,6 +162,7 @@ def segment_transitions(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     t: Float[Array, "B HO T64 C"],
     *,
     items: Items,
@@ -184,7 +186,8 @@ def segment_transitions(
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     tiles = all_rows // (ROWS * n)
     sizes = Sizes(T=T, N=N, Hq=HO, Hk=Hk, HV=HV, HO=HO, K=K, V=V, tiles=tiles, split=split)
-    inputs = {"q": None, "k": k, "v": v, "g2_cum": g2_cum, "t": t, "q_rstd": None, "k_rstd": k_rstd}
+    inputs = {"q": None, "k": k, "v": v, "g2_cum": g2_cum, "beta": beta, "t": t}
+    inputs |= {"q_rstd": None, "k_rstd": k_rstd}
     results = launch(
         "segment_transitions",
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
