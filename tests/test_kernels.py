@@ -271,8 +271,21 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
     check(case, config)
 
 
+def test_tokens_of_no_strength_leave_the_state_alone():
+    """Bit for bit, whatever their values are, and with neighbours that do write."""
+    case = cases.Case("strengths", T=130, B=1, heads=(1, 1, 2), K=64, V=64, g="zero")
+    x = cases.inputs(case, "bfloat16")
+    beta, v = x.beta.copy(), x.v.copy()
+    beta[:, :, 0], beta[:, 5:, 1] = 0.0, 0.0
+    v[:, 5:] = 1e30
+    _, final, _ = forward(case, SMALL, x._replace(beta=beta, v=v), None)
+    _, early, _ = forward(case, SMALL, cases.Inputs(*(y[:, :5] for y in x[:5]), *x[5:]), None)
+    np.testing.assert_array_equal(final[:, 0], x.initial_state[:, 0])
+    np.testing.assert_array_equal(final[:, 1], early[:, 1])
+
+
 def test_float16_in_the_interpreter():
-    """T and N are 16 times as large in float16: here over three chunks."""
+    """Over three chunks."""
     check(cases.Case("float16", T=130, B=1, heads=(1, 1, 1), K=64, V=64), SMALL, "float16")
 
 

@@ -212,6 +212,23 @@ def test_float16_in_the_interpreter(case, chunks):
     check(case, config, chunks, dtype="float16")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_of_small_strengths_in_the_interpreter(dtype):
+    """One head each with beta = 0, 1e-12, 1e-4 and 1: nothing divides by them, and none has a floor."""
+    case = C("strengths", T=66, B=1, heads=(1, 1, 4), K=64, V=64, beta="by-head")
+    expected, got = run(case, dtype, SMALL, interpret=plgpu.InterpretGPUParams())
+    assert_close(expected[4], np.asarray(got.dbeta), tolerance("dbeta", dtype), "dbeta", head_axis("dbeta"))
+    assert not np.any(np.asarray(got.dv)[:, :, 0])  # exactly: a token that writes nothing
+    assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in got)
+
+
+def test_join_of_the_ways_to_dbeta():
+    """From parts that are exact, for every beta; where beta is 0 one part says nothing."""
+    beta, truth = np.float32([-1.5, -1e-3, 0.0, 1e-12, 0.125, 2.0]), np.float32(3.0)
+    got = gradients_kernel.join_dbeta(jnp.asarray(beta * truth), jnp.full(6, truth), jnp.asarray(beta))
+    np.testing.assert_allclose(got, truth, rtol=1e-6)
+
+
 SEGMENTED = (
     (C("four segments, no decay", T=200, B=1, heads=(1, 1, 1), K=64, V=64, g="zero"), 1),
     (C("two rows, vk", T=140, B=2, heads=(1, 1, 1), K=60, V=40, state_layout="vk"), 1),

@@ -6,6 +6,7 @@ import missed
 import numpy as np
 import pytest
 from harness import truth
+from tolerances import assert_close, head_axis, tolerance
 
 from gdn_jax import gates
 from gdn_jax.checks import cases
@@ -63,6 +64,19 @@ TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and c.scale != 0]
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in TABLE])
 def test_case_table(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [None, (0, 1, 64, 300, 0, 130)])
+def test_gradient_of_small_strengths(lengths, dtype):
+    """One head each with beta = 0, 1e-12, 1e-4 and 1."""
+    case = cases.Case("strengths", T=600, B=1, heads=(2, 2, 4), K=128, V=128, beta="by-head", lengths=lengths)
+    x = cases.inputs(case, dtype)
+    got = call(case)(x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T)
+    expected = truth(case.options, x)["dbeta"]
+    assert_close(expected, np.asarray(got.dbeta), tolerance("dbeta", dtype), "dbeta", head_axis("dbeta"))
+    assert not np.any(np.asarray(got.dv)[:, :, 0])
+    assert all(np.isfinite(np.asarray(y).astype(np.float32)).all() for y in got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,11 +7,10 @@ products)
     adjoints:  Z = (dh K^T) Dr + dO^T P      dV = Z T             dh <- gl dh + scale (dO^T D) Q - (dV D) K
 
 where P = scale ((Q K^T) * Gamma) diag(beta), Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = beta_i 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`. W and dV [V,
-C] are transposed: beta_i times column i of W is what token i writes, dV is the gradient of v. With the cotangent of
-what is written, dU, Z is dU diag(beta), so that dV_i = beta_i dW_i holds the write strength too. The adjoint of T takes
-the place of the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C]
-matrices remains.
+Dr_i = beta_i 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`. W and dV
+[V, C] are transposed: beta_i times column i of W is what token i writes, and dV is the gradient of v. Through P and
+Dr the write strengths are in Z, and so in dV. The adjoint of T takes the place of the adjoint of the inverse: T^T is
+applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of h or of dh (64 columns of V) of one head of one item. The
 item of a sequence of packed rows walks the chunks it touches; in a chunk shared with another sequence the tokens of

@@ -4,8 +4,8 @@ Both walks are those of `backward.chain`. An item is a sequence, or one of its s
 its end given for each.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum and beta [B, HO, NT C] f32,
-t [B, HO, NT C, C], h_0 and dh_T [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32 (packed
-rows).
+t [B, HO, NT C, C], h_0 and dh_T [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32
+(packed rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: the state before and the cotangent after each chunk; w [visits, HO, C, V];
 dv [B, T, HO, V]; dh_0 [N, HO, V, K] or [.., K, V] f32 (optional).
 Shared memory: `backward.chain`, 212 KB at K = V = 128 with two state warpgroups. Barriers, hardware, limits, source:

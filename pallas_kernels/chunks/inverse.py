@@ -3,18 +3,18 @@
     L = strictly lower part of K K^T diag(beta)        [C, C]
     A = (I + L)^-1,   T = A * Gamma,   Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
 
-What the tokens of a chunk write is u = diag(beta) T R, where R is what they find wrong, V - exp(G) K S, each alone.
-The write strengths stand outside of T, whose diagonal is 1: those who use T R multiply by beta along its tokens, which
-costs them nothing, and a token with beta = 0 writes exactly nothing. In the solve of the papers, (I + diag(beta) ..)
-diag(beta) = diag(beta) (I + .. diag(beta)), they stand inside, and rows of T are as small as beta.
+What the tokens of a chunk write is diag(beta) T R with R = V - exp(G) K S, the errors of the state before the chunk.
+That is the papers' (I + diag(beta) L')^-1 diag(beta) R = diag(beta) (I + L' diag(beta))^-1 R, L' = K K^T below the
+diagonal. Outside of T, whose diagonal is 1, the write strengths make nothing small that is rounded, and a token with
+beta = 0 writes exactly nothing. They cost nothing there: what reads T R along its tokens takes them in.
 
 The gates factor out of the inverse: Gamma comes last, element by element, with G = g2_cum. So nothing here
 overflows, whatever the decay, and all chunks are independent.
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t and g2_cum [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is
 taken between tokens of one sequence.
-Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, t =
-diag(rstd) T, and rstd [B, Hk, NT C] float32.
+Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
+the diagonal of K K^T: A is that of the normalised keys, t = diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -121,7 +121,7 @@ def _parts(x):
 
 
 def _parts_of_keys(kk):
-    """What all output heads of a key head share: the parts of -K K^T, of the diagonal blocks what is strictly lower."""
+    """What all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
     diagonal, left, half = _parts(-kk)
     i, j = iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     return jnp.where(i > j, diagonal, 0.0), left, half
