@@ -136,6 +136,7 @@ CASES = (
     C("padded, two rows", T=70, B=2, heads=(1, 1, 1), K=60, V=40),
     C("grouped queries", T=66, B=1, heads=(2, 1, 1), K=64, V=64, state_layout="vk"),
     C("more keys than queries", T=66, B=1, heads=(1, 2, 2), K=64, V=64),
+    C("decay hundredfold", T=66, B=1, heads=(1, 1, 2), K=16, V=24, g="hundredfold"),
     C("strong decay", T=130, B=1, heads=(1, 1, 1), K=16, V=24, g="-20"),
     C("resets, no state", T=130, B=1, heads=(1, 1, 1), g="some -inf", initial_state=False),
     C("beta 0", T=66, B=1, heads=(1, 1, 1), beta="some 0"),

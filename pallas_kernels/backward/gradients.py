@@ -18,9 +18,10 @@ proportional to; what cancels between pairs of tokens is the same rounded dP and
 `backward.chain`; Dr_i = 2^(G_last - G_i). A head's q and k are shared by the heads of its group: dq and dk are summed
 in registers.
 
-A write strength appears as a factor alone, in B K, which each head makes of the keys, and along rows. Thus dbeta is
-found without dividing by it, in two ways: dbeta_i = k_i . (late + inside)_i, and beta_i dbeta_i = dv_i . w_i.
-`join_dbeta` joins them.
+dbeta is found without dividing by beta, in two ways: dbeta_i = k_i . (late + inside)_i, and beta_i dbeta_i =
+dv_i . w_i. `join_dbeta` joins them. So that what is rounded for both inside and dq holds no small factor, B = M E
+with mantissas M from 1 to 2 and powers of two E: dP M and dL M are rounded, and E K, which each head makes of the
+keys, is exact. (With B K, which is not, pairs of tokens that must cancel in dg leave a hundred times as much.)
 
 In float16 dP and dL are kept times 2^lift, which leaves their largest entry as it would be without decay; what the
 products with them give is multiplied by 2^-lift in float32.
@@ -36,7 +37,7 @@ then each makes the gradients of its own 64 columns of K. The helper makes <h, d
 tokens (do, dv, w) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
-warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1922). That is why the compute
+warpgroups, so the loops of compute warpgroups and helper together must stay below (now 2046). That is why the compute
 warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and diagonals come from
 `Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to 0.97 ms, for a
 reason not found (the log has them): time every change.
@@ -55,7 +56,7 @@ reason not found (the log has them): time every change.
 | consumed_qk   | compute: q and k read                               | helper, before it loads the next q and k  |
 | scores        | compute: dP, dL and the diagonal of dP are written  | compute                                   |
 | sums          | compute: x and l are written                        | helper                                    |
-| multiplied    | compute: products of a pair with B K have ended     | compute, before it stores (packed rows)   |
+| multiplied    | compute: products of a pair with E K have ended     | compute, before it stores (packed rows)   |
 | scored        | compute: dP and dL read; helper: sums read          | compute, before it writes the next head's |
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], w [visits, HO, C, V], dv [B, T, HO, V],
@@ -141,7 +142,7 @@ def _memory(config: Config, K: int, V: int, dtype, *, packed: bool = False) -> M
         "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and w of a step
         "h": Buffer((states, 2, WIDTH, K), dtype, swizzle=128),  # h and dh of a step
         "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and dL
-        # B K, of each warpgroup's columns, until a tile of dq or dk takes its place.
+        # E K, of each warpgroup's columns, until a tile of dq or dk takes its place.
         "out": Buffer((COMPUTE, CHUNK, WIDTH), dtype, swizzle=128, also_flat=packed),
         "vectors": Buffer((6 + heads, CHUNK)),  # see _Cta: buffers of their own would not fit
         "loaded_beta": Barriers(1),
@@ -424,6 +425,10 @@ def _helper(cta: _Cta) -> None:
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages))
 
+        @pl.when((lax.rem(i + 1, v_tiles) == 0) & (i + 1 < steps))  # beta was read before the states were
+        def _():
+            _load_beta(cta, lax.div(i + 1, v_tiles))
+
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
             plgpu.barrier_wait(smem.consumed_qk)
@@ -438,7 +443,6 @@ def _helper(cta: _Cta) -> None:
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
-            pl.when(i + 1 < steps)(lambda: _load_beta(cta, lax.div(i + 1, v_tiles)))
 
         return inner, decay
 
@@ -446,6 +450,17 @@ def _helper(cta: _Cta) -> None:
 
 
 # The compute warpgroups
+
+
+def _mantissa(x):
+    """x over `_power` of it, from 1 to 2 in size; 1 for 0."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & -0x7F800001 | 0x3F800000
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _power(x):
+    """The power of two below |x|; 0 for 0."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
 
 
 def _times(x, log2):
@@ -468,7 +483,7 @@ def _store(cta: _Cta, place: _Place, head, x, target) -> None:
 
 
 def _write_score(cta: _Cta, place: _Place, head, first_step, is_first, lift):
-    """dP or dL of a head, for both warpgroups; G and the last gate."""
+    """dP M or dL M of a head, for both warpgroups; G, the last gate and beta."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
     makes_dp = wg == 0
@@ -494,8 +509,11 @@ def _write_score(cta: _Cta, place: _Place, head, first_step, is_first, lift):
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
-    score = (score * jnp.where(makes_dp, sign, -1.0)).astype(cta.dtype)
-    pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where B K goes
+    plgpu.barrier_wait(smem.masked_beta if cta.packed else smem.loaded_beta)
+    beta = plgpu.load(cta.beta, layout=ROW)
+    mantissa = _mantissa(plgpu.load(cta.beta, layout=COL)) * jnp.where(makes_dp, sign, -1.0)
+    score = (score * along_columns(mantissa, CHUNK)).astype(cta.dtype)
+    pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
     smem.score.at[wg][...] = score
 
@@ -509,7 +527,7 @@ def _write_score(cta: _Cta, place: _Place, head, first_step, is_first, lift):
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
-    return g_rows, g_last
+    return g_rows, g_last, beta
 
 
 def _over_states(cta: _Cta, first_step):
@@ -542,19 +560,18 @@ def _over_states(cta: _Cta, first_step):
 def _add_head(cta: _Cta, place: _Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last = _write_score(cta, place, head, first_step, is_first, lift)
+    g_rows, g_last, beta = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
-    bk_tile = (smem.out[0] if cta.packed else smem.out).at[wg]
+    ek_tile = (smem.out[0] if cta.packed else smem.out).at[wg]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    plgpu.barrier_wait(smem.masked_beta if cta.packed else smem.loaded_beta)
     if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
         plgpu.barrier_wait(smem.scores)
-    beta, k = plgpu.load(cta.beta, layout=ROW), cta.wide(k_tile)
-    bk_tile[...] = (k * along_rows(beta, WIDTH)).astype(cta.dtype)
+    k, mantissa, power = cta.wide(k_tile), _mantissa(beta), _power(beta)
+    ek_tile[...] = (k * along_rows(power, WIDTH)).astype(cta.dtype)
     plgpu.commit_smem()
     decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
     written = jnp.sum(k * late, axis=1) * since
@@ -566,20 +583,20 @@ def _add_head(cta: _Cta, place: _Place, head, first_step, is_first, is_last, lif
     starts = [read_q, read_k, zeros((CHUNK, WIDTH), jnp.float32)]
 
     def products(add):
-        add(0, p_tile, bk_tile)
-        add(1, dl_tile, bk_tile)
+        add(0, p_tile, ek_tile)
+        add(1, dl_tile, ek_tile)
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, inside = dev.accumulate(starts, products)  # each times 2^lift
+    read_q, read_k, inside = dev.accumulate(starts, products)  # each times 2^lift; inside also M
     low = None if lift is None else -lift
     k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
     dot = jnp.sum(k * inside, axis=1)
-    x = _times(jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - beta * dot, low)
-    k_write = written + _times(dot, low) + jnp.sum(k * q, axis=1) * diagonal
+    x = _times(jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - power * dot, low)
+    k_write = written + _times(dot / mantissa, low) + jnp.sum(k * q, axis=1) * diagonal
     dq = dq + _times(read_q, low) + along_rows(diagonal * beta, WIDTH) * k
-    inside = inside + along_rows(_times(diagonal, lift), WIDTH) * q
-    dk = dk + _times(read_k, low) + along_rows(_times(beta, low), WIDTH) * inside
+    inside = inside + along_rows(_times(diagonal * mantissa, lift), WIDTH) * q
+    dk = dk + _times(read_k, low) + along_rows(_times(power, low), WIDTH) * inside
     cta.x_sums.at[wg][...] = x
     cta.l_sums.at[wg][...] = written * beta
     cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
