@@ -129,7 +129,10 @@ def _residual_axes(axes: RuleAxes, arrays: "_ResidualArrays") -> "_ResidualArray
     matrices = axes.inputs.initial_state
     gates, segments = matrices.removesuffix(" ."), matrices.replace("h", ". h")
     tables = jax.tree.map(lambda _: ".", arrays.tables)
-    return _ResidualArrays(gates, gates, matrices, segments, segments, tables)
+    m_t = arrays.m_t
+    if m_t is not None:
+        m_t = m_t._replace(diagonal=segments.removesuffix(" ."), rest=segments)
+    return _ResidualArrays(gates, gates, matrices, segments, m_t, tables)
 
 
 class _ResidualArrays(NamedTuple):
@@ -150,7 +153,7 @@ class _ResidualArrays(NamedTuple):
         if segments is None:
             return cls(residuals.g2_cum, residuals.beta_t, residuals.t, None, None, None)
         rows = residuals.t.shape[0]
-        starts, m_t = (y.reshape(rows, -1, *y.shape[1:]) for y in segments[:2])
+        starts, m_t = jax.tree.map(lambda y: y.reshape(rows, -1, *y.shape[1:]), segments[:2])
         return cls(residuals.g2_cum, residuals.beta_t, residuals.t, starts, m_t, segments.items.tables)
 
     def residuals(self, segment_chunks: int | None) -> Any:
@@ -160,7 +163,7 @@ class _ResidualArrays(NamedTuple):
 
         segments = None
         if segment_chunks is not None:
-            starts, m_t = (y.reshape(-1, *y.shape[2:]) for y in (self.starts, self.m_t))
+            starts, m_t = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), (self.starts, self.m_t))
             items = Items(Split(starts.shape[0], segment_chunks), self.tables)
             segments = Segments(starts, m_t, items)
         return Residuals(self.g2_cum, self.beta_t, self.t, segments)
@@ -182,7 +185,7 @@ def _rule_fwd(x: RuleArrays, scale: float, options: Options):
     o, final, residuals = _forward(plain, scale, options)
     segments = residuals.segments
     if segments is not None:
-        starts, m_t = (checkpoint_name(y, STATES_NAME) for y in (segments.starts, segments.m_t))
+        starts, m_t = jax.tree.map(lambda y: checkpoint_name(y, STATES_NAME), segments[:2])
         segments = segments._replace(starts=starts, m_t=m_t)
     g2_cum, beta_t = (checkpoint_name(y, GATES_NAME) for y in (residuals.g2_cum, residuals.beta_t))
     t = checkpoint_name(residuals.t, INVERSE_NAME)

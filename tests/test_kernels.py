@@ -1,5 +1,6 @@
 """The Pallas kernels without a GPU: all configurations lower, and stages are right and free of races, interpreted."""
 
+import dataclasses
 import re
 
 import harness
@@ -271,17 +272,20 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
     check(case, config)
 
 
-def test_tokens_of_no_strength_leave_the_state_alone():
-    """Bit for bit, whatever their values are, and with neighbours that do write."""
+@pytest.mark.parametrize("segment_chunks", [0, 1])
+def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
+    """Bit for bit, whatever their values are, with neighbours that do write, and from segment to segment."""
+    config = dataclasses.replace(SMALL, segment_chunks=segment_chunks)
     case = cases.Case("strengths", T=130, B=1, heads=(1, 1, 2), K=64, V=64, g="zero")
     x = cases.inputs(case, "bfloat16")
     beta, v = x.beta.copy(), x.v.copy()
     beta[:, :, 0], beta[:, 5:, 1] = 0.0, 0.0
     v[:, 5:] = 1e30
-    _, final, _ = forward(case, SMALL, x._replace(beta=beta, v=v), None)
-    _, early, _ = forward(case, SMALL, cases.Inputs(*(y[:, :5] for y in x[:5]), *x[5:]), None)
+    x, end = x._replace(beta=beta, v=v), 5 + 64 * segment_chunks  # the same tokens write up to there
+    _, final, _ = forward(case, config, x, None)
+    _, after, _ = forward(case, config, cases.Inputs(*(y[:, :end] for y in x[:5]), *x[5:]), None)
     np.testing.assert_array_equal(final[:, 0], x.initial_state[:, 0])
-    np.testing.assert_array_equal(final[:, 1], early[:, 1])
+    np.testing.assert_array_equal(final[:, 1], after[:, 1])
 
 
 def test_float16_in_the_interpreter():

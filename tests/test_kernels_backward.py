@@ -17,7 +17,7 @@ from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables as work_tables
-from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.tables import Items, Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -72,7 +72,7 @@ def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> Segm
         rows = [(0, list(ends)) for ends in zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)]
     K, V = -(-case.K // 64) * 64, -(-case.V // 64) * 64
     starts = np.full((items.split.num_items, case.HO, V, K), np.nan, np.float32)
-    m_t = np.full((items.split.num_items, case.HO, K, K), np.nan, x.k.dtype)
+    diagonal, rest = (np.full((items.split.num_items, case.HO, *shape), np.nan) for shape in ((K,), (K, K)))
     item = 0
     for n, (row, (begin, end)) in enumerate(rows):
         cuts = range(begin // 64 * 64 + length * 64, end, length * 64)
@@ -93,9 +93,10 @@ def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> Segm
                     state = state @ step + beta[row, t, head] * np.outer(v, k)
                     transition = transition @ step
                 if i + 1 < len(parts):
-                    m_t[item + i, head] = transition
+                    diagonal[item + i, head] = np.diag(transition)
+                    rest[item + i, head] = transition * (1 - np.eye(K))
         item += len(parts)
-    return Segments(starts, m_t, items)
+    return Segments(starts, Transition(diagonal.astype(np.float32), rest.astype(x.k.dtype)), items)
 
 
 def run(
@@ -311,9 +312,8 @@ def test_segments_are_chosen_for_the_heads_of_a_slice(monkeypatch):
 
     monkeypatch.setattr(backward, "_compiled", run)
     S, x = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, 32768, 32, 128), jnp.bfloat16)
-    segments = Segments(
-        S((16, 32, 128, 128), jnp.float32), S((16, 32, 128, 128), x.dtype), Items(Split(16, 32), None)
-    )
+    m_t = Transition(S((16, 32, 128), jnp.float32), S((16, 32, 128, 128), x.dtype))
+    segments = Segments(S((16, 32, 128, 128), jnp.float32), m_t, Items(Split(16, 32), None))
     gates = S((1, 32, 32768), jnp.float32)
     saved = Residuals(gates, gates, S((1, 32, 32768, 64), x.dtype), segments)
     for slices in (1, 8):

@@ -26,7 +26,7 @@ from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
-from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.split import choose_split, work_of
 from pallas_kernels.work.tables import (
     Items,
@@ -193,7 +193,7 @@ class Prepared(NamedTuple):
     t: Float[Array, "B HO T64 C"]
     rstd: tuple[jax.Array, jax.Array] | None
     e: Float[Array, "items HO V64 K64"] | None
-    m_t: Float[Array, "items HO K64 K64"] | None
+    m_t: Transition | None
     items: Items
 
 

@@ -24,6 +24,7 @@ from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
+from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -90,8 +91,8 @@ def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
 def segment_case(K=128, V=128, backwards=False):
     """A function and its argument shapes: segment_states."""
     function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
-    n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
-    return function, (n, m_t, _shape(2, 4, V, K), None)
+    m_t = Transition(_shape(8, 4, K), _shape(8, 4, K, K, dtype=jnp.bfloat16))
+    return function, (_shape(8, 4, V, K), m_t, _shape(2, 4, V, K), None)
 
 
 def _visits(packed: bool) -> tuple[int, VisitTables | None]:
