@@ -114,8 +114,8 @@ class Config:
     """Steps of do, dv and w in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of h and dh in flight."""
-    helper_registers: int = 72
-    compute_registers: int = 216
+    helper_registers: int = 64
+    compute_registers: int = 224
     ctas: int = NUM_SMS
 
     def heads(self, V: int) -> int:

@@ -20,7 +20,7 @@ class Transition(NamedTuple):
     rest: Float[Array, "items HO K K"]
     """In q's dtype, zeros on its diagonal."""
 
-    def whole(self) -> Float[Array, "items HO K K"]:
+    def whole(self) -> Float[Array, "*items HO K K"]:
         """M^T in float32."""
         return self.rest.astype(jnp.float32) + self.diagonal[..., None] * jnp.eye(self.rest.shape[-1], dtype=jnp.float32)
 
