@@ -22,7 +22,9 @@ class Transition(NamedTuple):
 
     def whole(self) -> Float[Array, "*items HO K K"]:
         """M^T in float32."""
-        return self.rest.astype(jnp.float32) + self.diagonal[..., None] * jnp.eye(self.rest.shape[-1], dtype=jnp.float32)
+        return self.rest.astype(jnp.float32) + self.diagonal[..., None] * jnp.eye(
+            self.rest.shape[-1], dtype=jnp.float32
+        )
 
 
 class Segments(NamedTuple):
