@@ -214,7 +214,7 @@ def test_float16_in_the_interpreter(case, chunks):
     check(case, config, chunks, dtype="float16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_gradient_of_small_strengths_in_the_interpreter(dtype):
     """One head each with beta = 0, 1e-12, 1e-4 and 1: nothing divides by them, and none has a floor."""
     case = C("strengths", T=66, B=1, heads=(1, 1, 4), K=64, V=64, beta="by-head")

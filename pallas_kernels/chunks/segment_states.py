@@ -6,17 +6,18 @@
 Backwards E is what a segment adds to the cotangent at its start; that of the last segment holds the given cotangent's
 part already, so that its M, which the forward does not need, is not needed here either.
 
-With M = diag(m) + M' the product is diag(m) h, in float32, and M' h, by tensor cores. Tokens that write nothing have
-M' = 0, and no other digit of h is lost than by its decay.
+The product with the diagonal of M is made in float32, the rest by tensor cores. Where nothing is written the rest is
+0, and a state loses no digit but by its decay.
 
-Inputs (GMEM): e [items, HO, V, K] float32, diagonal m [items, HO, K] float32, rest M'^T [items, HO, K, K] bfloat16 or
-float16, h_0 [N, HO, V, K] or [.., K, V] float32 (optional), first_item int32 (packed rows only): sequence i owns items
-first_item[i] to first_item[i + 1] - 1.
+Inputs (GMEM): e [items, HO, V, K] float32, diagonal of M [items, HO, K] float32, rest of M^T [items, HO, K, K]
+bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V] float32 (optional), first_item int32 (packed rows only): sequence
+i owns items first_item[i] to first_item[i + 1] - 1.
 Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
 segment. Items of no sequence are not written.
 Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.
 Shared memory: `_memory`, 3 x 64 KB at K = 128.
-Numerics: h, E and m float32; h is rounded to the operand dtype for the product with M', as between chunks.
+Numerics: h, E and the diagonal float32; h is rounded to the operand dtype for the product with the rest, as between
+chunks. No error is larger than with all of M in 16 bits: the other products are the same.
 Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256.
 Source: the look-back of chunked scans; FlashInfer's and FlashQLA's context-parallel fix-up.
 """

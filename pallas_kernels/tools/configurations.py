@@ -91,8 +91,8 @@ def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
 def segment_case(K=128, V=128, backwards=False):
     """A function and its argument shapes: segment_states."""
     function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
-    m_t = Transition(_shape(8, 4, K), _shape(8, 4, K, K, dtype=jnp.bfloat16))
-    return function, (_shape(8, 4, V, K), m_t, _shape(2, 4, V, K), None)
+    m_t: Any = (_shape(8, 4, K), _shape(8, 4, K, K, dtype=jnp.bfloat16))
+    return function, (_shape(8, 4, V, K), Transition(*m_t), _shape(2, 4, V, K), None)
 
 
 def _visits(packed: bool) -> tuple[int, VisitTables | None]:

@@ -9,10 +9,10 @@ from pallas_kernels.work.tables import Items
 
 
 class Transition(NamedTuple):
-    """M^T: what a segment does to a (transposed) state, h -> h M^T + ..; that of a sequence's last one is not written.
+    """M^T: what a segment does to a (transposed) state, h -> h M^T + ..; that of a sequence's last is not written.
 
-    Its diagonal is kept apart, so that what a segment leaves of a state need not be rounded: where nothing is written
-    the state keeps its bits, or is multiplied by its decay in float32.
+    Its diagonal is kept apart and multiplies the state in float32. Where nothing is written it is all there is, and
+    the state loses no digit but by its decay.
     """
 
     diagonal: Float[Array, "items HO K"]
