@@ -1,6 +1,7 @@
 """Hybrid models: attention and experts against their definitions, caches, padding, packing, sampling, generation."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.blocks import RMSNorm
+from gdn_jax.experiments.steps import compiler_flags
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.decoder import ReorderedBlock, make_block
@@ -340,6 +342,41 @@ def test_every_fourth_layer_is_attention():
     config = ModelConfig(num_layers=8, attention=AttentionConfig())
     assert config.types == (("gated_delta_net",) * 3 + ("attention",)) * 2
     assert ModelConfig(num_layers=8).types == ("gated_delta_net",) * 8
+
+
+def test_attention_layers_have_scales_of_their_own(monkeypatch):
+    """Different in float64, and one in the float32 that cuDNN reads; of one place in its period under a scan."""
+    given, attention = [], jax.nn.dot_product_attention
+
+    def record(*args, scale, **options):
+        given.append(scale)
+        return attention(*args, scale=scale, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    types = dict(layer_types=("attention",) * 3, num_layers=3)
+    make(**types)(jnp.asarray(tokens(1, 4)))
+    assert len(set(given)) == 3
+    assert {np.float32(scale) for scale in given} == {np.float32(QWEN.head_dim**-0.5)}
+    given.clear()
+    make(**types, scan_layers=True)(jnp.asarray(tokens(1, 4)))
+    assert set(given) == {1 / math.sqrt(QWEN.head_dim)}
+
+
+@pytest.mark.gpu
+def test_gradients_through_two_attention_layers_by_cudnn():
+    """In a program compiled for equal bits, which XLA's table of backward calls does not find if they are alike."""
+    attention = dataclasses.replace(QWEN, head_dim=64)
+    model = make(attention=attention, layer_types=("attention",) * 2, dtype="bfloat16")
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss(params):
+        return nnx.merge(graphdef, params)(jnp.asarray(tokens(2, 128)))[0].astype(jnp.float32).var()
+
+    gradient = jax.jit(jax.grad(loss), compiler_options=compiler_flags(True))
+    first, second = gradient(params), gradient(params)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert np.isfinite(a).all() and np.any(a)
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow

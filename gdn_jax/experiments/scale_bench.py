@@ -58,7 +58,7 @@ class ScaleBenchOptions:
     tokens: tuple[int, ...] = (262144,)
     """Tokens of all rows together in the rule, one group of lines for each."""
     rows: int = 8
-    """Rows that the tokens are cut into where the mesh has a data axis; else they are one row."""
+    """Rows that the tokens are cut into where the mesh has no context axis; there they are one row."""
     heads: tuple[int, int] = (16, 32)
     """Key heads and value heads."""
     width: int = 128
@@ -186,7 +186,7 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
     Args:
       alone: times of one device by rows and length; filled here.
     """
-    rows = options.rows if shape.data > 1 else 1
+    rows = options.rows if shape.context == 1 else shape.data
     length = tokens // rows
     x = _inputs(options, rows, length)
     results, expected = [], None
@@ -314,7 +314,7 @@ def _check(options: ScaleBenchOptions) -> None:
             if part == "rule" and options.context_by == "heads" and heads % (shape.head * shape.context):
                 fail("context_by", f"states, as {shape} does not divide {heads} heads", "heads")
             for tokens in options.tokens if part == "rule" else ():
-                rows = options.rows if shape.data > 1 else 1
+                rows = options.rows if shape.context == 1 else shape.data
                 if tokens < 1 or rows % shape.data or tokens % (rows * shape.context):
                     fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
     if options.kernels and jax.default_backend() != "gpu":
@@ -342,7 +342,9 @@ def main(argv: list[str] | None = None) -> int:
             return
         results.extend(found)
         for r in found:
-            console.print(f"{r.what}, {r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms", highlight=False)
+            line = f"{r.what}, {r.mesh}: {r.rows}x{r.length}, {r.ms:.3f} ms, {100 * r.efficiency:.1f} %"
+            differs = "" if math.isnan(r.differs) or r.devices == 1 else f", differs {r.differs:.1e}"
+            console.print(line + differs, highlight=False)
             for kernel in r.kernels:
                 line = f"    {kernel['ms']:8.3f} ms, {kernel['launches']:g} launches: {kernel['name']}"
                 console.print(line, highlight=False, soft_wrap=True)

@@ -1,5 +1,7 @@
 """Softmax attention as a token mixer: grouped queries, rotary positions, and a cache of keys and values."""
 
+import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -61,6 +63,9 @@ class Attention(nnx.Module):
     Parameters: q_proj, k_proj, v_proj, g_proj (Wg), o_proj; q_norm and k_norm, of width head_dim for qk_norm "head"
       and of all heads together for "width".
 
+    Attributes:
+      layer: a number that no other attention layer of a program has, see `attend`; a model sets it.
+
     Numerics: rotation and softmax are float32. Products run in the compute dtype with float32 sums.
     """
 
@@ -79,6 +84,7 @@ class Attention(nnx.Module):
     ):
         self.hidden_size = hidden_size
         self.config = config
+        self.layer = 0
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.head_dim
@@ -164,7 +170,9 @@ class Attention(nnx.Module):
         q, k, v = self.heads(x, past)
         if cache is None:
             lengths = None if mask is None else count
-            o = on_mesh.attention(_attend_causally, q, k, v, lengths=lengths, segment_ids=segment_ids)
+            o = on_mesh.attention(
+                partial(_attend_causally, layer=self.layer), q, k, v, lengths=lengths, segment_ids=segment_ids
+            )
             cache = AttentionCache(k, v, count) if return_cache else None
         else:
             cache = _append(cache, k, v, count)
@@ -279,6 +287,7 @@ def attend(
     causal: bool,
     lengths: Int[Array, " B"] | None = None,
     visible: Bool[Array, "B 1 T S"] | None = None,
+    layer: int = 0,
 ) -> Float[Array, "B T H D"]:
     """softmax(q k^T / sqrt(D)) v, by cuDNN where it can.
 
@@ -290,21 +299,26 @@ def attend(
       causal: query i sees keys up to i; T = S.
       lengths: keys of each row; None: all.
       visible: which keys a query sees, beside that; None: all.
+      layer: another number for each call whose gradient is taken in one program. XLA compiles equal backward calls
+        once, and where it compiles for equal bits it then fails to find the others (IndexError on a call, seen with
+        jax 0.11.2). So each gets a scale of its own, by less than the rounding of the float32 that cuDNN reads.
     """
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
         mask=visible,
+        scale=(1 + layer * 2.0**-40) / math.sqrt(q.shape[-1]),
         is_causal=causal,
         key_value_seq_lengths=lengths,
         implementation="cudnn" if _cudnn(q, k, visible) else "xla",
     )
 
 
-def _attend_causally(q, k, v, *, lengths, segment_ids):
+def _attend_causally(q, k, v, *, lengths, segment_ids, layer):
     """`attend` of whole rows."""
-    return attend(q, k, v, causal=True, lengths=lengths, visible=_same_segment(segment_ids))
+    visible = _same_segment(segment_ids)
+    return attend(q, k, v, causal=True, lengths=lengths, visible=visible, layer=layer)
 
 
 def _cudnn(q, k, visible) -> bool:

@@ -1,6 +1,6 @@
 """A language model of blocks: GatedDeltaNet or attention, then a SwiGLU or a mixture of experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -82,6 +82,14 @@ def make_block(
         mlp = Experts(config.hidden_size, config.experts, **_arithmetic(config), **inits, rngs=rngs)
     reordered = layer_type == "attention" and config.attention is not None and config.attention.reordered_norm
     return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **inits, rngs=rngs)
+
+
+def _period(things: Sequence[Any]) -> int:
+    """The shortest period of a sequence that it is a multiple of."""
+    n = len(things)
+    return next(
+        p for p in range(1, n + 1) if n % p == 0 and all(things[i] == things[i - p] for i in range(p, n))
+    )
 
 
 class Block(nnx.Module):
@@ -261,6 +269,11 @@ class LanguageModel(nnx.Module):
                 layers, _make_alike(lambda rngs, make=make: make(rngs=rngs), layers, key), strict=True
             )
         self.blocks = nnx.List([blocks[i] for i in range(config.num_layers)])
+        types = [(kind, config.has_experts(i)) for i, kind in enumerate(config.types)]
+        period = _period(types) if config.scan_layers else config.num_layers  # a scan traces one period
+        for i, block in enumerate(self.blocks):
+            if isinstance(block.mixer, Attention):
+                block.mixer.layer = i % period
         self.norm = _norm(config)
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, dtype)
         self.head = None if head is None else nnx.Param(head)
@@ -385,14 +398,7 @@ class LanguageModel(nnx.Module):
         graphdefs, states, others = zip(*(nnx.split(b, nnx.Param, ...) for b in self.blocks), strict=True)
         shapes = [jax.tree.map(jax.typeof, state) for state in states]
         n = len(self.blocks)
-
-        def repeats(period: int) -> bool:
-            return n % period == 0 and all(
-                graphdefs[i] == graphdefs[i - period] and shapes[i] == shapes[i - period]
-                for i in range(period, n)
-            )
-
-        period = next(period for period in range(1, n + 1) if repeats(period))
+        period = _period(list(zip(graphdefs, shapes, strict=True)))
         if jax.tree.leaves(others):
             reason = "a block with state beside its parameters"
         elif period == n > 1:

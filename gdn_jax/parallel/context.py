@@ -160,7 +160,11 @@ def _rule_bwd(static: _Static, kept, cotangents):
 
     own = Affine(jnp.where(borders.enters, de, 0), m)
     behind = entering(own, static.axis_name, backwards=True)
-    *gradients, dstart = rest(borders.put(dfinal, borders.last, behind, borders.leaves))
+    # What is summed over the devices next waits for all gradients: a sum that begins before the last kernel holds
+    # multiprocessors while it waits for the other devices, whose own kernel leaves none for it.
+    *gradients, dstart = lax.optimization_barrier(
+        rest(borders.put(dfinal, borders.last, behind, borders.leaves))
+    )
     dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
     return RuleArrays._make((*gradients, dinitial, None, None)), None
 
