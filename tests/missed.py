@@ -50,7 +50,7 @@ MISSED = {
     ("repeated-keys-beta-2", "float16", "dbeta"): 2.3e-2,
     ("repeated-keys-beta-2", "float16", "dh_0"): 1.18e-2,
 }
-"""(case, dtype, output or gradient): error on an H200, or in the interpreter where that is said."""
+"""(case, dtype, output or gradient): error on an H200."""
 
 CEILING = 1.25
 """What a miss may grow by: errors are the same at every repeat, and differ a little between compilers."""
