@@ -171,14 +171,12 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
         o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
         return pool, o[:, None]
 
-    def all_tokens(pool, tokens):
-        if steps > 1:
-            return jax.lax.scan(step, pool, tokens)
-        pool, o = step(pool, tuple(y[0] for y in tokens))
-        return pool, o[None]
-
     on_gpu = jax.default_backend() == "gpu"
-    compiler_options = GRAPH_OPTIONS if on_gpu and steps == 1 else {}
+
+    def all_tokens(pool, tokens):
+        return jax.lax.scan(step, pool, tokens, unroll=on_gpu)  # a loop would wait for the host in every step
+
+    compiler_options = GRAPH_OPTIONS if on_gpu else {}
     run = jax.jit(all_tokens, donate_argnums=0).lower(pool, tokens).compile(compiler_options=compiler_options)
     outputs = []
     for _ in range(2):  # the second period begins with what the first one left

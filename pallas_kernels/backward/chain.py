@@ -31,8 +31,7 @@ copies and makes P, D and Dr for the next chunk.
 | consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
 
 Hardware: compute capability 9.0. Limits: K and V multiples of 64; T a multiple of 8.
-Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
-512 for two), or the kernel waits for ever.
+Registers: see `launch.check_registers`.
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10; the adjoint is that of its triangular solve.
 """
 
@@ -49,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks.gates import gamma_of
-from pallas_kernels.device.launch import grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import check_registers, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -78,6 +77,9 @@ class Config:
     """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
     helper_registers: int = 72
     state_registers: int = 216
+
+    def __post_init__(self):
+        check_registers(self.helper_registers, *(self.state_registers,) * self.state_warpgroups)
 
     @classmethod
     def default(cls, K: int, state_warpgroups: int) -> "Config":

@@ -39,7 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, check_registers, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.operations import Device
@@ -60,9 +60,12 @@ class Config:
     """Steps of do, dv and w in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of h and dh in flight."""
-    helper_registers: int = 64
-    compute_registers: int = 224
+    helper_registers: int = 72
+    compute_registers: int = 216
     ctas: int = NUM_SMS
+
+    def __post_init__(self):
+        check_registers(self.helper_registers, *(self.compute_registers,) * COMPUTE)
 
     def heads(self, V: int) -> int:
         """Heads whose tokens are in flight."""

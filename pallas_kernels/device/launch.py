@@ -15,6 +15,19 @@ NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
 
 
+def check_registers(*counts: int) -> None:
+    """Raises an AssertionError where warpgroups ask by set_max_registers for more than their CTA has at entry.
+
+    A CTA that gets all 65,536 registers has the same number in every thread, a multiple of 8. A warpgroup that asks
+    for one more than is left waits for ever.
+
+    Args:
+      counts: registers of a thread, for each warpgroup.
+    """
+    at_entry = 65536 // (128 * len(counts)) // 8 * 8 * len(counts)
+    assert sum(counts) <= at_entry, f"{counts} registers of {at_entry}"
+
+
 def launch(
     name: str,
     body: Callable[..., None],

@@ -27,8 +27,7 @@ a chunk's products when the other has its R, so that the products of one run whi
 | turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
 
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
-Registers: the sum of set_max_registers over the warpgroups must not exceed what they had at entry (504 for three,
-512 for two), or the kernel waits for ever.
+Registers: see `launch.check_registers`.
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed; FlashInfer's `delta_rule_sm90` (roles of
 warpgroups).
 """
@@ -45,7 +44,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import grid_index, warpgroup_index
+from pallas_kernels.device.launch import check_registers, grid_index, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -69,6 +68,9 @@ class Config:
     """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
     helper_registers: int = 88
     state_registers: int = 208
+
+    def __post_init__(self):
+        check_registers(self.helper_registers, *(self.state_registers,) * self.state_warpgroups)
 
     @classmethod
     def most_stages(
