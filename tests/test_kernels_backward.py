@@ -14,6 +14,7 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.device.launch import check_registers
 from pallas_kernels.device.layouts import inverse_log2
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
@@ -410,6 +411,14 @@ def test_refusals_say_why():
     dims = Dims(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=256, V=256)
     assert forward_rule.check_supported(dims, jnp.bfloat16) is None
     assert "larger" in str(forward_rule.check_supported(dims._replace(T=2**32), jnp.bfloat16))
+
+
+def test_registers_that_a_cta_does_not_have():
+    """A kernel that asks for them waits for ever, on a GPU only."""
+    check_registers(72, 216, 216)
+    check_registers(208, 240)
+    with pytest.raises(AssertionError, match="of 504"):
+        gradients_kernel.Config(helper_registers=64, compute_registers=224)
 
 
 @pytest.mark.parametrize("N", [1, 5, 40])
