@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tolerances import rms_ratio
 
-from gdn_jax.losses import TILE_LOGITS, default_tile, linear_softmax_cross_entropy
+from gdn_jax.losses import TILE_LOGITS, TILE_TOKENS, default_tile, linear_softmax_cross_entropy
 
 # float32: a logit is a sum of D = 24 products, off by about sqrt(D) 2^-24 = 3e-7 of its size, a few nats, and at
 # random in every token: the sum over a hundred tokens, each of a few nats, is off by a tenth of that, and by the
@@ -216,11 +216,13 @@ def test_no_tokens():
 
 
 def test_default_tile():
-    assert default_tile(32768) == 2048
-    assert default_tile(2**26) == default_tile(2**27) == 1
-    for vocab_size in (97, 256, 151_936, 248_320):
+    for vocab_size in (97, 256, 32768):
         tile = default_tile(vocab_size)
         assert tile.bit_count() == 1 and tile * vocab_size <= TILE_LOGITS < 2 * tile * vocab_size
+    for vocab_size in (32768, 65536, 151_936, 248_320):
+        assert default_tile(vocab_size) == TILE_TOKENS
+    assert default_tile(2**20) == 512  # with 2^29 logits
+    assert default_tile(2**29) == default_tile(2**30) == 1
 
 
 @pytest.mark.parametrize(
