@@ -12,10 +12,13 @@ once in and once out, all keys and values once in. What grows with the context i
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -112,15 +115,32 @@ def measure_prefill(model: LanguageModel, options: GenerateBenchOptions) -> Pref
     return Prefill(L, L / ms * 1e3, ms, min(times), max(times))
 
 
-def measure(model: LanguageModel, options: GenerateBenchOptions, batch: int, context: int) -> Result:
-    """Times the loop of `generate` at one batch and context."""
+def compile_all(
+    model: LanguageModel, options: GenerateBenchOptions, lines: list[tuple[int, int]]
+) -> dict[tuple[int, int], Future[Any]]:
+    """The loop of `generate` for each (context, batch), compiled side by side, all of them when this returns."""
     graphdef, params = nnx.split(model)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        found = {}
+        for context, batch in lines:
+            token = jax.ShapeDtypeStruct((batch,), jnp.int32)
+            cache = _empty(model, batch, context + options.tokens)
+            lowered = _continue.lower(graphdef, params, token, cache, num_tokens=1 + options.tokens)
+            found[context, batch] = threads.submit(lowered.compile)
+    return found
+
+
+def measure(
+    model: LanguageModel, options: GenerateBenchOptions, batch: int, context: int, program: Callable[..., Any]
+) -> Result:
+    """Times the loop of `generate` at one batch and context, a program of `compile_all`."""
+    params = nnx.state(model)
     token = jax.device_put(_tokens(model.config, (batch,)))
     cache = _fill(model, batch, context, context + options.tokens)
 
     def once() -> Any:
         nonlocal cache
-        tokens, cache = _continue(graphdef, params, token, cache, num_tokens=1 + options.tokens)
+        tokens, cache = program(params, token, cache)
         return tokens, cache
 
     def rewind() -> None:
@@ -162,9 +182,14 @@ def _fill(model: LanguageModel, batch: int, context: int, capacity: int) -> Cach
             return empty._replace(k=drawn(empty.k), v=drawn(empty.v), length=length)
         return jax.tree.map(drawn, empty)
 
-    empty = jax.eval_shape(lambda: model.init_cache(batch, capacity))
+    empty = _empty(model, batch, capacity)
     make = jax.jit(lambda key: tuple(fill(jax.random.fold_in(key, i), c) for i, c in enumerate(empty)))
     return jax.block_until_ready(make(jax.random.key(0)))
+
+
+def _empty(model: LanguageModel, batch: int, capacity: int) -> Cache:
+    """Shapes of a cache."""
+    return jax.eval_shape(lambda: model.init_cache(batch, capacity))
 
 
 def _tokens(config: ModelConfig, shape: tuple[int, ...]) -> np.ndarray:
@@ -231,25 +256,28 @@ def main(argv: list[str] | None = None) -> int:
             line = f"{prefill.tokens_per_second:.0f} tokens/s, {prefill.ms:.1f} ms ({spread})"
             console.print(f"prompt of {prefill.length}: {line}", highlight=False)
             save()
-    for context in options.contexts:
-        for batch in options.batches:
-            name = f"context {context}, batch {batch}"
-            size = batch * model_costs(config, context + options.tokens).cache_bytes / 1e9
-            if size > options.largest_cache:
-                why = f"its cache has {size:.3g} GB, more than {options.largest_cache:g}"
-                console.print(f"{name}: left out, {why}", highlight=False)
-                continue
-            try:
-                result = measure(model, options, batch, context)
-            except (
-                jax.errors.JaxRuntimeError
-            ) as error:  # out of memory, among others: the other lines may fit
-                console.print(f"{name}: {one_line(error)}", highlight=False)
-                continue
-            results.append(result)
-            line = f"{result.ms:.3f} ms a token, {result.tokens_per_second:.0f} tokens/s"
-            console.print(f"{name}: {line}", highlight=False)
-            save()
+    lines = []
+    for context, batch in itertools.product(options.contexts, options.batches):
+        size = batch * model_costs(config, context + options.tokens).cache_bytes / 1e9
+        if size > options.largest_cache:
+            why = f"its cache has {size:.3g} GB, more than {options.largest_cache:g}"
+            console.print(f"context {context}, batch {batch}: left out, {why}", highlight=False)
+        else:
+            lines.append((context, batch))
+    started = time.perf_counter()
+    programs = compile_all(model, options, lines)
+    console.print(f"{len(programs)} programs in {time.perf_counter() - started:.1f} s", highlight=False)
+    for (context, batch), program in programs.items():
+        name = f"context {context}, batch {batch}"
+        try:
+            result = measure(model, options, batch, context, program.result())
+        except jax.errors.JaxRuntimeError as error:  # out of memory, among others: the other lines may fit
+            console.print(f"{name}: {one_line(error)}", highlight=False)
+            continue
+        results.append(result)
+        line = f"{result.ms:.3f} ms a token, {result.tokens_per_second:.0f} tokens/s"
+        console.print(f"{name}: {line}", highlight=False)
+        save()
     console.print(_table(results))
     if options.figure is not None and results:
         draw(options.figure, options.model, results)
