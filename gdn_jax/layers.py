@@ -351,7 +351,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
           o: output of the rule [B, T, num_v_heads, head_v_dim].
           x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
-          gate: x Wg where it is known already, as `fused.norms.gated_norm` takes it.
+          gate: all channels, where x Wg is among them already: see `fused.joined`.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
@@ -359,9 +359,9 @@ class GatedDeltaNet(nnx.Module):
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
-        gate = self.g_proj(x).reshape(o.shape) if gate is None else gate
         weight = self.o_norm.factor(jnp.float32)
-        options = dict(eps=self.o_norm.eps, implementation=self.implementation)
+        options = dict(eps=self.o_norm.eps, joined=gate is not None, implementation=self.implementation)
+        gate = self.g_proj(x).reshape(o.shape) if gate is None else gate
         if not isinstance(self.o_proj, nnx.Linear):  # a projection without a kernel of its own
             y = gated_norm(o, gate, weight, **options)
             return self.o_proj(y.reshape(*o.shape[:2], -1))

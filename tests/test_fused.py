@@ -147,6 +147,14 @@ def test_gated_norm(dtype):
         close(a, b, name)
 
 
+def test_more_gates_than_outputs():
+    o, gate, weight = jnp.ones((2, 3, 8)), jnp.ones((2, 4, 8)), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"^gate: expected the shape of o, \(2, 3, 8\), got \(2, 4, 8\)$"):
+        norms.gated_norm(o, gate, weight)
+    got = norms.gated_norm(o, gate.at[:, 0].set(5), weight, joined=True)
+    np.testing.assert_array_equal(got, norms.gated_norm(o, gate[:, 1:], weight))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm_with_its_projection(dtype):
     draw = draws(7)

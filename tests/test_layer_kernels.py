@@ -526,7 +526,7 @@ def test_seam_of_joined_channels(interpreted):
         *parts, final, gates, joined = fused_joined.short_conv(
             joined, weight, segments, **options, behind=256
         )
-        y = fused_norms.gated_norm(o, joined.reshape(1, 8, -1, 256), norm_weight)
+        y = fused_norms.gated_norm(o, joined.reshape(1, 8, -1, 256), norm_weight, joined=True)
         return (*parts, final), gates, y
 
     args = jnp.concatenate([x, gates, gate.reshape(1, 8, -1)], axis=-1), weight, o, norm_weight

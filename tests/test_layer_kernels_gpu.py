@@ -113,7 +113,7 @@ def test_joined_channels(width, H):
 
     def run(channels, weight, o, norm_weight):
         *parts, _, gates, rest = joined.short_conv(channels, weight, heads=4, width=width, behind=width)
-        return *parts, gates, norms.gated_norm(o, rest.reshape(B, T, -1, width), norm_weight)
+        return *parts, gates, norms.gated_norm(o, rest.reshape(B, T, -1, width), norm_weight, joined=True)
 
     args = channels, weight, o, norm_weight
     (*parts, gates, y), gradients = evaluate(run, (*cotangents, dgates, dy), *args)

@@ -64,6 +64,7 @@ def gated_norm(
     kernel: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
+    joined: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R E"]:
     """RMSNorm of each head times SiLU of its gate, and the projection of all heads.
@@ -75,20 +76,27 @@ def gated_norm(
 
     Args:
       o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
-      gate: of o's shape, any floating dtype; or more heads, of which these are the last. By the kernels its
-        cotangent then holds for the others whatever lies in memory, and is for `joined.short_conv`.
+      gate: of o's shape, any floating dtype.
       weight: [V].
       kernel: projection [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
+      joined: whether gate may have more heads than o, of which these are the last, as `fused.joined.short_conv`
+        returns them. By the kernels their cotangent holds for the others whatever lies in memory: that function alone
+        knows what to make of it.
       implementation: as for `add_norm`.
 
     Returns:
       [.., D] in o's dtype, without a kernel [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
 
+    Raises:
+      ValueError: gate does not have o's shape, without `joined`.
+
     Source: fla's `FusedRMSNormGated`.
     """
     from pallas_kernels.layer import gated_norm as kernels
 
+    if gate.shape != o.shape and not joined:
+        raise ValueError(f"gate: expected the shape of o, {o.shape}, got {gate.shape}")
     kernel = None if kernel is None else kernel.astype(o.dtype)
     reason = kernels.check_supported(o)
     if gate.shape != o.shape:
