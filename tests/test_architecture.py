@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from faults.faults import FAULTS
 
 import gdn_jax
 
@@ -273,3 +274,12 @@ except RuntimeError:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=ROOT
     )
     assert done.stdout.strip() == "imported", done.stderr
+
+
+def test_each_fault_has_a_place_and_a_test():
+    """What `tests/faults/run.py` would say after minutes."""
+    source = "\n".join(path.read_text() for path in FILES)
+    for fault in FAULTS:
+        assert source.count(fault.find) == 1, fault.name
+        file, _, test = fault.test.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text(), fault.name

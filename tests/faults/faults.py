@@ -74,8 +74,8 @@ FAULTS = (
     ),
     Fault(
         "a scale of 0 is taken for none",
-        "    if scale is None:\n        return dims.K**-0.5\n",
-        "    if scale is None or (isinstance(scale, float) and not scale):\n        return dims.K**-0.5\n",
+        'without dimensions."""\n    if scale is None:\n',
+        'without dimensions."""\n    if scale is None or (isinstance(scale, float) and not scale):\n',
         "tests/test_reference.py::test_steps_equal_oracle",
     ),
     Fault(
@@ -155,8 +155,8 @@ FAULTS = (
     ),
     Fault(
         "all tokens are drawn with one random key",
-        "key = jax.random.fold_in(rng, i)",
-        "key = rng",
+        "sampling.draw(jax.random.fold_in(rng, i), logits)",
+        "sampling.draw(rng, logits)",
         "tests/test_models.py::test_every_token_is_drawn_anew",
     ),
     Fault(
@@ -168,8 +168,8 @@ FAULTS = (
     ),
     Fault(
         "validation draws with the keys of training",
-        "for key in self._keys(1, size)]",
-        "for key in self._keys(0, size)]",
+        "enumerate(self._keys(1, size))",
+        "enumerate(self._keys(0, size))",
         "tests/test_tasks.py::test_batches_are_given_by_seed_and_step",
     ),
     Fault(
