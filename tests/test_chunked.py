@@ -20,7 +20,7 @@ def test_table(case, dtype):
     harness.check(case, x, dtype, harness.evaluate("chunked", case.options, x))
 
 
-@pytest.mark.parametrize("C", [16, 32, 64, 128])
+@pytest.mark.parametrize("C", [16, *(pytest.param(C, marks=pytest.mark.slow) for C in (32, 64, 128))])
 def test_chunk_size_has_no_effect(C):
     """The same inputs in chunks of any size."""
     for name in ("mixed-decay", "reset-at-some-tokens", "beta-up-to-2"):

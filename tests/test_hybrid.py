@@ -354,11 +354,11 @@ def test_attention_layers_have_scales_of_their_own(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     types = dict(layer_types=("attention",) * 3, num_layers=3)
-    make(**types)(jnp.asarray(tokens(1, 4)))
+    jax.eval_shape(make(**types), jnp.asarray(tokens(1, 4)))
     assert len(set(given)) == 3
     assert {np.float32(scale) for scale in given} == {np.float32(QWEN.head_dim**-0.5)}
     given.clear()
-    make(**types, scan_layers=True)(jnp.asarray(tokens(1, 4)))
+    jax.eval_shape(make(**types, scan_layers=True), jnp.asarray(tokens(1, 4)))
     assert set(given) == {1 / math.sqrt(QWEN.head_dim)}
 
 

@@ -6,6 +6,7 @@ import re
 
 import fused_harness
 import fused_oracle
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,7 @@ def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=T
     return (x, weight, None if segments is None else jnp.asarray(segments)), cotangents, options, expected
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", harness.tiers(CONVOLUTIONS, ("segments",)))
 def test_short_conv(name):
     sizes, config, dtype = CONVOLUTIONS[name]
     (x, weight, segments), cotangents, options, expected = convolution(dtype, **sizes)
@@ -513,6 +514,7 @@ def test_one_product_is_all_products(monkeypatch):
         close(like, y, jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_seam_of_joined_channels(interpreted):
     """Both kernels with their channels in one array, whose cotangent is NaN where nobody writes it."""
     sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4), heads=4, width=256)
@@ -570,6 +572,7 @@ def test_layers_whose_products_are_apart(options, monkeypatch):
     assert not joining_layer(**options)._joins(x)
 
 
+@pytest.mark.slow
 def test_model_uses_the_kernels(monkeypatch):
     """Three blocks share every kernel. Only the first norm has nothing to add, and only its derivative no y."""
     sizes = dict(vocab_size=64, hidden_size=128, num_layers=3, num_heads=4, head_dim=32, expand_v=1.0)

@@ -22,8 +22,13 @@ from gdn_jax.serving import step as serving_step
 from pallas_kernels.device import launch
 
 SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICIT, True)}
-settings = pytest.mark.parametrize("setting", SETTINGS)
-partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])
+slow = pytest.mark.slow
+settings = pytest.mark.parametrize(
+    "setting", ["shardy", *(pytest.param(s, marks=slow) for s in ("gspmd", "explicit"))]
+)
+partitioners = pytest.mark.parametrize(
+    "shardy", [True, pytest.param(False, marks=slow)], ids=["shardy", "gspmd"]
+)
 
 READ, WRITE = np.array([3, -1, 5]), np.array([5, 1, 3])
 ACCEPTED = dict(num_accepted_tokens=np.array([1, 3, 2]))
