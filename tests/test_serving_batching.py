@@ -86,8 +86,8 @@ def assert_same_tokens(want, got):
         np.testing.assert_array_equal(want[i], tokens, err_msg=f"request {i}")
 
 
-@pytest.mark.parametrize("ring", [None, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("ring", [None, 4])
 def test_every_request_gets_what_generate_gives(ring):
     """Eight requests through four places and five slots that held NaN; with deferred writes too."""
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
