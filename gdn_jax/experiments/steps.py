@@ -19,6 +19,10 @@ from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.parallel.rows_on_mesh import linear_softmax_cross_entropy
 
 
+AT_ONCE = 64
+"""Arrays whose sums of squares are added by one kernel."""
+
+
 class TrainState(NamedTuple):
     """All that an optimiser step changes."""
 
@@ -96,7 +100,7 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
     The learning rate may be traced: runs that differ in it alone share their compiled step.
     """
     return optax.chain(
-        optax.clip_by_global_norm(options.clip),
+        clip_by_global_norm(options.clip),
         optax.adamw(
             make_schedule(options, steps, lr),
             b1=0.9,
@@ -105,6 +109,29 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
             mask=blocks.weight_decay_mask,
         ),
     )
+
+
+def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by the `global_norm` below."""
+
+    def update(grads, state, params=None):
+        del params
+        norm = global_norm(grads)
+        return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def global_norm(grads: PyTree) -> Float[Array, ""]:
+    """Square root of the sum of all squares.
+
+    The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
+    each array a GPU would run two kernels an array, and a deep model has hundreds.
+    """
+    sums = [jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel() for g in jax.tree.leaves(grads)]
+    # The barrier, because the compiler would add the sums of each array by itself.
+    joined = (jnp.concatenate(sums[i : i + AT_ONCE]) for i in range(0, len(sums), AT_ONCE))
+    return jnp.sqrt(sum(jnp.sum(jax.lax.optimization_barrier(x)) for x in joined))
 
 
 def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
@@ -165,8 +192,7 @@ def train_step(
     grads = jax.tree.map(lambda g: g / sums.weight, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, grad_norm)
+    metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, global_norm(grads))
     return TrainState(params, opt_state), metrics
 
 

@@ -60,7 +60,9 @@ def _gradient(V, tokens, dx):
     ids = jnp.where(ids < 0, ids + V, ids)
     ids = jnp.where(ids < 0, V, ids)  # those that name no row come last
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    starts = jnp.searchsorted(ids[order], jnp.arange(V + 1, dtype=jnp.int32)).astype(jnp.int32)
+    # Unrolled, for a loop would be five kernels a turn.
+    numbers = jnp.arange(V + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(ids[order], numbers, method="scan_unrolled").astype(jnp.int32)
     return embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
 
 
