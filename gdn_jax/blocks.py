@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.fused.kernels import FEW_ROWS
+from gdn_jax.fused.kernels import FEW_ROWS, usable
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.on_mesh import projections, splits_heads, swiglu
@@ -116,7 +116,15 @@ class RMSNorm(nnx.Module):
         self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
-        factor = self.factor(accumulation_dtype(x))
+        return self._add(x, y, self.factor(accumulation_dtype(x)))
+
+    def add_unit(
+        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+        """The same without `factor`, for projections whose kernels are multiplied by it."""
+        return self._add(x, y, None)
+
+    def _add(self, x, y, factor):
         options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
         return add_norm(x, y, factor, **options)
 
@@ -156,13 +164,26 @@ class SwiGLU(nnx.Module):
         self.up_proj = linear(hidden_size, intermediate_size)
         self.down_proj = out(intermediate_size, hidden_size)
 
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-        """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
+    def takes_factor(self, x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Whether a call multiplies kernels by `factor`, which for a few rows would move more bytes."""
+        return is_one_product(x, (self.gate_proj, self.up_proj)) and usable(self.implementation, None)
+
+    def __call__(
+        self, x: Float[Array, "*S D"], factor: Float[Array, " D"] | None = None
+    ) -> Float[Array, "*S D"]:
+        """[..., hidden_size] to [..., hidden_size] in the compute dtype.
+
+        Args:
+          x: the input.
+          factor: of x's channels, where `takes_factor` says so; None: ones.
+        """
         if isinstance(self.gate_proj, ProjectionOfGroup):
             return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
-        kernels = [linear.kernel[...] for linear in (self.gate_proj, self.up_proj, self.down_proj)]
-        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, kernels[0].dtype))
-        return swiglu(x, *kernels, implementation=self.implementation)
+        gate, up, down = (linear.kernel[...] for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, gate.dtype))
+        if factor is not None:
+            gate, up = (factor[:, None] * kernel for kernel in (gate, up))
+        return swiglu(x, gate, up, down, implementation=self.implementation)
 
 
 class ProjectionGroup(nnx.Module):

@@ -190,6 +190,7 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " N1"] | None = None,
         return_cache: bool = False,
+        factor: Float[Array, " D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]:
         """Mixes the tokens of every sequence.
 
@@ -206,6 +207,7 @@ class GatedDeltaNet(nnx.Module):
           cu_seqlens: [N + 1] packed sequences in one row (B = 1), each with its own cache entry; tokens past
             cu_seqlens[-1] are padding. Exclusive with mask and segment_ids.
           return_cache: returns a cache also when none came in.
+          factor: of x's channels, where `takes_factor` says so; None: ones.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype, and the cache after the last token (None without cache
@@ -224,8 +226,11 @@ class GatedDeltaNet(nnx.Module):
             o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
             return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
         gate = None
-        if cache is None and mask is None and cu_seqlens is None and self._joins(x):
-            inputs, conv, gate = self._joined_inputs(x, segment_ids)
+        joins = cache is None and mask is None and cu_seqlens is None and self.takes_factor(x)
+        if factor is not None and not joins:
+            raise ValueError("factor: expected None for a call that `takes_factor` does not allow, got an array")
+        if joins:
+            inputs, conv, gate = self._joined_inputs(x, segment_ids, factor)
         else:
             inputs, conv = self.rule_inputs(
                 x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
@@ -299,8 +304,11 @@ class GatedDeltaNet(nnx.Module):
         v = v.reshape(-1, self.num_v_heads, self.head_v_dim)
         return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
-    def _joins(self, x) -> bool:
-        """Whether all products of x are channels of one array, of which kernels take each its own."""
+    def takes_factor(self, x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Whether a call without cache, mask and cu_seqlens takes `factor`.
+
+        All products of x are then channels of one array, of which kernels take each its own.
+        """
         gate, weight = self.g_proj, self.conv_weight
         if gate is None or weight is None or self.conv_bias is not None:
             return False
@@ -319,15 +327,16 @@ class GatedDeltaNet(nnx.Module):
         width = max(self.head_dim, self.head_v_dim)
         return -(-2 * self.num_v_heads // width) * width
 
-    def _joined_inputs(self, x, segment_ids):
+    def _joined_inputs(self, x, segment_ids, factor):
         """`rule_inputs` of rows without a past, and all channels as heads, of which the last are the output gate."""
-        assert self.g_proj is not None and self.conv_weight is not None, "`_joins` refuses such layers"
+        assert self.g_proj is not None and self.conv_weight is not None, "`takes_factor` refuses such layers"
         linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
         kernels = [linear.kernel[...] for linear in linears]
         behind, HV = self._gate_channels(), self.num_v_heads
         fill = jnp.zeros((self.hidden_size, behind - 2 * HV), kernels[0].dtype)
         weight = jnp.concatenate([*kernels, fill, self.g_proj.kernel[...]], axis=1)
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
+        weight = weight if factor is None else factor[:, None] * weight
         y = x.astype(dtype) @ weight.astype(dtype)
         options = dict(**self._key_heads(), behind=behind)
         q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)

@@ -566,10 +566,10 @@ def test_layers_whose_products_are_apart(options, monkeypatch):
     """Also few tokens, and tokens with a mask or a past."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     x = jnp.zeros((1, 512, 32), jnp.bfloat16)
-    assert joining_layer()._joins(x)
-    assert not joining_layer()._joins(x[:, :256])
-    assert not joining_layer("chunked")._joins(x)
-    assert not joining_layer(**options)._joins(x)
+    assert joining_layer().takes_factor(x)
+    assert not joining_layer().takes_factor(x[:, :256])
+    assert not joining_layer("chunked").takes_factor(x)
+    assert not joining_layer(**options).takes_factor(x)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ The kernels' results can be differentiated once, in reverse.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from gdn_jax.shapes import accumulation_dtype
 def add_norm(
     x: Float[Array, "*S D"],
     y: Float[Array, "*S D"] | None,
-    weight: Float[Array, " D"],
+    weight: Float[Array, " D"] | None,
     *,
     eps: float = 1e-5,
     dtype: DTypeLike | None = None,
@@ -31,7 +32,8 @@ def add_norm(
     Args:
       x: residual stream [.., D], any floating dtype.
       y: what is added to it, any floating dtype; None: nothing.
-      weight: [D].
+      weight: [D]; None: ones. Where a projection alone reads n, its kernel can be multiplied by the weight instead:
+        the kernel then keeps n for the derivative of both.
       eps: added to the mean square.
       dtype: of n; x's when None.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
@@ -41,7 +43,7 @@ def add_norm(
       s in x's dtype (x itself without y), and n.
 
     Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded. The
-      kernel keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent of n: the
+      kernel with a weight keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent of n: the
       cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
@@ -54,7 +56,8 @@ def add_norm(
     wide = accumulation_dtype(x)
     s = x.astype(wide) if y is None else x.astype(wide) + y.astype(wide)
     scale = jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
-    return s.astype(x.dtype), (s * scale * weight.astype(wide)).astype(dtype)
+    n = s * scale if weight is None else s * scale * weight.astype(wide)
+    return s.astype(x.dtype), n.astype(dtype)
 
 
 def gated_norm(
@@ -129,7 +132,8 @@ def _add_norm(x, y, weight, eps, dtype):
 
 def _run_add_norm(x, y, weight, eps, dtype, keep=False):
     names, sizes = _norm_axes(x)
-    results = (names,) * (3 if keep else 2)
+    kept = names.rpartition(" ")[0] if weight is None else names
+    results = (names, names, kept) if keep else (names, names)
     return run(_add_norm_forward, (eps, dtype, keep), (x, y, weight), (names, names, "."), results, sizes)
 
 
@@ -138,31 +142,34 @@ def _add_norm_forward(static, x, y, weight):
 
     eps, dtype, keep = static
     flat = None if y is None else _rows(y)
-    results = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype, keep=keep)
-    return tuple(result.reshape(x.shape) for result in results)
+    s, n, *kept = norm.add_norm(_rows(x), flat, weight, eps=eps, dtype=dtype, keep=keep)
+    shape = x.shape[:-1] if weight is None else x.shape
+    return s.reshape(x.shape), n.reshape(x.shape), *(k.reshape(shape) for k in kept)
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
     s, n, kept = _run_add_norm(x, y, weight, eps, dtype, keep=True)
-    return (s, n), (kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
+    kept = (n, kept) if weight is None else (kept, None)
+    return (s, n), (*kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
 
 
 def _add_norm_bwd(eps, dtype, saved, cotangents):
-    s, weight, like_y = saved
+    s, factors, weight, like_y = saved
     names, sizes = _norm_axes(s)
     static = eps, None if like_y is None else like_y.dtype
-    args, operands = (s, weight, *cotangents), (names, ".", names, names)
-    results = (names, None if like_y is None else names, ". +b +t")
+    args = (s, factors, weight, *cotangents)
+    operands = (names, names.rpartition(" ")[0], ".", names, names)
+    results = (names, None if like_y is None else names, None if weight is None else ". +b +t")
     dx, dy, dweight = run(_add_norm_backward, static, args, operands, results, sizes)
-    return dx, dy, dweight.astype(weight.dtype)
+    return dx, dy, None if weight is None else dweight.astype(weight.dtype)
 
 
-def _add_norm_backward(static, s, weight, ds, dn):
+def _add_norm_backward(static, s, factors, weight, ds, dn):
     from pallas_kernels.layer import norm
 
     eps, y_dtype = static
-    dtypes = dict(x_dtype=ds.dtype, y_dtype=y_dtype)
-    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **dtypes)
+    options: Any = dict(x_dtype=ds.dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1))
+    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **options)
     return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
 

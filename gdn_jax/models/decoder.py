@@ -144,10 +144,19 @@ class Block(nnx.Module):
         Returns:
           The stream after the mixer, what the MLP adds to it, and the mixer's cache.
         """
-        x, normalized = self.mixer_norm.add(x, y)
-        y, cache = (self.mixer if mix is None else mix)(normalized, **options)
-        x, normalized = self.mlp_norm.add(x, y)
-        return x, self.mlp(normalized), cache
+        whole = mix is None and options.get("cache") is None and options.get("mask") is None
+        x, normalized, factor = self._normalized(self.mixer_norm, self.mixer if whole else None, x, y)
+        y, cache = (self.mixer if mix is None else mix)(normalized, **factor, **options)
+        x, normalized, factor = self._normalized(self.mlp_norm, self.mlp, x, y)
+        return x, self.mlp(normalized, **factor), cache
+
+    def _normalized(self, norm, part, x, y):
+        """The stream with y, the normalised one for a part of the block, and what the part is to multiply it by."""
+        if isinstance(part, GatedDeltaNet | SwiGLU) and part.takes_factor(x):
+            x, normalized = norm.add_unit(x, y)
+            return x, normalized, {"factor": norm.factor(jnp.float32)}
+        x, normalized = norm.add(x, y)
+        return x, normalized, {}
 
 
 class ReorderedBlock(Block):

@@ -75,6 +75,11 @@ def load_whole(ref) -> jax.Array:
     return plgpu.load(ref, layout=layout(ref.shape[-1], ref.shape[0]), optimized=False)
 
 
+def load_rows(ref, first, width: int, rows: int) -> jax.Array:
+    """Numbers `first` to first + rows - 1 of a global vector, one for each of so many rows of a width."""
+    return plgpu.load(ref.at[pl.ds(first, rows)], layout=layout(width, rows).reduce(1), optimized=False)
+
+
 def load_along(ref, rows: int) -> jax.Array:
     """A global vector [width] as float32, repeated for every row."""
     width = ref.shape[0]

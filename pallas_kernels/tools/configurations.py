@@ -165,11 +165,14 @@ def gates_case(packed=False):
     return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
 
 
-def norm_case(width=1024, backwards=False):
+def norm_case(width=1024, backwards=False, weighted=True):
     """A function and its argument shapes: add_norm, or add_norm_backward."""
-    x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width)
+    x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width) if weighted else None
     if backwards:
         dtypes = dict(x_dtype=jnp.float32, y_dtype=jnp.bfloat16)
+        if not weighted:
+            call = functools.partial(add_norm_backward, eps=1e-5, **dtypes)
+            return lambda n, ds, dn, factors: call(n, None, ds, dn, factors=factors), (y, x, y, _shape(64))
         return functools.partial(add_norm_backward, eps=1e-5, **dtypes), (y, weight, x, y)
     return functools.partial(add_norm, eps=1e-5, dtype=jnp.bfloat16, keep=True), (x, y, weight)
 
@@ -281,6 +284,8 @@ CASES = {
     "norm, backwards": functools.partial(norm_case, backwards=True),
     "norm, backwards, 2048": functools.partial(norm_case, width=2048, backwards=True),
     "norm, backwards, 5120": functools.partial(norm_case, width=5120, backwards=True),
+    "norm, without a weight": functools.partial(norm_case, weighted=False),
+    "norm, without a weight, backwards": functools.partial(norm_case, backwards=True, weighted=False),
     "gated norm": gated_norm_case,
     "gated norm, backwards": functools.partial(gated_norm_case, backwards=True),
     "gated norm, joined": functools.partial(gated_norm_case, others=25),
