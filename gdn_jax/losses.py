@@ -23,8 +23,8 @@ from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
 
-TILE_LOGITS = 2**26
-"""Logits of a tile where the caller gives no tile, unless that is less than TILE_TOKENS: 256 MiB in float32."""
+TILE_LOGITS = 2**27
+"""Logits of a tile where the caller gives no tile, unless that is less than TILE_TOKENS: 512 MiB in float32."""
 
 TILE_TOKENS, MOST_LOGITS = 2048, 2**29
 """Tokens of a tile with a large vocabulary, and logits (2 GiB in float32) that it has at most.

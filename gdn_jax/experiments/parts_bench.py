@@ -159,7 +159,7 @@ def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
             swiglu,
             (stream(), array(D, F), array(D, F), array(F, D)),
             3 * N * F * 2,  # both branches; their product
-            6 * N * F * 2,  # and its cotangent; those of the branches, and the product again
+            5 * N * F * 2,  # and the cotangent of their product; their own
             "swiglu",
         ),
         Part(

@@ -12,7 +12,8 @@ from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
 BRANCHES_NAME = "swiglu_branches"
-"""`checkpoint_name` of all that the kernels keep for the backward pass beside x and the weights."""
+"""`checkpoint_name` of all that the kernels keep for the backward pass beside x and the weights: the branches and
+their product."""
 
 
 def swiglu(
@@ -26,8 +27,8 @@ def swiglu(
     """(silu(x @ gate_kernel) * (x @ up_kernel)) @ down_kernel.
 
     With the kernels both branches are one product, in the backward pass too, whose cotangent of x is then one product
-    instead of two and their sum. What is kept for it are the branches; the product of the two is made again beside
-    their derivatives. The result can then be differentiated once, in reverse.
+    instead of two and their sum. What is kept for it are the branches and the product of the two. The result can then
+    be differentiated once, in reverse.
 
     Args:
       x: input [.., D], any floating dtype.
@@ -90,7 +91,8 @@ def _swiglu_fwd(x, weight, down_kernel):
     branches = checkpoint_name(x @ weight, BRANCHES_NAME)
     names, sizes = _axes(x, len(down_kernel))
     h = run(_product, None, (branches,), (names,), names, sizes)
-    return h @ down_kernel, (x, branches, weight, down_kernel)
+    h = checkpoint_name(h, BRANCHES_NAME)
+    return h @ down_kernel, (x, branches, h, weight, down_kernel)
 
 
 def _product(_, branches):
@@ -100,21 +102,20 @@ def _product(_, branches):
 
 
 def _swiglu_bwd(saved, dy):
-    x, branches, weight, down_kernel = saved
+    x, branches, h, weight, down_kernel = saved
     dh = jnp.einsum("...e,fe->...f", dy, down_kernel)
     names, sizes = _axes(x, len(down_kernel))
-    dbranches, h = run(_derivatives, None, (branches, dh), (names,) * 2, (names,) * 2, sizes)
+    dbranches = run(_derivatives, None, (branches, dh), (names,) * 2, names, sizes)
     dx = jnp.einsum("...f,df->...d", dbranches, weight)
     dweight = jnp.einsum("...d,...f->df", x, dbranches)
     return dx, dweight, jnp.einsum("...f,...e->fe", h, dy)
 
 
 def _derivatives(_, branches, dh):
-    """Of the product of the branches, from its cotangent; and the product."""
+    """Of the product of the branches, from its cotangent."""
     from pallas_kernels.layer import swiglu
 
-    dbranches, h = swiglu.swiglu_backward(branches.reshape(-1), dh.reshape(-1))
-    return dbranches.reshape(branches.shape), h.reshape(dh.shape)
+    return swiglu.swiglu_backward(branches.reshape(-1), dh.reshape(-1)).reshape(branches.shape)
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

@@ -3,9 +3,9 @@
     h = silu(a) b,   da = dh b silu'(a),   db = dh silu(a)
 
 a and b lie in one array, `GROUP` numbers of a, as many of b, and so on: one product of matrices writes both, and one
-reads both of their derivatives. The derivative's kernel gives h again, so that nobody has to keep it.
+reads both of their derivatives.
 
-Inputs (GMEM): ab [2 N], dh [N] bfloat16 or float16. Outputs (GMEM): h [N]; dab [2 N], h [N], of ab's dtype.
+Inputs (GMEM): ab [2 N], dh [N] bfloat16 or float16. Outputs (GMEM): h [N]; dab [2 N], of ab's dtype.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `BLOCK` numbers of h. No shared
 memory. Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
@@ -82,13 +82,11 @@ def _backward(gmem: Any, smem: Any) -> None:
         part = pl.ds(i * (BLOCK // GROUP), BLOCK // GROUP)
         a, b, dh = _load(gmem.ab.at[part, 0]), _load(gmem.ab.at[part, 1]), _load(gmem.dh.at[part])
         gate = r.sigmoid(a)
-        silu = a * gate
         _store(gmem.dab.at[part, 0], dh * b * (gate * (1.0 + a * (1.0 - gate))))
-        _store(gmem.dab.at[part, 1], dh * silu)
-        _store(gmem.h.at[part], silu * b)
+        _store(gmem.dab.at[part, 1], dh * (a * gate))
         return carry
 
-    r.walk(block, *_blocks(gmem.h.shape[0] * GROUP))
+    r.walk(block, *_blocks(gmem.dh.shape[0] * GROUP))
 
 
 def swiglu(ab: Float[Array, " N2"], *, interpret: Any = None) -> Float[Array, " N"]:
@@ -117,24 +115,23 @@ def _run_forward(interpret, ab):
 
 def swiglu_backward(
     ab: Float[Array, " N2"], dh: Float[Array, " N"], *, interpret: Any = None
-) -> tuple[Float[Array, " N2"], Float[Array, " N"]]:
-    """Gradient of <dh, silu(a) b> with respect to ab, and silu(a) b itself."""
+) -> Float[Array, " N2"]:
+    """Gradient of <dh, silu(a) b> with respect to ab."""
     run = _compiled_backward if interpret is None else _run_backward
     return run(interpret, ab, dh)
 
 
 def _run_backward(interpret, ab, dh):
-    results = launch(
+    return launch(
         "swiglu_backward",
         _backward,
         inputs={"ab": ab.reshape(-1, 2, GROUP), "dh": dh.reshape(-1, GROUP)},
-        outputs={"dab": _groups(dh.size, 2, dtype=ab.dtype), "h": _groups(dh.size, dtype=ab.dtype)},
+        outputs={"dab": _groups(dh.size, 2, dtype=ab.dtype)},
         memory={},
         auto_barriers=False,
         ctas=_blocks(dh.size)[1],
         interpret=interpret,
-    )
-    return results["dab"].reshape(-1), results["h"].reshape(-1)
+    )["dab"].reshape(-1)
 
 
 _compiled_forward = jax.jit(_run_forward, static_argnums=0)
