@@ -228,7 +228,9 @@ class GatedDeltaNet(nnx.Module):
         gate = None
         joins = cache is None and mask is None and cu_seqlens is None and self.takes_factor(x)
         if factor is not None and not joins:
-            raise ValueError("factor: expected None for a call that `takes_factor` does not allow, got an array")
+            raise ValueError(
+                "factor: expected None for a call that `takes_factor` does not allow, got an array"
+            )
         if joins:
             inputs, conv, gate = self._joined_inputs(x, segment_ids, factor)
         else:

@@ -83,6 +83,38 @@ def test_add_norm(name, monkeypatch):
         close(expected_dx, dy, "dy")
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_add_norm_without_a_weight(name, monkeypatch):
+    """Its derivative reads the norm's result, from whose rounding dx differs by as much as from that of dn."""
+    if name == "many":
+        monkeypatch.setattr(rows, "NUM_SMS", 1)
+    (N, D), dtype, y_dtype = NORMS[name]
+    draw = draws(D)
+    x = draw(N, D, dtype=dtype)
+    y = None if y_dtype is None else draw(N, D, dtype=y_dtype)
+    options = dict(eps=1e-5, dtype=jnp.bfloat16, keep=True, interpret=INTERPRET)
+    s, n, factors = norm.add_norm(x, y, None, **options)
+    weighted = norm.add_norm(x, y, jnp.ones(D), **options)
+    np.testing.assert_array_equal(s, weighted[0])
+    np.testing.assert_array_equal(n, weighted[1])
+    expected_s, _ = fused_oracle.add_norm(x, y, np.ones(D))
+    close(1 / np.sqrt((expected_s**2).mean(1) + 1e-5), factors, "factors")
+    assert factors.shape == (N,) and factors.dtype == jnp.float32
+    ds, dn = None if y is None else draw(N, D, dtype=dtype), draw(N, D, dtype="bfloat16")
+    dx, dy, dweight = norm.add_norm_backward(
+        *(n, None, ds, dn),
+        eps=1e-5,
+        x_dtype=x.dtype,
+        y_dtype=y_dtype and jnp.dtype(y_dtype),
+        factors=factors,
+        interpret=INTERPRET,
+    )
+    expected, _ = fused_oracle.add_norm_gradients(expected_s, np.ones(D), ds, dn)
+    close(expected, dx, "dx", 2, dtype="bfloat16")
+    assert dx.dtype == x.dtype and dweight is None
+    assert dy is None if y is None else np.array_equal(dy, dx.astype(dy.dtype))
+
+
 @pytest.mark.parametrize(
     ("N", "V", "dtype"), [(64, 32, "bfloat16"), (24, 128, "float16"), (16, 256, "bfloat16")]
 )
@@ -109,11 +141,10 @@ def test_swiglu(N, dtype):
     ab = fused_swiglu.side_by_side(a, b)
     h = swiglu.swiglu(ab, interpret=INTERPRET)
     close(fused_oracle.branches(a, b), h, "h")
-    dab, again = swiglu.swiglu_backward(ab, dh, interpret=INTERPRET)
+    dab = swiglu.swiglu_backward(ab, dh, interpret=INTERPRET)
     gradients = np.moveaxis(np.asarray(dab).reshape(-1, 2, swiglu.GROUP), 1, 0)
     for name, x, y in zip(("da", "db"), fused_oracle.branches_gradients(a, b, dh), gradients, strict=True):
         close(x, y.reshape(-1), name)
-    np.testing.assert_array_equal(again, h)
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(256, "float32"), (384, "bfloat16")])
@@ -251,6 +282,29 @@ def test_seam_of_add_norm(interpreted, dtype):
     close(expected_dx, dx, "dx", 2, dtype="bfloat16")
     np.testing.assert_array_equal(dx.astype(dy.dtype), dy)
     close(expected_dweight, dweight, "dweight", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("with_y", [True, False])
+def test_seam_of_add_norm_without_a_weight(interpreted, with_y):
+    draw = draws(1)
+    y, dn = (draw(2, 8, 256, dtype="bfloat16") for _ in range(2))
+    x, ds = (draw(2, 8, 256, dtype="float32") for _ in range(2))
+    args = (x, y) if with_y else (x,)
+
+    def f(x, y=None):
+        return fused_norms.add_norm(x, y, None, dtype="bfloat16")
+
+    (s, n), back = jax.vjp(f, *args)
+    dx, *dy = back((ds, dn))
+    assert interpreted == {"add_norm": 1, "add_norm_backward": 1}
+    expected = fused_oracle.add_norm(x, y if with_y else None, np.ones(256))
+    close(expected[0], s, "s")
+    close(expected[1], n, "n")
+    close(
+        fused_oracle.add_norm_gradients(expected[0], np.ones(256), ds, dn)[0], dx, "dx", 2, dtype="bfloat16"
+    )
+    for other in dy:
+        np.testing.assert_array_equal(dx.astype(other.dtype), other)
 
 
 def test_seam_of_gated_norm(interpreted):
@@ -570,6 +624,24 @@ def test_layers_whose_products_are_apart(options, monkeypatch):
     assert not joining_layer().takes_factor(x[:, :256])
     assert not joining_layer("chunked").takes_factor(x)
     assert not joining_layer(**options).takes_factor(x)
+
+
+def test_factor_of_a_layers_input(interpreted):
+    """As if its input were multiplied by it: here by powers of two, of which nothing is rounded."""
+    draw = draws(9)
+    x, factor = draw(1, 512, 32, dtype="bfloat16"), 2.0 ** (jnp.arange(32) % 5 - 2)
+    layer = joining_layer()
+    (rule, conv, channels), again = (
+        layer._joined_inputs(x, None, factor),
+        layer._joined_inputs((x * factor).astype(x.dtype), None, None),
+    )
+    assert interpreted["short_conv"]
+    for a, b in zip(jax.tree.leaves((rule, conv, channels)), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(
+        ValueError, match="factor: expected None for a call that `takes_factor` does not allow"
+    ):
+        layer(x[:, :256], factor=factor)
 
 
 @pytest.mark.slow

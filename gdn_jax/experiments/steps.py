@@ -117,7 +117,9 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformation:
     def update(grads, state, params=None):
         del params
         norm = global_norm(grads)
-        return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads), state
+        return jax.tree.map(
+            lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads
+        ), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -128,7 +130,10 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
     each array a GPU would run two kernels an array, and a deep model has hundreds.
     """
-    sums = [jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel() for g in jax.tree.leaves(grads)]
+    sums = [
+        jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
+        for g in jax.tree.leaves(grads)
+    ]
     # The barrier, because the compiler would add the sums of each array by itself.
     joined = (jnp.concatenate(sums[i : i + AT_ONCE]) for i in range(0, len(sums), AT_ONCE))
     return jnp.sqrt(sum(jnp.sum(jax.lax.optimization_barrier(x)) for x in joined))

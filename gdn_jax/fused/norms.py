@@ -168,7 +168,9 @@ def _add_norm_backward(static, s, factors, weight, ds, dn):
     from pallas_kernels.layer import norm
 
     eps, y_dtype = static
-    options: Any = dict(x_dtype=ds.dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1))
+    options: Any = dict(
+        x_dtype=ds.dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1)
+    )
     dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **options)
     return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 

@@ -113,7 +113,7 @@ def add_norm(
     dtype: Any,
     keep: bool = False,
     interpret: Any = None,
-) -> tuple[Float[Array, "N D"], ...]:
+) -> tuple[Float[Array, "N D"] | Float[Array, " N"], ...]:
     """The stream x + y in x's dtype (x itself without y), and its RMSNorm in `dtype`.
 
     Args:

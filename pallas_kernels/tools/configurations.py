@@ -167,7 +167,11 @@ def gates_case(packed=False):
 
 def norm_case(width=1024, backwards=False, weighted=True):
     """A function and its argument shapes: add_norm, or add_norm_backward."""
-    x, y, weight = _shape(64, width), _shape(64, width, dtype=jnp.bfloat16), _shape(width) if weighted else None
+    x, y, weight = (
+        _shape(64, width),
+        _shape(64, width, dtype=jnp.bfloat16),
+        _shape(width) if weighted else None,
+    )
     if backwards:
         dtypes = dict(x_dtype=jnp.float32, y_dtype=jnp.bfloat16)
         if not weighted:

@@ -174,7 +174,7 @@ FAULTS = (
     ),
     Fault(
         "gradients are not clipped",
-        "        optax.clip_by_global_norm(options.clip),\n",
+        "        clip_by_global_norm(options.clip),\n",
         "",
         "tests/test_experiments.py::test_gradients_are_clipped",
     ),
