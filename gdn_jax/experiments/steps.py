@@ -18,7 +18,6 @@ from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.parallel.rows_on_mesh import linear_softmax_cross_entropy
 
-
 AT_ONCE = 64
 """Arrays whose sums of squares are added by one kernel."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -148,6 +149,7 @@ def _add_norm_forward(static, x, y, weight):
 
 
 def _add_norm_fwd(x, y, weight, eps, dtype):
+    x, y, weight = (None if p is None else p.value for p in (x, y, weight))
     s, n, kept = _run_add_norm(x, y, weight, eps, dtype, keep=True)
     kept = (n, kept) if weight is None else (kept, None)
     return (s, n), (*kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
@@ -155,9 +157,13 @@ def _add_norm_fwd(x, y, weight, eps, dtype):
 
 def _add_norm_bwd(eps, dtype, saved, cotangents):
     s, factors, weight, like_y = saved
+    ds, dn = cotangents
     names, sizes = _norm_axes(s)
-    static = eps, None if like_y is None else like_y.dtype
-    args = (s, factors, weight, *cotangents)
+    static = eps, ds.dtype, None if like_y is None else like_y.dtype
+    # The sum of the last norm of a model has no cotangent; one of zeros would be written and read.
+    ds = None if isinstance(ds, SymbolicZero) else ds
+    dn = jnp.zeros(dn.shape, dn.dtype) if isinstance(dn, SymbolicZero) else dn
+    args = (s, factors, weight, ds, dn)
     operands = (names, names.rpartition(" ")[0], ".", names, names)
     results = (names, None if like_y is None else names, None if weight is None else ". +b +t")
     dx, dy, dweight = run(_add_norm_backward, static, args, operands, results, sizes)
@@ -167,15 +173,16 @@ def _add_norm_bwd(eps, dtype, saved, cotangents):
 def _add_norm_backward(static, s, factors, weight, ds, dn):
     from pallas_kernels.layer import norm
 
-    eps, y_dtype = static
+    eps, x_dtype, y_dtype = static
+    ds = None if ds is None else _rows(ds)
     options: Any = dict(
-        x_dtype=ds.dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1)
+        x_dtype=x_dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1)
     )
-    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, _rows(ds), _rows(dn), eps=eps, **options)
+    dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, ds, _rows(dn), eps=eps, **options)
     return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
 
-_add_norm.defvjp(_add_norm_fwd, _add_norm_bwd)
+_add_norm.defvjp(_add_norm_fwd, _add_norm_bwd, symbolic_zeros=True)
 
 
 def _head_axes(o, gate) -> tuple[str, dict[str, int]]:

@@ -3,14 +3,14 @@
     s = x + y,   r = (mean(s^2) + eps)^(-1/2),   n = s r w                       the mean along a row
     dx = dy = ds + r (w dn - s r mean(w dn s r)),   dw = sum over rows of dn s r
 
-Left to XLA, the derivative is two fusions, each of which reads s and dn. Without w, n is all that the derivative needs
-beside r: a product that reads n keeps it anyway, and so s need not be written a second time for it.
+Left to XLA, the derivative is two fusions, each of which reads s and dn. Without w, n is all that the derivative
+needs beside r: a product that reads n keeps it anyway, and so s need not be written a second time for it.
 
 Inputs (GMEM): x [N, D] float32, bfloat16 or float16; y [N, D] of any of these, or none; w [D] float32, or none;
 dn [N, D]; ds [N, D] of x's dtype, or none. The derivative reads s in any of these dtypes, without w n and r instead.
 Outputs (GMEM): s, dx [N, D] of x's dtype; s once more, narrower, or without w r [N] float32, if asked for; n, dy
-[N, D]; the sums of dw that each CTA made, [CTAs, rows, D] float32, which are added in a fixed order, so results repeat
-bit for bit.
+[N, D]; the sums of dw that each CTA made, [CTAs, rows, D] float32, which are added in a fixed order, so that results
+repeat bit for bit.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory but that
 of sums across warps. Numerics: float32 inside; n is made of s before it is rounded. Hardware: compute capability 9.0.
 Limits: `check_supported`.
