@@ -166,8 +166,9 @@ BORDERS = (3, 5, 7, 9, 14, 18, 24)
 """First tokens of segments. Strips of 8 tokens begin one and two tokens behind one, one and two before one, with one
 and without; 3 and 5 are nearer to each other than the filter is long."""
 
-# Rows that end inside a strip, without segments and with; a strip longer than the row, and no norm.
+# Rows that end inside a strip, without segments and with; a strip longer than the row, and no norm; the defaults.
 CONVOLUTIONS = {
+    "defaults": (dict(B=1, T=40, HV=4), None, "bfloat16"),
     "strips": (dict(B=2, T=24, HV=4), short_conv.Config(16, 2, turns=2, depth=3), "bfloat16"),
     "segments": (dict(B=1, T=40, HV=4, borders=BORDERS), short_conv.Config(8, 2), "bfloat16"),
     "one strip": (
@@ -214,6 +215,24 @@ def test_short_conv(name):
     assert (dx.dtype, dweight.dtype) == (x.dtype, jnp.float32)
     close(expected.dx, dx, "dx")
     close(expected.dweight, dweight, "dweight")
+
+
+@pytest.mark.parametrize(
+    ("T", "walks"), [(8192, 48), (2048, 192), (32768, 12), (8192, 192), (8192, 24), (1000, 42), (2048, 768)]
+)
+def test_strips_of_the_convolution_fill_the_gpu(T, walks):
+    at_once = 4 * 132
+    strip = short_conv.even_strip(T, walks, at_once, 2)
+    assert strip % 2 == 0 and short_conv.LEAST_STRIP <= strip <= T
+    ctas = walks * -(-T // strip)
+    assert 0.95 * at_once * -(-ctas // at_once) <= ctas <= short_conv.MOST_WAVES * at_once
+
+
+def test_short_rows_of_the_convolution_have_strips_that_are_worth_their_sums():
+    assert short_conv.even_strip(2048, 6, 4 * 132, 2) == short_conv.even_strip(8, 3, 4 * 132, 2) == 32
+    assert (
+        short_conv.even_strip(64, 10_000, 4 * 132, 2) == 64
+    )  # more rows than run at once in any number of waves
 
 
 @pytest.mark.parametrize(("T", "V"), [(5, 4096), (3, 11 * 128), (4, 9 * 256)])

@@ -12,9 +12,10 @@ also of v, which has no norm; perhaps others behind them, which are not read; w 
 [B, T, H or HV, K]; fresh [B, T] int32, 1 at the first token of each segment of a row, or none.
 Outputs (GMEM): q, k, v; dx like x, written into a given array where x has others; dw [strips, W, 2 H + HV, K]
 float32, one sum for each strip, which are added in a fixed order, so results repeat bit for bit.
-Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads). It walks
-over its tokens, forward from the first and backward from the last, with the inputs and cotangents of the tokens
-around the present one in registers. What a strip needs of its neighbours it reads or makes again. No shared memory.
+Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.strip` tokens, `HEADS` heads), backward as
+many as run at once where that is possible. It walks over its tokens, forward from the first and backward from the
+last, with the inputs and cotangents of the tokens around the present one in registers. What a strip needs of its
+neighbours it reads or makes again. No shared memory.
 Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
@@ -29,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
@@ -42,15 +43,26 @@ HEADS = 4
 """Heads of a CTA: one for each warp, so that the sums of a head stay inside a warp."""
 
 AHEAD = 8
-"""Tokens that a strip is a multiple of."""
+"""Tokens that a row is a multiple of."""
+
+CTAS_PER_SM, CTAS_PER_SM_OF_SEGMENTS = 4, 3
+"""CTAs of the backward kernel that the registers of a multiprocessor take: 118 and with segments 146 a thread, for
+heads of 128 (`python -m pallas_kernels.tools.ptxas_report`)."""
+
+LEAST_STRIP = 32
+"""Tokens of a strip of the backward kernel at least: the sums of a filter that a strip writes are 16 bytes a channel, as
+many as the inputs of 8 tokens."""
+
+MOST_WAVES = 4
+"""How many times as many strips as run at once `even_strip` tries at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the kernels run, not what they compute."""
 
-    strip: int
-    """Tokens of a strip, a multiple of AHEAD."""
+    strip: int | None
+    """Tokens of a strip, a multiple of ahead * turns; None: `even_strip`."""
     ahead: int
     """Tokens that are computed at once, while as many are read: divides AHEAD."""
     turns: int = 1
@@ -59,8 +71,30 @@ class Config:
     """How often as many tokens are read in advance in the backward loop."""
 
 
-FORWARD, BACKWARD = Config(256, 4), Config(128, 1, turns=2, depth=2)
+FORWARD, BACKWARD = Config(256, 4), Config(None, 1, turns=2, depth=2)
 """Defaults: the fastest of those in docs/log/training.md (H200, 2026-11-22, 8 rows of 8192 tokens, 3072 channels)."""
+
+
+def even_strip(T: int, walks: int, at_once: int, multiple: int) -> int:
+    """Tokens of a strip with which the CTAs that run at once fill the GPU and end together.
+
+    Fewer strips write fewer sums of the filters, but those that do not divide evenly leave multiprocessors idle at
+    the end. As long as one token of a CTA takes, (strip + WIDTH - 1) tokens a wave are the time: what lies behind a
+    strip, WIDTH - 1 tokens, is made again.
+
+    Args:
+      T: tokens of a row.
+      walks: CTAs if a row was one strip.
+      at_once: CTAs that run at once.
+      multiple: what a strip is a multiple of.
+    """
+
+    def time(strip: int) -> int:
+        return pl.cdiv(walks * pl.cdiv(T, strip), at_once) * (strip + WIDTH - 1)
+
+    numbers = (max(1, waves * at_once // walks) for waves in range(1, MOST_WAVES + 1))
+    strips = (max(LEAST_STRIP, pl.cdiv(pl.cdiv(T, n), multiple) * multiple) for n in numbers)
+    return min(strips, key=time)
 
 
 def check_supported(
@@ -362,6 +396,10 @@ def short_conv_backward(
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
     B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
+    if config.strip is None:
+        at_once = NUM_SMS * (CTAS_PER_SM if fresh is None else CTAS_PER_SM_OF_SEGMENTS)
+        strip = even_strip(T, B * (D // width // HEADS), at_once, config.ahead * config.turns)
+        config = dataclasses.replace(config, strip=strip)
     inputs, options = _shared(width, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
     like = inputs["x"]
