@@ -23,16 +23,17 @@ from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
 
-TILE_LOGITS = 2**27
-"""Logits of a tile where the caller gives no tile, unless that is less than TILE_TOKENS: 512 MiB in float32."""
+TILE_LOGITS = 2**28
+"""Logits of a tile where the caller gives no tile, unless that is less than TILE_TOKENS: 1 GiB in float32."""
 
 TILE_TOKENS, MOST_LOGITS = 2048, 2**29
 """Tokens of a tile with a large vocabulary, and logits (2 GiB in float32) that it has at most.
 
 Every tile reads and writes dW in float32, 8 bytes for 2 * tokens operations of its product: on an H200 that takes 2.5
-times as long as the product with 256 tokens, and a third of it with 2048. Measured (H200, 2026-11-22,
-`gdn bench --what step --model qwen3.5-0.8b`): 128 such products for a vocabulary of 248,320, of 256 tokens each, took
-101 of 462 ms.
+times as long as the product with 256 tokens, a third of it with 2048 and a twelfth with 8192. Measured (H200,
+2026-11-22, `gdn bench --what step --model qwen3.5-0.8b`): 128 such products for a vocabulary of 248,320, of 256
+tokens each, took 101 of 462 ms. The loss and its gradients of 65,536 tokens and 32768 words, in two runs of each
+(H200, 2026-11-23): 27.4 and 27.9 ms with tiles of 2048 tokens, 25.8 and 26.9 with 4096, 26.4 and 25.7 with 8192.
 """
 
 

@@ -573,7 +573,7 @@ def test_one_product_is_all_products(monkeypatch):
 
     def together(params, x, o):
         layer = nnx.merge(graphdef, params)
-        inputs, conv, gate = layer._joined_inputs(x, segments)
+        inputs, conv, gate = layer._joined_inputs(x, segments, None)
         return inputs, conv, layer.rule_output(o, x, gate)
 
     def apart(params, x, o):

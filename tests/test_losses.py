@@ -216,10 +216,10 @@ def test_no_tokens():
 
 
 def test_default_tile():
-    for vocab_size in (97, 256, 32768):
+    for vocab_size in (97, 256, 32768, 65536):
         tile = default_tile(vocab_size)
         assert tile.bit_count() == 1 and tile * vocab_size <= TILE_LOGITS < 2 * tile * vocab_size
-    for vocab_size in (32768, 65536, 151_936, 248_320):
+    for vocab_size in (131_072, 151_936, 248_320):
         assert default_tile(vocab_size) == TILE_TOKENS
     assert default_tile(2**20) == 512  # with 2^29 logits
     assert default_tile(2**29) == default_tile(2**30) == 1

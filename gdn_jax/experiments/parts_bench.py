@@ -142,10 +142,12 @@ def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
         ),
         Part(
             "residual sum and RMSNorm",
-            partial(add_norm, dtype=NARROW),
-            (stream(WIDE), stream(), array(D, dtype=WIDE)),
+            # Without a weight, as before every projection whose kernel is multiplied by it.
+            lambda x, y: add_norm(x, y, None, dtype=NARROW),
+            (stream(WIDE), stream()),
             N * D * (4 + 2 + 4 + 2),  # x and y; their sum and its norm
-            N * D * (2 + 4 + 2 + 4 + 2),  # the sum as it is kept and both cotangents; those of x and y
+            N * D * (2 + 4 + 2 + 4 + 2)
+            + N * 4,  # norm, cotangents of both results, those of x and y; factors
         ),
         Part(
             "RMSNorm of each head with its gate",

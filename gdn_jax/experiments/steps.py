@@ -113,12 +113,14 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
 def clip_by_global_norm(most: float) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` by the `global_norm` below."""
 
-    def update(grads, state, params=None):
+    def update(updates, state, params=None):
         del params
-        norm = global_norm(grads)
-        return jax.tree.map(
-            lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads
-        ), state
+        norm = global_norm(updates)
+
+        def clip(g):
+            return jnp.where(norm < most, g, g / norm.astype(g.dtype) * most)
+
+        return jax.tree.map(clip, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

@@ -17,7 +17,7 @@ from gdn_jax.fused.kernels import run, usable
 
 
 def has_kernels(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | jax.ShapeDtypeStruct,
     joined: jax.ShapeDtypeStruct,
     weight: jax.ShapeDtypeStruct | jax.Array,
     o: jax.ShapeDtypeStruct,

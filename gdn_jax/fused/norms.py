@@ -44,8 +44,8 @@ def add_norm(
       s in x's dtype (x itself without y), and n.
 
     Numerics: float32 (float64 when x is), rounded once, at the end; n is made of the sum before it is rounded. The
-      kernel with a weight keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent of n: the
-      cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
+      kernel with a weight keeps s for the derivative in the narrower dtype of s and n, which is that of the cotangent
+      of n: the cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     from pallas_kernels.layer import norm
@@ -162,7 +162,7 @@ def _add_norm_bwd(eps, dtype, saved, cotangents):
     static = eps, ds.dtype, None if like_y is None else like_y.dtype
     # The sum of the last norm of a model has no cotangent; one of zeros would be written and read.
     ds = None if isinstance(ds, SymbolicZero) else ds
-    dn = jnp.zeros(dn.shape, dn.dtype) if isinstance(dn, SymbolicZero) else dn
+    dn = jnp.zeros(s.shape, dtype) if isinstance(dn, SymbolicZero) else dn
     args = (s, factors, weight, ds, dn)
     operands = (names, names.rpartition(" ")[0], ".", names, names)
     results = (names, None if like_y is None else names, None if weight is None else ". +b +t")

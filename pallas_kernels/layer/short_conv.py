@@ -50,8 +50,8 @@ CTAS_PER_SM, CTAS_PER_SM_OF_SEGMENTS = 4, 3
 heads of 128 (`python -m pallas_kernels.tools.ptxas_report`)."""
 
 LEAST_STRIP = 32
-"""Tokens of a strip of the backward kernel at least: the sums of a filter that a strip writes are 16 bytes a channel, as
-many as the inputs of 8 tokens."""
+"""Tokens of a strip of the backward kernel at least: the sums of the filters that a strip writes are 16 bytes a
+channel, as many as the inputs of 8 tokens."""
 
 MOST_WAVES = 4
 """How many times as many strips as run at once `even_strip` tries at most."""
@@ -61,8 +61,8 @@ MOST_WAVES = 4
 class Config:
     """How the kernels run, not what they compute."""
 
-    strip: int | None
-    """Tokens of a strip, a multiple of ahead * turns; None: `even_strip`."""
+    strip: int
+    """Tokens of a strip, a multiple of ahead * turns."""
     ahead: int
     """Tokens that are computed at once, while as many are read: divides AHEAD."""
     turns: int = 1
@@ -71,16 +71,22 @@ class Config:
     """How often as many tokens are read in advance in the backward loop."""
 
 
-FORWARD, BACKWARD = Config(256, 4), Config(None, 1, turns=2, depth=2)
-"""Defaults: the fastest of those in docs/log/training.md (H200, 2026-11-22, 8 rows of 8192 tokens, 3072 channels)."""
+FORWARD = Config(256, 4)
+"""Default: the fastest of those in docs/log/training.md (H200, 2026-11-22, 8 rows of 8192 tokens, 3072 channels)."""
+
+
+def backward_config(B: int, T: int, heads: int, segments: bool) -> Config:
+    """The default of the backward kernel for all heads of B rows, found like `FORWARD` but for the strip."""
+    ctas_per_sm = CTAS_PER_SM_OF_SEGMENTS if segments else CTAS_PER_SM
+    strip = even_strip(T, B * (heads // HEADS), NUM_SMS * ctas_per_sm, 2)
+    return Config(strip, 1, turns=2, depth=2)
 
 
 def even_strip(T: int, walks: int, at_once: int, multiple: int) -> int:
     """Tokens of a strip with which the CTAs that run at once fill the GPU and end together.
 
-    Fewer strips write fewer sums of the filters, but those that do not divide evenly leave multiprocessors idle at
-    the end. As long as one token of a CTA takes, (strip + WIDTH - 1) tokens a wave are the time: what lies behind a
-    strip, WIDTH - 1 tokens, is made again.
+    Their time is taken to be that of strip + WIDTH - 1 tokens a wave, for those behind a strip are made again. Of
+    equal times, the one with fewer strips: each writes sums of the filters, which are added afterwards.
 
     Args:
       T: tokens of a row.
@@ -390,16 +396,13 @@ def short_conv_backward(
         anything.
     """
     run = _compiled_backward if interpret is None else _run_backward
-    return run(normalize, config or BACKWARD, interpret, x, weight, fresh, dq, dk, dv, dothers)
+    return run(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers)
 
 
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
     B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
-    if config.strip is None:
-        at_once = NUM_SMS * (CTAS_PER_SM if fresh is None else CTAS_PER_SM_OF_SEGMENTS)
-        strip = even_strip(T, B * (D // width // HEADS), at_once, config.ahead * config.turns)
-        config = dataclasses.replace(config, strip=strip)
+    config = config or backward_config(B, T, D // width, fresh is not None)
     inputs, options = _shared(width, config, x, weight, fresh)
     strips = B * -(-T // config.strip)
     like = inputs["x"]
