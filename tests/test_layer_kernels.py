@@ -665,8 +665,8 @@ def test_factor_of_a_layers_input(interpreted):
 
 @pytest.mark.slow
 def test_model_uses_the_kernels(monkeypatch):
-    """Three blocks share every kernel. Norms before a SwiGLU have no weight; those before these small mixers, which do
-    not take it, and the last have one. The first norm has nothing to add, and its derivative no y; the last one's
+    """Three blocks share every kernel. Norms before a SwiGLU have no weight; those before these small mixers, which
+    do not take it, and the last have one. The first norm has nothing to add, and its derivative no y; the last one's
     derivative has no cotangent of the sum."""
     sizes = dict(vocab_size=64, hidden_size=128, num_layers=3, num_heads=4, head_dim=32, expand_v=1.0)
     config = ModelConfig(**sizes, intermediate_size=384, dtype="bfloat16")
