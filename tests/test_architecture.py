@@ -36,11 +36,11 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels": set(),
     "pallas_kernels.device": set(),
     "pallas_kernels.work": {"shapes", "pallas_kernels.device"},
-    "pallas_kernels.chunks": {"pallas_kernels.device"},
+    "pallas_kernels.chunks": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
-    "pallas_kernels.decode": {"pallas_kernels.device"},
+    "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
     "mosaic": {
         "shapes",
@@ -75,6 +75,8 @@ ROOMS: dict[str, set[str]] = {
         "reference",
         "ops",
         "pallas_kernels.device",
+        "pallas_kernels.work",
+        "pallas_kernels.forward",
         "pallas_kernels.decode",
     },
     "blocks": {"shapes", "fused", "parallel"},
@@ -140,7 +142,9 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE_FUNCTIONS = {
     *(("mosaic", name) for name in ("pallas_kernels.device", "pallas_kernels.work", *KERNELS)),
     *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer", "pallas_kernels.decode")),
-    *(("serving", name) for name in ("pallas_kernels.device", "pallas_kernels.decode")),
+    *(
+        ("serving", f"pallas_kernels.{name}") for name in ("device", "work", "forward", "decode")
+    ),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),
