@@ -70,9 +70,12 @@ def draw(case: Case) -> dict:
         starts[n] = False
         pool[read[n]] = np.nan
     for n in case.dropped:
-        write[n] = slots + n
+        write[n] = -1
     return {
-        "tokens": (*(x.astype(jnp.dtype(case.dtype)) for x in (q, k, v)), *((g, beta) if case.gates else (None,) * 2)),
+        "tokens": (
+            *(x.astype(jnp.dtype(case.dtype)) for x in (q, k, v)),
+            *((g, beta) if case.gates else (None,) * 2),
+        ),
         "pool": pool,
         "read_slots": read,
         "write_slots": write if case.crossed else None,
@@ -83,7 +86,9 @@ def draw(case: Case) -> dict:
 def serve(case: Case, x: dict, **more) -> tuple[jax.Array, jax.Array]:
     """o and the pool, by `serving.prefill`; a pool of NumPy is copied, and of JAX given away."""
     slots = {name: x[name] for name in ("read_slots", "write_slots", "has_initial_state")}
-    options = dict(use_qk_l2norm=True, state_layout="kv" if case.kv_layout else "vk", null_slot=case.null_slot)
+    options = dict(
+        use_qk_l2norm=True, state_layout="kv" if case.kv_layout else "vk", null_slot=case.null_slot
+    )
     tokens, cu = jax.tree.map(jnp.asarray, x["tokens"]), x.get("cu_seqlens", case.cu_seqlens)
     pool = jnp.array(x["pool"]) if isinstance(x["pool"], np.ndarray) else x["pool"]
     return serving.prefill(*tokens, cu, pool, **slots, **options, **more)

@@ -142,9 +142,7 @@ OUTSIDE: dict[str, set[str]] = {
 INSIDE_FUNCTIONS = {
     *(("mosaic", name) for name in ("pallas_kernels.device", "pallas_kernels.work", *KERNELS)),
     *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer", "pallas_kernels.decode")),
-    *(
-        ("serving", f"pallas_kernels.{name}") for name in ("device", "work", "forward", "decode")
-    ),
+    *(("serving", f"pallas_kernels.{name}") for name in ("device", "work", "forward", "decode")),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),

@@ -64,7 +64,9 @@ def like(case: Case, name: str, **change) -> Case:
 CASES = (
     quick(WHOLE, segment_chunks=0),
     quick(like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(0, 1)), segment_chunks=0),
-    slow(like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0),
+    slow(
+        like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0
+    ),
     slow(like(WHOLE, "vk", kv_layout=False, padding=(0, 4)), segment_chunks=0),
     quick(like(WHOLE, "crossed", crossed=True, fresh=(1,), dropped=(4,)), segment_chunks=0),
     quick(CUT, segment_chunks=2),
@@ -85,7 +87,7 @@ def test_in_the_interpreter(case, config, interpreted):
     """Near the oracle, and near plain JAX in every slot: what one leaves alone, the other does."""
     x = pool_prompts.draw(case)
     # The plain form is not told about garbage.
-    clean = x | {"tokens": tuple(None if y is None else np.where(np.isnan(y), 0, y).astype(y.dtype) for y in x["tokens"])}
+    clean = x | {"tokens": jax.tree.map(lambda y: np.where(np.isnan(y), 0, y).astype(y.dtype), x["tokens"])}
     plain = pool_prompts.serve(case, clean, implementation="chunked")
     interpreted(**config)
     o, pool = pool_prompts.serve(case, x, **KERNELS)
@@ -135,10 +137,9 @@ def lowered(case: Case, **more) -> str:
 
 @pytest.mark.usefixtures("hopper")
 def test_pools_are_updated_in_place():
-    """Unasked; from whole prompts, from segments (of which there are more kernels), and in a pool of a whole model."""
-    heads = {"heads": (8, 16), "K": 128, "V": 128}
-    whole = Case("whole", (200,) * 20, fresh=(1,), **heads)
-    cut = Case("cut", (2000, 48), pool_dtype="bfloat16", **{**heads, "heads": (1, 2)})
+    """Unasked; whole prompts, and cut into segments, for which there are more kernels; in a pool of a whole model."""
+    whole = Case("whole", (20,) * 20, heads=(8, 16), K=128, V=128, fresh=(1,))
+    cut = Case("cut", (8192,), heads=(1, 2), K=128, V=128, pool_dtype="bfloat16")
     for case, more, kernels in (
         (whole, {}, 3),
         (cut, {}, 5),

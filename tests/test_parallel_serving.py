@@ -84,10 +84,10 @@ def verify(x, pool, implementation=None, **options):
     return serving.verify(*x["tokens"], pool, **x["gates"], implementation=implementation, **options)
 
 
-def prefill(x, pool):
+def prefill(x, pool, dtype=jnp.float32, **options):
     q, k, v, a, b = (y.reshape(1, 9, *y.shape[2:]) for y in x["tokens"])
-    gates = -jnp.abs(a), jax.nn.sigmoid(b)
-    return serving.prefill(q, k, v, *gates, np.array([0, 5, 5, 8]), pool, read_slots=READ, chunk_size=16)
+    tokens = *(y.astype(dtype) for y in (q, k, v)), -jnp.abs(a), jax.nn.sigmoid(b)
+    return serving.prefill(*tokens, np.array([0, 5, 5, 8]), pool, read_slots=READ, **options)
 
 
 KERNELS = {
@@ -96,6 +96,7 @@ KERNELS = {
     "verify": lambda x: verify(x, x["pool"], "mosaic_gpu", **SPANS),
     "decode on a ring": lambda x: decode(x, x["ring"], "mosaic_gpu"),
     "verify on a ring": lambda x: verify(x, x["ring"], "mosaic_gpu", **ON_RING),
+    "prefill": lambda x: prefill(x, x["pool"], jnp.bfloat16, implementation="mosaic_gpu"),
 }
 RINGS = {
     "decode": lambda x: decode(x, x["ring"]),
@@ -118,7 +119,7 @@ CONVOLUTIONS = {
 PLAIN = {
     "decode": lambda x: decode(x, x["pool"], batch_invariant=True),
     "verify": lambda x: verify(x, x["pool"], **SPANS),
-    "prefill": lambda x: prefill(x, x["pool"]),
+    "prefill": lambda x: prefill(x, x["pool"], chunk_size=16),
     "slots": lambda x: serving.put_slots(x["ring"], WRITE, serving.take_slots(x["ring"], READ)),
 }
 
@@ -281,15 +282,15 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
 
     monkeypatch.setattr(partitioning, "_lowered", lowered)
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    placed = place(mesh_of((8,), ("d",)), arrays(width=32, length=16))
-    calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring").values()
+    placed = place(mesh_of((8,), ("d",)), arrays(width=64, length=16))
+    calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring", "prefill").values()
     compiled = jax.jit(lambda x: [call(x) for call in calls]).lower(placed).compile()
     assert not traffic(compiled.as_text()).count
     found = sorted(
         (text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<"))
         for text in programs
     )
-    assert found == [(1, 1), (1, 1), (2, 6), (3, 6)], "kernels, and arrays that they change in place"
+    assert found == [(1, 1), (1, 1), (2, 6), (3, 1), (3, 6)], "kernels, and arrays that they change in place"
     assert all(
-        "tensor<14x2x32x32xf32>" in text and "tensor<14x16x32x32xf32>" not in text for text in programs
+        "tensor<14x2x64x64xf32>" in text and "tensor<14x16x64x64xf32>" not in text for text in programs
     )

@@ -175,6 +175,10 @@ def verify_on_ring(
     return o, _with(pool, arrays)._replace(count=count, before=before)
 
 
+Tokens = tuple[Array, Array, Array, Array | None, Array | None]
+"""q, k, v, g and beta of packed rows."""
+
+
 class PromptOptions(NamedTuple):
     """Static options of a call of `prefill`."""
 
@@ -186,14 +190,14 @@ class PromptOptions(NamedTuple):
 
 def take_prompts(
     dims: Dims,
-    tokens: Sequence[Any],
+    tokens: Tokens,
     cu_seqlens: Any,
     pool: Any,
     options: PromptOptions,
     chunk_size: int,
     implementation: str | None,
 ) -> bool:
-    """Whether a call of `serving.prefill` runs by kernels that read and write the states in the pool themselves.
+    """Whether a call of `serving.prefill` runs by kernels that read and write the states of a pool themselves.
 
     Where it does not, `gated_delta_rule` runs on states that are taken out of the pool.
 
@@ -213,7 +217,7 @@ def take_prompts(
 def prefill(
     options: PromptOptions,
     pool: Array,
-    tokens: Sequence[Array | None],
+    tokens: Tokens,
     cu_seqlens: Array,
     read_slots: Array,
     write_slots: Array | None,

@@ -150,7 +150,14 @@ def _check_apart(null_slot: int | None, written, checkpoints) -> None:
 
 @partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
 def _prefill_in_place(
-    pool, tokens, cu_seqlens, read_slots, write_slots, has_initial_state, layer, options: kernels.PromptOptions
+    pool,
+    tokens,
+    cu_seqlens,
+    read_slots,
+    write_slots,
+    has_initial_state,
+    layer,
+    options: kernels.PromptOptions,
 ):
     if ops.debug_checks_are_on():
         ops.check_values(tokens[0].shape[1], tokens[3], None)

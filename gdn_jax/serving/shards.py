@@ -55,7 +55,9 @@ def serve_prompts(
     """
     names, (axes, sizes) = pool_axes(pool), _prompt_axes(tokens)
     operands = (names, axes, *_whole(others))
-    return _on_heads(f, static, (pool, tuple(tokens), *others), operands, (axes[2], names), sizes, opaque=True)
+    return _on_heads(
+        f, static, (pool, tuple(tokens), *others), operands, (axes[2], names), sizes, opaque=True
+    )
 
 
 def accept(f: Callable[..., RingPool], static: Hashable, pool: RingPool, *others: Any) -> RingPool:
@@ -81,7 +83,7 @@ def warn_of_gathered_prompts(pool: jax.Array, tokens: Sequence[Any]) -> None:
 
 def _prompt_axes(tokens: Sequence[Any]) -> tuple[tuple[str, ...], dict[str, int]]:
     """Names of the dimensions of q, k, v, g and beta, and into how many parts they can be split."""
-    sizes, inputs = RuleAxes.of(RuleArrays(*tokens, None, None, None))
+    sizes, inputs = RuleAxes.of(RuleArrays._make((*tokens, None, None, None)))
     return inputs[:5], sizes
 
 

@@ -7,8 +7,8 @@ Backwards E is what a segment adds to the cotangent at its start; that of the la
 part already, so that its M, which the forward does not need, is not needed here either.
 
 Inputs (GMEM): e [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
-float32 (optional), or a pool of such states and slots (see `work.slots`), first_item int32 (packed rows only): sequence
-i owns items first_item[i] to first_item[i + 1] - 1.
+float32 (optional) or a pool of such states and slots of it (see `work.slots`), first_item int32 (packed rows only):
+sequence i owns items first_item[i] to first_item[i + 1] - 1.
 Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
 segment. Items of no sequence are not written.
 Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.

@@ -184,10 +184,11 @@ def _state(cta: Cta) -> None:
 
 
 def _store_final(cta: Cta, h) -> None:
-    where = cta.span.sequence, cta.head
-    if cta.gmem.final is None:
-        return store_final(*where, cta.rows, h, cta.sizes.kv_layout, cta.sizes.slots, cta.gmem)
-    return store_state(cta.gmem.final.at[where], cta.rows, h, cta.sizes.kv_layout)
+    where, sizes = (cta.span.sequence, cta.head), cta.sizes
+    if cta.gmem.final is not None:
+        return store_state(cta.gmem.final.at[where], cta.rows, h, sizes.kv_layout)
+    assert sizes.slots is not None
+    return store_final(*where, cta.rows, h, sizes.kv_layout, sizes.slots, cta.gmem)
 
 
 def _clear_padding(cta: Cta) -> None:

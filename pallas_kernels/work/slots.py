@@ -101,10 +101,14 @@ def slot_inputs(states: PoolStates | None) -> dict[str, Any]:
 
 def padding_without_slot(span: Span, slots: Slots, gmem: Any) -> Span:
     """The span, which is padding too where its sequence has no slot."""
-    return span._replace(is_padding=span.is_padding | jnp.logical_not(slots.is_slot(_read_slot(span.sequence, gmem))))
+    return span._replace(
+        is_padding=span.is_padding | jnp.logical_not(slots.is_slot(_read_slot(span.sequence, gmem)))
+    )
 
 
-def load_initial(sequence: jax.Array, head: jax.Array, rows: Any, kv_layout: bool, slots: Slots, gmem: Any) -> jax.Array:
+def load_initial(
+    sequence: jax.Array, head: jax.Array, rows: Any, kv_layout: bool, slots: Slots, gmem: Any
+) -> jax.Array:
     """Rows of a sequence's initial state [V, K] in float32: zeros where it has none, and for the padding."""
     slot = _read_slot(sequence, gmem)
     starts = slots.is_slot(slot) & (sequence < gmem.read_slots.shape[0])
