@@ -18,7 +18,7 @@ from gdn_jax.serving import kernels
 pytestmark = pytest.mark.gpu
 
 SMALL = Case("small", (70, 0, 1, 257, 64, 128), heads=(2, 4), K=128, V=128, padding=(4,), fresh=(0, 2))
-LONG = Case("long", (6000, 130), heads=(2, 4), K=128, V=128, fresh=())
+LONG = Case("long", (4000, 130), heads=(2, 4), K=128, V=128, fresh=())
 MANY = Case("many", (1, 2, 0, 90) * 20, heads=(8, 16), K=128, V=128, padding=(3, 40), fresh=(7,))
 
 
