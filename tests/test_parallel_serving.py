@@ -294,3 +294,40 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
     assert all(
         "tensor<14x2x64x64xf32>" in text and "tensor<14x16x64x64xf32>" not in text for text in programs
     )
+
+
+@pytest.mark.parametrize("name", ["decode", pytest.param("verify on a ring", marks=slow), "prefill"])
+def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
+    """In place, on the heads of a shard."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    x = place(mesh_of((8,), ("d",), EXPLICIT), arrays(width=64, length=16))
+    text = jax.jit(KERNELS[name]).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    counts = text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<")
+    assert counts == {"decode": (1, 1), "verify on a ring": (3, 6), "prefill": (3, 1)}[name]
+
+
+def test_shards_whose_types_name_mesh_axes(monkeypatch):
+    """JAX lets no kernel write into such a pool: a step is plain JAX, or refused; prompts write to the pool behind
+    their kernels."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    mesh, over_heads = mesh_of((8,), ("d",)), spec(None, "d")
+
+    def lower(call, check_vma=True):
+        def on_pool(pool, x):
+            return call(x | {"pool": pool})[1]
+
+        pools = jax.shard_map(
+            on_pool, mesh=mesh, in_specs=(over_heads, spec()), out_specs=over_heads, check_vma=check_vma
+        )
+        x = arrays(heads=(1, 2), width=64)
+        pool = jnp.tile(x.pop("pool"), (1, 8, 1, 1))
+        text = jax.jit(pools).trace(pool, x).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<")
+
+    def step(x):
+        return decode(x, x["pool"])
+
+    assert lower(step) == (0, 0) and lower(step, check_vma=False) == (1, 1)
+    assert lower(KERNELS["prefill"]) == (3, 0) and lower(KERNELS["prefill"], check_vma=False) == (3, 1)
+    with pytest.raises(NotImplementedError, match="the kernels need check_vma=False"):
+        lower(KERNELS["decode"])

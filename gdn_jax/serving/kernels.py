@@ -41,7 +41,17 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
         reason = step.check_supported(*raw[:3], pool)
     if reason is None and accumulation_dtype(*raw) != jnp.float32:
         reason = "a gate is float64; the kernels compute in float32"
+    if reason is None and _varies(pool):
+        reason = (
+            "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
+        )
     return reason or device_reason()
+
+
+def _varies(pool: Any) -> bool:
+    """Whether JAX keeps in the pool's types the mesh axes that it varies over: it then refuses to let a kernel write
+    into the pool."""
+    return any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(pool))
 
 
 def _rule(raw: Raw, options: Options) -> dict[str, Any]:
@@ -211,7 +221,7 @@ def take_prompts(
     arrays = RuleArrays(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, segment_ids=None)
     call = options.scale, options.state_layout, chunk_size, implementation, 1
     by_kernels = ops.check_call(arrays, *call)[2] == "mosaic_gpu"
-    return by_kernels and rule.check_pool(dims, pool.dtype, options.scale) is None
+    return by_kernels and not _varies(pool) and rule.check_pool(dims, pool.dtype, options.scale) is None
 
 
 def prefill(

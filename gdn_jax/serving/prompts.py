@@ -83,8 +83,9 @@ def prefill(
         tokens have the bits of the whole prompt.
       implementation: of `gated_delta_rule`. Where that is "mosaic_gpu", the kernels read states in their slots and
         write them there, if the pool is an array of float32 or bfloat16, K and V are multiples of 64, scale is from
-        2^-16 to 16, and neither checkpoints nor batch_invariant are asked for; such a call cannot be differentiated.
-        In all other calls states are taken out of the pool and put back.
+        2^-16 to 16, neither checkpoints nor batch_invariant are asked for, and the call is not inside a `shard_map`
+        that keeps check_vma; such a call cannot be differentiated. In all other calls states are taken out of the
+        pool and put back.
 
     Returns:
       o [1, T, HO, V] in q's dtype, and the pool, in which all but the written slots keep their bits.

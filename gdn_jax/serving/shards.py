@@ -118,4 +118,4 @@ def _on_heads(
             return f(static, *args)
         return on_shards(f, static, args, operands, lambda _: results, sizes)
 
-    return on_explicit_shards(call, args, operands, results, sizes)
+    return on_explicit_shards(call, args, operands, results, sizes, in_place=opaque)
