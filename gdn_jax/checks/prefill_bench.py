@@ -2,8 +2,8 @@
 
 A call is one row of packed prompts of uneven lengths that go on from their slots of a pool, in place. The rule alone
 is `gated_delta_rule` from the same states outside of a pool, forward. Neither program knows the lengths, which change
-with every call of a server. What the pool costs is the difference: states are read from their slots and written back,
-and tokens without a slot are told apart. The outputs of both are compared, and the rule's with float64.
+with every call of a server. What the pool costs is the difference: states lie in its slots, and prompts without one
+are padding. The outputs of both are compared, and the rule's with float64.
 """
 
 import dataclasses

@@ -7,7 +7,8 @@ Backwards E is what a segment adds to the cotangent at its start; that of the la
 part already, so that its M, which the forward does not need, is not needed here either.
 
 Inputs (GMEM): e [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
-float32 (optional), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
+float32 (optional) or a pool of such states and slots of it (see `work.slots`), first_item int32 (packed rows only):
+sequence i owns items first_item[i] to first_item[i + 1] - 1.
 Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
 segment. Items of no sequence are not written.
 Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.
@@ -39,6 +40,7 @@ from pallas_kernels.device.memory import (
     transposed,
 )
 from pallas_kernels.device.operations import Device
+from pallas_kernels.work.slots import PoolStates, Slots, load_initial, slot_inputs
 
 ROWS = 64
 
@@ -68,6 +70,7 @@ class _Sizes(NamedTuple):
     kv_layout: bool
     backwards: bool
     stages: int
+    slots: Slots | None
 
 
 def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
@@ -94,7 +97,9 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
 
     for j in range(stages):
         pl.when(j < count - 1)(functools.partial(load, jnp.int32(j)))
-    if gmem.h_0 is None:
+    if sizes.slots is not None:
+        h = load_initial(sequence, head, rows, sizes.kv_layout, sizes.slots, gmem)
+    elif gmem.h_0 is None:
         h = zeros((ROWS, K), jnp.float32)
     else:
         h = load_state(gmem.h_0.at[sequence, head], rows, sizes.kv_layout)
@@ -140,7 +145,7 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
 def segment_states(
     e: Float[Array, "items HO V K"],
     m_t: Float[Array, "items HO K K"],
-    h_0: Float[Array, "N HO _ _"] | None,
+    h_0: Float[Array, "N HO _ _"] | PoolStates | None,
     first_item: Int[Array, " N2"] | None,
     *,
     num_sequences: int,
@@ -152,13 +157,14 @@ def segment_states(
 
     Args:
       e, m_t: of `segment_transitions`; those of a sequence's last segment are not used.
-      h_0: initial states, [K, V] with kv_layout else [V, K]; None for zeros.
+      h_0: initial states, [K, V] with kv_layout else [V, K], or where they lie in a pool; None for zeros.
       backwards: e is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
         states.
       first_item: first item of each sequence (packed rows), None when all sequences have equally many.
       num_sequences: N.
     """
     items, HO, V, K = e.shape
+    states = h_0 if isinstance(h_0, PoolStates) else None
     sizes = _Sizes(
         HO=HO,
         V=V,
@@ -167,11 +173,13 @@ def segment_states(
         kv_layout=kv_layout,
         backwards=backwards,
         stages=_stages(K, m_t.dtype),
+        slots=None if states is None else states.slots,
     )
+    inputs = {"e": e, "m_t": m_t, "h_0": None if states else h_0, "first_item": first_item}
     results = launch(
         "segment_states",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
-        inputs={"e": e, "m_t": m_t, "h_0": h_0, "first_item": first_item},
+        inputs=inputs | slot_inputs(states),
         outputs={"border": jax.ShapeDtypeStruct(e.shape, jnp.float32)},
         memory=_memory(sizes.stages, K, m_t.dtype),
         ctas=num_sequences * HO * (V // ROWS),

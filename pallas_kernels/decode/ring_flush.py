@@ -23,9 +23,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.ring import LENGTH, Slot, default_config
 from pallas_kernels.decode.step import Config
-from pallas_kernels.decode.tiles import Rule, Tile, lane_layout, load, one_for_all_layers
+from pallas_kernels.decode.tiles import Rule, Tile, lane_layout, load
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.work.slots import one_for_all_layers
 
 HEADS = 4
 """That a warpgroup takes one after the other, at most."""

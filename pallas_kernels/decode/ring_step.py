@@ -46,7 +46,6 @@ from pallas_kernels.decode.tiles import (
     Tile,
     load,
     log_decay,
-    one_for_all_layers,
     vector_layout,
     write_strength,
 )
@@ -61,6 +60,7 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
+from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""

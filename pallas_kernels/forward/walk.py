@@ -48,6 +48,7 @@ from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns,
 from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import mask_foreign
+from pallas_kernels.work.slots import Slots, padding_without_slot
 from pallas_kernels.work.spans import item_of
 from pallas_kernels.work.tables import Split
 
@@ -101,6 +102,8 @@ class Sizes(NamedTuple):
     scale: float = 1.0
     kv_layout: bool = False
     h_0_kv_layout: bool = False
+    slots: Slots | None = None
+    """Of a pool that the states lie in."""
 
 
 class Cta:
@@ -119,6 +122,8 @@ class Cta:
         index = lax.div(grid_index(), sizes.tiles * sizes.HO)
         self.item = item_of(index, sizes.split, sizes.T, sizes.N, gmem)
         self.span = self.item.span
+        if sizes.slots is not None:
+            self.span = padding_without_slot(self.span, sizes.slots, gmem)
         self.chunks = self.span.work_chunks
         """Chunks to walk over."""
         self.row_tile = self.tile * self.num_state + self.wg

@@ -24,6 +24,7 @@ from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
+from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -57,9 +58,9 @@ def outputs_case(
     config = outputs.default_config(K, warpgroups)
     state = (K, V) if options.get("h_0_kv_layout", False) else (V, K)
 
-    def run(tables, rstd, *arguments):
+    def run(tables, rstd, *arguments, states=None):
         static: Any = dict(items=Items(split, tables), scale=0.1, config=config, **options)
-        return outputs.outputs(*arguments, rstd=rstd, **static)
+        return outputs.outputs(*arguments, rstd=rstd, states=states, **static)
 
     return run, (
         tables,
@@ -71,6 +72,26 @@ def outputs_case(
         x(1, HO, T, 64),
         _shape(split.num_items, HO, *state) if h_0 else None,
     )
+
+
+def _pool_states(N, HO, K, V, dtype, kv_layout) -> PoolStates:
+    """Shapes of a pool of eight states and of slots for N sequences, of which some may start from zeros."""
+    slots: Any = _shape(N, dtype=jnp.int32)
+    pool: Any = _shape(8, HO, *((K, V) if kv_layout else (V, K)), dtype=dtype)
+    return PoolStates(Slots(8, None, 1), pool, slots, None, slots, None)
+
+
+def pool_case(K=128, V=128, warpgroups=2, pool_dtype: Any = jnp.float32, kv_layout=True, segments=False):
+    """A function and its argument shapes: outputs of packed rows, whose states are in a pool."""
+    run, (tables, rstd, *arguments) = outputs_case(
+        K, V, warpgroups, segments, "segments" if segments else "sequences", True, kv_layout=kv_layout
+    )
+    states = _pool_states(3, 4, K, V, pool_dtype, kv_layout)
+
+    def run_on_pool(tables, rstd, states, *arguments):
+        return run(tables, rstd, *arguments, states=states)
+
+    return run_on_pool, (tables, rstd, states, *arguments)
 
 
 def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
@@ -87,11 +108,12 @@ def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
     return run, (tables, _shape(1, Hk, T) if normalize else None, *tokens)
 
 
-def segment_case(K=128, V=128, backwards=False):
-    """A function and its argument shapes: segment_states."""
-    function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
+def segment_case(K=128, V=128, backwards=False, pool_dtype: Any = None, kv_layout=False):
+    """A function and its argument shapes: segment_states, from states in a pool where that has a dtype."""
+    options = dict(num_sequences=2, backwards=backwards, kv_layout=kv_layout)
     n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
-    return function, (n, m_t, _shape(2, 4, V, K), None)
+    h_0 = _shape(2, 4, V, K) if pool_dtype is None else _pool_states(2, 4, K, V, pool_dtype, kv_layout)
+    return functools.partial(segment_states, **options), (n, m_t, h_0, None)
 
 
 def _visits(packed: bool) -> tuple[int, VisitTables | None]:
@@ -315,6 +337,19 @@ CASES = {
     "segment states": segment_case,
     "segment states, K 256": functools.partial(segment_case, K=256),
     "segment states, backwards": functools.partial(segment_case, backwards=True),
+    "full head, pool": pool_case,
+    "full head, pool, bfloat16": functools.partial(pool_case, pool_dtype=jnp.bfloat16),
+    "full head, pool, bfloat16, vk": functools.partial(pool_case, pool_dtype=jnp.bfloat16, kv_layout=False),
+    "full head, pool, vk": functools.partial(pool_case, kv_layout=False),
+    "full head, pool, segments": functools.partial(pool_case, segments=True, pool_dtype=jnp.bfloat16),
+    "half, pool": functools.partial(pool_case, warpgroups=1),
+    "half, pool, bfloat16": functools.partial(pool_case, warpgroups=1, pool_dtype=jnp.bfloat16),
+    "K 256, pool, bfloat16": functools.partial(pool_case, K=256, warpgroups=1, pool_dtype=jnp.bfloat16),
+    "segment states, pool": functools.partial(segment_case, pool_dtype=jnp.float32, kv_layout=True),
+    "segment states, pool, bfloat16": functools.partial(
+        segment_case, pool_dtype=jnp.bfloat16, kv_layout=True
+    ),
+    "segment states, pool, vk": functools.partial(segment_case, pool_dtype=jnp.bfloat16),
     "chains": chains_case,
     "chains, packed": functools.partial(chains_case, packed=True),
     "chains, full head": functools.partial(chains_case, warpgroups=2),
