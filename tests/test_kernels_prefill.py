@@ -16,6 +16,7 @@ from tolerances import assert_close
 
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import prompts, shards
+from gdn_jax.shapes import Dims
 from pallas_kernels.chunks import inverse
 from pallas_kernels.device import launch
 from pallas_kernels.forward import rule
@@ -96,6 +97,25 @@ def test_in_the_interpreter(case, config, interpreted):
     assert_close(*(np.asarray(y).astype(np.float64) for y in (plain[0], o)), 2 * bound["o"], "o")
     changed = np.asarray((pool != x["pool"]) & ~np.isnan(x["pool"])).any((1, 2, 3))
     assert (changed <= np.asarray(plain[1] != x["pool"]).any((1, 2, 3))).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "bfloat16"}, None),
+        ({"dtype": "float16"}, "the pool is float16"),
+        ({"slots": 0}, "no slots"),
+        ({"V": 96}, "V = 96"),
+        ({"scale": 20.0}, "scale is 20.0"),
+    ],
+)
+def test_refusals_say_why(change, reason):
+    call = {"dtype": "float32", "slots": 3, "V": 64, "scale": 0.1} | change
+    dims = Dims(B=1, T=9, N=2, Hq=1, Hk=1, HV=2, HO=2, K=64, V=call["V"])
+    pool = jax.ShapeDtypeStruct((call["slots"], 2, 64, call["V"]), call["dtype"])
+    got = rule.check_pool(dims, pool, call["scale"])
+    assert got is None if reason is None else reason in str(got)
 
 
 @pytest.mark.slow

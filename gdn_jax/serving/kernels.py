@@ -221,7 +221,7 @@ def take_prompts(
     arrays = RuleArrays(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, segment_ids=None)
     call = options.scale, options.state_layout, chunk_size, implementation, 1
     by_kernels = ops.check_call(arrays, *call)[2] == "mosaic_gpu"
-    return by_kernels and not _varies(pool) and rule.check_pool(dims, pool.dtype, options.scale) is None
+    return by_kernels and not _varies(pool) and rule.check_pool(dims, pool, options.scale) is None
 
 
 def prefill(

@@ -87,15 +87,17 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
     return None
 
 
-def check_pool(dims: Dims, dtype, scale: float) -> str | None:
+def check_pool(dims: Dims, pool, scale: float) -> str | None:
     """Why these kernels cannot read and write states of their calls in a pool themselves; None if they can.
 
     Args:
       dims, scale: of a call.
-      dtype: of the pool.
+      pool: of states, or its shape and dtype.
     """
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the pool is {jnp.dtype(dtype).name}; the kernels take float32 and bfloat16"
+    if pool.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the pool is {pool.dtype.name}; the kernels take float32 and bfloat16"
+    if not pool.shape[0]:
+        return "there are no slots"
     if dims.K % GRANULE or dims.V % GRANULE:
         return f"K = {dims.K}, V = {dims.V}; the kernels take states whose widths are multiples of {GRANULE}"
     if not FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]:

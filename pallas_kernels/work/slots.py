@@ -54,7 +54,7 @@ class PoolStates(NamedTuple):
     """Slots of the final states, int32, none of them twice. None: those that are read, none of them twice either.
     A state without a slot is dropped."""
     has_initial_state: Int[Array, " N"] | None
-    """0 for a sequence that starts from zeros, int32. None: none does."""
+    """0 for a sequence that starts from zeros, int32. None: all go on from what their slots hold."""
     layer: Int[Array, "1"] | None
     """Which layer's states, where the pool has several."""
 
