@@ -260,7 +260,7 @@ def check(case, config, dtype="bfloat16"):
     assert_close(final, np.asarray(got_final), tolerance("final_state", dtype), "final state", 1)
 
 
-QUICK = ("one tile, kv padded, grouped queries", "segments", "packed", "segment ids")
+QUICK = ("one tile, kv padded, grouped queries", "packed in segments", "segment ids")
 
 
 @pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK))
@@ -414,7 +414,7 @@ PROGRAMS = list({signature(c): c for c in cases.TABLE if c.chunk_size == 64}.val
 """One case for each program that the table has."""
 
 
-@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("one-token", "packed-strong-decay")))
+@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("packed-strong-decay",)))
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""

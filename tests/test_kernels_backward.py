@@ -198,7 +198,7 @@ def check(case: cases.Case, config, segment_chunks=None, dtype="bfloat16"):
             assert_close(e, np.asarray(x), bound, name, head_axis(name))
 
 
-@pytest.mark.parametrize("case", harness.tiers(CASES, ("padded, two rows", "segments")))
+@pytest.mark.parametrize("case", harness.tiers(CASES, ("padded, two rows",)))
 def test_gradients_in_the_interpreter(case):
     check(case, SMALL)
 

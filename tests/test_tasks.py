@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 
+import harness
 import jax
 import numpy as np
 import pytest
@@ -346,7 +347,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", harness.tiers(SMALL, ("recall", "parity", "copy")))
 def test_batches_are_given_by_seed_and_step(name):
     def make(seed):
         return make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
