@@ -521,7 +521,9 @@ def test_hybrid_beside_another(folder, tmp_path):
 @pytest.mark.slow
 def test_turns_in_one_program():
     """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
-    task_options = RecallOptions(vocab_size=16, cases=("8:2", "12:3"), train_sequences=50, val_sequences=16)
+    task_options = RecallOptions(
+        vocab_size=16, cases=("8:2", "12:3", "8:2"), train_sequences=50, val_sequences=16
+    )
     o = options(together=2)
     o = dataclasses.replace(o, task=task_options)
     trained = [
