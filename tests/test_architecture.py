@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels": set(),
     "pallas_kernels.device": set(),
     "pallas_kernels.work": {"shapes", "pallas_kernels.device"},
-    "pallas_kernels.chunks": {"pallas_kernels.device"},
+    "pallas_kernels.chunks": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},

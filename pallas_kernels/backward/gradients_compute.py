@@ -1,4 +1,4 @@
-"""The compute warpgroups of `gradients`: dP and dL, and from them dq, dk, dbeta and the parts of dg."""
+"""The compute warpgroups of `gradients`: dP and dL, and from them dq, dk and the parts of dbeta and dg."""
 
 import functools
 import math
@@ -14,12 +14,20 @@ from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import store_owned
 
 
-def _lifted(x, lift):
-    return x if lift is None else x * jnp.exp2(lift)
+def _mantissa(x):
+    """x over `_power` of it, from 1 to 2 in size; 1 for 0."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & -0x7F800001 | 0x3F800000
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _lowered(x, lift):
-    return x if lift is None else x * jnp.exp2(-lift)
+def _power(x):
+    """The power of two below |x|; 0 for 0."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
+
+
+def _times(x, log2):
+    """x 2^log2; x where that is None."""
+    return x if log2 is None else x * jnp.exp2(log2)
 
 
 def _store(cta: Cta, place: Place, head, x, target) -> None:
@@ -36,8 +44,8 @@ def _store(cta: Cta, place: Place, head, x, target) -> None:
     store_owned(place.span, place.chunk, x, (tile.at[wg], tile.at[wg]), plain, destination)
 
 
-def _write_score(cta: Cta, place: Place, head, first_step, lift):
-    """dP or dL of a head, for both warpgroups; G and the last gate."""
+def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
+    """dP M or dL M of a head, for both warpgroups; G, the last gate and beta."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
     makes_dp = wg == 0
@@ -57,39 +65,35 @@ def _write_score(cta: Cta, place: Place, head, first_step, lift):
         plgpu.barrier_wait(smem.loaded_gates.at[slot])
     g_rows, g_columns = (plgpu.load(cta.g2.at[slot], layout=layout) for layout in (ROW, COL))
     g_last = cta.g2[slot, CHUNK - 1]
-    if sizes.float16:
-        plgpu.barrier_wait(smem.loaded_beta)
     diagonal = dev.diagonal(score)
     exponents = g_rows + jnp.where(makes_dp, log2_scale, 0.0)
     if lift is not None:
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
-    if sizes.float16:
-        factors = jnp.where(makes_dp, sign, -plgpu.load(cta.beta, layout=ROW))
-        beta_columns = along_columns(plgpu.load(cta.beta, layout=COL), CHUNK)
-        score = score * along_rows(factors, CHUNK) * beta_columns
-    else:
-        score = score * jnp.where(makes_dp, sign, -1.0)
-    score = score.astype(cta.dtype)
+    plgpu.barrier_wait(smem.masked_beta if cta.packed else smem.loaded_beta)
+    beta = plgpu.load(cta.beta, layout=ROW)
+    mantissa = _mantissa(plgpu.load(cta.beta, layout=COL)) * jnp.where(makes_dp, sign, -1.0)
+    score = (score * along_columns(mantissa, CHUNK)).astype(cta.dtype)
+    pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
     smem.score.at[wg][...] = score
 
     @pl.when(makes_dp)
     def _():
-        cta.diagonal[...] = cta.times_beta(diagonal * sizes.scale)
+        cta.diagonal[...] = diagonal * sizes.scale
 
     @pl.when(jnp.logical_not(makes_dp))
     def _():
-        cta.gmem.dbeta.at[place.visit, head][...] = diagonal
+        cta.gmem.dv_w.at[place.visit, head][...] = diagonal
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
-    return g_rows, g_last
+    return g_rows, g_last, beta
 
 
 def _over_states(cta: Cta, first_step):
-    """u dh, dO h and dv h."""
+    """w dh, dO h and dv h."""
     smem, dev, own = cta.smem, cta.dev, cta.own_columns()
 
     def release(step):
@@ -100,9 +104,9 @@ def _over_states(cta: Cta, first_step):
             step = first_step + t
             token_stage, state_stage = cta.token_stage(step), cta.state_stage(step)
             plgpu.barrier_wait(smem.loaded_states.at[state_stage])
-            do, dv, u = (smem.x.at[token_stage, i] for i in range(3))
+            do, dv, w = (smem.x.at[token_stage, i] for i in range(3))
             h, dh = (smem.h.at[state_stage, i, :, own] for i in range(2))
-            dev.issue(late, u, dh)
+            dev.issue(late, w, dh)
             dev.issue(read_q, do, h)
             dev.issue(read_k, dv, h)
             if t > 0:
@@ -118,35 +122,47 @@ def _over_states(cta: Cta, first_step):
 def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last = _write_score(cta, place, head, first_step, lift)
+    g_rows, g_last, beta = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
+    ek_tile = (smem.out[0] if cta.packed else smem.out).at[wg]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    decay, since = jnp.exp2(g_rows), cta.times_beta(jnp.exp2(g_last - g_rows))
-    written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
-    dk = dk + late * along_rows(since, WIDTH)
-    read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
-    read_k = read_k * along_rows(cta.times_beta(_lifted(-decay, lift)), WIDTH)
-    plgpu.barrier_wait(smem.scores)
+    if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
+        plgpu.barrier_wait(smem.scores)
+    k, mantissa, power = cta.wide(k_tile), _mantissa(beta), _power(beta)
+    ek_tile[...] = (k * along_rows(power, WIDTH)).astype(cta.dtype)
+    plgpu.commit_smem()
+    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
+    written = jnp.sum(k * late, axis=1) * since
+    dk = dk + late * along_rows(since * beta, WIDTH)
+    read_q = read_q * along_rows(_times(decay * sizes.scale, lift), WIDTH)
+    read_k = read_k * along_rows(_times(-decay, lift), WIDTH)
+    if not cta.packed:
+        plgpu.barrier_wait(smem.scores)
     starts = [read_q, read_k, zeros((CHUNK, WIDTH), jnp.float32)]
 
     def products(add):
-        add(0, p_tile, k_tile)
-        add(1, dl_tile, k_tile)
+        add(0, p_tile, ek_tile)
+        add(1, dl_tile, ek_tile)
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, write = (_lowered(x, lift) for x in dev.accumulate(starts, products))
-    diagonal = along_rows(plgpu.load(cta.diagonal, layout=ROW), WIDTH)
-    x = jnp.sum(cta.wide(k_tile) * (read_k - write), axis=1)
-    dq, dk = dq + read_q + diagonal * cta.wide(k_tile), dk + read_k + write
-    x, dk = x + jnp.sum(cta.wide(q_tile) * read_q, axis=1), dk + diagonal * cta.wide(q_tile)
+    read_q, read_k, inside = dev.accumulate(starts, products)  # each times 2^lift; inside also M
+    low = None if lift is None else -lift
+    k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
+    dot = jnp.sum(k * inside, axis=1)
+    x = _times(jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - power * dot, low)
+    k_write = written + _times(dot / mantissa, low) + jnp.sum(k * q, axis=1) * diagonal
+    dq = dq + _times(read_q, low) + along_rows(diagonal * beta, WIDTH) * k
+    inside = inside + along_rows(_times(diagonal * mantissa, lift), WIDTH) * q
+    dk = dk + _times(read_k, low) + along_rows(_times(power, low), WIDTH) * inside
     cta.x_sums.at[wg][...] = x
-    cta.l_sums.at[wg][...] = written
-    plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
+    cta.l_sums.at[wg][...] = written * beta
+    cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
+    plgpu.commit_smem()  # also for q, k, beta and the diagonal, which may still be on their way into registers
     plgpu.barrier_arrive(smem.sums)
     is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_pair
     pl.when(jnp.logical_not(is_last_head))(lambda: plgpu.barrier_arrive(smem.scored))
@@ -169,6 +185,9 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
+        if cta.packed:  # what is stored row by row takes the tiles of both warpgroups as a plain array
+            plgpu.barrier_arrive(cta.smem.multiplied)
+            plgpu.barrier_wait(cta.smem.multiplied)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
         return dk
 

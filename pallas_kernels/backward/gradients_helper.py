@@ -27,7 +27,7 @@ def _load_qk(cta: Cta, pair) -> None:
 
 
 def _load_tokens(cta: Cta, step) -> None:
-    """Starts the copies of do, dv and u of a step, and of the gates of its head."""
+    """Starts the copies of do, dv and w of a step, and of the gates of its head."""
     gmem, smem = cta.gmem, cta.smem
     stage = cta.token_stage(step)
     place, head, columns = cta.parts_of(step)
@@ -35,7 +35,7 @@ def _load_tokens(cta: Cta, step) -> None:
     for source, destination in (
         (gmem.do.at[row, place.tokens, head, columns], smem.x.at[stage, 0]),
         (gmem.dv.at[row, place.tokens, head, columns], smem.x.at[stage, 1]),
-        (gmem.u.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
+        (gmem.w.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
     ):
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
@@ -85,6 +85,14 @@ def _mask_qk(cta: Cta, pair) -> None:
     plgpu.barrier_arrive(cta.smem.masked_qk)
 
 
+def _mask_beta(cta: Cta, step) -> None:
+    """Masks what a step's head holds of other sequences' write strengths."""
+    plgpu.barrier_wait(cta.smem.loaded_beta)
+    place = cta.parts_of(step)[0]
+    mask_foreign(place.span, place.chunk, (), vectors=(cta.beta,))
+    plgpu.barrier_arrive(cta.smem.masked_beta)
+
+
 def _last_gate(cta: Cta, step) -> jax.Array:
     """The last gate of a step's head."""
     slot = cta.slot_of(step)
@@ -120,7 +128,7 @@ def _gate_gradient(cta: Cta, place: Place, head, inner, is_last) -> None:
 def helper(cta: Cta) -> None:
     """The role of the last warpgroup."""
     config, smem, v_tiles, steps_per_pair = cta.config, cta.smem, cta.v_tiles, cta.steps_per_pair
-    token_stages, state_stages, float16 = config.token_stages, config.state_stages, cta.sizes.float16
+    token_stages, state_stages = config.token_stages, config.state_stages
     plgpu.set_max_registers(config.helper_registers, action="decrease")
     pairs = cta.items * cta.query_heads
     steps = pairs * steps_per_pair
@@ -128,8 +136,7 @@ def helper(cta: Cta) -> None:
     ahead = min(token_stages - 1, v_tiles)
 
     pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
-    if float16:
-        pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
+    pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
     for j in range(max(token_stages, state_stages)):
         if j < token_stages:
             pl.when(j < steps)(functools.partial(_load_tokens, cta, jnp.int32(j)))
@@ -145,11 +152,17 @@ def helper(cta: Cta) -> None:
         if cta.packed:
             pl.when(i + ahead < steps)(lambda: _mask_tokens(cta, i + ahead))
         is_first = lax.rem(i, v_tiles) == 0
+        if cta.packed:
+            pl.when(is_first)(lambda: _mask_beta(cta, i))
         decay = lax.cond(is_first, lambda: jnp.exp2(_last_gate(cta, i)), lambda: decay)
         inner = jnp.where(is_first, 0.0, inner) + _inner_product(cta, i)
         plgpu.barrier_wait(smem.consumed.at[cta.state_stage(i)])
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages))
+
+        @pl.when((lax.rem(i + 1, v_tiles) == 0) & (i + 1 < steps))  # beta was read before the states were
+        def _():
+            _load_beta(cta, lax.div(i + 1, v_tiles))
 
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
@@ -165,12 +178,7 @@ def helper(cta: Cta) -> None:
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
-            if float16:
-                pl.when(i + 1 < steps)(lambda: _load_beta(cta, lax.div(i + 1, v_tiles)))
 
         return inner, decay
 
     lax.fori_loop(0, steps, step, (zeros((WIDTH,), jnp.float32, ROW), jnp.float32(0.0)))
-
-
-# The compute warpgroups

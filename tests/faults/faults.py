@@ -92,10 +92,10 @@ FAULTS = (
     ),
     # The kernels and the seam to them.
     Fault(
-        "write strengths have no floor",
-        "x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))",
-        "x",
-        "tests/test_mosaic.py",
+        "the kernels' gradient of a write strength is divided by it",
+        "(beta * dv_w + JOIN * k_write) / (beta * beta + JOIN)",
+        "dv_w / beta",
+        "tests/test_kernels_backward.py",
     ),
     Fault(
         "gradients do not go through the L2 norm",
