@@ -185,7 +185,7 @@ def _call(
             "dv_w": sums,
             "k_write": jax.ShapeDtypeStruct((COMPUTE, *sums.shape), jnp.float32),
         },
-        memory=memory(config, K, V, k.dtype, packed=packed),
+        memory=memory(config, K, V, k.dtype, packed=packed, float16=float16),
         ctas=config.ctas,
         warpgroups=COMPUTE + 1,
         auto_barriers=False,

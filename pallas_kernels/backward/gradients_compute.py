@@ -14,20 +14,37 @@ from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import store_owned
 
 
-def _mantissa(x):
-    """x over `_power` of it, from 1 to 2 in size; 1 for 0."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) & -0x7F800001 | 0x3F800000
-    return lax.bitcast_convert_type(bits, jnp.float32)
+def _parts(cta: Cta, layout):
+    """M and E of a head; E is None where it is 1."""
+    beta = plgpu.load(cta.beta, layout=layout)
+    if not cta.sizes.float16:
+        return beta, None
+    bits = lax.bitcast_convert_type(beta, jnp.int32)
+    mantissa, power = bits & -0x7F800001 | 0x3F800000, bits & 0x7F800000
+    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (mantissa, power))
 
 
-def _power(x):
-    """The power of two below |x|; 0 for 0."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
+def _times(x, power):
+    """x E."""
+    return x if power is None else x * power
 
 
-def _times(x, log2):
-    """x 2^log2; x where that is None."""
-    return x if log2 is None else x * jnp.exp2(log2)
+def _lifted(x, lift):
+    return x if lift is None else x * jnp.exp2(lift)
+
+
+def _lowered(x, lift):
+    return x if lift is None else x * jnp.exp2(-lift)
+
+
+def _write_ek(cta: Cta, k_tile, power):
+    """E K, of the own columns of K, in the tile that dq and dk leave through."""
+    if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
+        plgpu.barrier_wait(cta.smem.scores)
+    tile = (cta.smem.out[0] if cta.packed else cta.smem.out).at[cta.own_number()]
+    tile[...] = (cta.wide(k_tile) * along_rows(power, WIDTH)).astype(cta.dtype)
+    plgpu.commit_smem()
+    return tile
 
 
 def _store(cta: Cta, place: Place, head, x, target) -> None:
@@ -45,7 +62,7 @@ def _store(cta: Cta, place: Place, head, x, target) -> None:
 
 
 def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
-    """dP M or dL M of a head, for both warpgroups; G, the last gate and beta."""
+    """dP M or dL M of a head, for both warpgroups; G, the last gate, M and E."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
     makes_dp = wg == 0
@@ -71,17 +88,18 @@ def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
-    plgpu.barrier_wait(smem.masked_beta if cta.packed else smem.loaded_beta)
-    beta = plgpu.load(cta.beta, layout=ROW)
-    mantissa = _mantissa(plgpu.load(cta.beta, layout=COL)) * jnp.where(makes_dp, sign, -1.0)
-    score = (score * along_columns(mantissa, CHUNK)).astype(cta.dtype)
-    pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
+    plgpu.barrier_wait(smem.loaded_beta)
+    mantissa, power = _parts(cta, ROW)
+    columns = _parts(cta, COL)[0] * jnp.where(makes_dp, sign, -1.0)
+    score = (score * along_columns(columns, CHUNK)).astype(cta.dtype)
+    if sizes.float16:
+        pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
     smem.score.at[wg][...] = score
 
     @pl.when(makes_dp)
     def _():
-        cta.diagonal[...] = diagonal * sizes.scale
+        cta.diagonal[...] = diagonal * sizes.scale * mantissa
 
     @pl.when(jnp.logical_not(makes_dp))
     def _():
@@ -89,7 +107,7 @@ def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
-    return g_rows, g_last, beta
+    return g_rows, g_last, mantissa, power
 
 
 def _over_states(cta: Cta, first_step):
@@ -122,25 +140,20 @@ def _over_states(cta: Cta, first_step):
 def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last, beta = _write_score(cta, place, head, first_step, is_first, lift)
+    g_rows, g_last, mantissa, power = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
-    ek_tile = (smem.out[0] if cta.packed else smem.out).at[wg]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
-        plgpu.barrier_wait(smem.scores)
-    k, mantissa, power = cta.wide(k_tile), _mantissa(beta), _power(beta)
-    ek_tile[...] = (k * along_rows(power, WIDTH)).astype(cta.dtype)
-    plgpu.commit_smem()
-    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
-    written = jnp.sum(k * late, axis=1) * since
-    dk = dk + late * along_rows(since * beta, WIDTH)
-    read_q = read_q * along_rows(_times(decay * sizes.scale, lift), WIDTH)
-    read_k = read_k * along_rows(_times(-decay, lift), WIDTH)
-    if not cta.packed:
+    ek_tile = _write_ek(cta, k_tile, power) if sizes.float16 else k_tile
+    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows) * mantissa
+    written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
+    dk = dk + late * along_rows(_times(since, power), WIDTH)
+    read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
+    read_k = read_k * along_rows(_lifted(-decay, lift), WIDTH)
+    if not (cta.packed and sizes.float16):
         plgpu.barrier_wait(smem.scores)
     starts = [read_q, read_k, zeros((CHUNK, WIDTH), jnp.float32)]
 
@@ -150,19 +163,19 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, inside = dev.accumulate(starts, products)  # each times 2^lift; inside also M
-    low = None if lift is None else -lift
+    read_q, read_k, inside = (_lowered(x, lift) for x in dev.accumulate(starts, products))
     k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
-    dot = jnp.sum(k * inside, axis=1)
-    x = _times(jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - power * dot, low)
-    k_write = written + _times(dot / mantissa, low) + jnp.sum(k * q, axis=1) * diagonal
-    dq = dq + _times(read_q, low) + along_rows(diagonal * beta, WIDTH) * k
-    inside = inside + along_rows(_times(diagonal * mantissa, lift), WIDTH) * q
-    dk = dk + _times(read_k, low) + along_rows(_times(power, low), WIDTH) * inside
+    within = jnp.sum(k * inside, axis=1)
+    keys, reads = lax.concatenate([k, q], 1), lax.concatenate([read_k, read_q], 1)
+    x = jnp.sum(keys * reads, axis=1) - _times(within, power)
+    k_write = written + within + jnp.sum(k * q, axis=1) * diagonal
+    dq = dq + read_q + along_rows(_times(diagonal, power), WIDTH) * k
+    inside = inside + along_rows(diagonal, WIDTH) * q
+    dk = dk + read_k + (inside if power is None else inside * along_rows(power, WIDTH))
     cta.x_sums.at[wg][...] = x
-    cta.l_sums.at[wg][...] = written * beta
+    cta.l_sums.at[wg][...] = _times(written, power)
     cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
-    plgpu.commit_smem()  # also for q, k, beta and the diagonal, which may still be on their way into registers
+    plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
     plgpu.barrier_arrive(smem.sums)
     is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_pair
     pl.when(jnp.logical_not(is_last_head))(lambda: plgpu.barrier_arrive(smem.scored))
@@ -185,7 +198,7 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
-        if cta.packed:  # what is stored row by row takes the tiles of both warpgroups as a plain array
+        if cta.packed and cta.sizes.float16:  # what is stored row by row takes the tiles of both warpgroups as a plain array
             plgpu.barrier_arrive(cta.smem.multiplied)
             plgpu.barrier_wait(cta.smem.multiplied)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))

@@ -82,7 +82,7 @@ class Config:
         raise AssertionError("more than MAX_COLUMNS columns of K, or V > 256")
 
 
-def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False) -> Memory:
+def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float16: bool = True) -> Memory:
     """Shared memory of a CTA, for K columns in a launch."""
     tokens, states, heads = config.token_stages, config.state_stages, config.heads(V)
     return {
@@ -101,12 +101,11 @@ def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False) -> Me
         "loaded_qk": Barriers(2),
         "masked": Barriers(1, tokens),
         "masked_qk": Barriers(1),
-        "masked_beta": Barriers(1),
         "consumed": Barriers(COMPUTE, states),
         "consumed_qk": Barriers(COMPUTE),
         "scores": Barriers(COMPUTE),
         "sums": Barriers(COMPUTE),
-        "multiplied": Barriers(COMPUTE) if packed else None,
+        "multiplied": Barriers(COMPUTE) if packed and float16 else None,
         "scored": Barriers(COMPUTE + 1),
     }
 

@@ -85,14 +85,6 @@ def _mask_qk(cta: Cta, pair) -> None:
     plgpu.barrier_arrive(cta.smem.masked_qk)
 
 
-def _mask_beta(cta: Cta, step) -> None:
-    """Masks what a step's head holds of other sequences' write strengths."""
-    plgpu.barrier_wait(cta.smem.loaded_beta)
-    place = cta.parts_of(step)[0]
-    mask_foreign(place.span, place.chunk, (), vectors=(cta.beta,))
-    plgpu.barrier_arrive(cta.smem.masked_beta)
-
-
 def _last_gate(cta: Cta, step) -> jax.Array:
     """The last gate of a step's head."""
     slot = cta.slot_of(step)
@@ -152,8 +144,6 @@ def helper(cta: Cta) -> None:
         if cta.packed:
             pl.when(i + ahead < steps)(lambda: _mask_tokens(cta, i + ahead))
         is_first = lax.rem(i, v_tiles) == 0
-        if cta.packed:
-            pl.when(is_first)(lambda: _mask_beta(cta, i))
         decay = lax.cond(is_first, lambda: jnp.exp2(_last_gate(cta, i)), lambda: decay)
         inner = jnp.where(is_first, 0.0, inner) + _inner_product(cta, i)
         plgpu.barrier_wait(smem.consumed.at[cta.state_stage(i)])
