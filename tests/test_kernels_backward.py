@@ -14,6 +14,7 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import Dims
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.backward.strengths import mantissa
 from pallas_kernels.device.launch import check_registers
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
@@ -225,10 +226,12 @@ def test_gradient_of_small_strengths_in_the_interpreter(dtype):
     assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in got)
 
 
-def test_join_of_the_ways_to_dbeta():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_join_of_the_ways_to_dbeta(dtype):
     """From parts that are exact, for every beta; where beta is 0 one part says nothing."""
-    beta, truth = np.float32([-1.5, -1e-3, 0.0, 1e-12, 0.125, 2.0]), np.float32(3.0)
-    got = gradients_kernel.join_dbeta(jnp.asarray(beta * truth), jnp.full(6, truth), jnp.asarray(beta))
+    beta, truth = jnp.float32([-1.5, -1e-3, 0.0, 1e-12, 0.125, 2.0]), jnp.float32(3.0)
+    m = mantissa(beta, dtype)
+    got = gradients_kernel.join_dbeta(beta * m * truth, m * truth, beta, m)
     np.testing.assert_allclose(got, truth, rtol=1e-6)
 
 

@@ -47,6 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backward.strengths import mantissa
 from pallas_kernels.chunks.gates import gamma_of
 from pallas_kernels.device.launch import check_registers, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
@@ -107,6 +108,7 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
         "beta": Buffer((key_stages, CHUNK)),
         "d": Buffer((stages, CHUNK)),
         "dr": Buffer((stages, CHUNK)),
+        "mantissa": Buffer((stages, CHUNK)),
         "loaded": Barriers(arrivals=2, count=stages),
         "loaded_k": Barriers(arrivals=3, count=key_stages),
         "loaded_q": Barriers(arrivals=1, count=key_stages),
@@ -236,17 +238,19 @@ def _mask(cta: Cta, i, stage, key_stage) -> None:
 
 
 def _prepare(cta: Cta, i, stage, key_stage) -> None:
-    """D and Dr of a chunk, and P for the adjoints."""
+    """D, Dr and mantissas of a chunk, and P for the adjoints."""
     smem, dev = cta.smem, cta.dev
     gates, beta = smem.g2.at[key_stage], smem.beta.at[key_stage]
     g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
+    beta_rows = plgpu.load(beta, layout=ROW)
     exponents, log2_factor = g_rows, math.log2(cta.sizes.scale)
     if cta.sizes.float16:  # 0 before the first token, which may not be the item's
         exponents = jnp.minimum(g_rows - jnp.where(cta.adjoint, cta.first_gate(i, key_stage), 0.0), 0.0)
         g_last = g_last + jnp.where(cta.adjoint, float(FLOAT16_LOG2), 0.0)
         log2_factor += FLOAT16_LOG2
     smem.d.at[stage][...] = jnp.exp2(exponents)
-    smem.dr.at[stage][...] = jnp.exp2(g_last - g_rows) * plgpu.load(beta, layout=ROW)
+    smem.dr.at[stage][...] = jnp.exp2(g_last - g_rows) * beta_rows
+    smem.mantissa.at[stage][...] = mantissa(beta_rows, cta.dtype)
 
     def scores(acc):
         acc = dev.issue(acc, smem.q.at[key_stage], transposed(smem.k.at[key_stage]))

@@ -6,7 +6,7 @@ its end given for each.
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum and beta [B, HO, NT C] f32,
 t [B, HO, NT C, C], h_0 and dh_T [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32
 (packed rows).
-Outputs (GMEM): h, dh [visits, HO, V, K]: the state before and the cotangent after each chunk; w [visits, HO, C, V];
+Outputs (GMEM): h, dh [visits, HO, V, K]: the state before and the cotangent after each chunk; u [visits, HO, C, V];
 dv [B, T, HO, V]; dh_0 [N, HO, V, K] or [.., K, V] f32 (optional).
 Shared memory: `backward.chain`, 212 KB at K = V = 128 with two state warpgroups. Barriers, hardware, limits, source:
 there too.
@@ -40,7 +40,7 @@ from pallas_kernels.work.tables import Items, VisitTables
 
 
 def _state_step(cta: Cta, i, stage, key_stage, h) -> jax.Array:
-    """The state after a chunk from the one before it. h and w leave for memory."""
+    """The state after a chunk from the one before it. h and u leave for memory."""
     gmem, smem, dev = cta.gmem, cta.smem, cta.dev
     k_tile = smem.k.at[key_stage]
     accumulator = plgpu.ACC((ROWS, CHUNK), jnp.float32)
@@ -66,7 +66,8 @@ def _state_step(cta: Cta, i, stage, key_stage, h) -> jax.Array:
 
     def write(add):
         add(0, (w * dr).astype(cta.dtype), k_tile)
-        store_output(cta, w.astype(cta.dtype), gmem.w.at[cta.visit_of(i), cta.head])
+        u = (w * cta.vector(smem.mantissa, stage)).astype(cta.dtype)
+        store_output(cta, u, gmem.u.at[cta.visit_of(i), cta.head])
 
     return dev.accumulate([decayed], write)[0]
 
@@ -123,7 +124,8 @@ class Chains(NamedTuple):
     """What the gradients are made of."""
 
     h: Float[Array, "visits HO V K"]
-    w: Float[Array, "visits HO C V"]
+    u: Float[Array, "visits HO C V"]
+    """W times the mantissas of the write strengths."""
     dh: Float[Array, "visits HO V K"]
     dv: Float[Array, "B T HO V"]
     dh_0: Float[Array, "N HO _ _"] | None
@@ -171,7 +173,7 @@ def chains(
         dh_0 = S((sizes.N, HO, K, V) if kv_layout else (sizes.N, HO, V, K), jnp.float32)
         return {
             "h": states,
-            "w": S((num_visits, HO, CHUNK, V), k.dtype),
+            "u": S((num_visits, HO, CHUNK, V), k.dtype),
             "dh": states,
             "dv": S(do.shape, k.dtype),
             "dh_0": dh_0 if with_dh_0 else None,

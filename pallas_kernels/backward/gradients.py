@@ -82,32 +82,35 @@ class Gradients(NamedTuple):
     """Of each query head, or of each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
-    dv_w: Float[Array, "visits HO C"]
-    """beta dbeta."""
+    dv_u: Float[Array, "visits HO C"]
+    """M beta dbeta."""
     k_write: Float[Array, "visits HO C"]
-    """dbeta."""
+    """M dbeta."""
 
 
 def join_dbeta(
-    dv_w: Float[Array, "*tokens"], k_write: Float[Array, "*tokens"], beta: Float[Array, "*tokens"]
+    dv_u: Float[Array, "*tokens"],
+    k_write: Float[Array, "*tokens"],
+    beta: Float[Array, "*tokens"],
+    mantissa: Float[Array, "*tokens"],
 ) -> Float[Array, "*tokens"]:
-    """dbeta from dv . w, which is beta times it, and from k . (late + inside), which loses digits where keys are
-    alike. beta may be 0: nothing is divided by less than JOIN."""
-    return (beta * dv_w + JOIN * k_write) / (beta * beta + JOIN)
+    """dbeta from its product with beta and the mantissa, and from that with the mantissa alone, which loses digits
+    where keys are alike. beta may be 0: nothing is divided by less than JOIN times a mantissa."""
+    return (beta * dv_u + JOIN * k_write) / ((beta * beta + JOIN) * mantissa)
 
 
 def gradients(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
     do: Float[Array, "B T HO V"],
-    w: Float[Array, "visits HO C V"],
+    u: Float[Array, "visits HO C V"],
     dv: Float[Array, "B T HO V"],
     h: Float[Array, "visits HO V K"],
     dh: Float[Array, "visits HO V K"],
     g2_cum: Float[Array, "B HO T64"],
-    beta: Float[Array, "B HO T64"],
     visits: VisitTables | None,
     *,
+    power: Float[Array, "B HO T64"] | None = None,
     lift: Float[Array, "visits HO"] | None = None,
     scale: float,
     config: Config | None = None,
@@ -117,17 +120,18 @@ def gradients(
 
     Args:
       q, k, do: bfloat16 or float16; K and V multiples of 64, T a multiple of 8.
-      w, dv, h, dh: of `chains`.
-      g2_cum, beta: of `chunk_gates`.
+      u, dv, h, dh: of `chains`.
+      g2_cum: of `chunk_gates`.
       visits: tables of packed rows (B = 1), None when every row of the batch is one sequence.
-      lift: -log2 of the largest entry of Gamma below its diagonal, from 0 to MAX_LIFT. Given for float16 and for
-        nothing else.
+      power, lift: given for float16 and for nothing else: E, of `strengths.power`, and -log2 of the largest entry of
+        Gamma below its diagonal, from 0 to MAX_LIFT.
       scale: factor of the output.
     """
-    if (lift is None) == (k.dtype == jnp.float16):
-        raise ValueError(f"lift: expected for float16 only, got {type(lift).__name__} for {k.dtype}")
-    inputs = {"q": q, "k": k, "do": do, "w": w, "dv": dv, "h": h, "dh": dh, "g2_cum": g2_cum}
-    inputs |= {"beta": beta, "lift": lift}
+    if (power is None or lift is None) == (k.dtype == jnp.float16):
+        got = [type(x).__name__ for x in (power, lift)]
+        raise ValueError(f"power and lift: expected for float16 only, got {got} for {k.dtype}")
+    inputs = {"q": q, "k": k, "do": do, "u": u, "dv": dv, "h": h, "dh": dh, "g2_cum": g2_cum}
+    inputs |= {"power": power, "lift": lift}
     call = functools.partial(_call, inputs, visits, scale=scale, config=config, interpret=interpret)
     K = k.shape[3]
     parts = [call(first, min(MAX_COLUMNS, K - first)) for first in range(0, K, MAX_COLUMNS)]
@@ -137,7 +141,7 @@ def gradients(
         jnp.concatenate([x.dq for x in parts], axis=3),
         jnp.concatenate([x.dk for x in parts], axis=3),
         functools.reduce(jnp.add, [x.dg for x in parts]),
-        parts[0].dv_w,  # every launch has all of it
+        parts[0].dv_u,  # every launch has all of it
         functools.reduce(jnp.add, [x.k_write for x in parts]),
     )
 
@@ -182,7 +186,7 @@ def _call(
             "dq": jax.ShapeDtypeStruct((B, T, sizes.dq_heads, K), k.dtype),
             "dk": jax.ShapeDtypeStruct((B, T, Hk, K), k.dtype),
             "dg": sums,
-            "dv_w": sums,
+            "dv_u": sums,
             "k_write": jax.ShapeDtypeStruct((COMPUTE, *sums.shape), jnp.float32),
         },
         memory=memory(config, K, V, k.dtype, packed=packed, float16=float16),

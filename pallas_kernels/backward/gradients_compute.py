@@ -14,16 +14,6 @@ from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import store_owned
 
 
-def _parts(cta: Cta, layout):
-    """M and E of a head; E is None where it is 1."""
-    beta = plgpu.load(cta.beta, layout=layout)
-    if not cta.sizes.float16:
-        return beta, None
-    bits = lax.bitcast_convert_type(beta, jnp.int32)
-    mantissa, power = bits & -0x7F800001 | 0x3F800000, bits & 0x7F800000
-    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (mantissa, power))
-
-
 def _times(x, power):
     """x E."""
     return x if power is None else x * power
@@ -37,14 +27,17 @@ def _lowered(x, lift):
     return x if lift is None else x * jnp.exp2(-lift)
 
 
-def _write_ek(cta: Cta, k_tile, power):
-    """E K, of the own columns of K, in the tile that dq and dk leave through."""
+def _write_ek(cta: Cta, k_tile):
+    """E, and E K of the own columns of K in the tile that dq and dk leave through."""
+    smem = cta.smem
     if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
-        plgpu.barrier_wait(cta.smem.scores)
-    tile = (cta.smem.out[0] if cta.packed else cta.smem.out).at[cta.own_number()]
+        plgpu.barrier_wait(smem.scores)
+    plgpu.barrier_wait(smem.loaded_power)
+    power = plgpu.load(cta.power, layout=ROW)
+    tile = (smem.out[0] if cta.packed else smem.out).at[cta.own_number()]
     tile[...] = (cta.wide(k_tile) * along_rows(power, WIDTH)).astype(cta.dtype)
     plgpu.commit_smem()
-    return tile
+    return power, tile
 
 
 def _store(cta: Cta, place: Place, head, x, target) -> None:
@@ -62,7 +55,7 @@ def _store(cta: Cta, place: Place, head, x, target) -> None:
 
 
 def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
-    """dP M or dL M of a head, for both warpgroups; G, the last gate, M and E."""
+    """dP or dL of a head, for both warpgroups; G and the last gate."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
     makes_dp = wg == 0
@@ -88,10 +81,7 @@ def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
-    plgpu.barrier_wait(smem.loaded_beta)
-    mantissa, power = _parts(cta, ROW)
-    columns = _parts(cta, COL)[0] * jnp.where(makes_dp, sign, -1.0)
-    score = (score * along_columns(columns, CHUNK)).astype(cta.dtype)
+    score = (score * jnp.where(makes_dp, sign, -1.0)).astype(cta.dtype)
     if sizes.float16:
         pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
@@ -99,19 +89,19 @@ def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
 
     @pl.when(makes_dp)
     def _():
-        cta.diagonal[...] = diagonal * sizes.scale * mantissa
+        cta.diagonal[...] = diagonal * sizes.scale
 
     @pl.when(jnp.logical_not(makes_dp))
     def _():
-        cta.gmem.dv_w.at[place.visit, head][...] = diagonal
+        cta.gmem.dv_u.at[place.visit, head][...] = diagonal
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
-    return g_rows, g_last, mantissa, power
+    return g_rows, g_last
 
 
 def _over_states(cta: Cta, first_step):
-    """w dh, dO h and dv h."""
+    """u dh, dO h and dv h."""
     smem, dev, own = cta.smem, cta.dev, cta.own_columns()
 
     def release(step):
@@ -122,9 +112,9 @@ def _over_states(cta: Cta, first_step):
             step = first_step + t
             token_stage, state_stage = cta.token_stage(step), cta.state_stage(step)
             plgpu.barrier_wait(smem.loaded_states.at[state_stage])
-            do, dv, w = (smem.x.at[token_stage, i] for i in range(3))
+            do, dv, u = (smem.x.at[token_stage, i] for i in range(3))
             h, dh = (smem.h.at[state_stage, i, :, own] for i in range(2))
-            dev.issue(late, w, dh)
+            dev.issue(late, u, dh)
             dev.issue(read_q, do, h)
             dev.issue(read_k, dv, h)
             if t > 0:
@@ -140,15 +130,15 @@ def _over_states(cta: Cta, first_step):
 def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last, mantissa, power = _write_score(cta, place, head, first_step, is_first, lift)
+    g_rows, g_last = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    ek_tile = _write_ek(cta, k_tile, power) if sizes.float16 else k_tile
-    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows) * mantissa
+    power, ek_tile = _write_ek(cta, k_tile) if sizes.float16 else (None, k_tile)
+    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
     written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
     dk = dk + late * along_rows(_times(since, power), WIDTH)
     read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
@@ -163,15 +153,16 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, inside = (_lowered(x, lift) for x in dev.accumulate(starts, products))
+    read_q, read_k, inside = dev.accumulate(starts, products)
     k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
-    within = jnp.sum(k * inside, axis=1)
+    within = _lowered(jnp.sum(k * inside, axis=1), lift)
     keys, reads = lax.concatenate([k, q], 1), lax.concatenate([read_k, read_q], 1)
-    x = jnp.sum(keys * reads, axis=1) - _times(within, power)
+    x = _lowered(jnp.sum(keys * reads, axis=1), lift) - _times(within, power)
     k_write = written + within + jnp.sum(k * q, axis=1) * diagonal
-    dq = dq + read_q + along_rows(_times(diagonal, power), WIDTH) * k
-    inside = inside + along_rows(diagonal, WIDTH) * q
-    dk = dk + read_k + (inside if power is None else inside * along_rows(power, WIDTH))
+    low_power = None if power is None else _lowered(power, lift)
+    dq = dq + _lowered(read_q, lift) + along_rows(_times(diagonal, power), WIDTH) * k
+    inside = inside + along_rows(_lifted(diagonal, lift), WIDTH) * q
+    dk = dk + _lowered(read_k, lift) + (inside if power is None else inside * along_rows(low_power, WIDTH))
     cta.x_sums.at[wg][...] = x
     cta.l_sums.at[wg][...] = _times(written, power)
     cta.gmem.k_write.at[wg, place.visit, head][...] = k_write

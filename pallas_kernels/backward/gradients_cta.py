@@ -2,7 +2,7 @@
 
 Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes dL, for both;
 then each makes the gradients of its own 64 columns of K. The helper makes <h, dh> and dg, and loads by bulk copies,
-tokens (do, dv, w) further ahead than states (h, dh), since dP and dL need tokens only.
+tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
 warpgroups, so the loops of compute warpgroups and helper together must stay below (now 2035). That is why the compute
@@ -12,19 +12,19 @@ reason not found (the log has them): time every change.
 
 | barrier       | arrives                                             | waits                                     |
 |---------------|-----------------------------------------------------|-------------------------------------------|
-| loaded        | bulk copies of do, dv and w of a step               | compute; helper first if rows are packed  |
+| loaded        | bulk copies of do, dv and u of a step               | compute; helper first if rows are packed  |
 | loaded_gates  | bulk copy of g2_cum of a head                       | compute and helper; helper if packed      |
 | loaded_states | bulk copies of h and dh of a step                   | compute and helper                        |
 | loaded_qk     | bulk copies of q and k                              | compute; helper first if rows are packed  |
-| loaded_beta   | bulk copy of beta of a head                         | compute; helper first if rows are packed  |
-| masked,       | helper: foreign tokens of a step, of q and k, or of | compute (packed rows only)                |
-| masked_qk,    | beta are zeros                                      |                                           |
-| masked_beta   |                                                     |                                           |
+| loaded_power  | bulk copy of E of a head (float16)                  | compute                                   |
+| masked,       | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                |
+| masked_qk     | are zeros                                           |                                           |
 | consumed      | compute: step read                                  | helper, before it loads its stages again  |
 | consumed_qk   | compute: q and k read                               | helper, before it loads the next q and k  |
 | scores        | compute: dP, dL and the diagonal of dP are written  | compute                                   |
 | sums          | compute: x and l are written                        | helper                                    |
-| multiplied    | compute: products of a pair with E K have ended     | compute, before it stores (packed rows)   |
+| multiplied    | compute: products of a pair with E K have ended     | compute, before it stores (float16 and    |
+|               |                                                     | packed rows)                              |
 | scored        | compute: dP and dL read; helper: sums read          | compute, before it writes the next head's |
 
 Shared memory: `memory`, 227 KB at K = 128 and above.
@@ -57,7 +57,7 @@ class Config:
     """How the gradients run, not what they compute."""
 
     token_stages: int = 4
-    """Steps of do, dv and w in flight: at least those of a head."""
+    """Steps of do, dv and u in flight: at least those of a head."""
     state_stages: int = 2
     """Steps of h and dh in flight."""
     helper_registers: int = 72
@@ -88,13 +88,13 @@ def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float
     return {
         "q": Buffer((CHUNK, K), dtype, swizzle=128),
         "k": Buffer((CHUNK, K), dtype, swizzle=128),
-        "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and w of a step
+        "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and u of a step
         "h": Buffer((states, 2, WIDTH, K), dtype, swizzle=128),  # h and dh of a step
         "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and dL
-        # E K, of each warpgroup's columns, until a tile of dq or dk takes its place.
+        # In float16 E K, of each warpgroup's columns, until a tile of dq or dk takes its place.
         "out": Buffer((COMPUTE, CHUNK, WIDTH), dtype, swizzle=128, also_flat=packed),
         "vectors": Buffer((6 + heads, CHUNK)),  # see Cta: buffers of their own would not fit
-        "loaded_beta": Barriers(1),
+        "loaded_power": Barriers(1) if float16 else None,
         "loaded": Barriers(3, tokens),
         "loaded_gates": Barriers(1, heads),
         "loaded_states": Barriers(2, states),
@@ -157,7 +157,7 @@ class Cta:
         self.packed = gmem.cu_seqlens is not None
         vectors = smem.vectors
         self.x_sums, self.l_sums = vectors.at[slice(2)], vectors.at[slice(2, 4)]
-        self.diagonal, self.beta, self.g2 = vectors.at[4], vectors.at[5], vectors.at[slice(6, None)]
+        self.diagonal, self.power, self.g2 = vectors.at[4], vectors.at[5], vectors.at[slice(6, None)]
         self.v_tiles = sizes.V // WIDTH
         self.query_heads = sizes.dq_heads // sizes.Hk
         """Query heads of one key head."""
@@ -200,7 +200,7 @@ class Cta:
         return place, head, pl.ds(lax.rem(rest, self.v_tiles) * WIDTH, WIDTH)
 
     def token_stage(self, step):
-        """Where do, dv and w of a step are."""
+        """Where do, dv and u of a step are."""
         return lax.rem(step, self.config.token_stages)
 
     def state_stage(self, step):

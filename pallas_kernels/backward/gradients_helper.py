@@ -27,7 +27,7 @@ def _load_qk(cta: Cta, pair) -> None:
 
 
 def _load_tokens(cta: Cta, step) -> None:
-    """Starts the copies of do, dv and w of a step, and of the gates of its head."""
+    """Starts the copies of do, dv and u of a step, and of the gates of its head."""
     gmem, smem = cta.gmem, cta.smem
     stage = cta.token_stage(step)
     place, head, columns = cta.parts_of(step)
@@ -35,7 +35,7 @@ def _load_tokens(cta: Cta, step) -> None:
     for source, destination in (
         (gmem.do.at[row, place.tokens, head, columns], smem.x.at[stage, 0]),
         (gmem.dv.at[row, place.tokens, head, columns], smem.x.at[stage, 1]),
-        (gmem.w.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
+        (gmem.u.at[place.visit, head, :, columns], smem.x.at[stage, 2]),
     ):
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
@@ -55,11 +55,11 @@ def _load_states(cta: Cta, step) -> None:
         plgpu.copy_gmem_to_smem(source, cta.smem.h.at[stage, i], cta.smem.loaded_states.at[stage])
 
 
-def _load_beta(cta: Cta, n) -> None:
-    """Starts the copy of beta of the n-th head."""
+def _load_power(cta: Cta, n) -> None:
+    """Starts the copy of E of the n-th head."""
     place, head, _ = cta.parts_of(n * cta.v_tiles)
-    source = cta.gmem.beta.at[place.span.row, head, place.tokens]
-    plgpu.copy_gmem_to_smem(source, cta.beta, cta.smem.loaded_beta)
+    source = cta.gmem.power.at[place.span.row, head, place.tokens]
+    plgpu.copy_gmem_to_smem(source, cta.power, cta.smem.loaded_power)
 
 
 def _mask_tokens(cta: Cta, step) -> None:
@@ -120,7 +120,7 @@ def _gate_gradient(cta: Cta, place: Place, head, inner, is_last) -> None:
 def helper(cta: Cta) -> None:
     """The role of the last warpgroup."""
     config, smem, v_tiles, steps_per_pair = cta.config, cta.smem, cta.v_tiles, cta.steps_per_pair
-    token_stages, state_stages = config.token_stages, config.state_stages
+    token_stages, state_stages, float16 = config.token_stages, config.state_stages, cta.sizes.float16
     plgpu.set_max_registers(config.helper_registers, action="decrease")
     pairs = cta.items * cta.query_heads
     steps = pairs * steps_per_pair
@@ -128,7 +128,8 @@ def helper(cta: Cta) -> None:
     ahead = min(token_stages - 1, v_tiles)
 
     pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
-    pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
+    if float16:
+        pl.when(pairs > 0)(lambda: _load_power(cta, jnp.int32(0)))
     for j in range(max(token_stages, state_stages)):
         if j < token_stages:
             pl.when(j < steps)(functools.partial(_load_tokens, cta, jnp.int32(j)))
@@ -150,10 +151,6 @@ def helper(cta: Cta) -> None:
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages))
 
-        @pl.when((lax.rem(i + 1, v_tiles) == 0) & (i + 1 < steps))  # beta was read before the states were
-        def _():
-            _load_beta(cta, lax.div(i + 1, v_tiles))
-
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
             plgpu.barrier_wait(smem.consumed_qk)
@@ -168,6 +165,8 @@ def helper(cta: Cta) -> None:
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
+            if float16:
+                pl.when(i + 1 < steps)(lambda: _load_power(cta, lax.div(i + 1, v_tiles)))
 
         return inner, decay
 

@@ -27,6 +27,7 @@ from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
 from pallas_kernels.backward.gradients import MAX_LIFT, gradients, join_dbeta
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
+from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
@@ -257,7 +258,9 @@ def _run(
         None if x is None else pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
     options = dict(scale=static.scale, interpret=static.interpret)
-    lift = _lift(residuals.g2_cum, tables, T) if k.dtype == jnp.float16 else None
+    powers = lift = None
+    if k.dtype == jnp.float16:
+        powers, lift = power(residuals.beta_t), _lift(residuals.g2_cum, tables, T)
     warpgroups: Any = static.config.state_warpgroups
     config = static.config.chains or chain.Config.default(K64, warpgroups)
     chain_options: dict[str, Any] = dict(kv_layout=static.kv_layout, config=config, **options)
@@ -287,18 +290,22 @@ def _run(
         q8,
         k8,
         do8,
-        walked.w,
+        walked.u,
         walked.dv,
         walked.h,
         walked.dh,
         residuals.g2_cum,
-        residuals.beta_t,
         tables,
+        power=powers,
         lift=lift,
         config=static.config.gradients,
         **options,
     )
-    dg, dv_w, k_write = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dv_w, sums.k_write))
+    dg, dv_u, k_write = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
+    dbeta = None
+    if beta is not None:
+        strengths = beta.astype(jnp.float32)
+        dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -310,7 +317,7 @@ def _run(
         sums.dk[:, :T, :, :K],
         _sum_heads(walked.dv, HV)[:, :T, :, :V].astype(v.dtype),
         None if g is None else dg,
-        None if beta is None else join_dbeta(dv_w, k_write, beta.astype(jnp.float32)).astype(beta.dtype),
+        dbeta,
         dh_0,
     )
 

@@ -137,13 +137,13 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     Hk, HO, T = 2, 2 * group, 1024
     x: Any = functools.partial(_shape, dtype=dtype)
     visits, tables = _visits(packed)
-    lift = _shape(visits, HO) if dtype == jnp.float16 else None
-    q, v, w, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
+    of_float16 = [_shape(1, HO, T), _shape(visits, HO)] if dtype == jnp.float16 else [None, None]
+    q, v, u, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
 
-    def run(lift, *arguments):
-        return gradients(*arguments, lift=lift, scale=0.1)
+    def run(power, lift, *arguments):
+        return gradients(*arguments, power=power, lift=lift, scale=0.1)
 
-    return run, (lift, q, q, v, w, v, state, state, *[_shape(1, HO, T)] * 2, tables)
+    return run, (*of_float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
 def short_conv_case(segments=False, backwards=False, others=0):

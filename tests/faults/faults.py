@@ -93,8 +93,8 @@ FAULTS = (
     # The kernels and the seam to them.
     Fault(
         "the kernels' gradient of a write strength is divided by it",
-        "(beta * dv_w + JOIN * k_write) / (beta * beta + JOIN)",
-        "dv_w / beta",
+        "(beta * dv_u + JOIN * k_write) / ((beta * beta + JOIN) * mantissa)",
+        "dv_u / (beta * mantissa)",
         "tests/test_kernels_backward.py",
     ),
     Fault(
