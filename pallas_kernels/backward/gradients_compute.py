@@ -154,15 +154,17 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
         add(2, transposed(dl_tile), k_tile)
 
     read_q, read_k, inside = dev.accumulate(starts, products)
-    k, q, diagonal = cta.wide(k_tile), cta.wide(q_tile), plgpu.load(cta.diagonal, layout=ROW)
+    k, diagonal = cta.wide(k_tile), plgpu.load(cta.diagonal, layout=ROW)
     within = _lowered(jnp.sum(k * inside, axis=1), lift)
-    keys, reads = lax.concatenate([k, q], 1), lax.concatenate([read_k, read_q], 1)
-    x = _lowered(jnp.sum(keys * reads, axis=1), lift) - _times(within, power)
-    k_write = written + within + jnp.sum(k * q, axis=1) * diagonal
+    x = jnp.sum(k * read_k, axis=1)
     low_power = None if power is None else _lowered(power, lift)
-    dq = dq + _lowered(read_q, lift) + along_rows(_times(diagonal, power), WIDTH) * k
-    inside = inside + along_rows(_lifted(diagonal, lift), WIDTH) * q
     dk = dk + _lowered(read_k, lift) + (inside if power is None else inside * along_rows(low_power, WIDTH))
+    dq = dq + along_rows(_times(diagonal, power), WIDTH) * k
+    q = cta.wide(q_tile)
+    k_write = written + within + jnp.sum(k * q, axis=1) * diagonal
+    dk = dk + along_rows(_times(diagonal, power), WIDTH) * q
+    x = _lowered(x + jnp.sum(q * read_q, axis=1), lift) - _times(within, power)
+    dq = dq + _lowered(read_q, lift)
     cta.x_sums.at[wg][...] = x
     cta.l_sums.at[wg][...] = _times(written, power)
     cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
