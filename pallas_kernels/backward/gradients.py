@@ -1,15 +1,15 @@
 """Every gradient but that of v, all chunks in parallel, from the states and their cotangents at the chunks' borders.
 
-For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), w and dv [C, V], and
-B = diag(beta):
+For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), u and dv [C, V], and
+diag(beta) = M E, mantissas and powers of `strengths`:
 
-    dP = scale Gamma * (dO w^T)                 dL = -Gamma * (dv w^T), strictly lower
-    dq = scale D (dO h) + dP B K
-    read = -D (dv h) + dL B K                   late = Dr (w dh)
-    inside = dP^T Q + dL^T K                    dk = read + B (late + inside)
+    dP = scale Gamma * (dO u^T)                 dL = -Gamma * (dv u^T), strictly lower
+    dq = scale D (dO h) + dP E K
+    read = -D (dv h) + dL E K                   late = Dr (u dh)
+    inside = dP^T Q + dL^T K                    dk = read + E (late + inside)
 
-dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - B inside)_i and
-l_i = k_i . (B late)_i
+dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - E inside)_i and
+l_i = k_i . (E late)_i
 
     dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <h, dh>
 
@@ -18,10 +18,10 @@ proportional to; what cancels between pairs of tokens is the same rounded dP and
 `backward.chain`; Dr_i = 2^(G_last - G_i). A head's q and k are shared by the heads of its group: dq and dk are summed
 in registers.
 
-dbeta is found without dividing by beta, in two ways: dbeta_i = k_i . (late + inside)_i, and beta_i dbeta_i =
-dv_i . w_i. `join_dbeta` joins them. So that what is rounded for both inside and dq holds no small factor, B = M E
-with mantissas M from 1 to 2 and powers of two E: dP M and dL M are rounded, and E K, which each head makes of the
-keys, is exact. (With B K, which is not, pairs of tokens that must cancel in dg leave a hundred times as much.)
+dbeta is found without dividing by beta, in two ways: M_i dbeta_i = k_i . (late + inside)_i, and M_i beta_i dbeta_i =
+dv_i . u_i. `join_dbeta` joins them. u is M times W of `chains`. In bfloat16 E is 1 and not there. In float16 each head
+makes E K of the keys, which is exact. (With B K, which is not, pairs of tokens that must cancel in dg leave a hundred
+times as much.)
 
 In float16 dP and dL are kept times 2^lift, which leaves their largest entry as it would be without decay; what the
 products with them give is multiplied by 2^-lift in float32.
@@ -34,10 +34,10 @@ it) of one key head. An item has a step for each 64 columns of V of each of its 
 
 Threads, barriers and shared memory: `gradients_cta`.
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], w [visits, HO, C, V], dv [B, T, HO, V],
-h and dh [visits, HO, V, K], g2_cum and beta [B, HO, NT C] f32, lift [visits, HO] f32 (float16), tables int32 (packed
-rows).
-Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg [visits, HO, C] f32, and the parts of dbeta: dv . w
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
+h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, E [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
+int32 (packed rows).
+Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg [visits, HO, C] f32, and the parts of dbeta: dv . u
 [visits, HO, C] and k . (late + inside) [2, visits, HO, C] f32, of each compute warpgroup's columns of K.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64, V up to 64 token_stages; T a multiple of 8.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
@@ -196,4 +196,5 @@ def _call(
         reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )
-    return Gradients(**results | {"k_write": results["k_write"][: K // WIDTH].sum(0)})
+    of_columns = (results["k_write"][i] for i in range(K // WIDTH))
+    return Gradients(**results | {"k_write": functools.reduce(jnp.add, of_columns)})
