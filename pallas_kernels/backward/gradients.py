@@ -19,9 +19,9 @@ proportional to; what cancels between pairs of tokens is the same rounded dP and
 in registers.
 
 dbeta is found without dividing by beta, in two ways: M_i dbeta_i = k_i . (late + inside)_i, and M_i beta_i dbeta_i =
-dv_i . u_i. `join_dbeta` joins them. u is M times W of `chains`. In bfloat16 E is 1 and not there. In float16 each head
-makes E K of the keys, which is exact. (With B K, which is not, pairs of tokens that must cancel in dg leave a hundred
-times as much.)
+dv_i . u_i. `join_dbeta` joins them. u is M times W of `chains`. In bfloat16 E is 1 and not there. In float16 each
+head makes E K of the keys, which is exact. (With diag(beta) K, which is not, pairs of tokens that must cancel in dg
+leave a hundred times as much.)
 
 In float16 dP and dL are kept times 2^lift, which leaves their largest entry as it would be without decay; what the
 products with them give is multiplied by 2^-lift in float32.

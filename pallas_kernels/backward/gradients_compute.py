@@ -191,7 +191,7 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
-        if cta.packed and cta.sizes.float16:  # what is stored row by row takes the tiles of both warpgroups as a plain array
+        if cta.packed and cta.sizes.float16:  # what is stored row by row takes both tiles as one plain array
             plgpu.barrier_arrive(cta.smem.multiplied)
             plgpu.barrier_wait(cta.smem.multiplied)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
