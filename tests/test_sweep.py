@@ -139,6 +139,22 @@ def test_table_of_several_scales():
     assert "9 and 27 parameters in every model; softmax" in table
 
 
+@pytest.mark.parametrize(
+    ("scaled", "state", "changed"),
+    [
+        ("width", 3, {"hidden_size": 24, "num_heads": 3}),
+        ("depth", 3, {"num_layers": 3}),
+        ("state", 9, {"head_dim": 12}),
+    ],
+)
+def test_what_a_scale_multiplies(scaled, state, changed):
+    """The options that each choice multiplies, no others, and what becomes of the state."""
+    o = options(scales=(1, 3), scaled=scaled)
+    one, three = (sweep_options.scaled_model(o, scale) for scale in (1, 3))
+    assert one == o.model and three == dataclasses.replace(one, **changed)
+    assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
+
+
 def test_help_describes_every_group(capsys):
     assert cli.main(["sweep", "parity", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
