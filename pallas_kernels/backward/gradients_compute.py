@@ -19,6 +19,11 @@ def _times(x, power):
     return x if power is None else x * power
 
 
+def _rows_times(x, power):
+    """E x, of a tile."""
+    return x if power is None else x * along_rows(power, WIDTH)
+
+
 def _lifted(x, lift):
     return x if lift is None else x * jnp.exp2(lift)
 
@@ -158,7 +163,7 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
     within = _lowered(jnp.sum(k * inside, axis=1), lift)
     x = jnp.sum(k * read_k, axis=1)
     low_power = None if power is None else _lowered(power, lift)
-    dk = dk + _lowered(read_k, lift) + (inside if power is None else inside * along_rows(low_power, WIDTH))
+    dk = dk + _lowered(read_k, lift) + _rows_times(inside, low_power)
     dq = dq + along_rows(_times(diagonal, power), WIDTH) * k
     q = cta.wide(q_tile)
     k_write = written + within + jnp.sum(k * q, axis=1) * diagonal

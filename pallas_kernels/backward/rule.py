@@ -6,7 +6,7 @@
 The part in brackets runs where the forward cut the sequences into segments and that pays here too: it finds the
 cotangent at the end of every segment, with what the forward found a segment to do to a state.
 
-Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and w and dv, V each
+Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u and dv, V each
 for each token and head. With Config.head_slices that is needed for one slice of the heads at a time.
 """
 
@@ -107,7 +107,7 @@ def backward(
       Cotangents in the dtypes of the arguments.
 
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at
-      the borders of chunks, w, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
+      the borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
       float16 ends at 65504 and 2^-24. Above, a number is infinite and so are gradients: of the inputs and outputs of
       both passes, the state and its adjoint at any chunk, v - k^T S, and 16 times the gradient of what a token writes
       times its beta. Below, digits go; gates are kept out of what is rounded, so that dg and dh_0 hold their relative
