@@ -322,7 +322,7 @@ def test_padding_where_lengths_are_known():
 
 
 @pytest.mark.parametrize("segment_chunks", [None, 2, 3])
-@pytest.mark.parametrize("N", [1, 5, 40])
+@pytest.mark.parametrize("N", [1, 5, 40, 300])
 def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
     rng = np.random.default_rng(N)
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)

@@ -440,7 +440,7 @@ def test_registers_that_a_cta_does_not_have():
         gradients_kernel.Config(helper_registers=64, compute_registers=224)
 
 
-@pytest.mark.parametrize("N", [1, 5, 40])
+@pytest.mark.parametrize("N", [1, 5, 40, 300])
 def test_tables_are_the_same_in_numpy_and_traced(N):
     rng = np.random.default_rng(N)
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
@@ -450,6 +450,11 @@ def test_tables_are_the_same_in_numpy_and_traced(N):
     visits = [(n, c) for n in range(N + 1) for c in _chunks(*(*cu, 2104)[n : n + 2])]
     assert known.first_visit[-1] == len(visits) <= len(known.sequence)
     np.testing.assert_array_equal(known.sequence[: len(visits)], [n for n, _ in visits])
+    for tables in (traced, known):
+        visit, begin = work_tables.visit_of_token(2104, tables)
+        of_token = [(max(n for n in range(N + 1) if cu[n] <= t), t // 64) for t in range(2104)]
+        np.testing.assert_array_equal(visit, [visits.index(x) for x in of_token])
+        np.testing.assert_array_equal(begin, [cu[n] for n, _ in of_token])
 
 
 def _chunks(begin, end):

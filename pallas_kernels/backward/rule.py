@@ -398,7 +398,7 @@ def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.A
     if tables is None:
         return x.reshape(B, -1, HO, CHUNK).swapaxes(2, 3).reshape(B, -1, HO)[:, :T]
     token = jnp.arange(T, dtype=jnp.int32)
-    visit, _ = visit_of_token(token, tables)
+    visit, _ = visit_of_token(T, tables)
     rows = x.swapaxes(1, 2).reshape(-1, HO)[visit * CHUNK + token % CHUNK]
     return jnp.where((token < tables.cu_seqlens[-1])[:, None], rows, 0.0)[None]
 
@@ -412,7 +412,7 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     if tables is None:
         decay = jnp.where(has_past, decay, MAX_LIFT).reshape(B, HO, -1, CHUNK)
         return jnp.min(decay, axis=3, initial=MAX_LIFT).swapaxes(1, 2).reshape(-1, HO)
-    visit, begin = visit_of_token(token, tables)
+    visit, begin = visit_of_token(T64, tables)
     has_past = has_past & (token > begin) & (token < tables.cu_seqlens[-1])
     least = jnp.full((tables.sequence.shape[0], HO), MAX_LIFT, g2_cum.dtype)
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
