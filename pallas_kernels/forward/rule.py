@@ -26,7 +26,7 @@ from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
-from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.slots import PoolStates
 from pallas_kernels.work.split import choose_split, work_of
 from pallas_kernels.work.tables import (
@@ -214,7 +214,7 @@ class Prepared(NamedTuple):
     t: Float[Array, "B HO T64 C"]
     rstd: tuple[jax.Array, jax.Array] | None
     e: Float[Array, "items HO V64 K64"] | None
-    m_t: Float[Array, "items HO K64 K64"] | None
+    m_t: Transition | None
     items: Items
 
 
@@ -247,7 +247,7 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first
     rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
     e = m_t = None
     if items.split.segment_chunks is not None:
-        e, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, items=items, interpret=interpret)
+        e, m_t = segment_transitions(k, v, g2_cum, beta_t, t, k_rstd=k_rstd, items=items, interpret=interpret)
     return Prepared(q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items)
 
 
@@ -266,6 +266,7 @@ def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int
         k,
         v,
         g2_cum,
+        beta_t,
         t,
         h_0 if segments is None else segments.starts,
         rstd=rstd,
