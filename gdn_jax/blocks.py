@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.fused.kernels import FEW_ROWS, usable
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
-from gdn_jax.parallel.on_mesh import projections, splits_heads, swiglu
+from gdn_jax.parallel.channels_on_mesh import projections, splits_heads, swiglu
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]

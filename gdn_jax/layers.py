@@ -36,7 +36,7 @@ from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.fused.token import has_kernel, token_step
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
-from gdn_jax.parallel.on_mesh import short_conv
+from gdn_jax.parallel.channels_on_mesh import short_conv
 from gdn_jax.shapes import MAX_HEAD_DIM, check_array, check_choice, check_floating
 
 

@@ -2,7 +2,7 @@
 
 The kernels of what stands around the rule in a layer are reached through `fused`, those of serving through
 `serving.kernels`. Here stands what a call needs around the kernels and what is mathematics: the factor of the output
-where the kernels cannot hold it, the floor of the write strengths, and the derivative of the L2 norm.
+where the kernels cannot hold it, and the derivative of the L2 norm.
 """
 
 from functools import partial
@@ -129,7 +129,10 @@ def _residual_axes(axes: RuleAxes, arrays: "_ResidualArrays") -> "_ResidualArray
     matrices = axes.inputs.initial_state
     gates, segments = matrices.removesuffix(" ."), matrices.replace("h", ". h")
     tables = jax.tree.map(lambda _: ".", arrays.tables)
-    return _ResidualArrays(gates, gates, matrices, segments, segments, tables)
+    m_t = arrays.m_t
+    if m_t is not None:
+        m_t = m_t._replace(diagonal=segments.removesuffix(" ."), rest=segments)
+    return _ResidualArrays(gates, gates, matrices, segments, m_t, tables)
 
 
 class _ResidualArrays(NamedTuple):
@@ -150,7 +153,7 @@ class _ResidualArrays(NamedTuple):
         if segments is None:
             return cls(residuals.g2_cum, residuals.beta_t, residuals.t, None, None, None)
         rows = residuals.t.shape[0]
-        starts, m_t = (y.reshape(rows, -1, *y.shape[1:]) for y in segments[:2])
+        starts, m_t = jax.tree.map(lambda y: y.reshape(rows, -1, *y.shape[1:]), segments[:2])
         return cls(residuals.g2_cum, residuals.beta_t, residuals.t, starts, m_t, segments.items.tables)
 
     def residuals(self, segment_chunks: int | None) -> Any:
@@ -160,7 +163,7 @@ class _ResidualArrays(NamedTuple):
 
         segments = None
         if segment_chunks is not None:
-            starts, m_t = (y.reshape(-1, *y.shape[2:]) for y in (self.starts, self.m_t))
+            starts, m_t = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), (self.starts, self.m_t))
             items = Items(Split(starts.shape[0], segment_chunks), self.tables)
             segments = Segments(starts, m_t, items)
         return Residuals(self.g2_cum, self.beta_t, self.t, segments)
@@ -175,23 +178,19 @@ def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rule_fwd(x: RuleArrays, scale: float, options: Options):
-    from pallas_kernels.backward.gradients import BETA_FLOOR
-
-    # The kernels divide by beta. Where it is 0 a token writes 2^-20 of its value: less than the state's rounding.
-    floored = x if x.beta is None else x._replace(beta=jnp.maximum(x.beta, BETA_FLOOR))
-    plain = floored
+    plain = x
     if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
         q, k = _normalized(x.q, x.k)
-        plain, options = floored._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
+        plain, options = x._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
     o, final, residuals = _forward(plain, scale, options)
     segments = residuals.segments
     if segments is not None:
-        starts, m_t = (checkpoint_name(y, STATES_NAME) for y in (segments.starts, segments.m_t))
+        starts, m_t = jax.tree.map(lambda y: checkpoint_name(y, STATES_NAME), segments[:2])
         segments = segments._replace(starts=starts, m_t=m_t)
     g2_cum, beta_t = (checkpoint_name(y, GATES_NAME) for y in (residuals.g2_cum, residuals.beta_t))
     t = checkpoint_name(residuals.t, INVERSE_NAME)
     residuals = residuals._replace(g2_cum=g2_cum, beta_t=beta_t, t=t, segments=segments)
-    return (checkpoint_name(o, OUTPUT_NAME), final), (floored, residuals)
+    return (checkpoint_name(o, OUTPUT_NAME), final), (x, residuals)
 
 
 def _rule_bwd(scale: float, options: Options, saved, cotangents):

@@ -103,7 +103,7 @@ def gated_delta_rule(
     dims, scale, implementation = check_call(arrays, *options)
     known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
     if _debug_checks:
-        _check_values(dims.T, g, cu_seqlens)
+        check_values(dims.T, g, cu_seqlens)
         _check_shardings(arrays)
     arrays = vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
     if implementation == "mosaic_gpu":
@@ -221,7 +221,7 @@ def chunk_states(
     dims = _check(arrays, state_layout, chunk_size, None)
     _known_lengths(cu_seqlens, dims.T)
     if _debug_checks:
-        _check_values(dims.T, g, cu_seqlens)
+        check_values(dims.T, g, cu_seqlens)
         _check_shardings(arrays)
     cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
     arrays = vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
@@ -370,7 +370,8 @@ def _check_shardings(x: RuleArrays) -> None:
     warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
 
 
-def _check_values(T: int, g: Any, cu_seqlens: Any) -> None:
+def check_values(T: int, g: Any, cu_seqlens: Any) -> None:
+    """Checks values while the program runs, as `debug_checks` says; either may be None."""
     if g is not None:
         jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:

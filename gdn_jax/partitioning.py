@@ -161,10 +161,13 @@ def on_explicit_shards(
     operands: Sequence[Any],
     results: Any,
     sizes: Mapping[str, int],
+    in_place: bool = False,
 ) -> Any:
     """f(*args), on the shards of the arrays where their types say how they lie on explicit axes of a mesh.
 
     Args: those of `on_shards`; `results` are the names themselves.
+      in_place: whether f has kernels that write into its arguments: JAX then cannot keep in the types of arrays over
+        which mesh axes they vary.
 
     Returns:
       f(*args). Results are sharded along the names that were split. One that has none of a name that was split has to
@@ -185,7 +188,7 @@ def on_explicit_shards(
     leaves = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, in_specs, strict=True)]
     split = {axis for over in chosen.values() for axis in over}
     # A result without such a name is the same on all shards, which JAX does not see.
-    check_vma = all(split == _mesh_axes(s) for s in jax.tree.leaves(out_specs))
+    check_vma = not in_place and all(split == _mesh_axes(s) for s in jax.tree.leaves(out_specs))
 
     def shard(*leaves: jax.Array) -> Any:
         return f(*jax.tree.unflatten(treedef, vary_alike(leaves)))

@@ -168,7 +168,7 @@ def _check_integer(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
         _fail(name, "an integer dtype", x.dtype)
 
 
-def accumulation_dtype(*arrays: jax.Array | None) -> jnp.dtype:
+def accumulation_dtype(*arrays: jax.Array | jax.ShapeDtypeStruct | None) -> jnp.dtype:
     """float64 when any of the arrays is, else float32: the dtype of states, gates and sums."""
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays if x is not None))
 

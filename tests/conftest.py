@@ -1,5 +1,6 @@
 """Set-up shared by all tests: run-time shape checks, eight CPU devices, and tests that need a GPU."""
 
+import gc
 import importlib.util
 import os
 
@@ -49,12 +50,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish():
+    """The garbage collector leaves alone what was imported, and comes more seldom: tracing makes a lot of objects and
+    few cycles, and each file collects its own at its end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
     """Gives back what the programs of a file hold: every one takes a few memory mappings, Linux allows a process
     65,530, and XLA ends in a segmentation fault where it gets no more."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -78,6 +78,11 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)
 
 
+CHUNKED_IS_QUICK = [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"]
+"""Both implementations, for properties of packed rows, layouts and transformations, and bits that repeat: of the
+recurrent form, which has one step and no chunks, quick tests against the oracle remain."""
+
+
 def tiers(parameters: Iterable, quick: Iterable[str]) -> list:
     """pytest parameters: cases, tuples that begin with one, or names. Those whose name is not in quick are slow."""
     found, quick = [], set(quick)

@@ -12,7 +12,7 @@ from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.device import launch
 from pallas_kernels.forward import rule as forward_rule
-from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.tables import row_items
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
@@ -98,7 +98,7 @@ def stand_ins(monkeypatch):
             items = row_items(B, T, segment_chunks)
             per_row = items.split.num_items // B
             starts = jnp.repeat(states, per_row, 0)
-            segments = Segments(starts, starts.astype(k.dtype), items)
+            segments = Segments(starts, Transition(starts[..., 0], starts.astype(k.dtype)), items)
         t = jnp.broadcast_to(gates[..., None], (*gates.shape, 64)).astype(k.dtype)
         return o, final, Residuals(gates, gates, t, segments)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,7 +175,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", harness.tiers(LAYERS, ("plain", "no convolution")))
 def test_rule_inputs_are_what_the_layer_feeds_the_rule(name):
     layer = GatedDeltaNet(32, **LAYERS[name], rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 21, 32))

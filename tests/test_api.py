@@ -44,7 +44,7 @@ def test_positional_order():
 # Layouts and dtypes.
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_layouts_are_transposes(implementation):
     """ "vk" transposes the states that go in and come out, and their gradients; everything else keeps its bits."""
     x = cases.inputs(SMALL)
@@ -57,7 +57,7 @@ def test_layouts_are_transposes(implementation):
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "float32"])
 def test_dtypes(implementation, dtype):
     """o in the dtype of v, states float32, every gradient in the dtype of its input; float16 is accurate too."""
     x = cases.inputs(SMALL, dtype)

@@ -58,7 +58,7 @@ STRETCHES = {
 }
 
 
-@pytest.mark.parametrize("name", harness.tiers(STRETCHES, ("no-state-segments", "strong-decay-then-slow")))
+@pytest.mark.parametrize("name", harness.tiers(STRETCHES, ("strong-decay-then-slow",)))
 def test_stretches(name, monkeypatch):
     """Long rows on a CPU are computed in stretches, each from the state of the last; here the same on any device."""
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from gdn_jax.checks import cases
 
 
 @pytest.mark.usefixtures("compile_as_users_do")
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 @pytest.mark.parametrize("name", harness.tiers(("slow-decay", "packed"), ("slow-decay",)))
 def test_bit_equal_repeats(implementation, name):
     """A hundred calls of one function, compiled as users compile it: outputs and gradients."""
@@ -36,7 +36,7 @@ def test_compiling_again_gives_the_same_bits(implementation):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_rows_do_not_change_each_others_bits(implementation):
     """A row of the batch has the same bits whatever the other rows hold."""
     case = cases.CASES["slow-decay"]

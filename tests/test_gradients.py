@@ -71,7 +71,7 @@ DOUBLE = (
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", harness.tiers(DOUBLE, (*DOUBLE[:6], "packed")))
+@pytest.mark.parametrize("name", harness.tiers(DOUBLE, DOUBLE[:6]))
 def test_double_precision(implementation, name):
     """With x64 on, nothing inside is computed in less than float64."""
     case = cases.CASES[name]

@@ -23,7 +23,7 @@ LOGITS = 2e-4
 KL = 1e-6
 
 NAMES = hf_checkpoints.NAMES
-SLOW = {"qwen3_5", "qwen3_5_moe", "olmo_hybrid"}
+SLOW = {"qwen3_5", "qwen3_5_moe", "qwen3_5_released", "olmo_hybrid"}
 """Those whose parts others have too."""
 
 _call = nnx.jit(lambda model, tokens, mask=None: model(tokens, mask=mask)[0])

@@ -6,11 +6,11 @@ import missed
 import numpy as np
 import pytest
 from harness import truth
+from tolerances import assert_close, head_axis, tolerance
 
 from gdn_jax import gates
 from gdn_jax.checks import cases
 from pallas_kernels.backward import rule as backward
-from pallas_kernels.backward.gradients import BETA_FLOOR
 from pallas_kernels.forward import rule as forward_rule
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,6 @@ def call(case: cases.Case, config: backward.Config | None = None, segment_chunks
         inverse_of_norm = lambda x: x  # noqa: E731
         if case.use_qk_l2norm:
             (q, k), inverse_of_norm = jax.vjp(lambda q, k: (gates.l2norm(q), gates.l2norm(k)), q, k)
-        beta = None if beta is None else jnp.maximum(beta, BETA_FLOOR)
         arrays = (q, k, v, g, beta, state)
         residuals = forward_rule.forward(*arrays, config=forward_config, **options)[2]
         out = backward.backward(*arrays, residuals, do, dh_T, config=config, **options)
@@ -65,6 +64,19 @@ TABLE = [c for c in cases.TABLE if c.chunk_size == 64 and c.scale != 0]
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in TABLE])
 def test_case_table(case, dtype):
     check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [None, (0, 1, 64, 300, 0, 130)])
+def test_gradient_of_small_strengths(lengths, dtype):
+    """One head each with beta = 0, 1e-12, 1e-4 and 1."""
+    case = cases.Case("strengths", T=600, B=1, heads=(2, 2, 4), K=128, V=128, beta="by-head", lengths=lengths)
+    x = cases.inputs(case, dtype)
+    got = call(case)(x[:6], x.cu_seqlens, x.segment_ids, x.do, x.dh_T)
+    expected = truth(case.options, x)["dbeta"]
+    assert_close(expected, np.asarray(got.dbeta), tolerance("dbeta", dtype), "dbeta", head_axis("dbeta"))
+    assert not np.any(np.asarray(got.dv)[:, :, 0])
+    assert all(np.isfinite(np.asarray(y).astype(np.float32)).all() for y in got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,10 @@ def interpreted(monkeypatch, hopper):
     monkeypatch.setattr(kernels, "lax", choose)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK = ("plain", "vk", "float16-null-slot", "tokens-uneven", "saturated-gate")
+
+
+@pytest.mark.parametrize("case", harness.tiers(CASES, QUICK))
 @pytest.mark.usefixtures("interpreted")
 def test_step(case):
     """Near the oracle, and near plain JAX in every slot: what one leaves alone, the other does."""
@@ -211,7 +215,7 @@ def test_refusals_say_why(change, reason):
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("case", "counts"), RING_CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(("case", "counts"), harness.tiers(RING_CASES, ("ring", "ring-wide-vk")))
 @pytest.mark.usefixtures("interpreted")
 def test_deferred(case, counts):
     x = pool_steps.draw_ring(case, counts)
@@ -223,7 +227,7 @@ def test_deferred(case, counts):
     pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
-@pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(("case", "counts"), harness.tiers(DRAFT_CASES, ("drafts-no-room", "drafts-uneven")))
 @pytest.mark.usefixtures("interpreted")
 def test_verify_on_a_ring(case, counts):
     """Behind drafts that were rejected; where those now find no room, the ring is flushed first."""

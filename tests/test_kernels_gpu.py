@@ -154,6 +154,15 @@ def test_garbage_next_door_does_not_leak(case):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.parametrize("segment_chunks", [None, 0])
+def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
+    """30,000 of them, bit for bit."""
+    case = cases.Case("strengths", T=30_000, B=1, heads=(1, 1, 2), K=128, V=128, g="zero", beta="0")
+    x = cases.inputs(case, "bfloat16")
+    _, final = forward(case, forward_rule.Config(segment_chunks=segment_chunks))(x[:6], None, None)
+    np.testing.assert_array_equal(final, x.initial_state)
+
+
 def test_65536_sequences():
     lengths = tuple(int(n) for n in np.random.default_rng(0).integers(0, 4, 65_536))
     case = cases.Case("65536", T=sum(lengths) + 11, B=1, heads=(1, 1, 1), K=8, V=8, lengths=lengths)

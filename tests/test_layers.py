@@ -135,7 +135,7 @@ def layer():
     "implementation, lengths",
     [
         ("chunked", (34, 34, 1, 1)),
-        ("recurrent", (2, 65, 1, 1, 1)),
+        pytest.param("recurrent", (2, 65, 1, 1, 1), marks=pytest.mark.slow),
     ],  # a cut inside a chunk; shorter than the filter
 )
 def test_prefill_in_pieces_then_steps(implementation, lengths):

@@ -425,7 +425,11 @@ def test_what_remat_keeps():
     assert 3 * stream <= temporaries["full"] <= 0.7 * temporaries["none"]
 
 
-@pytest.mark.parametrize("B, T", [(1, 4096), (64, 256)], ids=["cut into segments", "whole sequences"])
+@pytest.mark.parametrize(
+    "B, T",
+    [(1, 4096), pytest.param(64, 256, marks=pytest.mark.slow)],
+    ids=["cut into segments", "whole sequences"],
+)
 def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
     """None of the rule's kernels. Those around it run again. The program on a GPU, traced only."""
     from pallas_kernels.device import launch

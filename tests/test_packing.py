@@ -76,7 +76,7 @@ def test_lanes_of_packed_rows():
     harness.check(case, x, "float32", harness.named(value_and_gradients(x[:6], (x.do, x.dh_T))))
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_packed_equals_separate(implementation):
     """A packed call is its sequences called one by one: outputs, states, all gradients."""
     lengths = (40, 40, 65, 40, 65)
@@ -95,7 +95,7 @@ def test_packed_equals_separate(implementation):
             assert_close(expected, y, tolerance(name, "float32"), f"{name} of sequence {n}", head_axis(name))
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_split_anywhere(implementation):
     """A sequence cut at any token, the state handed on, is the whole sequence: one compiled call serves every cut."""
     case = cases.CASES["packed"]
@@ -174,7 +174,7 @@ def test_sequences_do_not_see_each_other(implementation, poison):
                 np.testing.assert_array_equal(y[:, owner != victim], got[name][:, owner != victim], name)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_segments_do_not_see_each_other(implementation):
     """Huge values in one segment leave every bit of the other segments of the row, and of the other rows, alone."""
     case = cases.CASES["segments"]

@@ -62,10 +62,7 @@ CASES = {
     "packed, one over all": (4, dict(T=32, B=1, lengths=(32,), state_layout="vk")),
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
 }
-QUICK = (
-    "segments",
-    "packed",
-)
+QUICK = ("packed",)
 
 
 def params(names, quick):

@@ -32,8 +32,18 @@ from gdn_jax.parallel.mesh import MeshShape
 from pallas_kernels.device import launch as device_launch
 
 stand_ins = meshes.stand_ins
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["automatic", "explicit"])
+kinds = pytest.mark.parametrize(
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=["automatic", "explicit"]
+)
 partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])
+ON_SHARDS = {
+    "plain-rows-1": ("plain", "rows", 1),
+    "few keys-heads-1": ("few keys", "heads", 1),
+    "few keys-rows and heads-2": ("few keys", "rows and heads", 2),
+    "packed-heads-1": ("packed", "heads", 1),
+    "segments-rows and heads-1": ("segments", "rows and heads", 1),
+}
+"""Case, placement, and in how many pieces the kernels are called."""
 
 EIGHT = ("d", "e")
 PLACEMENTS = {
@@ -107,15 +117,16 @@ def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):
     check_same(got, expected)
 
 
-@partitioners
 @pytest.mark.parametrize(
-    ("name", "placement", "slices"),
+    ("name", "placement", "slices", "shardy"),
     [
-        ("plain", "rows", 1),
-        ("few keys", "heads", 1),
-        ("few keys", "rows and heads", 2),
-        ("packed", "heads", 1),
-        ("segments", "rows and heads", 1),
+        *(pytest.param(*values, True, id=f"{name}-shardy") for name, values in ON_SHARDS.items()),
+        *(
+            pytest.param(
+                *values, False, id=f"{name}-gspmd", marks=() if name == "packed-heads-1" else pytest.mark.slow
+            )
+            for name, values in ON_SHARDS.items()
+        ),
     ],
 )
 @pytest.mark.usefixtures("stand_ins")

@@ -84,10 +84,10 @@ def verify(x, pool, implementation=None, **options):
     return serving.verify(*x["tokens"], pool, **x["gates"], implementation=implementation, **options)
 
 
-def prefill(x, pool):
+def prefill(x, pool, dtype=jnp.float32, **options):
     q, k, v, a, b = (y.reshape(1, 9, *y.shape[2:]) for y in x["tokens"])
-    gates = -jnp.abs(a), jax.nn.sigmoid(b)
-    return serving.prefill(q, k, v, *gates, np.array([0, 5, 5, 8]), pool, read_slots=READ, chunk_size=16)
+    tokens = *(y.astype(dtype) for y in (q, k, v)), -jnp.abs(a), jax.nn.sigmoid(b)
+    return serving.prefill(*tokens, np.array([0, 5, 5, 8]), pool, read_slots=READ, **options)
 
 
 KERNELS = {
@@ -96,6 +96,7 @@ KERNELS = {
     "verify": lambda x: verify(x, x["pool"], "mosaic_gpu", **SPANS),
     "decode on a ring": lambda x: decode(x, x["ring"], "mosaic_gpu"),
     "verify on a ring": lambda x: verify(x, x["ring"], "mosaic_gpu", **ON_RING),
+    "prefill": lambda x: prefill(x, x["pool"], jnp.bfloat16, implementation="mosaic_gpu"),
 }
 RINGS = {
     "decode": lambda x: decode(x, x["ring"]),
@@ -118,7 +119,7 @@ CONVOLUTIONS = {
 PLAIN = {
     "decode": lambda x: decode(x, x["pool"], batch_invariant=True),
     "verify": lambda x: verify(x, x["pool"], **SPANS),
-    "prefill": lambda x: prefill(x, x["pool"]),
+    "prefill": lambda x: prefill(x, x["pool"], chunk_size=16),
     "slots": lambda x: serving.put_slots(x["ring"], WRITE, serving.take_slots(x["ring"], READ)),
 }
 
@@ -281,15 +282,52 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
 
     monkeypatch.setattr(partitioning, "_lowered", lowered)
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    placed = place(mesh_of((8,), ("d",)), arrays(width=32, length=16))
-    calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring").values()
+    placed = place(mesh_of((8,), ("d",)), arrays(width=64, length=16))
+    calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring", "prefill").values()
     compiled = jax.jit(lambda x: [call(x) for call in calls]).lower(placed).compile()
     assert not traffic(compiled.as_text()).count
     found = sorted(
         (text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<"))
         for text in programs
     )
-    assert found == [(1, 1), (1, 1), (2, 6), (3, 6)], "kernels, and arrays that they change in place"
+    assert found == [(1, 1), (1, 1), (2, 6), (3, 1), (3, 6)], "kernels, and arrays that they change in place"
     assert all(
-        "tensor<14x2x32x32xf32>" in text and "tensor<14x16x32x32xf32>" not in text for text in programs
+        "tensor<14x2x64x64xf32>" in text and "tensor<14x16x64x64xf32>" not in text for text in programs
     )
+
+
+@pytest.mark.parametrize("name", ["decode", pytest.param("verify on a ring", marks=slow), "prefill"])
+def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
+    """In place, on the heads of a shard."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    x = place(mesh_of((8,), ("d",), EXPLICIT), arrays(width=64, length=16))
+    text = jax.jit(KERNELS[name]).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    counts = text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<")
+    assert counts == {"decode": (1, 1), "verify on a ring": (3, 6), "prefill": (3, 1)}[name]
+
+
+def test_shards_whose_types_name_mesh_axes(monkeypatch):
+    """JAX lets no kernel write into such a pool: a step is plain JAX, or refused; prompts write to the pool behind
+    their kernels."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    mesh, over_heads = mesh_of((8,), ("d",)), spec(None, "d")
+
+    def lower(call, check_vma=True):
+        def on_pool(pool, x):
+            return call(x | {"pool": pool})[1]
+
+        pools = jax.shard_map(
+            on_pool, mesh=mesh, in_specs=(over_heads, spec()), out_specs=over_heads, check_vma=check_vma
+        )
+        x = arrays(heads=(1, 2), width=64)
+        pool = jnp.tile(x.pop("pool"), (1, 8, 1, 1))
+        text = jax.jit(pools).trace(pool, x).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<")
+
+    def step(x):
+        return decode(x, x["pool"])
+
+    assert lower(step) == (0, 0) and lower(step, check_vma=False) == (1, 1)
+    assert lower(KERNELS["prefill"]) == (3, 0) and lower(KERNELS["prefill"], check_vma=False) == (3, 1)
+    with pytest.raises(NotImplementedError, match="the kernels need check_vma=False"):
+        lower(KERNELS["decode"])

@@ -8,12 +8,12 @@ import pytest
 from programs import KERNELS, eqns
 
 from gdn_jax import cli
-from gdn_jax.experiments import parts_bench, step_bench
+from gdn_jax.experiments import model_parts, parts_bench, step_bench
 from gdn_jax.experiments.parts_bench import PartsBenchOptions
 
 TINY = "--model tiny --tokens 128 --length 64 --calls 2 --repeats 2".split()
 CONFIG = step_bench.model_config("0.4b", (), dtype="bfloat16")
-PARTS = parts_bench.parts(CONFIG, 8, 8192)
+PARTS = model_parts.parts(CONFIG, 8, 8192)
 
 
 def run(*words):
@@ -68,7 +68,7 @@ def test_bytes_are_what_the_kernel_reads_and_writes(part, monkeypatch):
 
 def test_products_are_those_of_the_model():
     """All weights of the 0.4b model but the embedding, filters, norms and gates' offsets are multiplied by."""
-    weights = {p.name: p.inputs * p.outputs for p in parts_bench.products(CONFIG, 65536)}
+    weights = {p.name: p.inputs * p.outputs for p in model_parts.products(CONFIG, 65536)}
     layer = sum(n for name, n in weights.items() if "logits" not in name)
     assert layer == 1024 * (3 * 1024 + 16 + 1024 + 1024 + 3 * 2736)
 

@@ -1,5 +1,6 @@
 """The rules that are compared: each against a float64 recurrence in NumPy; one layer, equal parameters and states."""
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,7 +181,9 @@ def call(mixer, x, **options):
     return mixer(x, **options)
 
 
-@pytest.mark.parametrize("rule", RECURRENT[:3])  # gated_delta: tests/test_layers.py
+@pytest.mark.parametrize(
+    "rule", harness.tiers(RECURRENT[:3], ("mamba2",))
+)  # gated_delta: tests/test_layers.py
 def test_prefill_then_steps(rule):
     x = normal(2, 9, 16)
     mixer = layer(rule, implementation="recurrent")

@@ -279,7 +279,7 @@ def change_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, change_a_bit])
+@pytest.mark.parametrize("damage", [pytest.param(cut, marks=pytest.mark.slow), change_a_bit])
 def test_damaged_checkpoints_are_passed_over(copy, finished, capsys, damage):
     """The newest whole one is taken; the others are set aside and said, and the run ends with the same numbers."""
     for step in ("8", "12"):
@@ -369,7 +369,7 @@ def full(*arguments, **more):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["line", "checkpoint"])
+@pytest.mark.parametrize("where", [pytest.param("line", marks=pytest.mark.slow), "checkpoint"])
 def test_full_disk(folder, finished, tmp_path, monkeypatch, capsys, where):
     """One line that says how to go on; the folder has a name that a shell would take apart."""
     out = tmp_path / "a run"

@@ -54,8 +54,15 @@ def expected(x, initial, cu=CU, **options):
     return oracle.forward(*x, initial_state=initial, cu_seqlens=cu, **options)
 
 
-@pytest.mark.parametrize("state_layout", ["kv", "vk"])
-@pytest.mark.parametrize("dtype, pool_dtype", [("float32", np.float32), ("bfloat16", BF16)])
+@pytest.mark.parametrize(
+    "dtype, pool_dtype, state_layout",
+    [
+        ("float32", np.float32, "kv"),
+        pytest.param("float32", np.float32, "vk", marks=pytest.mark.slow),
+        pytest.param("bfloat16", BF16, "kv", marks=pytest.mark.slow),
+        ("bfloat16", BF16, "vk"),
+    ],
+)
 def test_prefill(dtype, pool_dtype, state_layout):
     """Continued and new requests, one of them padding, one without tokens, some written elsewhere."""
     x, pool = tokens(dtype), draw_pool(9, dtype=pool_dtype, state_layout=state_layout)

@@ -28,7 +28,14 @@ def littered(ring):
     return ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
 
 
-@pytest.mark.parametrize("length, state_layout", [(1, "kv"), (LENGTH, "kv"), (LENGTH, "vk")])
+@pytest.mark.parametrize(
+    "length, state_layout",
+    [
+        pytest.param(1, "kv", marks=pytest.mark.slow),
+        pytest.param(LENGTH, "kv", marks=pytest.mark.slow),
+        (LENGTH, "vk"),
+    ],
+)
 def test_decode(length, state_layout):
     """Token for token the oracle's outputs; states are written when the ring is full, and only then."""
     T = 37

@@ -139,6 +139,22 @@ def test_table_of_several_scales():
     assert "9 and 27 parameters in every model; softmax" in table
 
 
+@pytest.mark.parametrize(
+    ("scaled", "state", "changed"),
+    [
+        ("width", 3, {"hidden_size": 24, "num_heads": 3}),
+        ("depth", 3, {"num_layers": 3}),
+        ("state", 9, {"head_dim": 12}),
+    ],
+)
+def test_what_a_scale_multiplies(scaled, state, changed):
+    """The options that each choice multiplies, no others, and what becomes of the state."""
+    o = options(scales=(1, 3), scaled=scaled)
+    one, three = (sweep_options.scaled_model(o, scale) for scale in (1, 3))
+    assert one == o.model and three == dataclasses.replace(one, **changed)
+    assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
+
+
 def test_help_describes_every_group(capsys):
     assert cli.main(["sweep", "parity", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -505,7 +521,9 @@ def test_hybrid_beside_another(folder, tmp_path):
 @pytest.mark.slow
 def test_turns_in_one_program():
     """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
-    task_options = RecallOptions(vocab_size=16, cases=("8:2", "12:3"), train_sequences=50, val_sequences=16)
+    task_options = RecallOptions(
+        vocab_size=16, cases=("8:2", "12:3", "8:2"), train_sequences=50, val_sequences=16
+    )
     o = options(together=2)
     o = dataclasses.replace(o, task=task_options)
     trained = [

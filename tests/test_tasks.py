@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 
+import harness
 import jax
 import numpy as np
 import pytest
@@ -346,7 +347,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", harness.tiers(SMALL, ("recall", "parity", "copy")))
 def test_batches_are_given_by_seed_and_step(name):
     def make(seed):
         return make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
@@ -443,7 +444,7 @@ def test_recall_of_several_cases():
     cases = {2: 8, 3: 16, 5: 20}
     o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "20:5"), val_sequences=18)
     task = make_task(TrainOptions(o, RunOptions(batch_size=6)))
-    assert (task.turns, task.size, task.test_sizes) == (3, 5, (2, 3, 5))
+    assert (task.turns, task.size, task.test_sizes) == ((0, 1, 2), 5, (2, 3, 5))
     drawn = [task.train_batch(step) for step in range(1, 7)]
     assert [batch.tokens.shape[1] for batch in drawn] == [16, 20, 8] * 2
     tests = {pairs: batch for pairs, (batch, *_) in task.test_batches(6).items()}
@@ -457,6 +458,17 @@ def test_recall_of_several_cases():
             assert len(memory) == len(places) == pairs and places.max() < cases[pairs]
             assert [memory[int(row[t])] for t in places] == target[places].tolist()
     assert task.baselines() == {"one of 32 values at random": 1 / 32}
+
+
+def test_a_case_with_more_turns():
+    """It is drawn in as many steps as it is named, tested once, and the validation set has all cases alike."""
+    o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "8:2", "8:2"), val_sequences=16)
+    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    assert (task.turns, task.test_sizes) == ((0, 1, 0, 0), (2, 3))
+    asked = [int(task.train_batch(step).weights[0].sum()) for step in range(8)]
+    assert asked == [2, 3, 2, 2] * 2
+    assert [int(batch.weights[0].sum()) for batch in task.val_batches(4)] == [2, 3, 2, 3]
+    assert "2 pairs in 8 tokens (3 of 4 steps), 3 pairs in 16 tokens (1 of 4 steps)" in task.summary()
 
 
 @pytest.mark.slow
@@ -483,7 +495,7 @@ def test_training_set_of_fixed_size():
     [
         ("--cases 64", "--cases: expected length and pairs like 64:4, got 64"),
         ("--cases 64:0", "--cases: expected length and pairs like 64:4, got 64:0"),
-        ("--cases 64:4 32:4", "--cases: expected different numbers of pairs, got 64:4 32:4"),
+        ("--cases 64:4 32:4", "--cases: expected one length for a number of pairs, got 64:4 32:4"),
         ("--cases 14:4", "--cases: expected an even length of at least four a pair, got 14:4"),
         ("--cases 256:64", "--vocab-size: expected an even number, at least 128, got 64"),
         ("--train-sequences 0", "--train-sequences: expected a number above 0, got 0"),

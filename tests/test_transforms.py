@@ -123,7 +123,7 @@ def test_second_order(implementation, name, order):
         assert_close(reference, got, FINITE_DIFFERENCES, output)
 
 
-@both
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 def test_vmap(implementation):
     """A mapped axis on every input, and on v alone; gradients per sample."""
     case = cases.Case("vmap", T=20, B=1, K=8, V=8, chunk_size=16)
@@ -248,7 +248,7 @@ def shard_mapped(implementation, case, x, specs, primals):
     return value_and_gradients(tuple(given.values()), (x.do, x.dh_T))
 
 
-@both
+@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
 @pytest.mark.parametrize(
     "placement", harness.tiers(PLACEMENTS, ("rows", "packed, heads, one key head for all, no state"))
 )

@@ -152,6 +152,8 @@ TABLE = (
         initial_state=False,
         heads=(4, 1, 2),
     ),
+    # Values again, of the shape of the first ones.
+    Case("beta-of-all-sizes", beta="0 to 1"),
 )
 """Small cases: what the tests run."""
 
@@ -206,6 +208,10 @@ def _decays(recipe: str, rng: np.random.Generator, B: int, T: int, HO: int) -> n
             return np.full(shape, float(number))
 
 
+SIZES = (0.0, 1e-12, 1e-4, 1.0)
+"""Write strengths from none to all."""
+
+
 def _strengths(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     sigmoid = 1 / (1 + np.exp(-rng.standard_normal(shape)))
     match recipe:
@@ -215,6 +221,10 @@ def _strengths(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]) ->
             return 2 * sigmoid
         case "some 0":
             return np.where(rng.random(shape) < 0.3, 0.0, sigmoid)
+        case "0 to 1":
+            return rng.choice(SIZES, shape)
+        case "by-head":
+            return np.broadcast_to(np.resize(SIZES, shape[-1]), shape)
         case number:
             return np.full(shape, float(number))
 

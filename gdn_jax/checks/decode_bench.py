@@ -204,15 +204,16 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints a line for each implementation, number of tokens, dtype of the pool, length of the ring and batch."""
-    options = parse(DecodeBenchOptions, argv, "gdn bench --what decode", DecodeBenchOptions(), __doc__)
-    for name in ("batches", "deferred", "tokens", "heads"):
+def check_options(options: Any, *counts: str) -> None:
+    """Checks what the benchmarks of serving share, and the options of these names, each some numbers.
+
+    Raises:
+      RunError: for the first option that cannot be used.
+    """
+    for name in (*counts, "heads"):
         for value in getattr(options, name):
             if value < 1:
                 fail(name, "numbers of at least 1", value)
-    if any(1 < ring < most for ring in options.deferred for most in options.tokens):
-        fail("tokens", "no more than a ring holds", " ".join(map(str, options.tokens)))
     if options.heads[1] % options.heads[0]:
         fail("heads", "a number of value heads that the key heads divide", " ".join(map(str, options.heads)))
     if not 1 <= options.width <= 256:
@@ -222,6 +223,14 @@ def main(argv: list[str] | None = None) -> int:
     check_seed(options.seed)
     if options.json is not None:
         check_writable("json", options.json)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line for each implementation, number of tokens, dtype of the pool, length of the ring and batch."""
+    options = parse(DecodeBenchOptions, argv, "gdn bench --what decode", DecodeBenchOptions(), __doc__)
+    check_options(options, "batches", "deferred", "tokens")
+    if any(1 < ring < most for ring in options.deferred for most in options.tokens):
+        fail("tokens", "no more than a ring holds", " ".join(map(str, options.tokens)))
     console, results = Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
     implementations = options.implementations or (None,)

@@ -2,8 +2,8 @@
 
 A call is one row of packed prompts of uneven lengths that go on from their slots of a pool, in place. The rule alone
 is `gated_delta_rule` from the same states outside of a pool, forward. Neither program knows the lengths, which change
-with every call of a server. What the pool costs is the difference: states are read from their slots and written back,
-and tokens without a slot are told apart. The outputs of both are compared, and the rule's with float64.
+with every call of a server. What the pool costs is the difference: states lie in its slots, and prompts without one
+are padding. The outputs of both are compared, and the rule's with float64.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ import gdn_jax
 from gdn_jax import serving
 from gdn_jax.checks import device_time, oracle
 from gdn_jax.checks.accuracy import worst_ratio
-from gdn_jax.checks.decode_bench import BOUNDS, DTYPES
+from gdn_jax.checks.decode_bench import BOUNDS, DTYPES, check_options
 from gdn_jax.checks.device_time import GRAPH_OPTIONS, Timing
-from gdn_jax.commands.errors import check_seed, fail, one_line
-from gdn_jax.commands.files import check_writable, write_text
+from gdn_jax.commands.errors import fail, one_line
+from gdn_jax.commands.files import write_text
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 
@@ -171,21 +171,9 @@ def measure(options: PrefillBenchOptions, line: Line) -> Result:
 def main(argv: list[str] | None = None) -> int:
     """Prints a line for each number of tokens, number of prompts and dtype of the pool."""
     options = parse(PrefillBenchOptions, argv, "gdn bench --what prefill", PrefillBenchOptions(), __doc__)
-    for name in ("tokens", "requests", "heads"):
-        for value in getattr(options, name):
-            if value < 1:
-                fail(name, "numbers of at least 1", value)
+    check_options(options, "tokens", "requests")
     if max(options.requests) > min(options.tokens):
         fail("requests", "no more than there are tokens", " ".join(map(str, options.requests)))
-    if options.heads[1] % options.heads[0]:
-        fail("heads", "a number of value heads that the key heads divide", " ".join(map(str, options.heads)))
-    if not 1 <= options.width <= 256:
-        fail("width", "1 to 256", options.width)
-    if options.repeats < 1:
-        fail("repeats", "at least 1", options.repeats)
-    check_seed(options.seed)
-    if options.json is not None:
-        check_writable("json", options.json)
     console, results = Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
     for line in itertools.starmap(Line, itertools.product(options.tokens, options.requests, options.pools)):

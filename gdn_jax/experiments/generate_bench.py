@@ -79,7 +79,7 @@ class GenerateBenchOptions:
     json: Path | None = None
     """File for all numbers, rewritten after every line."""
     figure: Path | None = None
-    """PNG to draw: milliseconds of a token over the context, a line for each batch."""
+    """PNG to draw: milliseconds of a token over the context, a line for each batch; drawn again after every line."""
 
 
 class Prefill(NamedTuple):
@@ -166,25 +166,25 @@ def _continue(graphdef, params, token, cache, *, num_tokens):
 
 
 def _fill(model: LanguageModel, batch: int, context: int, capacity: int) -> Cache:
-    """A cache of so many tokens, as if rows of random numbers had made it; all rows have the same ones.
+    """A cache of so many tokens, as if rows of random numbers had made it; all rows have the same ones."""
+    key = jax.random.key(0)
+    layers = enumerate(_empty(model, batch, capacity))
+    return jax.block_until_ready(
+        tuple(_fill_layer(jax.random.fold_in(key, i), layer, batch, context) for i, layer in layers)
+    )
 
-    One row is drawn, as the random bits of all would need more memory than the cache itself.
-    """
 
-    def fill(key, empty):
-        keys = iter(jax.random.split(key, len(jax.tree.leaves(empty))))
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _fill_layer(key, empty, batch: int, context: int):
+    """One layer of a cache. One row is drawn: the random bits of all would need more memory than the cache itself."""
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(empty))))
 
-        def drawn(x):
-            return jnp.broadcast_to(jax.random.normal(next(keys), x.shape[1:], x.dtype), x.shape)
+    def drawn(x):
+        return jnp.broadcast_to(jax.random.normal(next(keys), x.shape[1:], x.dtype), x.shape)
 
-        if isinstance(empty, AttentionCache):
-            length = jnp.full(batch, context, jnp.int32)
-            return empty._replace(k=drawn(empty.k), v=drawn(empty.v), length=length)
-        return jax.tree.map(drawn, empty)
-
-    empty = _empty(model, batch, capacity)
-    make = jax.jit(lambda key: tuple(fill(jax.random.fold_in(key, i), c) for i, c in enumerate(empty)))
-    return jax.block_until_ready(make(jax.random.key(0)))
+    if isinstance(empty, AttentionCache):
+        return empty._replace(k=drawn(empty.k), v=drawn(empty.v), length=jnp.full(batch, context, jnp.int32))
+    return jax.tree.map(drawn, empty)
 
 
 def _empty(model: LanguageModel, batch: int, capacity: int) -> Cache:
@@ -278,9 +278,9 @@ def main(argv: list[str] | None = None) -> int:
         line = f"{result.ms:.3f} ms a token, {result.tokens_per_second:.0f} tokens/s"
         console.print(f"{name}: {line}", highlight=False)
         save()
+        if options.figure is not None:
+            draw(options.figure, options.model, results)
     console.print(_table(results))
-    if options.figure is not None and results:
-        draw(options.figure, options.model, results)
     return 0 if results else 1
 
 

@@ -189,6 +189,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = "seed data_seed weight_decay temperature text_weight".split()
 _FRACTION = "end_lr warmup".split()
 _SEEDS = "seed data_seed".split()  # 32 bits without a sign
+_REPEATS = {"cases"}  # how often a value stands there means something
 _MOST_LAYERS = 10_000  # of a hybrid, whose configuration lists the type of each
 
 
@@ -201,7 +202,7 @@ def flat(options: Any) -> dict[str, Any]:
 def check_values(options: dict[str, Any]) -> None:
     """Raises RunError naming the first option whose value cannot be used, whatever the others are."""
     for name, given in options.items():
-        if isinstance(given, tuple) and (not given or len(set(given)) < len(given)):
+        if isinstance(given, tuple) and not (given and (name in _REPEATS or len(set(given)) == len(given))):
             fail(name, "different values, at least one", " ".join(map(str, given)) or "none")
         for value in given if isinstance(given, tuple) else (given,):
             if value is None:

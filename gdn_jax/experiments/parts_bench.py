@@ -1,12 +1,11 @@
 """`gdn bench --what parts`: times the parts of a model around the rule, and the products of its projections.
 
-A part is a public call of `gdn_jax.fused` or of the loss, on random inputs of a model's sizes in bfloat16, with a
-residual stream in float32. Its time is what its kernels take on the device, from a profile. Backward is a call of
-the function that `jax.vjp` returns: the kernels of the gradient alone. Of the SwiGLU and of the loss only their own
-kernel counts, not the products around it. The loss makes the gradient of its logits in the forward pass.
+Which they are, and how many bytes they have to move, is in `model_parts`. The inputs are random. The time of a part
+is what its kernels take on the device, from a profile. Backward is a call of the function that `jax.vjp` returns: the
+kernels of the gradient alone. Of the SwiGLU and of the loss only their own kernel counts, not the products around
+it.
 
-The floor of a part is what its bytes take at the speed of a copy, which is timed in the same run: every array that
-the call has to read or write, once. Filters and weights of norms are left out.
+The floor of a part is what its bytes take at the speed of a copy, which is timed in the same run.
 
 A product is timed by the clock over calls that follow one another without a pause, because a GPU that is always busy
 may run at a lower clock than one that rests between calls. All is compiled as `gdn train` compiles it.
@@ -36,17 +35,10 @@ from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
+from gdn_jax.experiments.model_parts import NARROW, WIDE, Part, Product, parts, products
 from gdn_jax.experiments.peak import BANDWIDTH, of_device
 from gdn_jax.experiments.step_bench import model_config
 from gdn_jax.experiments.steps import compiler_flags
-from gdn_jax.fused.embedding import embed
-from gdn_jax.fused.norms import add_norm, gated_norm
-from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.fused.swiglu import swiglu
-from gdn_jax.losses import default_tile, linear_softmax_cross_entropy
-from gdn_jax.models import ModelConfig
-
-NARROW, WIDE = jnp.bfloat16, jnp.float32
 
 PASSES = {
     "": "td,dn->tn",
@@ -78,30 +70,6 @@ class PartsBenchOptions:
     """File for all numbers, rewritten after every line."""
 
 
-class Part(NamedTuple):
-    """A public call, by the shapes of its differentiated arguments, and its bytes; None for a pass that is not timed.
-
-    kernels: what the names of those that count begin with; "" for all.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    forward_bytes: int | None
-    backward_bytes: int | None
-    kernels: str = ""
-
-
-class Product(NamedTuple):
-    """A projection [tokens, inputs] @ [inputs, outputs] of bfloat16, with products of some dtype."""
-
-    name: str
-    tokens: int
-    inputs: int
-    outputs: int
-    dtype: Any = NARROW
-
-
 class Result(NamedTuple):
     """One pass of a part, or one product."""
 
@@ -110,93 +78,6 @@ class Result(NamedTuple):
     work: int
     """Bytes of a part's floor, operations of a product."""
     timing: Timing
-
-
-def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
-    """The parts of a model on so many rows of one length."""
-    N, D, V, F = rows * length, config.hidden_size, config.vocab_size, config.mlp_size
-    HK, HV = config.num_heads, config.num_v_heads or config.num_heads
-    K, KV = config.head_dim, round(config.head_dim * config.expand_v)
-    C, tile = 2 * HK * K + HV * KV, min(N, default_tile(V))
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, V, (rows, length)).astype(np.int32)
-    targets = rng.integers(0, V, tile).astype(np.int32)
-
-    def array(*shape: int, dtype=NARROW) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def stream(dtype=NARROW) -> jax.ShapeDtypeStruct:
-        return array(rows, length, D, dtype=dtype)
-
-    def loss(x, weight):
-        return linear_softmax_cross_entropy(x, weight, jnp.asarray(targets)).loss
-
-    heads = array(rows, length, HV, KV)
-    return [
-        Part(
-            "convolution of q, k, v with SiLU and unit length",
-            lambda x, weight: short_conv(x, weight, heads=HK, width=K)[:3],
-            (array(rows, length, C), array(C, config.conv_size, dtype=WIDE)),
-            2 * N * C * 2,  # x; q, k and v
-            3 * N * C * 2,  # x and the cotangents of q, k and v; that of x
-        ),
-        Part(
-            "residual sum and RMSNorm",
-            # Without a weight, as before every projection whose kernel is multiplied by it.
-            lambda x, y: add_norm(x, y, None, dtype=NARROW),
-            (stream(WIDE), stream()),
-            N * D * (4 + 2 + 4 + 2),  # x and y; their sum and its norm
-            N * D * (2 + 4 + 2 + 4 + 2)
-            + N * 4,  # norm, cotangents of both results, those of x and y; factors
-        ),
-        Part(
-            "RMSNorm of each head with its gate",
-            gated_norm,
-            (heads, heads, array(KV, dtype=WIDE)),
-            3 * N * HV * KV * 2,
-            5 * N * HV * KV * 2,
-        ),
-        Part(
-            "product of the SwiGLU",
-            swiglu,
-            (stream(), array(D, F), array(D, F), array(F, D)),
-            3 * N * F * 2,  # both branches; their product
-            5 * N * F * 2,  # and the cotangent of their product; their own
-            "swiglu",
-        ),
-        Part(
-            f"softmax of a tile of {tile} x {V} logits, and their cotangent",
-            jax.value_and_grad(loss, (0, 1)),
-            (array(tile, D), array(V, D)),
-            tile * V * (4 + 2),
-            None,
-            "cross_entropy",
-        ),
-        Part(
-            f"gradient of the embedding, vocabulary {V}",
-            lambda embedding: embed(embedding, jnp.asarray(tokens)),
-            (array(V, D, dtype=WIDE),),
-            None,
-            (N + V) * D * 4,
-        ),
-    ]
-
-
-def products(config: ModelConfig, tokens: int) -> list[Product]:
-    """The projections of a model."""
-    D, F, V = config.hidden_size, config.mlp_size, config.vocab_size
-    HK, HV = config.num_heads, config.num_v_heads or config.num_heads
-    keys, values = HK * config.head_dim, HV * round(config.head_dim * config.expand_v)
-    tile = min(tokens, default_tile(V))
-    return [
-        Product("to q, k and v", tokens, D, 2 * keys + values),
-        Product("to the gates of the rule", tokens, D, 2 * HV),
-        Product("to the gate of the heads", tokens, D, values),
-        Product("from the heads", tokens, values, D),
-        Product("to both branches of the SwiGLU", tokens, D, 2 * F),
-        Product("from the SwiGLU", tokens, F, D),
-        Product("logits of a tile, float32", tile, D, V, WIDE),
-    ]
 
 
 def measure_copy(options: PartsBenchOptions, width: int) -> float:

@@ -22,7 +22,7 @@ class Saved(NamedTuple):
     """What the forward leaves for the backward."""
 
     x: RuleArrays
-    """initial_state: what this device's tokens started from. beta is floored as in `mosaic`."""
+    """initial_state: what this device's tokens started from."""
     residuals: Any
 
 
@@ -52,10 +52,8 @@ def forward(
       lies here; and a function from the states that the tokens start from to o, the final states and what the
       backward needs.
     """
-    from pallas_kernels.backward.gradients import BETA_FLOOR
     from pallas_kernels.forward import rule
 
-    x = x._replace(beta=None if x.beta is None else jnp.maximum(x.beta, BETA_FLOOR))
     q, k = _normalized(use_qk_l2norm, x.q, x.k)
     options = dict(scale=scale, cu_seqlens=x.cu_seqlens, open_sequence=borders.last, interpret=interpret)
     opened = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)
@@ -100,7 +98,7 @@ def backward(
     e, at_ends = rule.open_adjoints(q, k, do, residuals, ends, **options)
     segments, rows = residuals.segments, x.k.shape[0]
     first, end = _items_of(segments.items, borders.first, rows)
-    m_t = segments.m_t[first].astype(e.dtype)
+    m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
     over_first = jnp.einsum("rhvk,rhjk->rhvj", at_ends[first], m_t, precision=lax.Precision.HIGHEST)
     ends_in_first = (end - first == 1)[:, None, None, None]  # whose e holds the part of the end already
     de = jnp.swapaxes(e[first] + jnp.where(ends_in_first, 0, over_first), -1, -2)
@@ -129,13 +127,14 @@ def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[j
 
 
 def _transition(
-    m_t: Float[Array, "items HO K64 K64"], items: Any, sequence: Int[Array, ""] | None, shape: tuple[int, ...]
+    m_t: Any, items: Any, sequence: Int[Array, ""] | None, shape: tuple[int, ...]
 ) -> Float[Array, "R HO K64 K64"]:
     """The product of the maps of all segments of sequences that leave, the empty one behind them apart.
 
     Neighbours are merged, level by level, in float32.
 
     Args:
+      m_t: pallas_kernels.work.residuals.Transition.
       shape: of k.
     """
     first, end = _items_of(items, sequence, shape[0])
@@ -144,8 +143,9 @@ def _transition(
         number = min(number, -(-shape[1] // (64 * items.split.segment_chunks)) + 2)
     index = jnp.minimum(first, items.split.num_items - number)[:, None] + jnp.arange(number)
     inside = ((index >= first[:, None]) & (index < end[:, None] - 1))[..., None, None, None]
+    m_t = jax.tree.map(lambda x: x[index], m_t).whole()
     identity = jnp.eye(m_t.shape[-1], dtype=jnp.float32)
-    m = jnp.where(inside, jnp.swapaxes(m_t[index].astype(jnp.float32), -1, -2), identity)
+    m = jnp.where(inside, jnp.swapaxes(m_t, -1, -2), identity)
     while m.shape[1] > 1:
         if m.shape[1] % 2:
             m = jnp.concatenate([m, jnp.broadcast_to(identity, m[:, :1].shape)], 1)

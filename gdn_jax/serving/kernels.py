@@ -1,22 +1,24 @@
-"""Decode and verify by the kernels: which calls they take, and what stands between such a call and them.
+"""Decode, verify and prefill by the kernels: which calls they take, and what stands between such a call and them.
 
-The kernels make the gates, normalise q and k, know padding, and change the pool in place. A request's bits do not
-depend on the others. What is left for here is the cursors of rings, and requests that write where others read: a
-kernel reads and writes at once.
+The kernels normalise q and k, know padding, and change the pool in place. Those of decode and verify make the gates,
+and a request's bits do not depend on the others. What is left for here is the cursors of rings, and requests that
+write where others read: the kernel of a step reads and writes at once.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from gdn_jax import ops
 from gdn_jax.serving import slots
 from gdn_jax.serving.pools import RingPool
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.tokens import Options, Raw
-from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype
+from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
 
 
 def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool = False) -> str | None:
@@ -39,7 +41,17 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
         reason = step.check_supported(*raw[:3], pool)
     if reason is None and accumulation_dtype(*raw) != jnp.float32:
         reason = "a gate is float64; the kernels compute in float32"
+    if reason is None and _varies(pool):
+        reason = (
+            "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
+        )
     return reason or device_reason()
+
+
+def _varies(pool: Any) -> bool:
+    """Whether JAX keeps in the pool's types the mesh axes that it varies over: it then refuses to let a kernel write
+    into the pool."""
+    return any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(pool))
 
 
 def _rule(raw: Raw, options: Options) -> dict[str, Any]:
@@ -171,3 +183,70 @@ def verify_on_ring(
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
     return o, _with(pool, arrays)._replace(count=count, before=before)
+
+
+Tokens = tuple[Array, Array, Array, Array | None, Array | None]
+"""q, k, v, g and beta of packed rows."""
+
+
+class PromptOptions(NamedTuple):
+    """Static options of a call of `prefill`."""
+
+    scale: float
+    use_qk_l2norm: bool
+    state_layout: str
+    null_slot: int | None
+
+
+def take_prompts(
+    dims: Dims,
+    tokens: Tokens,
+    cu_seqlens: Any,
+    pool: Any,
+    options: PromptOptions,
+    chunk_size: int,
+    implementation: str | None,
+) -> bool:
+    """Whether a call of `serving.prefill` runs by kernels that read and write the states of a pool themselves.
+
+    Where it does not, `gated_delta_rule` runs on states that are taken out of the pool.
+
+    Raises:
+      NotImplementedError: the named implementation of the rule cannot run this call, with the reason.
+    """
+    from pallas_kernels.forward import rule
+
+    shape = (dims.N, *pool.shape[-3:])
+    initial = jax.ShapeDtypeStruct(shape, accumulation_dtype(*tokens, pool))
+    arrays = RuleArrays(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, segment_ids=None)
+    call = options.scale, options.state_layout, chunk_size, implementation, 1
+    by_kernels = ops.check_call(arrays, *call)[2] == "mosaic_gpu"
+    return by_kernels and not _varies(pool) and rule.check_pool(dims, pool, options.scale) is None
+
+
+def prefill(
+    options: PromptOptions,
+    pool: Array,
+    tokens: Tokens,
+    cu_seqlens: Array,
+    read_slots: Array,
+    write_slots: Array | None,
+    has_initial_state: Array | None,
+    layer: Any,
+) -> tuple[Array, Array]:
+    """`serving.prefill` on a pool of states. It cannot be differentiated."""
+    from pallas_kernels.forward import rule
+    from pallas_kernels.work.slots import PoolStates
+
+    write = None if write_slots is None else _int32(write_slots, pool)
+    numbers = (_int32(read_slots, pool), write, has_initial_state)
+    states = PoolStates.of(pool, *numbers, null_slot=options.null_slot, layer=layer)
+    o, places, _ = rule.forward(
+        *tokens,
+        states,
+        scale=options.scale,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm=options.use_qk_l2norm,
+        state_layout=options.state_layout,
+    )
+    return o, places.reshape(pool.shape)

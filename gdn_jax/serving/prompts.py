@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from gdn_jax import ops, packing
-from gdn_jax.serving import ring, slots
+from gdn_jax.serving import kernels, ring, shards, slots
 from gdn_jax.serving.arguments import (
     check_integers,
     check_pool,
@@ -81,7 +81,11 @@ def prefill(
       batch_invariant: the bits of a sequence do not depend on the others of the call. Chunks of 64 tokens then come
         one after the other, which is slower. With a pool that does not round, pieces that end on multiples of 64
         tokens have the bits of the whole prompt.
-      implementation: of `gated_delta_rule`.
+      implementation: of `gated_delta_rule`. Where that is "mosaic_gpu", the kernels read states in their slots and
+        write them there, if the pool is an array of float32 or bfloat16, K and V are multiples of 64, scale is from
+        2^-16 to 16, neither checkpoints nor batch_invariant are asked for, and the call is not inside a `shard_map`
+        that keeps check_vma; such a call cannot be differentiated. In all other calls states are taken out of the
+        pool and put back.
 
     Returns:
       o [1, T, HO, V] in q's dtype, and the pool, in which all but the written slots keep their bits.
@@ -117,17 +121,23 @@ def prefill(
         check("checkpoint_slots", checkpoint_slots, (dims.N, None), "N, M", unique=True)
         written = read_slots if write_slots is None else write_slots
         check_values(partial(_check_apart, null_slot), written, checkpoint_slots)
+    scale = check_scale(scale, dims)
+    tokens, indices = (q, k, v, g, beta), (cu_seqlens, read_slots, write_slots, has_initial_state)
+    indices = tuple(None if x is None else jnp.asarray(x) for x in indices)
+    if not (is_ring or batch_invariant or checkpoint_every):
+        plain = kernels.PromptOptions(scale, use_qk_l2norm, state_layout, null_slot)
+        if kernels.take_prompts(dims, tokens, offsets, pool, plain, chunk_size, implementation):
+            return _prefill_in_place(pool, tokens, *indices, layer, plain)
     options = dict(
-        scale=check_scale(scale, dims),
+        scale=scale,
         use_qk_l2norm=use_qk_l2norm,
         state_layout=state_layout,
         chunk_size=GRID if batch_invariant else chunk_size,
         implementation=implementation,
     )
-    indices = (cu_seqlens, read_slots, write_slots, has_initial_state, checkpoint_slots)
-    indices = tuple(None if x is None else jnp.asarray(x) for x in indices)
+    checkpoints = None if checkpoint_slots is None else jnp.asarray(checkpoint_slots)
     static = (checkpoint_every, null_slot, batch_invariant, tuple(options.items()))
-    return _prefill(pool, (q, k, v, g, beta), *indices, layer, static)
+    return _prefill(pool, tokens, *indices, checkpoints, layer, static)
 
 
 def _check_apart(null_slot: int | None, written, checkpoints) -> None:
@@ -137,6 +147,24 @@ def _check_apart(null_slot: int | None, written, checkpoints) -> None:
         raise ValueError(
             f"checkpoint_slots: expected other slots than those of final states, got {int(both[0])}"
         )
+
+
+@partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
+def _prefill_in_place(
+    pool,
+    tokens,
+    cu_seqlens,
+    read_slots,
+    write_slots,
+    has_initial_state,
+    layer,
+    options: kernels.PromptOptions,
+):
+    if ops.debug_checks_are_on():
+        ops.check_values(tokens[0].shape[1], tokens[3], None)
+        shards.warn_of_gathered_prompts(pool, tokens)
+    slots = read_slots, write_slots, has_initial_state
+    return shards.serve_prompts(kernels.prefill, options, pool, tokens, cu_seqlens, *slots, layer)
 
 
 @partial(jax.jit, static_argnums=8, donate_argnums=0, inline=True)

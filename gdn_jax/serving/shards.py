@@ -11,9 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdn_jax.partitioning import expected_shards, on_explicit_shards, on_shards, warn_of_gathers
+from gdn_jax.partitioning import (
+    RuleAxes,
+    expected_shards,
+    on_explicit_shards,
+    on_shards,
+    warn_of_gathers,
+)
 from gdn_jax.serving.pools import RingPool, pool_axes
 from gdn_jax.serving.tokens import Options, Raw
+from gdn_jax.shapes import RuleArrays
 
 
 def serve(
@@ -36,6 +43,23 @@ def _serve(static: tuple[Callable[..., Any], Options], pool: Any, raw: Raw, *oth
     return f(options.of_heads(raw), pool, raw, *others)
 
 
+def serve_prompts(
+    f: Callable[..., Any], static: Hashable, pool: jax.Array, tokens: Sequence[Any], *others: Any
+) -> tuple[jax.Array, jax.Array]:
+    """f(static, pool, tokens, *others), which is o and the pool; every device computes those of its own heads.
+
+    Args:
+      f: a function of a module.
+      tokens: q, k, v, g and beta of packed rows, the last two of which may be None.
+      others: arrays or None, which every device has whole.
+    """
+    names, (axes, sizes) = pool_axes(pool), _prompt_axes(tokens)
+    operands = (names, axes, *_whole(others))
+    return _on_heads(
+        f, static, (pool, tuple(tokens), *others), operands, (axes[2], names), sizes, opaque=True
+    )
+
+
 def accept(f: Callable[..., RingPool], static: Hashable, pool: RingPool, *others: Any) -> RingPool:
     """f(static, pool, *others), the pool, of which every device computes its own heads. Arguments: as for `serve`."""
     names, sizes = pool_axes(pool), {"h": math.gcd(pool.k.shape[-3], pool.u.shape[-3])}
@@ -49,6 +73,18 @@ def warn_of_gathered(pool: Any, raw: Raw) -> None:
     arrays = [x if isinstance(x, jax.Array) else None for x in (states, *raw)]
     axes: list[Any] = [pool_axes(states), *_raw_axes(raw)]
     warn_of_gathers(("pool", *raw._fields), arrays, axes, _sizes(raw))
+
+
+def warn_of_gathered_prompts(pool: jax.Array, tokens: Sequence[Any]) -> None:
+    """The same for the arguments of `serve_prompts`."""
+    axes, sizes = _prompt_axes(tokens)
+    warn_of_gathers(("pool", "q", "k", "v", "g", "beta"), (pool, *tokens), (pool_axes(pool), *axes), sizes)
+
+
+def _prompt_axes(tokens: Sequence[Any]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Names of the dimensions of q, k, v, g and beta, and into how many parts they can be split."""
+    sizes, inputs = RuleAxes.of(RuleArrays._make((*tokens, None, None, None)))
+    return inputs[:5], sizes
 
 
 def _raw_axes(raw: Raw) -> Raw:
@@ -82,4 +118,4 @@ def _on_heads(
             return f(static, *args)
         return on_shards(f, static, args, operands, lambda _: results, sizes)
 
-    return on_explicit_shards(call, args, operands, results, sizes)
+    return on_explicit_shards(call, args, operands, results, sizes, in_place=opaque)

@@ -3,30 +3,30 @@
 With the state h and its cotangent dh transposed, [V, K], and for one chunk (all of it float32 but the operands of
 products)
 
-    states:    W = V^T - (h K^T) D           U = W T^T            h <- gl h + (U Dr) K
+    states:    R = V^T - (h K^T) D           W = R T^T            h <- gl h + (W Dr) K
     adjoints:  Z = (dh K^T) Dr + dO^T P      dV = Z T             dh <- gl dh + scale (dO^T D) Q - (dV D) K
 
-where P = scale (Q K^T) * Gamma, Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
-Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`. U and dV [V, C] are
-transposed: U holds the corrected values of the chunk, dV is the gradient of v. The adjoint of T takes the place of
-the adjoint of the inverse: T^T is applied to a matrix of V columns, and no product of three [C, C] matrices remains.
+where P = scale ((Q K^T) * Gamma) diag(beta), Gamma[i, j] = 2^(G_i - G_j) for i >= j and 0 above, D_i = 2^G_i,
+Dr_i = beta_i 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`. W and dV
+[V, C] are transposed: beta_i times column i of W is what token i writes, and dV is the gradient of v. Through P and
+Dr the write strengths are in Z, and so in dV. The adjoint of T takes the place of the adjoint of the inverse: T^T is
+applied to a matrix of V columns, and no product of three [C, C] matrices remains.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of h or of dh (64 columns of V) of one head of one item. The
 item of a sequence of packed rows walks the chunks it touches; in a chunk shared with another sequence the tokens of
 the others are masked.
 
-In float16, which ends at 2^-24, nothing that is rounded holds a factor that may be small: T stays 16 times as large,
-D of the adjoints is taken from the first token on (dh <- 2^G_0 (..) with D_i = 2^(G_i - G_0)), and u and dv leave
-divided by beta.
+In float16, which ends at 2^-24, D of the adjoints is taken from the first token on (dh <- 2^G_0 (..) with D_i =
+2^(G_i - G_0)), and P and Z, which hold beta, are 16 times as large.
 
 Threads (warpgroups): the first ones hold h or dh in registers; the last one, the helper, loads everything by bulk
 copies and makes P, D and Dr for the next chunk.
 
 | barrier   | arrives                                  | waits                                             |
 |-----------|------------------------------------------|---------------------------------------------------|
-| loaded_k  | bulk copies of k and gates               | helper; state warpgroups unless rows are packed   |
+| loaded_k  | bulk copies of k, gates and beta         | helper; state warpgroups unless rows are packed   |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                            |
-| loaded    | bulk copies of T, v or do, beta          | state warpgroups; the helper if rows are packed   |
+| loaded    | bulk copies of T, v or do                | state warpgroups; the helper if rows are packed   |
 | prepared  | helper: P, D and Dr are written          | state warpgroups                                  |
 | consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
 
@@ -47,9 +47,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.backward.strengths import mantissa
 from pallas_kernels.chunks.gates import gamma_of
 from pallas_kernels.device.launch import check_registers, grid_index, launch, warpgroup_index
-from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns, inverse_log2
+from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import mask_foreign, store_owned
@@ -58,6 +59,9 @@ from pallas_kernels.work.tables import Items, Split, VisitTables, table_inputs
 
 ROWS = 64
 """Rows of the transposed state that one state warpgroup holds."""
+
+FLOAT16_LOG2 = 4
+"""In float16 P and Z are kept times 2^4, so that small write strengths keep their digits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Config:
         raise AssertionError("K > 256")
 
 
-def _memory(config: Config, K: int, dtype, *, packed: bool = False, beta: bool = True) -> Memory:
+def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
     """Shared memory of a CTA."""
     n, stages, key_stages = config.state_warpgroups, config.stages, config.key_stages
     return {
@@ -101,11 +105,12 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False, beta: bool =
         "h": Buffer((ROWS * n, K), dtype, swizzle=128),
         "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
         "g2": Buffer((key_stages, CHUNK)),
+        "beta": Buffer((key_stages, CHUNK)),
         "d": Buffer((stages, CHUNK)),
         "dr": Buffer((stages, CHUNK)),
-        "beta": Buffer((stages, CHUNK)) if beta else None,
-        "loaded": Barriers(arrivals=2 + beta, count=stages),
-        "loaded_k": Barriers(arrivals=2, count=key_stages),
+        "mantissa": Buffer((stages, CHUNK)),
+        "loaded": Barriers(arrivals=2, count=stages),
+        "loaded_k": Barriers(arrivals=3, count=key_stages),
         "loaded_q": Barriers(arrivals=1, count=key_stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
@@ -178,27 +183,21 @@ class Cta:
         """A vector of a stage repeated over the rows of the state."""
         return along_columns(plgpu.load(ref.at[stage], layout=COL), ROWS)
 
-    def over_t_factor(self, x):
-        """A product with T as it is kept, made one with T."""
-        return x * 2.0 ** -inverse_log2(self.dtype) if self.sizes.float16 else x
-
-    def over_beta(self, x, stage):
-        """x / beta, in float16."""
-        return x if self.smem.beta is None else x / self.vector(self.smem.beta, stage)
-
     def x_tile(self, stage) -> Any:
         """This warpgroup's columns of v or do, transposed."""
         return transposed(self.smem.x.at[stage, :, pl.ds(self.wg * ROWS, ROWS)])
 
 
 def _load_keys(cta: Cta, i) -> None:
-    """Starts the copies of q, k and gates of a chunk."""
+    """Starts the copies of q, k, gates and beta of a chunk."""
     gmem, smem, row = cta.gmem, cta.smem, cta.span.row
     tokens, stage = pl.ds(cta.chunk_of(i) * CHUNK, CHUNK), lax.rem(i, cta.config.key_stages)
     k_source = gmem.k.at[row, tokens, cta.head_of(cta.sizes.Hk)]
     plgpu.copy_gmem_to_smem(k_source, smem.k.at[stage], smem.loaded_k.at[stage])
     g_source = gmem.g2_cum.at[row, cta.head, tokens]
     plgpu.copy_gmem_to_smem(g_source, smem.g2.at[stage], smem.loaded_k.at[stage])
+    beta_source = gmem.beta.at[row, cta.head, tokens]
+    plgpu.copy_gmem_to_smem(beta_source, smem.beta.at[stage], smem.loaded_k.at[stage])
 
     @pl.when(cta.adjoint)
     def _():
@@ -207,7 +206,7 @@ def _load_keys(cta: Cta, i) -> None:
 
 
 def _load_others(cta: Cta, i) -> None:
-    """Starts the copies of v or do, T and beta of a chunk."""
+    """Starts the copies of v or do and of T of a chunk."""
     gmem, smem, row = cta.gmem, cta.smem, cta.span.row
     tokens, stage = pl.ds(cta.chunk_of(i) * CHUNK, CHUNK), lax.rem(i, cta.config.stages)
     own_columns = pl.ds(cta.tile * cta.num_state * ROWS, cta.num_state * ROWS)
@@ -216,8 +215,6 @@ def _load_others(cta: Cta, i) -> None:
         plgpu.copy_gmem_to_smem(source, destination, smem.loaded.at[stage])
 
     copy(gmem.t.at[row, cta.head, tokens], smem.t.at[stage])
-    if gmem.beta is not None:
-        copy(gmem.beta.at[row, cta.head, tokens], smem.beta.at[stage])
     pl.when(cta.adjoint)(lambda: copy(gmem.do.at[row, tokens, cta.head, own_columns], smem.x.at[stage]))
     if gmem.v is not None:
 
@@ -236,24 +233,30 @@ def _mask(cta: Cta, i, stage, key_stage) -> None:
         tiles_if=(cta.adjoint, smem.q.at[key_stage]),
         square=smem.t.at[stage],
         gates=smem.g2.at[key_stage],
+        vectors=(smem.beta.at[key_stage],),
     )
 
 
 def _prepare(cta: Cta, i, stage, key_stage) -> None:
-    """D and Dr of a chunk, and P for the adjoints."""
+    """D, Dr and mantissas of a chunk, and P for the adjoints."""
     smem, dev = cta.smem, cta.dev
-    gates = smem.g2.at[key_stage]
-    g_rows = plgpu.load(gates, layout=ROW)
-    exponents = g_rows
+    gates, beta = smem.g2.at[key_stage], smem.beta.at[key_stage]
+    g_rows, g_last = plgpu.load(gates, layout=ROW), gates[CHUNK - 1]
+    beta_rows = plgpu.load(beta, layout=ROW)
+    exponents, log2_factor = g_rows, math.log2(cta.sizes.scale)
     if cta.sizes.float16:  # 0 before the first token, which may not be the item's
         exponents = jnp.minimum(g_rows - jnp.where(cta.adjoint, cta.first_gate(i, key_stage), 0.0), 0.0)
+        g_last = g_last + jnp.where(cta.adjoint, float(FLOAT16_LOG2), 0.0)
+        log2_factor += FLOAT16_LOG2
     smem.d.at[stage][...] = jnp.exp2(exponents)
-    smem.dr.at[stage][...] = jnp.exp2(gates[CHUNK - 1] - g_rows)
+    smem.dr.at[stage][...] = jnp.exp2(g_last - g_rows) * beta_rows
+    smem.mantissa.at[stage][...] = mantissa(beta_rows, cta.dtype)
 
     def scores(acc):
         acc = dev.issue(acc, smem.q.at[key_stage], transposed(smem.k.at[key_stage]))
-        _, gamma = gamma_of(dev, gates, math.log2(cta.sizes.scale))
-        return (dev.collect(acc) * lax.optimization_barrier(gamma)).astype(cta.dtype)
+        _, gamma = gamma_of(dev, gates, log2_factor)
+        p = dev.collect(acc) * lax.optimization_barrier(gamma)
+        return (p * cta.vector(smem.beta, key_stage)).astype(cta.dtype)  # not before: it would take registers
 
     @pl.when(cta.adjoint)
     def _():
@@ -371,10 +374,12 @@ def adjoint_step(cta: Cta, i, stage, key_stage, dh) -> jax.Array:
 
         def write(add):
             add(0, do_scaled, q_tile)
-            dv_t = cta.over_t_factor(dev.collect(dv, 1))
+            dv_t = dev.collect(dv, 1)
+            if sizes.float16:
+                dv_t = dv_t * 2.0**-FLOAT16_LOG2
             add(0, (dv_t * -d).astype(cta.dtype), k_tile)
             if gmem.dv is not None:
-                store_dv(cta, cta.chunk_of(i), cta.over_beta(dv_t, stage).astype(cta.dtype))
+                store_dv(cta, cta.chunk_of(i), dv_t.astype(cta.dtype))
 
         (before,) = dev.accumulate([lax.optimization_barrier(dh * decay)], write)
         return before if first is None else before * jnp.exp2(first)
@@ -412,7 +417,7 @@ def start(
     """Launches one of the two kernels.
 
     Args:
-      inputs: by name; v, beta, h_0 and dh_T may be None.
+      inputs: by name; v, h_0 and dh_T may be None.
       outputs: from sizes to outputs by name.
       items: what the sequences are cut into, None for whole ones.
       chains: CTAs for each item, head and tile.
@@ -446,7 +451,7 @@ def start(
         functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
         inputs=inputs | tables,
         outputs=outputs(sizes),
-        memory=_memory(config, K, k.dtype, packed=packed, beta=inputs["beta"] is not None),
+        memory=_memory(config, K, k.dtype, packed=packed),
         ctas=chains * sizes.split.num_items * HO * sizes.tiles,
         warpgroups=n + 1,
         auto_barriers=False,

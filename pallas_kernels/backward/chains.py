@@ -3,9 +3,9 @@
 Both walks are those of `backward.chain`. An item is a sequence, or one of its segments, with h at its start and dh at
 its end given for each.
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum [B, HO, NT C] f32, t [B,
-HO, NT C, C], beta [B, HO, NT C] f32 (float16), h_0 and dh_T [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32
-(optional), tables int32 (packed rows).
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], do [B, T, HO, V], g2_cum and beta [B, HO, NT C] f32,
+t [B, HO, NT C, C], h_0 and dh_T [N, HO, V, K] or [.., K, V], or [items, HO, V, K] f32 (optional), tables int32
+(packed rows).
 Outputs (GMEM): h, dh [visits, HO, V, K]: the state before and the cotangent after each chunk; u [visits, HO, C, V];
 dv [B, T, HO, V]; dh_0 [N, HO, V, K] or [.., K, V] f32 (optional).
 Shared memory: `backward.chain`, 212 KB at K = V = 128 with two state warpgroups. Barriers, hardware, limits, source:
@@ -54,20 +54,20 @@ def _state_step(cta: Cta, i, stage, key_stage, h) -> jax.Array:
         d = cta.vector(smem.d, stage)
         return (v_t.astype(jnp.float32) - d * dev.collect(read)).astype(cta.dtype)
 
-    w = pl.run_scoped(solve, accumulator)
+    r = pl.run_scoped(solve, accumulator)
 
-    def correct(u):
-        u = dev.issue(u, w, transposed(smem.t.at[stage]))
+    def correct(w):
+        w = dev.issue(w, r, transposed(smem.t.at[stage]))
         dr = cta.vector(smem.dr, stage)
         decayed = lax.optimization_barrier(h * jnp.exp2(smem.g2[key_stage, CHUNK - 1]))
-        return cta.over_t_factor(dev.collect(u)), dr, decayed
+        return dev.collect(w), dr, decayed
 
-    u, dr, decayed = pl.run_scoped(correct, accumulator)
+    w, dr, decayed = pl.run_scoped(correct, accumulator)
 
     def write(add):
-        add(0, (u * dr).astype(cta.dtype), k_tile)
-        rounded = cta.over_beta(u, stage).astype(cta.dtype)
-        store_output(cta, rounded, gmem.u.at[cta.visit_of(i), cta.head])
+        add(0, (w * dr).astype(cta.dtype), k_tile)
+        u = (w * cta.vector(smem.mantissa, stage)).astype(cta.dtype)
+        store_output(cta, u, gmem.u.at[cta.visit_of(i), cta.head])
 
     return dev.accumulate([decayed], write)[0]
 
@@ -121,10 +121,11 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 
 
 class Chains(NamedTuple):
-    """What the gradients are made of. In float16 u and dv are divided by beta."""
+    """What the gradients are made of."""
 
     h: Float[Array, "visits HO V K"]
     u: Float[Array, "visits HO C V"]
+    """W times the mantissas of the write strengths."""
     dh: Float[Array, "visits HO V K"]
     dv: Float[Array, "B T HO V"]
     dh_0: Float[Array, "N HO _ _"] | None
@@ -136,12 +137,12 @@ def chains(
     v: Float[Array, "B T HV V"],
     do: Float[Array, "B T HO V"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     t: Float[Array, "B HO T64 C"],
     h_0: Float[Array, "starts HO _ _"] | None,
     dh_T: Float[Array, "ends HO _ _"] | None,
     visits: VisitTables | None,
     *,
-    beta: Float[Array, "B HO T64"] | None = None,
     scale: float,
     kv_layout: bool = False,
     with_dh_0: bool = True,
@@ -153,20 +154,17 @@ def chains(
 
     Args:
       q, k, v, do: bfloat16 or float16, K and V multiples of 64, T a multiple of 8.
-      g2_cum, t: of `chunk_gates` and `gated_inverse`.
+      g2_cum, beta, t: of `chunk_gates` and `gated_inverse`.
       h_0: initial states, float32, None for zeros; with items the states before each, [V, K].
       dh_T: cotangents of the final states, float32, None for zeros; with items those after each item, [V, K].
       visits: tables of packed rows (B = 1), None when every row of the batch is one sequence.
-      beta: what t was made of, positive also past the last token; given for float16 and for nothing else.
       scale: factor of the output.
       kv_layout: whether h_0, dh_T and dh_0 of sequences are [K, V]; else [V, K].
       with_dh_0: whether the cotangents of the initial states are written.
       items: segments, None for whole sequences.
     """
-    if (beta is None) == (k.dtype == jnp.float16):
-        raise ValueError(f"beta: expected for float16 only, got {type(beta).__name__} for {k.dtype}")
-    inputs = {"q": q, "k": k, "v": v, "do": do, "g2_cum": g2_cum, "t": t}
-    inputs |= {"beta": beta, "h_0": h_0, "dh_T": dh_T}
+    inputs = {"q": q, "k": k, "v": v, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t}
+    inputs |= {"h_0": h_0, "dh_T": dh_T}
     num_visits = q.shape[0] * -(-q.shape[1] // CHUNK) if visits is None else visits.sequence.shape[0]
 
     def outputs(sizes):

@@ -1,24 +1,30 @@
 """Every gradient but that of v, all chunks in parallel, from the states and their cotangents at the chunks' borders.
 
-For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), u and dv [C, V]:
+For one chunk and one head, with h [V, K] before the chunk, dh [V, K] after it (both transposed), u and dv [C, V], and
+diag(beta) = M E, mantissas and powers of `strengths`:
 
     dP = scale Gamma * (dO u^T)                 dL = -Gamma * (dv u^T), strictly lower
-    dq = scale D (dO h) + dP K
-    read = -D (dv h) + dL K                     late = Dr (u dh)
-    dk = read + late + dP^T Q + dL^T K          dbeta = rowsum(dv * u) / beta^2
+    dq = scale D (dO h) + dP E K
+    read = -D (dv h) + dL E K                   late = Dr (u dh)
+    inside = dP^T Q + dL^T K                    dk = read + E (late + inside)
 
-dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - dP^T Q - dL^T K)_i and
-l_i = k_i . late_i
+dg needs one more product, whose trace is <h, dh>. With x_i = q_i . dq_i + k_i . (read - E inside)_i and
+l_i = k_i . (E late)_i
 
     dg_t = sum over i >= t of x_i + sum over i < t of l_i + gl <h, dh>
 
 The diagonal of dP is left out of x: its two parts cancel, and so every term of dg carries the decay that dg is
-proportional to; what cancels between pairs of tokens is the same rounded dP and dL. Gamma, D, Dr, gl as in
-`backward.chain`. A head's q and k are shared by the heads of its group: dq and dk are summed in registers.
+proportional to; what cancels between pairs of tokens is the same rounded dP and dL. Gamma, D, gl as in
+`backward.chain`; Dr_i = 2^(G_last - G_i). A head's q and k are shared by the heads of its group: dq and dk are summed
+in registers.
 
-In float16 u and dv come divided by beta: Gamma, D and Dr take beta in, and dbeta = rowsum(dv * u). dP and dL are kept
-times 2^lift, which leaves their largest entry as it would be without decay; what the products with them give is
-multiplied by 2^-lift in float32.
+dbeta is found without dividing by beta, in two ways: M_i dbeta_i = k_i . (late + inside)_i, and M_i beta_i dbeta_i =
+dv_i . u_i. `join_dbeta` joins them. u is M times W of `chains`. In bfloat16 E is 1 and not there. In float16 each
+head makes E K of the keys, which is exact. (With diag(beta) K, which is not, pairs of tokens that must cancel in dg
+leave a hundred times as much.)
+
+In float16 dP and dL are kept times 2^lift, which leaves their largest entry as it would be without decay; what the
+products with them give is multiplied by 2^-lift in float32.
 
 K > 128: a launch for each 128 columns of K, each of which makes dP and dL again. The columns of dq and dk do not
 meet, and dg is a sum over columns.
@@ -29,9 +35,10 @@ it) of one key head. An item has a step for each 64 columns of V of each of its 
 Threads, barriers and shared memory: `gradients_cta`.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], u [visits, HO, C, V], dv [B, T, HO, V],
-h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, beta [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
+h and dh [visits, HO, V, K], g2_cum [B, HO, NT C] f32, E [B, HO, NT C] and lift [visits, HO] f32 (float16), tables
 int32 (packed rows).
-Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg and rowsum(dv * u) [visits, HO, C] f32.
+Outputs (GMEM): dq [B, T, Hq or HO, K], dk [B, T, Hk, K], dg [visits, HO, C] f32, and the parts of dbeta: dv . u
+[visits, HO, C] and k . (late + inside) [2, visits, HO, C] f32, of each compute warpgroup's columns of K.
 Hardware: compute capability 9.0. Limits: K and V multiples of 64, V up to 64 token_stages; T a multiple of 8.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 """
@@ -57,9 +64,9 @@ MAX_COLUMNS = 128
 MAX_LIFT = 64.0
 """log2 of the largest factor that the scores are stored times in float16. float32 has room for a state times it."""
 
-BETA_FLOOR = 2.0**-20
-"""Least beta that u and dv, which are proportional to it, or dbeta are divided by; the forward writes no less. The
-inverse has rows proportional to beta in float16: with 2^-40, dbeta is 8 % off."""
+JOIN = 2.0**-6
+"""The two ways to dbeta count alike where beta^2 is this. k . (late + inside) alone is off by 3.6e-2 in bfloat16
+where all tokens have one key and beta is 0.835; joined it is 1.4e-2, with 2^-4 and 2^-8 too (emulated in NumPy)."""
 
 
 def _body(gmem: Any, smem: Any, **static) -> None:
@@ -75,8 +82,21 @@ class Gradients(NamedTuple):
     """Of each query head, or of each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
-    dbeta: Float[Array, "visits HO C"]
-    """beta^2 dbeta; in float16 dbeta itself."""
+    dv_u: Float[Array, "visits HO C"]
+    """M beta dbeta."""
+    k_write: Float[Array, "visits HO C"]
+    """M dbeta."""
+
+
+def join_dbeta(
+    dv_u: Float[Array, "*tokens"],
+    k_write: Float[Array, "*tokens"],
+    beta: Float[Array, "*tokens"],
+    mantissa: Float[Array, "*tokens"],
+) -> Float[Array, "*tokens"]:
+    """dbeta from its product with beta and the mantissa, and from that with the mantissa alone, which loses digits
+    where keys are alike. beta may be 0: nothing is divided by less than JOIN times a mantissa."""
+    return (beta * dv_u + JOIN * k_write) / ((beta * beta + JOIN) * mantissa)
 
 
 def gradients(
@@ -90,28 +110,28 @@ def gradients(
     g2_cum: Float[Array, "B HO T64"],
     visits: VisitTables | None,
     *,
-    beta: Float[Array, "B HO T64"] | None = None,
+    power: Float[Array, "B HO T64"] | None = None,
     lift: Float[Array, "visits HO"] | None = None,
     scale: float,
     config: Config | None = None,
     interpret=None,
 ) -> Gradients:
-    """dq, dk, dg and dbeta; see the module docstring.
+    """dq, dk, dg and the parts of dbeta; see the module docstring.
 
     Args:
       q, k, do: bfloat16 or float16; K and V multiples of 64, T a multiple of 8.
       u, dv, h, dh: of `chains`.
       g2_cum: of `chunk_gates`.
       visits: tables of packed rows (B = 1), None when every row of the batch is one sequence.
-      beta, lift: given for float16 and for nothing else: beta of `chains`, and -log2 of the largest entry of
+      power, lift: given for float16 and for nothing else: E, of `strengths.power`, and -log2 of the largest entry of
         Gamma below its diagonal, from 0 to MAX_LIFT.
       scale: factor of the output.
     """
-    if (beta is None or lift is None) == (k.dtype == jnp.float16):
-        got = [type(x).__name__ for x in (beta, lift)]
-        raise ValueError(f"beta and lift: expected for float16 only, got {got} for {k.dtype}")
+    if (power is None or lift is None) == (k.dtype == jnp.float16):
+        got = [type(x).__name__ for x in (power, lift)]
+        raise ValueError(f"power and lift: expected for float16 only, got {got} for {k.dtype}")
     inputs = {"q": q, "k": k, "do": do, "u": u, "dv": dv, "h": h, "dh": dh, "g2_cum": g2_cum}
-    inputs |= {"beta": beta, "lift": lift}
+    inputs |= {"power": power, "lift": lift}
     call = functools.partial(_call, inputs, visits, scale=scale, config=config, interpret=interpret)
     K = k.shape[3]
     parts = [call(first, min(MAX_COLUMNS, K - first)) for first in range(0, K, MAX_COLUMNS)]
@@ -121,7 +141,8 @@ def gradients(
         jnp.concatenate([x.dq for x in parts], axis=3),
         jnp.concatenate([x.dk for x in parts], axis=3),
         functools.reduce(jnp.add, [x.dg for x in parts]),
-        parts[0].dbeta,  # every launch has all of it
+        parts[0].dv_u,  # every launch has all of it
+        functools.reduce(jnp.add, [x.k_write for x in parts]),
     )
 
 
@@ -138,7 +159,7 @@ def _call(
     """The kernel, for the K columns of q and k from first_column on."""
     q, k, h = (inputs[name] for name in ("q", "k", "h"))
     (B, T, Hk), Hq, (num_visits, HO, V) = k.shape[:3], q.shape[2], h.shape[:3]
-    packed, float16 = visits is not None, inputs["beta"] is not None
+    packed, float16 = visits is not None, inputs["lift"] is not None
     config = config or Config.default(K, V)
     if V > WIDTH * config.token_stages:
         raise ValueError(f"config.token_stages: expected at least {V // WIDTH}, got {config.token_stages}")
@@ -165,7 +186,8 @@ def _call(
             "dq": jax.ShapeDtypeStruct((B, T, sizes.dq_heads, K), k.dtype),
             "dk": jax.ShapeDtypeStruct((B, T, Hk, K), k.dtype),
             "dg": sums,
-            "dbeta": sums,
+            "dv_u": sums,
+            "k_write": jax.ShapeDtypeStruct((COMPUTE, *sums.shape), jnp.float32),
         },
         memory=memory(config, K, V, k.dtype, packed=packed, float16=float16),
         ctas=config.ctas,
@@ -174,4 +196,5 @@ def _call(
         reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )
-    return Gradients(**results)
+    of_columns = (results["k_write"][i] for i in range(K // WIDTH))
+    return Gradients(**results | {"k_write": functools.reduce(jnp.add, of_columns)})

@@ -1,4 +1,4 @@
-"""The compute warpgroups of `gradients`: dP and dL, and from them dq, dk, dbeta and the parts of dg."""
+"""The compute warpgroups of `gradients`: dP and dL, and from them dq, dk and the parts of dbeta and dg."""
 
 import functools
 import math
@@ -14,12 +14,35 @@ from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import store_owned
 
 
+def _times(x, power):
+    """x E."""
+    return x if power is None else x * power
+
+
+def _rows_times(x, power):
+    """E x, of a tile."""
+    return x if power is None else x * along_rows(power, WIDTH)
+
+
 def _lifted(x, lift):
     return x if lift is None else x * jnp.exp2(lift)
 
 
 def _lowered(x, lift):
     return x if lift is None else x * jnp.exp2(-lift)
+
+
+def _write_ek(cta: Cta, k_tile):
+    """E, and E K of the own columns of K in the tile that dq and dk leave through."""
+    smem = cta.smem
+    if cta.packed:  # the other warpgroup, too, has sent what it had in that tile
+        plgpu.barrier_wait(smem.scores)
+    plgpu.barrier_wait(smem.loaded_power)
+    power = plgpu.load(cta.power, layout=ROW)
+    tile = (smem.out[0] if cta.packed else smem.out).at[cta.own_number()]
+    tile[...] = (cta.wide(k_tile) * along_rows(power, WIDTH)).astype(cta.dtype)
+    plgpu.commit_smem()
+    return power, tile
 
 
 def _store(cta: Cta, place: Place, head, x, target) -> None:
@@ -36,7 +59,7 @@ def _store(cta: Cta, place: Place, head, x, target) -> None:
     store_owned(place.span, place.chunk, x, (tile.at[wg], tile.at[wg]), plain, destination)
 
 
-def _write_score(cta: Cta, place: Place, head, first_step, lift):
+def _write_score(cta: Cta, place: Place, head, first_step, is_first, lift):
     """dP or dL of a head, for both warpgroups; G and the last gate."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
     wg = cta.own_number()
@@ -57,31 +80,25 @@ def _write_score(cta: Cta, place: Place, head, first_step, lift):
         plgpu.barrier_wait(smem.loaded_gates.at[slot])
     g_rows, g_columns = (plgpu.load(cta.g2.at[slot], layout=layout) for layout in (ROW, COL))
     g_last = cta.g2[slot, CHUNK - 1]
-    if sizes.float16:
-        plgpu.barrier_wait(smem.loaded_beta)
     diagonal = dev.diagonal(score)
     exponents = g_rows + jnp.where(makes_dp, log2_scale, 0.0)
     if lift is not None:
         exponents = exponents + lift
     gamma = jnp.exp2(along_rows(exponents, CHUNK) - along_columns(g_columns, CHUNK))
     score = score * jnp.where(dev.row_minus_column() > 0, gamma, 0.0)
+    score = (score * jnp.where(makes_dp, sign, -1.0)).astype(cta.dtype)
     if sizes.float16:
-        factors = jnp.where(makes_dp, sign, -plgpu.load(cta.beta, layout=ROW))
-        beta_columns = along_columns(plgpu.load(cta.beta, layout=COL), CHUNK)
-        score = score * along_rows(factors, CHUNK) * beta_columns
-    else:
-        score = score * jnp.where(makes_dp, sign, -1.0)
-    score = score.astype(cta.dtype)
+        pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))  # from where E K goes
     pl.when(first_step > 0)(lambda: plgpu.barrier_wait(smem.scored))
     smem.score.at[wg][...] = score
 
     @pl.when(makes_dp)
     def _():
-        cta.diagonal[...] = cta.times_beta(diagonal * sizes.scale)
+        cta.diagonal[...] = diagonal * sizes.scale
 
     @pl.when(jnp.logical_not(makes_dp))
     def _():
-        cta.gmem.dbeta.at[place.visit, head][...] = diagonal
+        cta.gmem.dv_u.at[place.visit, head][...] = diagonal
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.scores)
@@ -118,34 +135,44 @@ def _over_states(cta: Cta, first_step):
 def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift, dq, dk):
     """dq and dk with the parts of one output head; its sums for the helper."""
     smem, dev, sizes = cta.smem, cta.dev, cta.sizes
-    g_rows, g_last = _write_score(cta, place, head, first_step, lift)
+    g_rows, g_last = _write_score(cta, place, head, first_step, is_first, lift)
     late, read_q, read_k = _over_states(cta, first_step)
     wg, own = cta.own_number(), cta.own_columns()
     zero = lax.shift_right_logical(wg, 8)  # as wg itself: keeps the tiles' addresses out of registers
     p_tile, dl_tile = smem.score.at[zero], smem.score.at[zero + 1]
     q_tile, k_tile = smem.q.at[:, own], smem.k.at[:, own]
     pl.when(is_first)(lambda: plgpu.barrier_wait(smem.masked_qk if cta.packed else smem.loaded_qk))
-    decay, since = jnp.exp2(g_rows), cta.times_beta(jnp.exp2(g_last - g_rows))
+    power, ek_tile = _write_ek(cta, k_tile) if sizes.float16 else (None, k_tile)
+    decay, since = jnp.exp2(g_rows), jnp.exp2(g_last - g_rows)
     written = jnp.sum(cta.wide(k_tile) * late, axis=1) * since
-    dk = dk + late * along_rows(since, WIDTH)
+    dk = dk + late * along_rows(_times(since, power), WIDTH)
     read_q = read_q * along_rows(_lifted(decay * sizes.scale, lift), WIDTH)
-    read_k = read_k * along_rows(cta.times_beta(_lifted(-decay, lift)), WIDTH)
-    plgpu.barrier_wait(smem.scores)
+    read_k = read_k * along_rows(_lifted(-decay, lift), WIDTH)
+    if not (cta.packed and sizes.float16):
+        plgpu.barrier_wait(smem.scores)
     starts = [read_q, read_k, zeros((CHUNK, WIDTH), jnp.float32)]
 
     def products(add):
-        add(0, p_tile, k_tile)
-        add(1, dl_tile, k_tile)
+        add(0, p_tile, ek_tile)
+        add(1, dl_tile, ek_tile)
         add(2, transposed(p_tile), q_tile)
         add(2, transposed(dl_tile), k_tile)
 
-    read_q, read_k, write = (_lowered(x, lift) for x in dev.accumulate(starts, products))
-    diagonal = along_rows(plgpu.load(cta.diagonal, layout=ROW), WIDTH)
-    x = jnp.sum(cta.wide(k_tile) * (read_k - write), axis=1)
-    dq, dk = dq + read_q + diagonal * cta.wide(k_tile), dk + read_k + write
-    x, dk = x + jnp.sum(cta.wide(q_tile) * read_q, axis=1), dk + diagonal * cta.wide(q_tile)
+    read_q, read_k, inside = dev.accumulate(starts, products)
+    k, diagonal = cta.wide(k_tile), plgpu.load(cta.diagonal, layout=ROW)
+    within = _lowered(jnp.sum(k * inside, axis=1), lift)
+    x = jnp.sum(k * read_k, axis=1)
+    low_power = None if power is None else _lowered(power, lift)
+    dk = dk + _lowered(read_k, lift) + _rows_times(inside, low_power)
+    dq = dq + along_rows(_times(diagonal, power), WIDTH) * k
+    q = cta.wide(q_tile)
+    k_write = written + within + jnp.sum(k * q, axis=1) * diagonal
+    dk = dk + along_rows(_times(diagonal, power), WIDTH) * q
+    x = _lowered(x + jnp.sum(q * read_q, axis=1), lift) - _times(within, power)
+    dq = dq + _lowered(read_q, lift)
     cta.x_sums.at[wg][...] = x
-    cta.l_sums.at[wg][...] = written
+    cta.l_sums.at[wg][...] = _times(written, power)
+    cta.gmem.k_write.at[wg, place.visit, head][...] = k_write
     plgpu.commit_smem()  # also for q, k and the diagonal, which may still be on their way into registers
     plgpu.barrier_arrive(smem.sums)
     is_last_head = first_step + cta.v_tiles == cta.items * cta.query_heads * cta.steps_per_pair
@@ -169,6 +196,9 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
+        if cta.packed and cta.sizes.float16:  # what is stored row by row takes both tiles as one plain array
+            plgpu.barrier_arrive(cta.smem.multiplied)
+            plgpu.barrier_wait(cta.smem.multiplied)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
         return dk
 

@@ -5,10 +5,10 @@ then each makes the gradients of its own 64 columns of K. The helper makes <h, d
 tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
-warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1720). That is why the compute
-warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and diagonals come from
-`Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to 0.97 ms, for a
-reason not found (the log has them): time every change.
+warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1807, in float16 1977). That
+is why the compute warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and
+diagonals come from `Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to
+0.97 ms, for a reason not found (the log has them): time every change.
 
 | barrier       | arrives                                             | waits                                     |
 |---------------|-----------------------------------------------------|-------------------------------------------|
@@ -16,13 +16,15 @@ reason not found (the log has them): time every change.
 | loaded_gates  | bulk copy of g2_cum of a head                       | compute and helper; helper if packed      |
 | loaded_states | bulk copies of h and dh of a step                   | compute and helper                        |
 | loaded_qk     | bulk copies of q and k                              | compute; helper first if rows are packed  |
-| loaded_beta   | bulk copy of beta of a head (float16)               | compute                                   |
+| loaded_power  | bulk copy of E of a head (float16)                  | compute                                   |
 | masked,       | helper: foreign tokens of a step, or of q and k,    | compute (packed rows only)                |
 | masked_qk     | are zeros                                           |                                           |
 | consumed      | compute: step read                                  | helper, before it loads its stages again  |
 | consumed_qk   | compute: q and k read                               | helper, before it loads the next q and k  |
 | scores        | compute: dP, dL and the diagonal of dP are written  | compute                                   |
 | sums          | compute: x and l are written                        | helper                                    |
+| multiplied    | compute: products of a pair with E K have ended     | compute, before it stores (float16 and    |
+|               |                                                     | packed rows)                              |
 | scored        | compute: dP and dL read; helper: sums read          | compute, before it writes the next head's |
 
 Shared memory: `memory`, 227 KB at K = 128 and above.
@@ -38,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import NUM_SMS, check_registers, warpgroup_index
-from pallas_kernels.device.layouts import CHUNK, ROW, WGMMA
+from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.spans import Span, dense_span, packed_span
@@ -89,9 +91,10 @@ def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float
         "x": Buffer((tokens, 3, CHUNK, WIDTH), dtype, swizzle=128),  # do, dv and u of a step
         "h": Buffer((states, 2, WIDTH, K), dtype, swizzle=128),  # h and dh of a step
         "score": Buffer((COMPUTE, CHUNK, CHUNK), dtype, swizzle=128),  # dP and dL
+        # In float16 E K, of each warpgroup's columns, until a tile of dq or dk takes its place.
         "out": Buffer((COMPUTE, CHUNK, WIDTH), dtype, swizzle=128, also_flat=packed),
         "vectors": Buffer((6 + heads, CHUNK)),  # see Cta: buffers of their own would not fit
-        "loaded_beta": Barriers(1) if float16 else None,
+        "loaded_power": Barriers(1) if float16 else None,
         "loaded": Barriers(3, tokens),
         "loaded_gates": Barriers(1, heads),
         "loaded_states": Barriers(2, states),
@@ -102,6 +105,7 @@ def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float
         "consumed_qk": Barriers(COMPUTE),
         "scores": Barriers(COMPUTE),
         "sums": Barriers(COMPUTE),
+        "multiplied": Barriers(COMPUTE) if packed and float16 else None,
         "scored": Barriers(COMPUTE + 1),
     }
 
@@ -153,7 +157,7 @@ class Cta:
         self.packed = gmem.cu_seqlens is not None
         vectors = smem.vectors
         self.x_sums, self.l_sums = vectors.at[slice(2)], vectors.at[slice(2, 4)]
-        self.diagonal, self.beta, self.g2 = vectors.at[4], vectors.at[5], vectors.at[slice(6, None)]
+        self.diagonal, self.power, self.g2 = vectors.at[4], vectors.at[5], vectors.at[slice(6, None)]
         self.v_tiles = sizes.V // WIDTH
         self.query_heads = sizes.dq_heads // sizes.Hk
         """Query heads of one key head."""
@@ -215,13 +219,6 @@ class Cta:
         """This compute warpgroup's columns of K. With 64 of them both warpgroups make them, and one stores."""
         return pl.ds(jnp.minimum(self.own_number(), self.sizes.K // WIDTH - 1) * WIDTH, WIDTH)
 
-    def times_beta(self, x):
-        """A vector along the rows times beta, in float16."""
-        return x * plgpu.load(self.beta, layout=ROW) if self.sizes.float16 else x
-
     def wide(self, tile):
         """A tile in shared memory as float32."""
         return self.dev.widen(plgpu.load(tile, layout=WGMMA))
-
-
-# The helper

@@ -55,11 +55,11 @@ def _load_states(cta: Cta, step) -> None:
         plgpu.copy_gmem_to_smem(source, cta.smem.h.at[stage, i], cta.smem.loaded_states.at[stage])
 
 
-def _load_beta(cta: Cta, n) -> None:
-    """Starts the copy of beta of the n-th head."""
+def _load_power(cta: Cta, n) -> None:
+    """Starts the copy of E of the n-th head."""
     place, head, _ = cta.parts_of(n * cta.v_tiles)
-    source = cta.gmem.beta.at[place.span.row, head, place.tokens]
-    plgpu.copy_gmem_to_smem(source, cta.beta, cta.smem.loaded_beta)
+    source = cta.gmem.power.at[place.span.row, head, place.tokens]
+    plgpu.copy_gmem_to_smem(source, cta.power, cta.smem.loaded_power)
 
 
 def _mask_tokens(cta: Cta, step) -> None:
@@ -129,7 +129,7 @@ def helper(cta: Cta) -> None:
 
     pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
     if float16:
-        pl.when(pairs > 0)(lambda: _load_beta(cta, jnp.int32(0)))
+        pl.when(pairs > 0)(lambda: _load_power(cta, jnp.int32(0)))
     for j in range(max(token_stages, state_stages)):
         if j < token_stages:
             pl.when(j < steps)(functools.partial(_load_tokens, cta, jnp.int32(j)))
@@ -166,11 +166,8 @@ def helper(cta: Cta) -> None:
         def _():
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
             if float16:
-                pl.when(i + 1 < steps)(lambda: _load_beta(cta, lax.div(i + 1, v_tiles)))
+                pl.when(i + 1 < steps)(lambda: _load_power(cta, lax.div(i + 1, v_tiles)))
 
         return inner, decay
 
     lax.fori_loop(0, steps, step, (zeros((WIDTH,), jnp.float32, ROW), jnp.float32(0.0)))
-
-
-# The compute warpgroups

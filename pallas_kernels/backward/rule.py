@@ -25,8 +25,9 @@ from gdn_jax.shapes import Dims
 from pallas_kernels.backward import chain
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
-from pallas_kernels.backward.gradients import BETA_FLOOR, MAX_LIFT, gradients
+from pallas_kernels.backward.gradients import MAX_LIFT, gradients, join_dbeta
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
+from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
@@ -96,7 +97,7 @@ def backward(
     """Gradients of <do, o> + <dfinal, final state> for a call that forward.rule.check_supported accepts.
 
     Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
-      residuals: of forward.rule.forward on the same arguments. Its beta_t and t are those of max(beta, BETA_FLOOR).
+      residuals: of forward.rule.forward on the same arguments.
       do, dfinal: cotangents of both outputs; dfinal None for zeros.
       config: None for a choice from the shapes.
       adjoints: e of `segment_states(backwards=True)`, where it is known; else it is found here.
@@ -108,10 +109,9 @@ def backward(
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at
       the borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
       float16 ends at 65504 and 2^-24. Above, a number is infinite and so are gradients: of the inputs and outputs of
-      both passes, the state and its adjoint at any chunk, v - k^T S and the gradient of what a token writes. Below,
-      digits go; gates and write strengths are kept out of what is rounded, so that dg and dh_0 hold their relative
-      accuracy down to decays of 2^-64 at every token of a chunk. dbeta holds it but for the rows of the inverse:
-      2.1e-2 where they lie near BETA_FLOOR.
+      both passes, the state and its adjoint at any chunk, v - k^T S, and 16 times the gradient of what a token writes
+      times its beta. Below, digits go; gates are kept out of what is rounded, so that dg and dh_0 hold their relative
+      accuracy down to decays of 2^-64 at every token of a chunk. dbeta holds it whatever beta is, also where it is 0.
     """
     config = config or Config()
     B, T = q.shape[:2]
@@ -192,8 +192,7 @@ def open_adjoints(
         q8,
         k8,
         do8.astype(k.dtype),
-        residuals.g2_cum,
-        residuals.t,
+        *residuals[:3],
         dh_T,
         tables,
         scale=scale,
@@ -259,20 +258,17 @@ def _run(
         None if x is None else pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
     options = dict(scale=static.scale, interpret=static.interpret)
-    beta_t = lift = None
-    if k.dtype == jnp.float16:  # past the last token beta_t may hold anything
-        beta_t = residuals.beta_t
-        beta_t = jnp.where((beta_t > BETA_FLOOR) & (beta_t < jnp.inf), beta_t, BETA_FLOOR)
-        lift = _lift(residuals.g2_cum, tables, T)
+    powers = lift = None
+    if k.dtype == jnp.float16:
+        powers, lift = power(residuals.beta_t), _lift(residuals.g2_cum, tables, T)
     warpgroups: Any = static.config.state_warpgroups
     config = static.config.chains or chain.Config.default(K64, warpgroups)
     chain_options: dict[str, Any] = dict(kv_layout=static.kv_layout, config=config, **options)
     segments = residuals.segments if static.config.segments else None
     if segments is not None:
-        items, gates, t = segments.items, residuals.g2_cum, residuals.t
-        e = adjoints
+        items, e = segments.items, adjoints
         if e is None:
-            e = segment_adjoints(q8, k8, do8, gates, t, dh_T, tables, items=items, **chain_options)
+            e = segment_adjoints(q8, k8, do8, *residuals[:3], dh_T, tables, items=items, **chain_options)
         layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
         dh_T = _at_ends(e, segments, dh_T, num_sequences=N, **layout)
         h_0, chain_options["items"] = segments.starts, items
@@ -282,11 +278,11 @@ def _run(
         v8,
         do8,
         residuals.g2_cum,
+        residuals.beta_t,
         residuals.t,
         h_0,
         dh_T,
         tables,
-        beta=beta_t,
         with_dh_0=initial_state is not None,
         **chain_options,
     )
@@ -300,17 +296,16 @@ def _run(
         walked.dh,
         residuals.g2_cum,
         tables,
-        beta=beta_t,
+        power=powers,
         lift=lift,
         config=static.config.gradients,
         **options,
     )
-    dg, dbeta = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dbeta))
-    dv = walked.dv
-    if beta_t is not None:
-        dv = dv * beta_t.swapaxes(1, 2)[:, :T8, :, None]
-    elif beta is not None:  # u and dv hold a factor beta each
-        dbeta = dbeta / jnp.square(jnp.maximum(beta.astype(jnp.float32), BETA_FLOOR))
+    dg, dv_u, k_write = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
+    dbeta = None
+    if beta is not None:
+        strengths = beta.astype(jnp.float32)
+        dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
     if g is not None:
         dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -320,9 +315,9 @@ def _run(
     return Cotangents(
         _sum_heads(sums.dq, Hq)[:, :T, :, :K],
         sums.dk[:, :T, :, :K],
-        _sum_heads(dv, HV)[:, :T, :, :V].astype(v.dtype),
+        _sum_heads(walked.dv, HV)[:, :T, :, :V].astype(v.dtype),
         None if g is None else dg,
-        None if beta is None else dbeta.astype(beta.dtype),
+        dbeta,
         dh_0,
     )
 
@@ -403,7 +398,7 @@ def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.A
     if tables is None:
         return x.reshape(B, -1, HO, CHUNK).swapaxes(2, 3).reshape(B, -1, HO)[:, :T]
     token = jnp.arange(T, dtype=jnp.int32)
-    visit, _ = visit_of_token(token, tables)
+    visit, _ = visit_of_token(T, tables)
     rows = x.swapaxes(1, 2).reshape(-1, HO)[visit * CHUNK + token % CHUNK]
     return jnp.where((token < tables.cu_seqlens[-1])[:, None], rows, 0.0)[None]
 
@@ -417,7 +412,7 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     if tables is None:
         decay = jnp.where(has_past, decay, MAX_LIFT).reshape(B, HO, -1, CHUNK)
         return jnp.min(decay, axis=3, initial=MAX_LIFT).swapaxes(1, 2).reshape(-1, HO)
-    visit, begin = visit_of_token(token, tables)
+    visit, begin = visit_of_token(T64, tables)
     has_past = has_past & (token > begin) & (token < tables.cu_seqlens[-1])
     least = jnp.full((tables.sequence.shape[0], HO), MAX_LIFT, g2_cum.dtype)
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")

@@ -3,8 +3,8 @@
 The walk starts from dh_T for the last segment of a sequence and from zeros for the others. What it ends with is what
 `segment_states(backwards=True)` needs to find the cotangent at the end of every segment.
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C],
-dh_T [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], g2_cum and beta [B, HO, NT C] f32, t [B, HO,
+NT C, C], dh_T [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
 Outputs (GMEM): e [items, HO, V, K] f32; items that are a sequence's first are not written.
 Shared memory, barriers, hardware, limits, source: `backward.chain`.
 """
@@ -58,6 +58,7 @@ def segment_adjoints(
     k: Float[Array, "B T Hk K"],
     do: Float[Array, "B T HO V"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     t: Float[Array, "B HO T64 C"],
     dh_T: Float[Array, "N HO _ _"] | None,
     visits: VisitTables | None,
@@ -77,7 +78,7 @@ def segment_adjoints(
     Returns:
       e of segment_states(backwards=True), float32.
     """
-    inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "t": t, "beta": None, "dh_T": dh_T}
+    inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t, "dh_T": dh_T}
 
     def outputs(sizes):
         shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)

@@ -1,16 +1,20 @@
-"""Triangular inverse of every chunk, with write strengths and gates.
+"""Triangular inverse of every chunk, with gates.
 
-    L = strictly lower part of diag(beta) K K^T        [C, C]
-    A = (I + L)^-1,   T = (A * Gamma) diag(beta),   Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
+    L = strictly lower part of K K^T diag(beta)        [C, C]
+    A = (I + L)^-1,   T = A * Gamma,   Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
+
+What the tokens of a chunk write is diag(beta) T R with R = V - exp(G) K S, the errors of the state before the chunk.
+That is the papers' (I + diag(beta) L')^-1 diag(beta) R = diag(beta) (I + L' diag(beta))^-1 R, L' = K K^T below the
+diagonal. Outside of T, whose diagonal is 1, the write strengths make nothing small that is rounded, and a token with
+beta = 0 writes exactly nothing. They cost nothing there: what reads T R along its tokens takes them in.
 
 The gates factor out of the inverse: Gamma comes last, element by element, with G = g2_cum. So nothing here
 overflows, whatever the decay, and all chunks are independent.
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t and g2_cum [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is
 taken between tokens of one sequence.
-Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype; in float16 times 16 (`inverse_log2`). For keys to be
-normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from the diagonal of K K^T: A is that of the normalised keys, t =
-diag(rstd) T, and rstd [B, Hk, NT C] float32.
+Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
+the diagonal of K K^T: A is that of the normalised keys, t = diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
 computes K K^T once for all output heads of the key head.
 
@@ -47,7 +51,6 @@ from pallas_kernels.device.layouts import (
     WGMMA,
     along_columns,
     along_rows,
-    inverse_log2,
     iota,
     zeros,
 )
@@ -106,15 +109,22 @@ def _memory(
     }
 
 
-def _parts(kk):
-    """What all output heads of a key head share: -K K^T in its diagonal blocks [64, 16] (strictly lower part), in the
-    blocks left of the odd ones [64, 16], and in its left half [64, 32]."""
-    w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
-    diagonal = kk[:, 0:BLOCK]
+def _parts(x):
+    """Parts of [64, 64]: its diagonal blocks [64, 16], the blocks left of the odd ones [64, 16] and its left half
+    [64, 32]."""
+    w = iota((CHUNK, BLOCK), 0) // BLOCK
+    diagonal = x[:, 0:BLOCK]
     for n in (1, 2, 3):
-        diagonal = jnp.where(w == n, kk[:, BLOCK * n : BLOCK * (n + 1)], diagonal)
-    left = jnp.where(w == 3, -kk[:, 2 * BLOCK : 3 * BLOCK], -kk[:, 0:BLOCK])
-    return jnp.where(i > j, -diagonal, 0.0), left, -kk[:, 0:HALF]
+        diagonal = jnp.where(w == n, x[:, BLOCK * n : BLOCK * (n + 1)], diagonal)
+    left = jnp.where(w == 3, x[:, 2 * BLOCK : 3 * BLOCK], x[:, 0:BLOCK])
+    return diagonal, left, x[:, 0:HALF]
+
+
+def _parts_of_keys(kk):
+    """What all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
+    diagonal, left, half = _parts(-kk)
+    i, j = iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
+    return jnp.where(i > j, diagonal, 0.0), left, half
 
 
 def _normalized(kk, rstd_smem):
@@ -128,7 +138,7 @@ def _normalized(kk, rstd_smem):
 
 
 def _of_one_sequence(first, part: int):
-    """Which entries of _parts[part] join two tokens of one sequence. first [64] in layout ROW."""
+    """Which entries of part number `part` join two tokens of one sequence. first [64] in layout ROW."""
     if part == 2:
         return iota((CHUNK, HALF), 1) >= along_rows(first, HALF)
     block = iota((CHUNK, BLOCK), 0) // BLOCK - part
@@ -136,10 +146,14 @@ def _of_one_sequence(first, part: int):
 
 
 def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
-    """A as two halves [64, 32] float32. parts hold -K K^T, so that every merge is X + X L' X with L' = -L."""
+    """A as two halves [64, 32] float32. parts hold -K K^T, so that every merge is X + X L' X with L' = -L.
+
+    beta [64] in layout COL.
+    """
+    strengths = _parts(along_columns(beta, CHUNK))
 
     def scaled(n):
-        part = parts[n] * along_rows(beta, parts[n].shape[1])
+        part = parts[n] * strengths[n]
         if first is None:
             return part
         # Zeros stay zeros whatever beta the padding holds: NaN times 0 would spread to the tokens beside it.
@@ -198,7 +212,6 @@ class _Warpgroup:
     def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: _Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
         self.dev = Device(interpreted)
-        self.dtype = gmem.k.dtype
         self.wg = warpgroup_index()
         self.worker = lax.axis_index("cta").astype(jnp.int32) * config.warpgroups + self.wg
         self.workers = config.ctas * config.warpgroups
@@ -225,17 +238,14 @@ def _load(own: _Warpgroup, n):
         plgpu.copy_gmem_to_smem(gmem.first.at[tokens], smem.first.at[wg, slot], loaded)
 
 
-def _gated(own: _Warpgroup, halves, beta_vector, gates):
+def _gated(own: _Warpgroup, halves, gates):
     """T of A, in halves. Exponents above the diagonal are kept from overflow: A is 0 there."""
-    log2 = inverse_log2(own.dtype)
     g_rows = along_rows(plgpu.load(gates, layout=ROW), HALF)
-    g_columns = along_columns(plgpu.load(gates, layout=COL) - log2, CHUNK)
-    beta_columns = along_columns(plgpu.load(beta_vector, layout=COL), CHUNK)
+    g_columns = along_columns(plgpu.load(gates, layout=COL), CHUNK)
 
     def half(x, n):
         part = slice(n * HALF, (n + 1) * HALF)
-        exponents = jnp.minimum(g_rows - g_columns[:, part], log2)
-        y = x * beta_columns[:, part] * jnp.exp2(exponents)
+        y = x * jnp.exp2(jnp.minimum(g_rows - g_columns[:, part], 0.0))
         # Where A joins no tokens it is 0 and stays it, whatever the padding holds.
         return y if own.gmem.first is None else jnp.where(x == 0.0, 0.0, y)
 
@@ -262,14 +272,13 @@ def _item(own: _Warpgroup, n, _):
     if gmem.rstd is not None:
         kk = _normalized(kk, smem.rstd.at[wg, slot])
         plgpu.copy_smem_to_gmem(smem.rstd.at[wg, slot], gmem.rstd.at[b, h, tokens])
-    parts = _parts(kk)
+    parts = _parts_of_keys(kk)
     first = None if gmem.first is None else plgpu.load(smem.first.at[wg, slot], layout=ROW)
 
     def head(e, _):
-        vector = smem.beta.at[wg, slot, e]
-        beta = plgpu.load(vector, layout=ROW)
+        beta = plgpu.load(smem.beta.at[wg, slot, e], layout=COL)
         halves = _invert(own.dev, parts, first, beta, smem.l.at[wg], smem.x.at[wg], smem.x_t.at[wg])
-        halves = _gated(own, halves, vector, smem.g2.at[wg, slot, e])
+        halves = _gated(own, halves, smem.g2.at[wg, slot, e])
         if gmem.rstd is not None:
             rows = along_rows(plgpu.load(smem.rstd.at[wg, slot], layout=ROW), HALF)
             halves = tuple(x * rows for x in halves)

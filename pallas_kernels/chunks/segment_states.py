@@ -6,13 +6,18 @@
 Backwards E is what a segment adds to the cotangent at its start; that of the last segment holds the given cotangent's
 part already, so that its M, which the forward does not need, is not needed here either.
 
-Inputs (GMEM): e [items, HO, V, K] float32, m_t [items, HO, K, K] bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V]
-float32 (optional), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
+The product with the diagonal of M is made in float32, the rest by tensor cores. Where nothing is written the rest is
+0, and a state loses no digit but by its decay.
+
+Inputs (GMEM): e [items, HO, V, K] float32, diagonal of M [items, HO, K] float32, rest of M^T [items, HO, K, K]
+bfloat16 or float16, h_0 [N, HO, V, K] or [.., K, V] float32 (optional) or a pool of such states and slots of it (see
+`work.slots`), first_item int32 (packed rows only): sequence i owns items first_item[i] to first_item[i + 1] - 1.
 Outputs (GMEM): border [items, HO, V, K] float32: the state at the start, or the cotangent at the end, of each
 segment. Items of no sequence are not written.
 Grid: one CTA of one warpgroup for each (sequence, head, 64 rows of h); it walks over the segments.
 Shared memory: `_memory`, 3 x 64 KB at K = 128.
-Numerics: h and E float32; h is rounded to the operand dtype for the product, as between chunks.
+Numerics: h, E and the diagonal float32; h is rounded to the operand dtype for the product with the rest, as between
+chunks. No error is larger than with all of M in 16 bits: the other products are the same.
 Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256.
 Source: the look-back of chunked scans; FlashInfer's and FlashQLA's context-parallel fix-up.
 """
@@ -28,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import grid_index, launch
-from pallas_kernels.device.layouts import WGMMA, zeros
+from pallas_kernels.device.layouts import COL, WGMMA, along_columns, zeros
 from pallas_kernels.device.memory import (
     SMEM_LIMIT,
     Barriers,
@@ -39,6 +44,8 @@ from pallas_kernels.device.memory import (
     transposed,
 )
 from pallas_kernels.device.operations import Device
+from pallas_kernels.work.residuals import Transition
+from pallas_kernels.work.slots import PoolStates, Slots, load_initial, slot_inputs
 
 ROWS = 64
 
@@ -47,8 +54,9 @@ def _memory(stages: int, K: int, dtype) -> Memory:
     """Shared memory of a CTA."""
     return {
         "e": Buffer((stages, ROWS, K), swizzle=128),
-        "m_t": Buffer((stages, K, K), dtype, swizzle=128),
-        "loaded": Barriers(arrivals=2, count=stages),
+        "rest": Buffer((stages, K, K), dtype, swizzle=128),
+        "diagonal": Buffer((stages, K)),
+        "loaded": Barriers(arrivals=3, count=stages),
     }
 
 
@@ -68,6 +76,7 @@ class _Sizes(NamedTuple):
     kv_layout: bool
     backwards: bool
     stages: int
+    slots: Slots | None
 
 
 def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
@@ -90,11 +99,14 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
         stage = lax.rem(i, stages)
         loaded = smem.loaded.at[stage]
         plgpu.copy_gmem_to_smem(gmem.e.at[item(i), head, rows], smem.e.at[stage], loaded)
-        plgpu.copy_gmem_to_smem(gmem.m_t.at[item(i), head], smem.m_t.at[stage], loaded)
+        plgpu.copy_gmem_to_smem(gmem.rest.at[item(i), head], smem.rest.at[stage], loaded)
+        plgpu.copy_gmem_to_smem(gmem.diagonal.at[item(i), head], smem.diagonal.at[stage], loaded)
 
     for j in range(stages):
         pl.when(j < count - 1)(functools.partial(load, jnp.int32(j)))
-    if gmem.h_0 is None:
+    if sizes.slots is not None:
+        h = load_initial(sequence, head, rows, sizes.kv_layout, sizes.slots, gmem)
+    elif gmem.h_0 is None:
         h = zeros((ROWS, K), jnp.float32)
     else:
         h = load_state(gmem.h_0.at[sequence, head], rows, sizes.kv_layout)
@@ -111,14 +123,15 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
         plgpu.barrier_wait(smem.loaded.at[stage])
         e = plgpu.load(smem.e.at[stage], layout=WGMMA)
         if multiply:
-            m_tile = transposed(smem.m_t.at[stage]) if sizes.backwards else smem.m_t.at[stage]
-            rounded, start = h.astype(gmem.m_t.dtype), h
+            rest = transposed(smem.rest.at[stage]) if sizes.backwards else smem.rest.at[stage]
+            diagonal = along_columns(plgpu.load(smem.diagonal.at[stage], layout=COL), ROWS)
+            rounded, start = h.astype(gmem.rest.dtype), h
 
             def walk(add):
-                add(0, rounded, m_tile)
+                add(0, rounded, rest)
                 store(i, start)
 
-            (h,) = dev.accumulate([e], walk)
+            (h,) = dev.accumulate([e + h * diagonal], walk)
         else:
             store(i, h)
             h = e
@@ -139,8 +152,8 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
 
 def segment_states(
     e: Float[Array, "items HO V K"],
-    m_t: Float[Array, "items HO K K"],
-    h_0: Float[Array, "N HO _ _"] | None,
+    m_t: Transition,
+    h_0: Float[Array, "N HO _ _"] | PoolStates | None,
     first_item: Int[Array, " N2"] | None,
     *,
     num_sequences: int,
@@ -152,13 +165,14 @@ def segment_states(
 
     Args:
       e, m_t: of `segment_transitions`; those of a sequence's last segment are not used.
-      h_0: initial states, [K, V] with kv_layout else [V, K]; None for zeros.
+      h_0: initial states, [K, V] with kv_layout else [V, K], or where they lie in a pool; None for zeros.
       backwards: e is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
         states.
       first_item: first item of each sequence (packed rows), None when all sequences have equally many.
       num_sequences: N.
     """
     items, HO, V, K = e.shape
+    states = h_0 if isinstance(h_0, PoolStates) else None
     sizes = _Sizes(
         HO=HO,
         V=V,
@@ -166,14 +180,16 @@ def segment_states(
         per_sequence=None if first_item is not None else items // num_sequences,
         kv_layout=kv_layout,
         backwards=backwards,
-        stages=_stages(K, m_t.dtype),
+        stages=_stages(K, m_t.rest.dtype),
+        slots=None if states is None else states.slots,
     )
+    inputs = {"e": e, **m_t._asdict(), "h_0": None if states else h_0, "first_item": first_item}
     results = launch(
         "segment_states",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
-        inputs={"e": e, "m_t": m_t, "h_0": h_0, "first_item": first_item},
+        inputs=inputs | slot_inputs(states),
         outputs={"border": jax.ShapeDtypeStruct(e.shape, jnp.float32)},
-        memory=_memory(sizes.stages, K, m_t.dtype),
+        memory=_memory(sizes.stages, K, m_t.rest.dtype),
         ctas=num_sequences * HO * (V // ROWS),
         auto_barriers=False,
         interpret=interpret,

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from pallas_kernels.decode.ring import LENGTH
-from pallas_kernels.decode.tiles import Slots, one_for_all_layers
 from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.work.slots import Slots, one_for_all_layers
 
 
 def _body(gmem: Any, _: Any, *, slots: Slots, T: int | None) -> None:

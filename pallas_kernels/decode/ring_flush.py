@@ -7,7 +7,7 @@ read_slots [N], held [N] int32.
 In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16. The counts are the caller's to
 set to 0: a kernel that read them while another part of it wrote them would read either.
 Outputs: none.
-Grid: a warpgroup for some heads of a request, tile after tile: mostly it finds that there is nothing to do.
+Grid: a warpgroup for some heads of a request, one after the other: mostly it finds that there is nothing to do.
 Numerics: sums in float32, rounded once. Hardware, limits: those of `ring_step`.
 """
 
@@ -19,21 +19,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.ring import LENGTH, Slot, default_config
-from pallas_kernels.decode.step import Config
-from pallas_kernels.decode.tiles import Rule, Tile, lane_layout, load, one_for_all_layers
+from pallas_kernels.decode.ring import LENGTH, Slot
+from pallas_kernels.decode.ring_products import Ring, add_tokens
+from pallas_kernels.decode.ring_step import Config
+from pallas_kernels.decode.tiles import Rule, Tile
 from pallas_kernels.device.launch import grid_index, launch
-from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.memory import Buffer
+from pallas_kernels.work.slots import one_for_all_layers
 
 HEADS = 4
 """That a warpgroup takes one after the other, at most."""
 
 
-def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int, tiles: int) -> None:
-    tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
-    by_pairs = lane_layout(LENGTH // 2, 2).reduce(0)
+def _body(gmem: Any, smem: Any, *, rule: Rule, block: int, room: int, tiles: int) -> None:
+    tile = Tile(rule, block, gmem.state.dtype.itemsize)
+    ring = Ring(rule.K, block, gmem.ring_k.dtype.itemsize)
     first = grid_index() * tiles
     row = tile.where(first)[0]
     slot, count = gmem.read_slots[row], gmem.held[row]
@@ -42,14 +45,17 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, room: int, tiles: in
     def _():
         place = rule.place(slot, gmem.layer)
 
-        def fold(i, _):
+        def flush(i, _):
             _, head, entries = tile.where(first + i)
             here = Slot(gmem, tile, place, head, lax.div(head, rule.HV // rule.Hk), entries)
-            S = load(here.state, tile.layout)
-            total = jnp.sum(here.log_decays(count, by_pairs))
-            store_any(here.state, here.folded(tile, S, count, total, 0.0).astype(S.dtype))
+            held = ring.load(here, count)
+            ring.spill(held, jnp.float32(0), smem.keys, smem.values)
+            plgpu.commit_smem()
+            add_tokens(here.state, jnp.exp(held.total), smem.keys, smem.values, rule.kv_layout)
+            # All warps have read the tokens before the next ones take their place.
+            plgpu.commit_smem()
 
-        lax.fori_loop(0, tiles, fold, None)
+        lax.fori_loop(0, tiles, flush, None)
 
 
 def ring_flush(
@@ -64,21 +70,19 @@ def ring_flush(
     kv_layout: bool = True,
     null_slot: int | None = None,
     layer: int | Int[Array, ""] | None = None,
-    config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "slots *layers HV rows columns"]:
     """The states, where held + room > L with what the rings hold. All other slots keep their bits.
 
     Args:
-      state, ring_k, ring_u, ring_g, read_slots, held, kv_layout, null_slot, layer, config, interpret: as for
-        `ring_step`.
+      state, ring_k, ring_u, ring_g, read_slots, held, kv_layout, null_slot, layer, interpret: as for `ring_step`.
       room: tokens that must find room; L for every ring that is not empty.
     """
     (Hk, _, K), (HV, _, V) = ring_k.shape[-3:], ring_u.shape[-3:]
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     rule = Rule(Hk, Hk, HV, K, V, 1.0, kv_layout=kv_layout, slots=slots, null_slot=null_slot, layers=layers)
-    config = config or default_config(V, state.dtype, kv_layout)
-    tiles = math.gcd(HV, HEADS) * (V // config.block)
+    block = Config.default(V).block
+    tiles = math.gcd(HV, HEADS) * (V // block)
     in_place = jax.new_ref(one_for_all_layers(state, layer))
     rings = {"ring_k": ring_k, "ring_u": ring_u, "ring_g": ring_g}
     inputs = {name: one_for_all_layers(x, layer) for name, x in rings.items()}
@@ -89,11 +93,11 @@ def ring_flush(
     }
     launch(
         "ring_flush",
-        functools.partial(_body, rule=rule, config=config, room=room, tiles=tiles),
+        functools.partial(_body, rule=rule, block=block, room=room, tiles=tiles),
         inputs=inputs | at | {"state": in_place},
         outputs={},
-        memory={},
-        ctas=read_slots.shape[0] * HV * (V // config.block) // tiles,
+        memory={"keys": Buffer((LENGTH, K)), "values": Buffer((LENGTH, block))},
+        ctas=read_slots.shape[0] * HV * (V // block) // tiles,
         auto_barriers=False,
         interpret=interpret,
     )

@@ -1,6 +1,6 @@
 """What `ring_step` has in registers: a ring, and sums of products with a state that comes in chunks.
 
-Nothing here touches global memory but the loads of a ring.
+Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
 """
 
 import math
@@ -13,8 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.ring import LENGTH, Slot
-from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.decode.tiles import ACCESS_BYTES, GRANULE, WARP, WARPS, Rule, lane_layout, load
 from pallas_kernels.device.memory import store_any
+
+PART_ROWS = 64
+"""Of a state, in registers while tokens are added to them."""
 
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
@@ -112,10 +115,49 @@ class Ring:
         position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
         return jnp.where(position < held.count, jnp.exp(held.since + log_decay) * products, 0.0)
 
+    def spill(self, held: Held, log_decay: jax.Array, keys: Any, values: Any) -> None:
+        """Writes D_j k_j [L, K] and u_j [L, block] to shared memory's first L rows, zeros where there is no token.
+
+        Args:
+          log_decay: since the ring's last token.
+        """
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
+        decays = jnp.exp(held.since + log_decay)
+        is_token = spread(position < held.count, held.k.shape, 0, self.k_layout)
+        k = held.k.astype(jnp.float32) * spread(decays, held.k.shape, 0, self.k_layout)
+        store_any(keys.at[pl.ds(0, LENGTH)], jnp.where(is_token, k, 0.0))
+        store_any(values.at[pl.ds(0, LENGTH)], held.u)
+
     def recall(self, held: Held, weights: Any) -> jax.Array:
         """sum_j weights_j u_j along V."""
         w = load(weights, self.u_layout.reduce(1))
         return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
+
+
+def add_tokens(state: Any, decay: jax.Array, keys: Any, values: Any, kv_layout: bool) -> None:
+    """state <- decay state + sum_j keys_j values_j^T, part by part, of a state in memory.
+
+    Args:
+      state: [K, block], or [block, K].
+      keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
+    """
+    total_rows, columns = state.shape
+    slices = row_slices(columns)
+    # Longer rows would need more registers than there are.
+    rows = PART_ROWS if total_rows % PART_ROWS == 0 and columns <= 128 else GRANULE
+    size = (rows, columns)
+    x, y = (keys, values) if kv_layout else (values, keys)
+
+    def part(i, _):
+        here = pl.ds(i * rows, rows)
+        S = load(state.at[here], slices.layout).astype(jnp.float32) * decay
+        for j in range(keys.shape[0]):
+            along_rows = load(x.at[j, here], slices.layout.reduce(1))
+            along_columns = load(y.at[j], slices.layout.reduce(0))
+            S = S + spread(along_rows, size, 0, slices.layout) * spread(along_columns, size, 1, slices.layout)
+        store_any(state.at[here], S.astype(state.dtype))
+
+    lax.fori_loop(0, total_rows // rows, part, None)
 
 
 class Products:

@@ -39,14 +39,21 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import step
 from pallas_kernels.decode.ring import LENGTH, Slot
-from pallas_kernels.decode.ring_products import Held, Products, Ring, Shape, column_layout, row_slices, spread
+from pallas_kernels.decode.ring_products import (
+    Held,
+    Products,
+    Ring,
+    Shape,
+    add_tokens,
+    column_layout,
+    row_slices,
+)
 from pallas_kernels.decode.tiles import (
     GRANULE,
     Rule,
     Tile,
     load,
     log_decay,
-    one_for_all_layers,
     vector_layout,
     write_strength,
 )
@@ -61,13 +68,10 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
+from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""
-
-PART_ROWS = 64
-"""Of a state, in registers while a ring is added to them. Each entry of the ring waits for its loads, once for every
-part of so many rows: few and large parts are fast."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Config:
         return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
 
-def memory(rule: Rule, config: Config, T: int, state_dtype: Any) -> Memory:
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for."""
     shape, W = (
         Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
@@ -100,6 +104,8 @@ def memory(rule: Rule, config: Config, T: int, state_dtype: Any) -> Memory:
         "vectors": Buffer((W, 2 * T, rule.K)),
         "weights": Buffer((W, 2 * T, LENGTH)),
         "sums": Buffer((W, *sums)),
+        "keys": Buffer((W, LENGTH + 1, rule.K)) if deferred else None,
+        "values": Buffer((W, LENGTH + 1, config.block)) if deferred else None,
     }
     stage = Buffer((W, shape.rows, shape.columns), state_dtype)
     room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
@@ -267,41 +273,14 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
                     fold(at, held, token, u)
 
     def fold(at: Slot, held: Held, token: Token, u: jax.Array) -> None:
-        """The state with the ring and a token in it, part by part."""
-        layout = row_slices(shape.columns).layout
-        total_rows = rule.K if rule.kv_layout else config.block
-        # Longer rows would need more registers than there are.
-        rows = PART_ROWS if total_rows % PART_ROWS == 0 and shape.columns <= 128 else GRANULE
-        size = (rows, shape.columns)
-        # The token's u meets the state's layout in shared memory.
-        u_at = smem.sums.at[wg, 0, 0] if rule.kv_layout else smem.sums.at[wg, 0]
+        """The state with the ring and a token in it."""
+        keys, values = smem.keys.at[wg], smem.values.at[wg]
+        ring.spill(held, token.g, keys, values)
+        store_any(keys.at[LENGTH], token.k)
+        store_any(values.at[LENGTH], u)
         plgpu.commit_smem()
-        store_any(u_at, u)
-        plgpu.commit_smem()
-        total = jnp.exp(held.total + token.g)
-
-        def part(i, _):
-            here = pl.ds(i * rows, rows)
-            along_rows, along_columns = layout.reduce(1), layout.reduce(0)
-            state = at.state.at[here]
-
-            def outer(k: Any, v: Any, decay: Any):
-                """k v^T of vectors in memory."""
-                x, y = (k.at[here], v) if rule.kv_layout else (v.at[here], k)
-                x, y = load(x, along_rows).astype(jnp.float32), load(y, along_columns).astype(jnp.float32)
-                return spread(x * decay, size, 0, layout) * spread(y, size, 1, layout)
-
-            def entry(j, carry):
-                S, since = carry
-                position = held.count - 1 - j
-                return S + outer(at.k.at[position], at.u.at[position], jnp.exp(since)), since + at.g[position]
-
-            S = load(state, layout).astype(jnp.float32) * total + outer(vectors.at[0], u_at, 1.0)
-            S, _ = lax.fori_loop(0, held.count, entry, (S, jnp.float32(0) + token.g))
-            store_any(state, S.astype(gmem.state.dtype))
-
-        lax.fori_loop(0, total_rows // rows, part, None)
-        # All warps have read the token before the next one takes its place.
+        add_tokens(at.state, jnp.exp(held.total + token.g), keys, values, rule.kv_layout)
+        # All warps have read the tokens before the next ones take their place.
         plgpu.commit_smem()
 
     def padding(i: jax.Array, next_slot: jax.Array) -> None:
@@ -400,7 +379,7 @@ def ring_step(
         }
         | dict(zip(("state", "ring_k", "ring_u", "ring_g"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory=memory(rule, config, T, state.dtype),
+        memory=memory(rule, config, T, state.dtype, deferred),
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -34,11 +34,11 @@ from pallas_kernels.decode.tiles import (
     Tile,
     load,
     log_decay,
-    one_for_all_layers,
     write_strength,
 )
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""

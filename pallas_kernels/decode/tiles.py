@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.layouts import L2NORM_EPS
+from pallas_kernels.work.slots import Slots
 
 WARP = 32
 """Threads of a warp."""
@@ -35,25 +36,6 @@ ACCESS_BYTES = 16
 
 GRANULE = 32
 """K is a multiple of this, and so is `block`."""
-
-
-class Slots(NamedTuple):
-    """Which slot numbers a pool has, and where they lie."""
-
-    slots: int
-    """Slots of the pool. A slot number outside of it, or equal to null_slot, is padding."""
-    null_slot: int | None
-    layers: int
-    """States of a slot, one for each layer of a model, where the pool serves them all."""
-
-    def is_slot(self, slot: jax.Array) -> jax.Array:
-        """Whether a slot number names a slot of the pool."""
-        inside = (slot >= 0) & (slot < self.slots)
-        return inside if self.null_slot is None else inside & (slot != self.null_slot)
-
-    def place(self, slot: jax.Array, layer: Any) -> jax.Array:
-        """Where a slot's state of a layer lies in a pool [slots * layers, ...]; layer: a reference [1], or None."""
-        return slot if layer is None else slot * self.layers + layer[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +65,7 @@ class Rule:
         return self._pool.place(slot, layer)
 
     @property
-    def _pool(self) -> "Slots":
+    def _pool(self) -> Slots:
         return Slots(self.slots, self.null_slot, self.layers)
 
 
@@ -230,8 +212,3 @@ def write_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:
     """beta = sigmoid(b), or twice that, likewise."""
     beta = 1.0 / (1.0 + jnp.exp(-b.astype(jnp.float32)))
     return 2.0 * beta if allow_neg_eigval else beta
-
-
-def one_for_all_layers(x: jax.Array, layer: Any) -> jax.Array:
-    """An array [slots, layers, ...] of a pool that serves a whole model, as [slots * layers, ...]."""
-    return x if layer is None else x.reshape(-1, *x.shape[2:])

@@ -23,9 +23,6 @@ RESET_G2 = -150.0
 """Floor of a log2 decay. 2^-150 is 0 in float32, so the floor changes no result, and a reset (g = -inf) is
 an ordinary number: sums and differences of gates stay finite."""
 
-FLOAT16_LOG2 = 4
-"""In float16 the gated inverse T is stored times 2^4, so that a write strength of 2^-20 keeps its digits."""
-
 L2NORM_EPS = 1e-6
 """Of the L2 norm of q and k, as in gdn_jax.gates."""
 
@@ -52,11 +49,6 @@ def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
 def zeros(shape: tuple[int, ...], dtype, layout=WGMMA) -> jax.Array:
     """Zeros in registers."""
     return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
-
-
-def inverse_log2(dtype) -> int:
-    """The gated inverse T is stored times two to the power of this."""
-    return FLOAT16_LOG2 if dtype == jnp.float16 else 0
 
 
 def round_up(n: int, multiple: int) -> int:

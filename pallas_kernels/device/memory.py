@@ -90,25 +90,27 @@ def store_any(ref, x: jax.Array) -> None:
 
 
 def load_state(ref, rows, kv_layout: bool) -> jax.Array:
-    """Rows of a float32 state [V, K] in memory, or of one that lies there as [K, V].
+    """Rows of a state [V, K] in memory, or of one that lies there as [K, V], in float32.
 
     Times 1, which compiles to nothing: what is loaded from an argument keeps in its type, inside jax.shard_map, the
     mesh axes that it varies over, and what is computed in a kernel does not. A loop's carry must stay of one type.
     """
     if kv_layout:
         source = transposed(ref.at[:, rows])
-        s = plgpu.layout_cast(plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False), WGMMA)
+        s = plgpu.load(source, layout=WGMMA_TRANSPOSED, optimized=False).astype(jnp.float32)
+        s = plgpu.layout_cast(s, WGMMA)
     else:
-        s = plgpu.load(ref.at[rows], layout=WGMMA, optimized=False)
+        s = plgpu.load(ref.at[rows], layout=WGMMA, optimized=False).astype(jnp.float32)
     return s * 1.0
 
 
 def store_state(ref, rows, h: jax.Array, kv_layout: bool) -> None:
-    """Writes rows of a float32 state to memory, where it lies as [V, K], or as [K, V]."""
+    """Writes rows of a float32 state to memory in its dtype, where it lies as [V, K], or as [K, V]."""
     if kv_layout:
-        transposed(ref.at[:, rows])[...] = plgpu.layout_cast(h, WGMMA_TRANSPOSED)
+        h = plgpu.layout_cast(h, WGMMA_TRANSPOSED)
+        store_any(transposed(ref.at[:, rows]), h.astype(ref.dtype))
     else:
-        ref.at[rows][...] = h
+        store_any(ref.at[rows], h.astype(ref.dtype))
 
 
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,19 +1,20 @@
 """Outputs and final states: the walk of `forward.walk`, which also reads the state with the queries.
 
-    O^T = scale (h Q^T) D + U P^T,    P = scale (Q K^T) * Gamma,    Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above
+    O^T = scale (h Q^T) D + W P^T,    P = scale ((Q K^T) * Gamma) diag(beta)
 
-(In float16 P is 16 times smaller, as U is larger.) Where q and k are to be normalised, the reciprocal norms of q go
+with Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above. Where q and k are to be normalised, the reciprocal norms of q go
 into the rows of P and scale D.
 
-h K^T and h Q^T run together, then U, then h and O. A warpgroup can run ahead of its products by about two
+h K^T and h Q^T run together, then W, then h and O. A warpgroup can run ahead of its products by about two
 instructions only, so what it does beside them is not free: O of a chunk is stored while the next chunk's last
 products drain, or, where two state warpgroups would lack the registers, its first ones. The helper makes D, scale D,
 Dr and P.
 
-Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C], q_rstd
-and k_rstd [B, H, NT C] f32 (optional), h_0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed
-rows).
+Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], v [B, T, HV, V], g2_cum and beta [B, HO, NT C] f32, t [B, HO, NT C,
+C], q_rstd and k_rstd [B, H, NT C] f32 (optional), h_0 [items, HO, V, K] or [.., K, V] f32 (optional), tables int32
+(packed rows).
 Outputs (GMEM): o [B, T, HO, V], final state [N, HO, V, K] or [.., K, V] f32.
+In place of h_0 and the final states (GMEM): a pool of states in f32 or bf16, and slots of it (see `work.slots`).
 Shared memory: `_memory`, 214 KB at K = V = 128 with two state warpgroups and three stages.
 Barriers, hardware, limits, source: `forward.walk`.
 """
@@ -45,6 +46,7 @@ from pallas_kernels.forward.walk import (
     walk,
 )
 from pallas_kernels.work.foreign import store_owned
+from pallas_kernels.work.slots import PoolStates, load_initial, slot_inputs, store_final
 from pallas_kernels.work.tables import Items, table_inputs
 
 
@@ -66,12 +68,13 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False, normalize: b
         "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
         "g2": vector,
+        "beta": vector,
         "d": vector,
         "d_scaled": vector,
         "dr": vector,
         "q_rstd": vector if normalize else None,
         "k_rstd": vector if normalize else None,
-        "loaded": Barriers(arrivals=7 if normalize else 5, count=stages),
+        "loaded": Barriers(arrivals=8 if normalize else 6, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
         "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
@@ -84,9 +87,9 @@ def _prepare(cta: Cta, stage) -> None:
 
     def scores(qk):
         qk = dev.issue(qk, smem.q.at[stage], transposed(smem.k.at[stage]))
-        g_rows, gamma = gamma_of(dev, smem.g2.at[stage], math.log2(scale) - cta.t_log2)
+        g_rows, gamma = gamma_of(dev, smem.g2.at[stage], math.log2(scale))
         prepare_vectors(cta, stage, g_rows)
-        p = dev.collect(qk) * gamma
+        p = dev.collect(qk) * gamma * cta.vector(smem.beta, stage)
         if smem.q_rstd is not None:
             p = p * along_rows(cta.factors(smem.q_rstd, stage), CHUNK)
         smem.p.at[stage][...] = p.astype(cta.dtype)
@@ -110,7 +113,9 @@ def _store_o(cta: Cta, i, o) -> None:
 
 
 def _read_h_0(cta: Cta) -> jax.Array:
-    h_0 = cta.gmem.h_0
+    h_0, slots = cta.gmem.h_0, cta.sizes.slots
+    if h_0 is None and slots is not None:
+        return load_initial(cta.span.sequence, cta.head, cta.rows, cta.sizes.kv_layout, slots, cta.gmem)
     if h_0 is None:
         return zeros((ROWS, cta.sizes.K), jnp.float32)
     n = cta.span.sequence if cta.sizes.split.segment_chunks is None else cta.item.index
@@ -136,20 +141,20 @@ def _step(cta: Cta, i, carry):
         hq = dev.issue(hq, left, transposed(q_tile))
         if cta.num_state == 2:
             store_previous()
-        w = corrected_values(cta, stage, hk, newer=1)
+        r = corrected_values(cta, stage, hk, newer=1)
 
-        def correct(u):
-            """U, and in its shadow what the two last products start from."""
-            u = dev.issue(u, w, transposed(smem.t.at[stage]))
+        def correct(w):
+            """W, and in its shadow what the two last products start from."""
+            w = dev.issue(w, r, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
             read = dev.collect(hq, newer=1) * cta.vector(smem.d_scaled, stage)
-            return *lax.optimization_barrier((decayed, read)), dev.collect(u), dr
+            return *lax.optimization_barrier((decayed, read)), dev.collect(w), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, read, u, dr = pl.run_scoped(solve, accumulator, accumulator)
-    written, rounded = (u * dr).astype(cta.dtype), u.astype(cta.dtype)
+    decayed, read, w, dr = pl.run_scoped(solve, accumulator, accumulator)
+    written, rounded = (w * dr).astype(cta.dtype), w.astype(cta.dtype)
 
     def write_and_read(add):
         add(0, written, k_tile)
@@ -172,12 +177,19 @@ def _state(cta: Cta) -> None:
     h, _, o = walk(cta, _step, (h, cta.operand(h), nothing))
     pl.when(cta.chunks > 0)(lambda: _store_o(cta, cta.chunks - 1, o))
     writes = cta.item.is_last
-    if cta.packed:
+    if cta.span.is_padding is not False:
         pl.when(cta.span.is_padding)(lambda: _clear_padding(cta))
         writes = writes & jnp.logical_not(cta.span.is_padding)
-    final = cta.gmem.final.at[cta.span.sequence, cta.head]
-    pl.when(writes)(lambda: store_state(final, cta.rows, h, cta.sizes.kv_layout))
+    pl.when(writes)(lambda: _store_final(cta, h))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _store_final(cta: Cta, h) -> None:
+    where, sizes = (cta.span.sequence, cta.head), cta.sizes
+    if cta.gmem.final is not None:
+        return store_state(cta.gmem.final.at[where], cta.rows, h, sizes.kv_layout)
+    assert sizes.slots is not None
+    return store_final(*where, cta.rows, h, sizes.kv_layout, sizes.slots, cta.gmem)
 
 
 def _clear_padding(cta: Cta) -> None:
@@ -199,25 +211,28 @@ def outputs(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     t: Float[Array, "B HO T64 C"],
     h_0: Float[Array, "items HO _ _"] | None,
     *,
     items: Items,
+    states: PoolStates | None = None,
     rstd: tuple[Float[Array, "B Hq T64"], Float[Array, "B Hk T64"]] | None = None,
     scale: float = 1.0,
     kv_layout: bool = False,
     h_0_kv_layout: bool = False,
     config: Config | None = None,
     interpret=None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
-    """o and the final states; see the module docstring.
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "_ HO _ _"]]:
+    """o and the final states, or the pool that they are in; see the module docstring.
 
     Args:
       q, k, v: bfloat16 or float16, K and V multiples of 64, T a multiple of 8.
-      g2_cum, t: of `chunk_gates` and `gated_inverse`.
+      g2_cum, beta, t: of `chunk_gates` and `gated_inverse`.
       h_0: state before each item, float32, None for zeros.
       kv_layout, h_0_kv_layout: whether the final states and h_0 are [K, V]; else [V, K].
       items: what the sequences are cut into; segments need h_0 for every item.
+      states: a pool and slots in which the final states go, and from which the initial ones come without h_0.
       rstd: reciprocal norms of q and k, which the rule then takes normalised; t is that of
         gated_inverse(normalize=True). None to take q and k as they are.
       scale: factor of the output, positive.
@@ -245,6 +260,7 @@ def outputs(
         scale=scale,
         kv_layout=kv_layout,
         h_0_kv_layout=h_0_kv_layout,
+        slots=None if states is None else states.slots,
     )
     q_rstd, k_rstd = rstd or (None, None)
     inputs = {
@@ -252,24 +268,32 @@ def outputs(
         "k": k,
         "v": v,
         "g2_cum": g2_cum,
+        "beta": beta,
         "t": t,
         "q_rstd": q_rstd,
         "k_rstd": k_rstd,
         "h_0": h_0,
     }
+    # With h_0 all reading is done. Without, a sequence may write where another still has to read.
+    in_place = states is not None and (states.write_slots is None or h_0 is not None)
+    slots = slot_inputs(states)
+    updated = {"pool": slots.pop("pool")} if in_place else {}
     final = (N, HO, K, V) if kv_layout else (N, HO, V, K)
     results = launch(
         "outputs",
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
-        inputs=inputs | table_inputs(tables),
+        inputs=inputs | table_inputs(tables) | slots,
         outputs={
             "o": jax.ShapeDtypeStruct((B, T, HO, V), k.dtype),
-            "final": jax.ShapeDtypeStruct(final, jnp.float32),
+            "final": None if in_place else jax.ShapeDtypeStruct(final, jnp.float32),
         },
+        updated=updated,
         memory=_memory(config, K, k.dtype, packed=tables is not None, normalize=rstd is not None),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=n + 1,
         auto_barriers=False,
         interpret=interpret,
     )
-    return results["o"], results["final"]
+    if states is None:
+        return results["o"], results["final"]
+    return results["o"], results["pool"] if in_place else states.put(results["final"])

@@ -26,7 +26,8 @@ from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
-from pallas_kernels.work.residuals import Residuals, Segments
+from pallas_kernels.work.residuals import Residuals, Segments, Transition
+from pallas_kernels.work.slots import PoolStates
 from pallas_kernels.work.split import choose_split, work_of
 from pallas_kernels.work.tables import (
     Items,
@@ -86,6 +87,24 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
     return None
 
 
+def check_pool(dims: Dims, pool, scale: float) -> str | None:
+    """Why these kernels cannot read and write states of their calls in a pool themselves; None if they can.
+
+    Args:
+      dims, scale: of a call.
+      pool: of states, or its shape and dtype.
+    """
+    if pool.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"the pool is {pool.dtype.name}; the kernels take float32 and bfloat16"
+    if not pool.shape[0]:
+        return "there are no slots"
+    if dims.K % GRANULE or dims.V % GRANULE:
+        return f"K = {dims.K}, V = {dims.V}; the kernels take states whose widths are multiples of {GRANULE}"
+    if not FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]:
+        return f"scale is {scale}; the kernels take {FOLDED_SCALES[0]} to {FOLDED_SCALES[1]}"
+    return None
+
+
 def _padded(width: int) -> int:
     return round_up(width, GRANULE)
 
@@ -96,7 +115,7 @@ def forward(
     v: Float[Array, "B T HV V"],
     g: Float[Array, "B T HO"] | None,
     beta: Float[Array, "B T HO"] | None,
-    initial_state: Float[Array, "N HO _ _"] | None,
+    initial_state: Float[Array, "N HO _ _"] | PoolStates | None,
     *,
     scale: float,
     cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
@@ -105,10 +124,11 @@ def forward(
     state_layout: str = "kv",
     config: Config | None = None,
     interpret=None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"], Residuals]:
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "_ HO _ _"], Residuals]:
     """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
 
     Args: those of gdn_jax.gated_delta_rule.
+      initial_state: or slots of a pool that check_pool accepts. Tokens of a sequence without a slot are finite.
       scale: a number within FOLDED_SCALES.
       cu_seqlens: where its values are known while tracing (NumPy, or a JAX array that is not traced) the work is
         split by the true lengths, the tables cost nothing at run time, and sequences of equal lengths run as a
@@ -117,7 +137,8 @@ def forward(
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      o in q's dtype, the final states in float32 and the residuals (of the batch, where sequences run as one).
+      o in q's dtype, the final states in float32 (or the pool [slots * layers, ...], in which nothing but the named
+      slots changes, in place where XLA gives it away) and the residuals (of the batch, where sequences run as one).
 
     Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
@@ -193,7 +214,7 @@ class Prepared(NamedTuple):
     t: Float[Array, "B HO T64 C"]
     rstd: tuple[jax.Array, jax.Array] | None
     e: Float[Array, "items HO V64 K64"] | None
-    m_t: Float[Array, "items HO K64 K64"] | None
+    m_t: Transition | None
     items: Items
 
 
@@ -226,7 +247,7 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first
     rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
     e = m_t = None
     if items.split.segment_chunks is not None:
-        e, m_t = segment_transitions(k, v, g2_cum, t, k_rstd=k_rstd, items=items, interpret=interpret)
+        e, m_t = segment_transitions(k, v, g2_cum, beta_t, t, k_rstd=k_rstd, items=items, interpret=interpret)
     return Prepared(q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items)
 
 
@@ -235,21 +256,24 @@ def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int
     (q, k, v, g2_cum, beta_t, t, rstd, _, m_t, items), (T, K, V) = prepared, sizes
     T8, K64, V64 = q.shape[1], q.shape[3], v.shape[3]
     interpret, config = static.interpret, static.config
-    h_0 = _padded_states(static, prepared, initial_state)
+    states = initial_state if isinstance(initial_state, PoolStates) else None
+    h_0 = None if states is not None else _padded_states(static, prepared, initial_state)
     segments = None
     if m_t is not None:
-        segments = Segments(_starts(static, prepared, h_0), m_t, items)
+        segments = Segments(_starts(static, prepared, h_0 if states is None else states), m_t, items)
     o, final = outputs(
         q,
         k,
         v,
         g2_cum,
+        beta_t,
         t,
         h_0 if segments is None else segments.starts,
         rstd=rstd,
         scale=static.scale,
         kv_layout=static.kv_layout,
         h_0_kv_layout=static.kv_layout and segments is None,
+        states=states,
         config=config.outputs,
         items=items,
         interpret=interpret,
@@ -272,7 +296,7 @@ def _padded_states(static: _Static, prepared: Prepared, states):
 
 
 def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO V64 K64"]:
-    """The state at the start of every segment, from padded initial states."""
+    """The state at the start of every segment, from padded initial states, or from those of a pool."""
     tables = prepared.items.tables
     assert prepared.e is not None and prepared.m_t is not None
     return segment_states(

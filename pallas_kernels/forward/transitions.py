@@ -2,11 +2,12 @@
 
 The state after a segment is h M^T + E, where h [V, K] is the (transposed) state before it. E is the state that a walk
 from zeros ends with. M^T [K, K] is what a walk from the identity ends with, all of whose values are zeros: its rows
-lie after those of E, as rows V to V + K of one state.
+lie after those of E, as rows V to V + K of one state. Its diagonal leaves in float32, apart from the rest.
 
-Inputs (GMEM): k [B, T, Hk, K], v [B, T, HV, V], g2_cum [B, HO, NT C] f32, t [B, HO, NT C, C], k_rstd [B, Hk, NT C]
-f32 (optional), tables int32 (packed rows).
-Outputs (GMEM): e [items, HO, V, K] f32, m_t [items, HO, K, K]; those of a sequence's last segment are not written.
+Inputs (GMEM): k [B, T, Hk, K], v [B, T, HV, V], g2_cum and beta [B, HO, NT C] f32, t [B, HO, NT C, C], k_rstd [B,
+Hk, NT C] f32 (optional), tables int32 (packed rows).
+Outputs (GMEM): e [items, HO, V, K] f32; of M^T its diagonal [items, HO, K] f32 and the rest [items, HO, K, K]; those
+of a sequence's last segment are not written.
 Shared memory: `_memory`. Barriers, hardware, limits, source: `forward.walk`.
 """
 
@@ -34,6 +35,7 @@ from pallas_kernels.forward.walk import (
     wait_for_chunk,
     walk,
 )
+from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.tables import Items, table_inputs
 
 
@@ -53,12 +55,13 @@ def _memory(config: Config, K: int, dtype, *, normalize: bool = True) -> Memory:
         "out": Buffer((n, ROWS, K), dtype, swizzle=128),
         "h": Buffer((n, ROWS, K), dtype, swizzle=128) if config.state_in_smem else None,
         "g2": vector,
+        "beta": vector,
         "d": vector,
         "d_scaled": None,
         "dr": vector,
         "q_rstd": None,
         "k_rstd": vector if normalize else None,
-        "loaded": Barriers(arrivals=5 if normalize else 4, count=stages),
+        "loaded": Barriers(arrivals=6 if normalize else 5, count=stages),
         "prepared": Barriers(arrivals=1, count=stages),
         "consumed": Barriers(arrivals=n, count=stages),
         "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
@@ -74,11 +77,15 @@ def _of_e(cta: Cta) -> jax.Array:
     return cta.row_tile < cta.sizes.V // ROWS
 
 
-def _start(cta: Cta) -> jax.Array:
-    """Rows of [0 | I]: row r of M^T is row V + r."""
+def _on_diagonal(cta: Cta) -> jax.Array:
+    """Where this warpgroup's rows lie on the diagonal of M^T, whose row r is row V + r."""
     shape = (ROWS, cta.sizes.K)
-    diagonal = iota(shape, 0) + cta.row_tile * ROWS - cta.sizes.V == iota(shape, 1)
-    return jnp.where(diagonal, 1.0, zeros(shape, jnp.float32))
+    return iota(shape, 0) + cta.row_tile * ROWS - cta.sizes.V == iota(shape, 1)
+
+
+def _start(cta: Cta) -> jax.Array:
+    """Rows of [0 | I]."""
+    return jnp.where(_on_diagonal(cta), 1.0, zeros((ROWS, cta.sizes.K), jnp.float32))
 
 
 def _step(cta: Cta, i, carry):
@@ -96,19 +103,19 @@ def _step(cta: Cta, i, carry):
 
     def solve(hk):
         hk = dev.issue(hk, left, transposed(k_tile))
-        w = corrected_values(cta, stage, hk, 0, values)
+        r = corrected_values(cta, stage, hk, 0, values)
 
-        def correct(u):
-            """U, and in its shadow what the last product starts from."""
-            u = dev.issue(u, w, transposed(smem.t.at[stage]))
+        def correct(w):
+            """W, and in its shadow what the last product starts from."""
+            w = dev.issue(w, r, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])
-            return lax.optimization_barrier(decayed), dev.collect(u), dr
+            return lax.optimization_barrier(decayed), dev.collect(w), dr
 
         return pl.run_scoped(correct, accumulator)
 
-    decayed, u, dr = pl.run_scoped(solve, accumulator)
-    written = (u * dr).astype(cta.dtype)
+    decayed, w, dr = pl.run_scoped(solve, accumulator)
+    written = (w * dr).astype(cta.dtype)
     (h,) = dev.accumulate([decayed], lambda add: add(0, written, k_tile))
     h_operand = cta.operand(h)
     dev.release(smem.consumed.at[stage])
@@ -116,7 +123,7 @@ def _step(cta: Cta, i, carry):
 
 
 def _write(cta: Cta, h) -> None:
-    """Rows of E as they are, rows of M^T rounded and through shared memory."""
+    """Rows of E as they are, rows of M^T without the diagonal rounded and through shared memory."""
     gmem, item, out = cta.gmem, cta.item.index, cta.smem.out.at[cta.wg]
 
     @pl.when(_of_e(cta))
@@ -125,10 +132,11 @@ def _write(cta: Cta, h) -> None:
 
     @pl.when(cta.row_tile >= cta.sizes.V // ROWS)
     def _():
-        out[...] = h.astype(cta.dtype)
+        m_rows, on_diagonal = pl.ds(cta.row_tile * ROWS - cta.sizes.V, ROWS), _on_diagonal(cta)
+        gmem.diagonal.at[item, cta.head, m_rows][...] = jnp.sum(jnp.where(on_diagonal, h, 0.0), axis=1)
+        out[...] = jnp.where(on_diagonal, 0.0, h).astype(cta.dtype)
         plgpu.commit_smem()
-        m_rows = pl.ds(cta.row_tile * ROWS - cta.sizes.V, ROWS)
-        plgpu.copy_smem_to_gmem(out, gmem.m_t.at[item, cta.head, m_rows])
+        plgpu.copy_smem_to_gmem(out, gmem.rest.at[item, cta.head, m_rows])
 
 
 def _state(cta: Cta) -> None:
@@ -154,13 +162,14 @@ class Transitions(NamedTuple):
     """What every segment does to a state; see the module docstring."""
 
     e: Float[Array, "items HO V K"]
-    m_t: Float[Array, "items HO K K"]
+    m_t: Transition
 
 
 def segment_transitions(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
     g2_cum: Float[Array, "B HO T64"],
+    beta: Float[Array, "B HO T64"],
     t: Float[Array, "B HO T64 C"],
     *,
     items: Items,
@@ -184,19 +193,22 @@ def segment_transitions(
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     tiles = all_rows // (ROWS * n)
     sizes = Sizes(T=T, N=N, Hq=HO, Hk=Hk, HV=HV, HO=HO, K=K, V=V, tiles=tiles, split=split)
-    inputs = {"q": None, "k": k, "v": v, "g2_cum": g2_cum, "t": t, "q_rstd": None, "k_rstd": k_rstd}
+    inputs = {"q": None, "k": k, "v": v, "g2_cum": g2_cum, "beta": beta, "t": t}
+    inputs |= {"q_rstd": None, "k_rstd": k_rstd}
     results = launch(
         "segment_transitions",
         functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
         inputs=inputs | table_inputs(tables),
         outputs={
             "e": jax.ShapeDtypeStruct((split.num_items, HO, V, K), jnp.float32),
-            "m_t": jax.ShapeDtypeStruct((split.num_items, HO, K, K), k.dtype),
+            "diagonal": jax.ShapeDtypeStruct((split.num_items, HO, K), jnp.float32),
+            "rest": jax.ShapeDtypeStruct((split.num_items, HO, K, K), k.dtype),
         },
         memory=_memory(config, K, k.dtype, normalize=k_rstd is not None),
         ctas=split.num_items * HO * tiles,
         warpgroups=n + 1,
         auto_barriers=False,
+        reduction_bytes=0,  # the sum stays inside a warp
         interpret=interpret,
     )
-    return Transitions(**results)
+    return Transitions(results["e"], Transition(results["diagonal"], results["rest"]))

@@ -2,11 +2,12 @@
 
 With the state transposed, h [V, K], and for one chunk (all of it float32 but the operands of products)
 
-    W = V^T - (h K^T) D              U = W T^T              h <- gl h + (U Dr) K
+    R = V^T - (h K^T) D              W = R T^T              h <- gl h + (W Dr) K
 
-where D_i = 2^G_i, Dr_i = 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of `chunks.inverse`.
-(In float16 T and U are 16 times as large, and Dr that much smaller.) Where keys are to be normalised, their
-reciprocal norms are in the rows of T and go into D: no tile of k is rewritten.
+where D_i = 2^G_i, Dr_i = beta_i 2^(G_last - G_i), gl = 2^G_last, G = g2_cum and T is the gated inverse of
+`chunks.inverse`. What a token writes is beta_i times its column of W: the write strengths are in Dr and in whatever
+else W is multiplied by along its tokens, which the helper makes, and so the products of a chunk do not wait for them.
+Where keys are to be normalised, their reciprocal norms are in the rows of T and go into D: no tile of k is rewritten.
 
 Work: one CTA takes `state_warpgroups` tiles of 64 rows of h (64 columns of V) of one head of one item. An item of
 packed rows walks the chunks it touches, and in a chunk that it shares with another sequence the tokens it does not
@@ -15,7 +16,7 @@ own are masked. That leaves the state and the item's own outputs exact.
 Threads (warpgroups). The state warpgroups hold h in registers, each its 64 rows, and run the chain of products, whose
 left operands stay in registers (an accumulator rounded to bf16 is an operand already). The helper loads everything by
 bulk copies, and one chunk ahead makes what does not depend on the state. Two state warpgroups take turns: one starts
-a chunk's products when the other has its W, so that the products of one run while the other computes between them (2
+a chunk's products when the other has its R, so that the products of one run while the other computes between them (2
 % on an H200).
 
 | barrier  | arrives                                  | waits                                               |
@@ -44,10 +45,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import check_registers, grid_index, warpgroup_index
-from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns, inverse_log2
+from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import mask_foreign
+from pallas_kernels.work.slots import Slots, padding_without_slot
 from pallas_kernels.work.spans import item_of
 from pallas_kernels.work.tables import Split
 
@@ -101,6 +103,8 @@ class Sizes(NamedTuple):
     scale: float = 1.0
     kv_layout: bool = False
     h_0_kv_layout: bool = False
+    slots: Slots | None = None
+    """Of a pool that the states lie in."""
 
 
 class Cta:
@@ -111,7 +115,6 @@ class Cta:
         self.dev = Device(interpreted)
         self.dtype = gmem.k.dtype
         self.packed = gmem.cu_seqlens is not None
-        self.t_log2 = inverse_log2(self.dtype)
         self.num_state = config.state_warpgroups
         self.wg = warpgroup_index()
         self.tile = lax.rem(grid_index(), sizes.tiles)
@@ -119,6 +122,8 @@ class Cta:
         index = lax.div(grid_index(), sizes.tiles * sizes.HO)
         self.item = item_of(index, sizes.split, sizes.T, sizes.N, gmem)
         self.span = self.item.span
+        if sizes.slots is not None:
+            self.span = padding_without_slot(self.span, sizes.slots, gmem)
         self.chunks = self.span.work_chunks
         """Chunks to walk over."""
         self.row_tile = self.tile * self.num_state + self.wg
@@ -167,6 +172,7 @@ def load(cta: Cta, i, stage) -> None:
     copy(gmem.v.at[row, tokens, cta.head_of(sizes.HV), v_columns], smem.v.at[stage])
     copy(gmem.t.at[row, cta.head, tokens], smem.t.at[stage])
     copy(gmem.g2_cum.at[row, cta.head, tokens], smem.g2.at[stage])
+    copy(gmem.beta.at[row, cta.head, tokens], smem.beta.at[stage])
     if gmem.k_rstd is not None:
         copy(gmem.k_rstd.at[row, cta.head_of(sizes.Hk), tokens], smem.k_rstd.at[stage])
     if gmem.q_rstd is not None:
@@ -179,9 +185,9 @@ def mask(cta: Cta, i, stage) -> None:
     tiles = [smem.k.at[stage], smem.v.at[stage], smem.t.at[stage]]
     if cta.gmem.q is not None:
         tiles.append(smem.q.at[stage])
-    norms = [ref.at[stage] for ref in (smem.k_rstd, smem.q_rstd) if ref is not None]
+    vectors = [ref.at[stage] for ref in (smem.beta, smem.k_rstd, smem.q_rstd) if ref is not None]
     chunk, t, gates = cta.chunk_of(i), smem.t.at[stage], smem.g2.at[stage]
-    mask_foreign(cta.span, chunk, tiles, square=t, gates=gates, vectors=norms)
+    mask_foreign(cta.span, chunk, tiles, square=t, gates=gates, vectors=vectors)
 
 
 def prepare_vectors(cta: Cta, stage, g_rows) -> None:
@@ -191,7 +197,8 @@ def prepare_vectors(cta: Cta, stage, g_rows) -> None:
     if smem.d_scaled is not None:
         d_scaled = jnp.exp2(g_rows + math.log2(cta.sizes.scale))
         smem.d_scaled.at[stage][...] = d_scaled * cta.factors(smem.q_rstd, stage)
-    smem.dr.at[stage][...] = jnp.exp2(smem.g2[stage, CHUNK - 1] - cta.t_log2 - g_rows)
+    beta = plgpu.load(smem.beta.at[stage], layout=ROW)
+    smem.dr.at[stage][...] = jnp.exp2(smem.g2[stage, CHUNK - 1] - g_rows) * beta
 
 
 def helper(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
@@ -225,7 +232,7 @@ def wait_for_chunk(cta: Cta, stage) -> None:
 
 
 def corrected_values(cta: Cta, stage, hk, newer: int, values: Callable = lambda v_t: v_t) -> jax.Array:
-    """W rounded, from the issued product h K^T, after which `newer` others were issued.
+    """R rounded, from the issued product h K^T, after which `newer` others were issued.
 
     values: applied to the transposed values.
     """
@@ -234,10 +241,10 @@ def corrected_values(cta: Cta, stage, hk, newer: int, values: Callable = lambda 
     if not cta.packed:
         plgpu.barrier_wait(cta.smem.prepared.at[stage])
     d = cta.vector(cta.smem.d, stage)
-    w = (v_t.astype(jnp.float32) - d * cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
+    r = (v_t.astype(jnp.float32) - d * cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
     if cta.num_state == 2:
         plgpu.barrier_arrive(cta.smem.turn.at[1 - cta.wg])
-    return w
+    return r
 
 
 def walk(cta: Cta, step: Callable, start: Any) -> Any:

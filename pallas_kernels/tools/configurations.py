@@ -24,6 +24,8 @@ from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
+from pallas_kernels.work.residuals import Transition
+from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
 
 
@@ -57,9 +59,9 @@ def outputs_case(
     config = outputs.default_config(K, warpgroups)
     state = (K, V) if options.get("h_0_kv_layout", False) else (V, K)
 
-    def run(tables, rstd, *arguments):
+    def run(tables, rstd, *arguments, states=None):
         static: Any = dict(items=Items(split, tables), scale=0.1, config=config, **options)
-        return outputs.outputs(*arguments, rstd=rstd, **static)
+        return outputs.outputs(*arguments, rstd=rstd, states=states, **static)
 
     return run, (
         tables,
@@ -67,10 +69,30 @@ def outputs_case(
         x(1, T, Hk, K),
         x(1, T, Hk, K),
         x(1, T, HO, V),
-        _shape(1, HO, T),
+        *[_shape(1, HO, T)] * 2,
         x(1, HO, T, 64),
         _shape(split.num_items, HO, *state) if h_0 else None,
     )
+
+
+def _pool_states(N, HO, K, V, dtype, kv_layout) -> PoolStates:
+    """Shapes of a pool of eight states and of slots for N sequences, of which some may start from zeros."""
+    slots: Any = _shape(N, dtype=jnp.int32)
+    pool: Any = _shape(8, HO, *((K, V) if kv_layout else (V, K)), dtype=dtype)
+    return PoolStates(Slots(8, None, 1), pool, slots, None, slots, None)
+
+
+def pool_case(K=128, V=128, warpgroups=2, pool_dtype: Any = jnp.float32, kv_layout=True, segments=False):
+    """A function and its argument shapes: outputs of packed rows, whose states are in a pool."""
+    run, (tables, rstd, *arguments) = outputs_case(
+        K, V, warpgroups, segments, "segments" if segments else "sequences", True, kv_layout=kv_layout
+    )
+    states = _pool_states(3, 4, K, V, pool_dtype, kv_layout)
+
+    def run_on_pool(tables, rstd, states, *arguments):
+        return run(tables, rstd, *arguments, states=states)
+
+    return run_on_pool, (tables, rstd, states, *arguments)
 
 
 def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
@@ -83,15 +105,17 @@ def transitions_case(K=128, V=128, warpgroups=2, packed=None, normalize=False):
         items = Items(split, tables)
         return transitions.segment_transitions(*arguments, items=items, k_rstd=k_rstd, config=config)
 
-    tokens = (x(1, T, Hk, K), x(1, T, HO, V), _shape(1, HO, T), x(1, HO, T, 64))
+    tokens = (x(1, T, Hk, K), x(1, T, HO, V), *[_shape(1, HO, T)] * 2, x(1, HO, T, 64))
     return run, (tables, _shape(1, Hk, T) if normalize else None, *tokens)
 
 
-def segment_case(K=128, V=128, backwards=False):
-    """A function and its argument shapes: segment_states."""
-    function = functools.partial(segment_states, num_sequences=2, backwards=backwards)
-    n, m_t = _shape(8, 4, V, K), _shape(8, 4, K, K, dtype=jnp.bfloat16)
-    return function, (n, m_t, _shape(2, 4, V, K), None)
+def segment_case(K=128, V=128, backwards=False, pool_dtype: Any = None, kv_layout=False):
+    """A function and its argument shapes: segment_states, from states in a pool where that has a dtype."""
+    options = dict(num_sequences=2, backwards=backwards, kv_layout=kv_layout)
+    n = _shape(8, 4, V, K)
+    m_t: Any = (_shape(8, 4, K), _shape(8, 4, K, K, dtype=jnp.bfloat16))
+    h_0 = _shape(2, 4, V, K) if pool_dtype is None else _pool_states(2, 4, K, V, pool_dtype, kv_layout)
+    return functools.partial(segment_states, **options), (n, Transition(*m_t), h_0, None)
 
 
 def _visits(packed: bool) -> tuple[int, VisitTables | None]:
@@ -114,22 +138,21 @@ def chains_case(
     """A function and its argument shapes: chains, or segment_adjoints (not both)."""
     Hk, HO, T = 2, 4, 1024
     x: Any = functools.partial(_shape, dtype=dtype)
-    beta = {"beta": _shape(1, HO, T)} if both and dtype == jnp.float16 else {}
     split, tables = _items("segments" if packed else None, segments=True) if segments else (None, None)
     config = Config.default(K, warpgroups)
 
-    def run(item_tables, beta, *arguments):
+    def run(item_tables, *arguments):
         items = None if split is None else Items(split, item_tables)
         function: Any = chains if both else segment_adjoints
-        return function(*arguments, **beta, scale=0.1, items=items, config=config, **options)
+        return function(*arguments, scale=0.1, items=items, config=config, **options)
 
     count = split.num_items if split is not None and both else 3 if packed else 1
     state = _shape(count, HO, V, K) if states else None
     q, v, t = x(1, T, Hk, K), x(1, T, HO, V), x(1, HO, T, 64)
     visits, gates = _visits(packed)[1], _shape(1, HO, T)
     if both:
-        return run, (tables, beta, q, q, v, v, gates, t, state, state, visits)
-    return run, (tables, beta, q, q, v, gates, t, state, visits)
+        return run, (tables, q, q, v, v, gates, gates, t, state, state, visits)
+    return run, (tables, q, q, v, gates, gates, t, state, visits)
 
 
 def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat16):
@@ -137,13 +160,13 @@ def gradients_case(K=128, V=128, group=2, packed=False, dtype: Any = jnp.bfloat1
     Hk, HO, T = 2, 2 * group, 1024
     x: Any = functools.partial(_shape, dtype=dtype)
     visits, tables = _visits(packed)
-    float16 = {"beta": _shape(1, HO, T), "lift": _shape(visits, HO)} if dtype == jnp.float16 else {}
+    of_float16 = [_shape(1, HO, T), _shape(visits, HO)] if dtype == jnp.float16 else [None, None]
     q, v, u, state = x(1, T, Hk, K), x(1, T, HO, V), x(visits, HO, 64, V), x(visits, HO, V, K)
 
-    def run(float16, *arguments):
-        return gradients(*arguments, **float16, scale=0.1)
+    def run(power, lift, *arguments):
+        return gradients(*arguments, power=power, lift=lift, scale=0.1)
 
-    return run, (float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
+    return run, (*of_float16, q, q, v, u, v, state, state, _shape(1, HO, T), tables)
 
 
 def short_conv_case(segments=False, backwards=False, others=0):
@@ -324,6 +347,19 @@ CASES = {
     "segment states": segment_case,
     "segment states, K 256": functools.partial(segment_case, K=256),
     "segment states, backwards": functools.partial(segment_case, backwards=True),
+    "full head, pool": pool_case,
+    "full head, pool, bfloat16": functools.partial(pool_case, pool_dtype=jnp.bfloat16),
+    "full head, pool, bfloat16, vk": functools.partial(pool_case, pool_dtype=jnp.bfloat16, kv_layout=False),
+    "full head, pool, vk": functools.partial(pool_case, kv_layout=False),
+    "full head, pool, segments": functools.partial(pool_case, segments=True, pool_dtype=jnp.bfloat16),
+    "half, pool": functools.partial(pool_case, warpgroups=1),
+    "half, pool, bfloat16": functools.partial(pool_case, warpgroups=1, pool_dtype=jnp.bfloat16),
+    "K 256, pool, bfloat16": functools.partial(pool_case, K=256, warpgroups=1, pool_dtype=jnp.bfloat16),
+    "segment states, pool": functools.partial(segment_case, pool_dtype=jnp.float32, kv_layout=True),
+    "segment states, pool, bfloat16": functools.partial(
+        segment_case, pool_dtype=jnp.bfloat16, kv_layout=True
+    ),
+    "segment states, pool, vk": functools.partial(segment_case, pool_dtype=jnp.bfloat16),
     "chains": chains_case,
     "chains, packed": functools.partial(chains_case, packed=True),
     "chains, full head": functools.partial(chains_case, warpgroups=2),

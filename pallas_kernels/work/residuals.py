@@ -2,9 +2,29 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.work.tables import Items
+
+
+class Transition(NamedTuple):
+    """M^T: what a segment does to a (transposed) state, h -> h M^T + ..; that of a sequence's last is not written.
+
+    Its diagonal is kept apart and multiplies the state in float32. Where nothing is written it is all there is, and
+    the state loses no digit but by its decay.
+    """
+
+    diagonal: Float[Array, "items HO K"]
+    """float32."""
+    rest: Float[Array, "items HO K K"]
+    """In q's dtype, zeros on its diagonal."""
+
+    def whole(self) -> Float[Array, "*items HO K K"]:
+        """M^T in float32."""
+        return self.rest.astype(jnp.float32) + self.diagonal[..., None] * jnp.eye(
+            self.rest.shape[-1], dtype=jnp.float32
+        )
 
 
 class Segments(NamedTuple):
@@ -12,8 +32,7 @@ class Segments(NamedTuple):
 
     starts: Float[Array, "items HO V K"]
     """State at the start of every segment, transposed."""
-    m_t: Float[Array, "items HO K K"]
-    """What a segment does to a state, h -> h m_t + ..; that of a sequence's last one is not written."""
+    m_t: Transition
     items: Items
 
 

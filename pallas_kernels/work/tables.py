@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int
 
 from pallas_kernels.device.layouts import CHUNK, round_up
 
-UNROLLED = 16
-"""Sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a scan."""
+UNROLLED = 17
+"""Borders of sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a
+scan."""
+
+REDUCED = 64
+"""Borders up to which every token is compared with all of them, in one reduction."""
 
 
 @jax.tree_util.register_static  # residuals, which hold it, cross the borders of compiled functions
@@ -69,6 +72,44 @@ def table_inputs(items: ItemTables | None = None, visits: VisitTables | None = N
     }
 
 
+def _running_sums(counts: Any) -> Any:
+    """[n + 1] sums of the first 0, 1, .. n of n counts."""
+    if isinstance(counts, np.ndarray) or counts.shape[0] > UNROLLED:
+        xp: Any = np if isinstance(counts, np.ndarray) else jnp
+        return xp.concatenate([xp.zeros_like(counts[:1]), xp.cumsum(counts, dtype=counts.dtype)])
+    sums = [0 * counts[0]]
+    for n in range(counts.shape[0]):
+        sums.append(sums[-1] + counts[n])
+    return jnp.stack(sums)
+
+
+def _rises(heights: Any) -> Any:
+    """Differences of neighbours, the first from 0."""
+    xp: Any = np if isinstance(heights, np.ndarray) else jnp
+    return xp.diff(heights, prepend=xp.zeros_like(heights[:1]))
+
+
+def _staircase(at: Any, rises: Any, size: int) -> Any:
+    """[size] heights at 0, 1, .. of a staircase that rises by rises[n] at at[n]; at is ascending.
+
+    A search for every place would be a loop of XLA with four small kernels a turn; here are one to three in all.
+    """
+    if isinstance(at, np.ndarray):
+        steps = np.zeros(size + 1, np.int32)
+        np.add.at(steps, np.minimum(at, size), rises)
+        return np.cumsum(steps[:size], dtype=np.int32)
+    rises = jnp.broadcast_to(jnp.asarray(rises, jnp.int32), at.shape)
+    place = jnp.arange(size, dtype=jnp.int32)
+    if at.shape[0] <= UNROLLED:
+        heights = jnp.zeros_like(place)
+        for n in range(at.shape[0]):
+            heights = heights + jnp.where(place >= at[n], rises[n], 0)
+        return heights
+    if at.shape[0] <= REDUCED:
+        return jnp.sum(jnp.where(place[:, None] >= at, rises, 0), axis=1, dtype=jnp.int32)
+    return jnp.cumsum(jnp.zeros_like(place).at[at].add(rises, mode="drop"), dtype=jnp.int32)
+
+
 def known_lengths(cu_seqlens) -> np.ndarray | None:
     """cu_seqlens as int64 in NumPy where its values are known while tracing, else None."""
     if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
@@ -102,17 +143,7 @@ def first_rows(cu_seqlens: Any, T: int) -> Any:
     """
     xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
     token = xp.arange(round_up(T, CHUNK), dtype=np.int32)
-    if xp is np:
-        begins = cu_seqlens[np.searchsorted(cu_seqlens, token, side="right") - 1]
-    elif cu_seqlens.shape[0] <= UNROLLED + 1:
-        begins = jnp.zeros_like(token)
-        for n in range(1, cu_seqlens.shape[0]):
-            begins = jnp.where(cu_seqlens[n] <= token, cu_seqlens[n], begins)
-    elif cu_seqlens.shape[0] <= 64:
-        begins = jnp.max(jnp.where(cu_seqlens <= token[:, None], cu_seqlens, 0), axis=1)
-    else:
-        begins = jnp.zeros_like(token).at[cu_seqlens].max(cu_seqlens, mode="drop")
-        begins = lax.cummax(begins)
+    begins = _staircase(cu_seqlens, _rises(cu_seqlens), token.shape[0])
     begins = xp.where(token >= cu_seqlens[-1], token, begins)
     return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
 
@@ -152,19 +183,8 @@ def packed_items(
         segments = segments + (np.arange(N) == open_sequence)
     # Sum of ceil(c / s) <= (sum of c) / s + N, and every border between sequences lies in at most one more chunk.
     num_items = (-(-T // CHUNK) + N) // segment_chunks + N + 1 + (open_sequence is not None)
-    item = xp.arange(num_items, dtype=np.int32)
-    if N <= UNROLLED:
-        first_items, sequence = [0 * chunks[0]], xp.zeros_like(item)
-        for n in range(N):
-            first_items.append(first_items[-1] + segments[n])
-        first_items.append(first_items[-1] + 1)  # the padding is one item
-        for first in first_items[1:]:
-            sequence = sequence + (item >= first)
-        first_item = xp.stack(first_items)
-    else:
-        ends = xp.cumsum(segments, dtype=np.int32)
-        first_item = xp.concatenate([xp.zeros_like(ends[:1]), ends, ends[-1:] + 1])
-        sequence = xp.searchsorted(first_item[1:], item, side="right")
+    first_item = _running_sums(xp.append(segments, xp.ones_like(segments[:1])))  # the padding is one item
+    sequence = _staircase(first_item[1:], 1, num_items)
     tables = ItemTables(cu_seqlens, sequence.astype(np.int32), first_item.astype(np.int32))
     return Items(Split(num_items, segment_chunks), tables)
 
@@ -188,14 +208,14 @@ def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
     ends = xp.concatenate([cu_seqlens, xp.full((1,), T, np.int32)])
     begin, end = ends[:-1], ends[1:]
     chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
-    first = xp.concatenate([xp.zeros((1,), np.int32), xp.cumsum(chunks, dtype=np.int32)])
-    visit = xp.arange(-(-T // CHUNK) + N, dtype=np.int32)
-    sequence = xp.minimum(xp.searchsorted(first[1:], visit, side="right"), N)
+    first = _running_sums(chunks)
+    sequence = xp.minimum(_staircase(first[1:], 1, -(-T // CHUNK) + N), N)
     return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
 
 
-def visit_of_token(token: jax.Array, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
-    """Visit of each token of packed rows, and where the token's sequence begins."""
+def visit_of_token(T: int, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
+    """[T] visit of each token of packed rows, and where the token's sequence begins."""
     cu, first_visit, _ = (jnp.asarray(t) for t in tables)
-    sequence = jnp.searchsorted(cu[1:], token, side="right").astype(jnp.int32)  # N for the padding
-    return first_visit[sequence] + token // CHUNK - cu[sequence] // CHUNK, cu[sequence]
+    chunk = jnp.arange(T, dtype=jnp.int32) // CHUNK
+    ahead = _staircase(cu, _rises(first_visit[:-1] - cu // CHUNK), T)  # a chunk may be several visits
+    return chunk + ahead, _staircase(cu, _rises(cu), T)

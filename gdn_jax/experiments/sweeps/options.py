@@ -55,8 +55,9 @@ class GridOptions:
     """Token mixers; all but the hybrid have the same parameters, and the same initial weights for the same seed."""
     scales: tuple[int, ...] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
-    scaled: Literal["width", "depth"] = "width"
-    """What --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers."""
+    scaled: Literal["width", "depth", "state"] = "width"
+    """What --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers; state:
+    --head-dim, and so the state by the square."""
     lrs: tuple[float, ...] = (4e-3, 1.2e-2)
     """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
     seeds: int = 3
@@ -251,6 +252,8 @@ def scaled_model(options: SweepOptions, scale: int) -> SizeOptions:
     model = options.model
     if options.sweep.scaled == "depth":
         return dataclasses.replace(model, num_layers=scale * model.num_layers)
+    if options.sweep.scaled == "state":
+        return dataclasses.replace(model, head_dim=scale * model.head_dim)
     return dataclasses.replace(
         model, hidden_size=scale * model.hidden_size, num_heads=scale * model.num_heads
     )

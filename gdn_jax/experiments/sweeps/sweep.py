@@ -94,15 +94,15 @@ class Program:
             """Steps first + 1 to last."""
             optimizer = steps.make_optimizer(options.optimizer, grid.steps, lr)
             step = partial(steps.train_step, graphdef, rest, optimizer, 1)
-            bound = task.bound(data)
+            bound, turns = task.bound(data), jnp.asarray(task.turns)
 
             def one(i, state):
-                # Batches that take turns differ in their shapes: a branch for each, of which the step chooses one.
+                # Kinds of batches differ in their shapes: a branch for each, of which the step chooses one.
                 branches = [
-                    lambda state, turn=turn: step(state, bound.seeded_batch(seed, i + 1, turn))[0]
-                    for turn in range(task.turns)
+                    lambda state, kind=kind: step(state, bound.seeded_batch(seed, i + 1, kind))[0]
+                    for kind in range(max(task.turns) + 1)
                 ]
-                return jax.lax.switch((i + 1) % task.turns, branches, state)
+                return jax.lax.switch(turns[(i + 1) % len(turns)], branches, state)
 
             return jax.lax.fori_loop(first, last, one, state)
 
@@ -343,7 +343,8 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
 
 def _longest(task: SweptTask) -> int:
     """Tokens of the longest training sequence."""
-    shapes = [jax.eval_shape(lambda i=i: task.seeded_batch(0, i, i).tokens) for i in range(task.turns)]
+    kinds = {*task.turns}
+    shapes = [jax.eval_shape(lambda kind=kind: task.seeded_batch(0, 0, kind).tokens) for kind in kinds]
     return max(shape.shape[1] for shape in shapes)
 
 

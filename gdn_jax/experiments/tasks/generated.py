@@ -25,7 +25,7 @@ from gdn_jax.experiments.tasks.options import (
 )
 
 _TRAINING_SET = 2**16
-"""Purpose of the keys of a training set of fixed size; those of its turns follow."""
+"""Purpose of the keys of a training set of fixed size; those of its kinds of batches follow."""
 
 
 class GeneratedTask[
@@ -37,7 +37,7 @@ class GeneratedTask[
       size: of the training sequences, in the unit of `axis`.
       test_sizes: sizes that a trained model is tested at.
       data: arrays that sequences are made from, None without any.
-      turns: kinds of training batches, which take turns from step to step.
+      turns: kind of the training batch of step 0, 1, ..., from the start again behind the last one.
     """
 
     metric = "accuracy"
@@ -46,7 +46,7 @@ class GeneratedTask[
     axis: ClassVar[str] = "tokens"
     vocab_size: int
     data: PyTree = None
-    turns: int = 1
+    turns: tuple[int, ...] = (0,)
 
     def __init__(self, options: TrainOptions[T]):
         self.options = options
@@ -58,13 +58,13 @@ class GeneratedTask[
         """Fresh sequences of a size; a pure function of its arguments, also under jit."""
         raise NotImplementedError
 
-    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+    def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
         """Fresh sequences to train on."""
         return self.draw(key, batch, self.size)
 
-    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+    def draw_validation(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
         """Fresh sequences to validate with."""
-        return self.draw_training(key, batch, turn)
+        return self.draw_training(key, batch, kind)
 
     def bound(self, data: PyTree) -> "GeneratedTask":
         other = copy.copy(self)
@@ -74,7 +74,7 @@ class GeneratedTask[
     def _key(self, seed: int | jax.Array, purpose: int, i: int | jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), i)
 
-    def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array, turn: int = 0) -> Batch:
+    def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array, kind: int = 0) -> Batch:
         """Batch of one optimiser step of the run with that seed; both may be traced.
 
         Of a training set of a fixed size every sequence is a function of its number and of the seed of the options,
@@ -82,23 +82,24 @@ class GeneratedTask[
         """
         key, batch = self._key(seed, 0, step), self.options.run.batch_size
         if self.o.train_sequences is None:
-            return self.draw_training(key, batch, turn)
+            return self.draw_training(key, batch, kind)
         numbers = jax.random.randint(key, (batch,), 0, self.o.train_sequences)
-        keys = jax.vmap(partial(self._key, self.options.run.seed, _TRAINING_SET + turn))(numbers)
-        rows = jax.vmap(lambda key: self.draw_training(key, 1, turn))(keys)
+        keys = jax.vmap(partial(self._key, self.options.run.seed, _TRAINING_SET + kind))(numbers)
+        rows = jax.vmap(lambda key: self.draw_training(key, 1, kind))(keys)
         return jax.tree.map(lambda x: x[:, 0], rows)
 
     def train_batch(self, step: int) -> Batch:
-        return self.seeded_batch(self.options.run.seed, step, step % self.turns)
+        return self.seeded_batch(self.options.run.seed, step, self.turns[step % len(self.turns)])
 
     def _keys(self, purpose: int, batch: int) -> list[jax.Array]:
         count = max(1, self.o.val_sequences // batch)
         return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
 
     def val_batches(self, size: int) -> list[Batch]:
-        turns = [self.draw_validation(key, size, i % self.turns) for i, key in enumerate(self._keys(1, size))]
-        longest = max(batch.tokens.shape[1] for batch in turns)
-        return [batch.pad(longest) for batch in turns]
+        kinds = max(self.turns) + 1
+        drawn = [self.draw_validation(key, size, i % kinds) for i, key in enumerate(self._keys(1, size))]
+        longest = max(batch.tokens.shape[1] for batch in drawn)
+        return [batch.pad(longest) for batch in drawn]
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
         sets = {
@@ -117,7 +118,7 @@ class GeneratedTask[
         raise NotImplementedError
 
     def describe(self) -> dict[str, object]:
-        first = jax.tree.map(np.asarray, self.train_batch(self.turns))
+        first = jax.tree.map(np.asarray, self.train_batch(len(self.turns)))
         digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
         return {"source": "generated", "fingerprint": digest}
 
@@ -147,9 +148,11 @@ class RecallTask(GeneratedTask[RecallOptions]):
         super().__init__(options)
         self.vocab_size = self.o.vocab_size
         self.size, self.test_sizes = self.o.num_pairs, self.o.test_pairs
-        self.cases = self.o.parsed_cases()  # length by pairs
+        pairs = self.o.parsed_cases()
+        self.cases = dict(pairs)  # length by pairs
         if self.cases:
-            self.size, self.test_sizes, self.turns = max(self.cases), tuple(self.cases), len(self.cases)
+            self.size, self.test_sizes = max(self.cases), tuple(self.cases)
+            self.turns = tuple(self.test_sizes.index(n) for n, _ in pairs)
 
     def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
         o = self.o
@@ -162,8 +165,8 @@ class RecallTask(GeneratedTask[RecallOptions]):
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
         return self._draw(key, jnp.full((batch,), size), size if self.cases else max(size, self.o.num_pairs))
 
-    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
-        pairs = [*self.cases][turn] if self.cases else self.size
+    def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
+        pairs = [*self.cases][kind] if self.cases else self.size
         if not self.o.vary_pairs:
             return self.draw(key, batch, pairs)
         key_pairs, key = jax.random.split(key)
@@ -181,8 +184,10 @@ class RecallTask(GeneratedTask[RecallOptions]):
         what = f"{pairs} pairs in {o.length} tokens"
         if self.cases:
             up_to = "1 to " if o.vary_pairs else ""
-            what = ", ".join(f"{up_to}{pairs} pairs in {length}" for pairs, length in self.cases.items())
-            what += " tokens"
+            shares = [self.turns.count(kind) for kind in range(len(self.cases))]
+            share = [f" ({n} of {sum(shares)} steps)" if max(shares) > 1 else "" for n in shares]
+            cases = zip(self.cases.items(), share, strict=True)
+            what = ", ".join(f"{up_to}{pairs} pairs in {length} tokens{of}" for (pairs, length), of in cases)
         rewrite = ", keys rewritten" if o.rewrite else ""
         return f"recall of {what}, vocabulary {o.vocab_size}{rewrite}, {o.freshness()}"
 
@@ -264,11 +269,11 @@ class SentenceTask(GeneratedTask[SentenceOptions]):
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
         return self._draw(key, batch, size, "held out")
 
-    def draw_training(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+    def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
         drawn = self._draw(key, batch, self.size, "train")
         return drawn._replace(weights=jnp.maximum(drawn.weights, self.o.text_weight))
 
-    def draw_validation(self, key: jax.Array, batch: int, turn: int = 0) -> Batch:
+    def draw_validation(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
         return self.draw(key, batch, self.size)
 
     def baselines(self) -> dict[str, float]:

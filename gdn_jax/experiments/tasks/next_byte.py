@@ -24,7 +24,7 @@ class BytesTask:
     label = "bits per byte"
     lower_is_better = True
     axis = "bytes"
-    turns = 1
+    turns = (0,)
 
     def __init__(self, options: TrainOptions[TextOptions]):
         self.options = options
@@ -48,7 +48,7 @@ class BytesTask:
         other.data = data
         return other
 
-    def seeded_batch(self, seed: int | Array, step: int | Array, turn: int = 0) -> Batch:
+    def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
         """Windows drawn inside a program; other ones than those of `train_batch`."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
         starts = jax.random.randint(

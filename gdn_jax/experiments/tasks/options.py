@@ -100,29 +100,30 @@ class RecallOptions(GeneratedOptions):
     """Numbers of pairs that the trained model is tested with."""
     cases: tuple[str, ...] | None = None
     """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
-    They take the place of --length, --num-pairs and --test-pairs."""
+    One that stands here twice has two turns. They take the place of --length, --num-pairs and --test-pairs."""
 
-    def parsed_cases(self) -> dict[int, int]:
-        """Length by number of pairs of --cases.
+    def parsed_cases(self) -> list[tuple[int, int]]:
+        """Pairs and length of every one of --cases.
 
         Raises:
-          RunError: one of them is no length and pairs, or two have the same number of pairs.
+          RunError: one of them is no length and pairs, or two have the same number of pairs in different lengths.
         """
         cases: dict[int, int] = {}
+        turns = []
         for case in self.cases or ():
             length, colon, pairs = case.partition(":")
             if not (colon and length.isdecimal() and pairs.isdecimal() and int(pairs)):
                 fail("cases", "length and pairs like 64:4", case)
-            if int(pairs) in cases:
-                fail("cases", "different numbers of pairs", " ".join(self.cases or ()))
+            if cases.setdefault(int(pairs), int(length)) != int(length):
+                fail("cases", "one length for a number of pairs", " ".join(self.cases or ()))
             if int(length) % 2 or int(length) < 4 * int(pairs):
                 fail("cases", "an even length of at least four a pair", case)
-            cases[int(pairs)] = int(length)
-        return cases
+            turns.append((int(pairs), int(length)))
+        return turns
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
-        if cases := self.parsed_cases():
+        if cases := dict(self.parsed_cases()):
             if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
                 least = 2 if self.rewrite else 2 * max(cases)
                 fail("vocab_size", f"an even number, at least {least}", self.vocab_size)

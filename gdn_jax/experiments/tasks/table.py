@@ -69,20 +69,21 @@ class SweptTask(Task, Protocol):
     Attributes:
       data: arrays that the batches are drawn from, None without any. They are an argument of the program: as its
         constants they would be compiled.
-      turns: kinds of batches, of shapes of their own, that take turns from step to step.
+      turns: kind of the batch of step 0, 1, ..., from the start again behind the last one. Every kind, from 0 on, has
+        a shape of its own.
       size: of the largest training sequences, in the unit of `axis`.
     """
 
     data: PyTree
-    turns: int
+    turns: tuple[int, ...]
     size: int
 
     def bound(self, data: PyTree) -> "SweptTask":
         """The same task with its data in another place."""
         ...
 
-    def seeded_batch(self, seed: int | Array, step: int | Array, turn: int) -> Batch:
-        """Batch of one optimiser step of the run with that seed; turn is step modulo `turns`, known to Python."""
+    def seeded_batch(self, seed: int | Array, step: int | Array, kind: int) -> Batch:
+        """Batch of one optimiser step of the run with that seed; kind is that of `turns`, known to Python."""
         ...
 
 
