@@ -96,11 +96,11 @@ def test_rule_by_heads(name):
 
 def test_what_is_handed_over():
     """States where they travel in few steps or shards are long, or where heads do not divide; else heads."""
-    dims = Dims(B=1, T=2048, N=1, Hq=16, Hk=16, HV=32, HO=32, K=128, V=128)
-    assert exchange.sent_bytes(dims, 2, 4) == 2 * 2048 * (2 * 96 * 128 + 8 * 32) * 3 // 4
+    dims = Dims(B=1, T=1024, N=1, Hq=16, Hk=16, HV=32, HO=32, K=128, V=128)
+    assert exchange.sent_bytes(dims, 2, 4) == 2 * 1024 * (2 * 96 * 128 + 8 * 32) * 3 // 4
     assert exchange.pays(dims, 2, 4) and exchange.pays(dims, 2, 16)
     assert not exchange.pays(dims, 2, 2), "there is no step to save"
-    assert not exchange.pays(dims._replace(T=4096), 2, 4)
+    assert not exchange.pays(dims._replace(T=2048), 2, 4)
     assert not exchange.pays(dims, 2, 32) and not exchange.pays(dims, 2, 3), "16 heads"
     assert not exchange.pays(dims, 2, 8, head_slices=4) and exchange.pays(dims, 2, 8, head_slices=2)
 
