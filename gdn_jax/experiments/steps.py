@@ -129,8 +129,8 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     """Square root of the sum of all squares.
 
     The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
-    each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices it is one number
-    for each array all the same: to join the sums, XLA would gather the gradients.
+    each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices it is one
+    number for each array all the same: to join the sums, XLA would gather the gradients.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
         return optax.global_norm(grads)
