@@ -227,7 +227,13 @@ def error_line(capsys):
         (lambda c: c["options"].pop("clip"), "got a difference in clip"),
         (
             lambda c: c["options"].update(hidden_size=24),
-            "expected a checkpoint that can be read, got none of 12, 8, 4 (of step 12:",
+            "expected a checkpoint that can be read, got none of 12, 8, 4 (of step 12: ValueError: expected "
+            "params.blocks.0.mixer.a_proj.kernel.value of shape (24, 1), got (16, 1))",
+        ),
+        (
+            lambda c: c["options"].update(num_layers=2),
+            "(of step 12: ValueError: expected 107 arrays, got none of the name "
+            "opt_state.1.0.mu.blocks.1.mixer.A_log.value)",
         ),
         (lambda c: c["versions"].pop("jax"), "expected versions: jax of type str, got None"),
         (lambda c: c.pop("data"), "expected data of type dict, got None"),

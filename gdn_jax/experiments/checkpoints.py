@@ -103,9 +103,13 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        # Without its list of arrays Orbax gives up the reads of all of them at once, which has ended the process.
+        # Without its list of arrays, or with arrays of other shapes, Orbax gives up many reads at once, which has
+        # ended the process.
         if not (self._folder / str(step) / "state" / "manifest.ocdbt").exists():
             raise ValueError("its list of arrays is missing")
+        _check_arrays(
+            ocp.PyTreeCheckpointer().metadata(self._folder / str(step) / "state").item_metadata, like
+        )
         wanted = ocp.args.Composite(
             state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
             facts=ocp.args.JsonRestore(),
@@ -159,6 +163,25 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         sys.unraisablehook = hook
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _check_arrays(found: Any, like: Any) -> None:
+    """Names and shapes, before any array is read: Orbax finds out in the middle, when other reads are under way.
+
+    Raises:
+      ValueError: they are not those of `like`.
+    """
+    wanted, got = (
+        {".".join(name): tuple(leaf.shape) for name, leaf in ocp.tree.to_flat_dict(tree).items()}
+        for tree in (like, found.tree)
+    )
+    if missing := sorted(wanted.keys() - got.keys()):
+        raise ValueError(f"expected {len(wanted)} arrays, got none of the name {missing[0]}")
+    if unknown := sorted(got.keys() - wanted.keys()):
+        raise ValueError(f"expected {len(wanted)} arrays, got one more of the name {unknown[0]}")
+    for name in wanted:
+        if wanted[name] != got[name]:
+            raise ValueError(f"expected {name} of shape {wanted[name]}, got {got[name]}")
 
 
 def _digest(state: Any) -> str:
