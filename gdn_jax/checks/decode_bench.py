@@ -156,7 +156,7 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     pool, slots = _pool(options, line, x)
     steps, T = line.steps, line.tokens
     tokens = jax.device_put(
-        tuple(np.moveaxis(y.reshape(line.batch, steps, T, *y.shape[2:]), 1, 0) for y in x.tokens)
+        [[y.reshape(line.batch, steps, T, *y.shape[2:])[:, i] for y in x.tokens] for i in range(steps)]
     )
     common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
     common |= {"state_layout": options.state_layout, "implementation": line.implementation}
@@ -171,17 +171,21 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
         o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
         return pool, o[:, None]
 
-    on_gpu = jax.default_backend() == "gpu"
-
     def all_tokens(pool, tokens):
-        return jax.lax.scan(step, pool, tokens, unroll=on_gpu)  # a loop would wait for the host in every step
+        # No scan: its loop would wait for the host in every step, and unrolled it copies all outputs into one array.
+        outputs = []
+        for token in tokens:
+            pool, o = step(pool, token)
+            outputs.append(o)
+        return pool, outputs
 
+    on_gpu = jax.default_backend() == "gpu"
     compiler_options = GRAPH_OPTIONS if on_gpu else {}
     run = jax.jit(all_tokens, donate_argnums=0).lower(pool, tokens).compile(compiler_options=compiler_options)
     outputs = []
     for _ in range(2):  # the second period begins with what the first one left
         pool, o = run(pool, tokens)
-        outputs.append(np.moveaxis(np.asarray(o), 0, 1).reshape(line.batch, steps * T, *o.shape[3:]))
+        outputs.append(np.concatenate([np.asarray(y) for y in o], 1))
     error = _error(x, outputs, options.state_layout)
     result = Result(*line, error)
     if not error <= BOUNDS[options.dtype]:
