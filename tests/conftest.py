@@ -11,6 +11,7 @@ os.environ.setdefault(
 import jax
 import jaxtyping
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
@@ -43,7 +44,24 @@ def _no_hopper() -> str | None:
     )
 
 
+LONG = (
+    "kernels_backward",
+    "kernels",
+    "models",
+    "layer_kernels",
+    "sweep",
+    "notebooks",
+    "chunked",
+    "hybrid",
+    "runs",
+)
+"""Files that take minutes with their slow tests. They are begun first, so that no process of the test run is left
+with one when the others have nothing to do; only how long the run takes hangs on this list."""
+
+
 def pytest_collection_modifyitems(items):
+    place = {f"test_{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and (reason := _no_hopper()):
         for item in gpu_items:
@@ -96,9 +114,11 @@ def compile_once(tmp_path_factory):
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX asks once whether there is a folder, and which
     yield {name.upper(): str(value) for name, value in options.items()}
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,6 @@ def held(config, shape, rows, length):
     ("text", "layers"),
     [
         pytest.param("data=2,head=2,context=2,sharded", 2, marks=pytest.mark.slow),
-        pytest.param("data=2,head=2,context=2,sharded", 4, marks=pytest.mark.slow),
         pytest.param("data=8", 4, marks=pytest.mark.slow),
         pytest.param("data=4,context=2,sharded", 4, marks=pytest.mark.slow),
         pytest.param("head=2,context=2", 4, marks=pytest.mark.slow),

@@ -57,10 +57,11 @@ def test_accumulated_gradient_is_that_of_the_batch():
     weights = rng.integers(0, 2, (4, 16)).astype(np.float32)  # pieces of unequal weight
     batch = Batch(tokens[:, :-1], tokens[:, 1:], weights)
     optimizer = steps.make_optimizer(o.optimizer, 10, o.optimizer.lr)
+    start = jax.jit(lambda params: (jax.tree.map(jnp.copy, params), optimizer.init(params)))
     got = []
     for accumulate in (1, 2):
         functions = steps.make_functions(graphdef, rest, optimizer, accumulate)
-        state = steps.TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params))
+        state = steps.TrainState(*start(params))
         got.append(functions.train(state, batch))
     (one, first), (two, second) = got
     np.testing.assert_allclose(first, second, rtol=1e-5)

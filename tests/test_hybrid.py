@@ -60,15 +60,19 @@ def tokens(*shape, seed=0):
     return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape).astype(np.int32)
 
 
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(draw(*shape, seed=seed))
 
 
 def perturb(module):
-    """Norms away from 1, biases away from 0."""
-    state = nnx.state(module, nnx.Param)
-    leaves, treedef = jax.tree.flatten(state)
-    nnx.update(module, jax.tree.unflatten(treedef, [x + 0.2 * normal(*x.shape) for x in leaves]))
+    """Norms away from 1, biases away from 0; in NumPy, for JAX would compile sums of every shape."""
+    leaves, treedef = jax.tree.flatten(nnx.state(module, nnx.Param))
+    moved = [jnp.asarray(np.asarray(x) + np.float32(0.2) * draw(*x.shape), x.dtype) for x in leaves]
+    nnx.update(module, jax.tree.unflatten(treedef, moved))
     return module
 
 

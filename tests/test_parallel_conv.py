@@ -1,5 +1,7 @@
 """The short convolution of a layer on meshes that split heads and tokens: by its kernels, with stand-ins for them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,13 @@ def results(call, x, weight, cotangents, ids, where=lambda y: y):
     return compiled(*args), compiled.as_text()
 
 
+@functools.cache
+def on_one_device(segments):
+    """The results of plain JAX, compiled once for all meshes beside it."""
+    call = functools.partial(fused_short_conv, implementation="chunked")
+    return jax.device_get(results(call, *draws(32, segments))[0])
+
+
 @pytest.mark.parametrize(
     ("text", "segments"),
     [
@@ -88,7 +97,7 @@ def test_kernels_on_a_mesh(stand_ins, text, segments):
     if jax.device_count() < shape.size:
         pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
     given = draws(32, segments)
-    expected, _ = results(lambda *a, **o: fused_short_conv(*a, **o, implementation="chunked"), *given)
+    expected = on_one_device(segments)
     assert not stand_ins
     mesh = shape.make(jax.devices()[: shape.size])
     tokens = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))

@@ -95,15 +95,25 @@ def test_three_steps(text, alone):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
 
 
+HYBRID = dataclasses.replace(
+    CONFIG,
+    attention=AttentionConfig(4, 2, 4, "head", output_gate=True, rotary_dim=4),
+    layer_types=("gated_delta_net", "attention"),
+)
+
+
+@pytest.fixture(scope="module")
+def hybrid_alone():
+    """Three steps of a hybrid model on one device."""
+    return three_steps("data=1", HYBRID)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["context=4", "data=2,head=2,context=2,sharded"])
-def test_three_steps_of_a_hybrid_model(text):
+def test_three_steps_of_a_hybrid_model(text, hybrid_alone):
     """Every other layer is attention, whose tokens are exchanged for heads."""
-    attention = AttentionConfig(4, 2, 4, "head", output_gate=True, rotary_dim=4)
-    layers = ("gated_delta_net", "attention")
-    config = dataclasses.replace(CONFIG, attention=attention, layer_types=layers)
-    metrics, params, sent = three_steps(text, config)
-    alone = three_steps("data=1", config)
+    metrics, params, sent = three_steps(text, HYBRID)
+    alone = hybrid_alone
     np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
         # As in test_three_steps.
@@ -266,15 +276,22 @@ def test_traffic():
 MESH = ("--num-heads", "2", "--mesh", "data=2,head=2,context=2,sharded")
 
 
+@pytest.fixture(scope="module")
+def run_alone(tmp_path_factory, folder):
+    """The folder of a run on one device."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    assert tiny_runs.train(folder, out, "--num-heads", "2") == 0
+    return out
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(tmp_path, folder):
+def test_a_run_goes_on_on_another_mesh(tmp_path, folder, run_alone):
     """Half on one mesh, half on another: the losses of one device, within rounding."""
     if jax.device_count() != 8:
         pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
-    assert tiny_runs.train(folder, tmp_path / "alone", "--num-heads", "2") == 0
     assert tiny_runs.train(folder, tmp_path / "mesh", *MESH, "--max-minutes", "0.0001") == 0
     assert tiny_runs.resume(tmp_path / "mesh", "--mesh", "data=4,context=2") == 0
-    check_alike(tmp_path / "alone", tmp_path / "mesh")
+    check_alike(run_alone, tmp_path / "mesh")
 
 
 def check_alike(one, other):
@@ -322,17 +339,16 @@ def launch(arguments, kill_after=None):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path, folder):
+def test_two_processes(tmp_path, folder, run_alone):
     """One mesh over both: the losses of one device; one folder, written by the first; it goes on in one process."""
     if jax.device_count() != 8:
         pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
-    assert tiny_runs.train(folder, tmp_path / "alone", "--num-heads", "2") == 0
     arguments = ["--data", str(folder), "--out", str(tmp_path / "both"), *tiny_runs.TINY_TEXT, *MESH]
     codes, outputs = launch(["train", "bytes", *arguments])
     assert codes == [0, 0], outputs
-    check_alike(tmp_path / "alone", tmp_path / "both")
+    check_alike(run_alone, tmp_path / "both")
     files = {path.name for path in (tmp_path / "both").iterdir()}
-    assert files == {path.name for path in (tmp_path / "alone").iterdir()}
+    assert files == {path.name for path in run_alone.iterdir()}
     assert json.loads((tmp_path / "both" / "result.json").read_text())["finished"]
     assert "results in" not in outputs[1]
 
