@@ -27,7 +27,18 @@ from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models import LanguageModel, ModelConfig
 from pallas_kernels.decode import step
 from pallas_kernels.device import launch
-from pallas_kernels.layer import cross_entropy, embedding, gated_norm, norm, rows, short_conv, swiglu
+from pallas_kernels.layer import (
+    cross_entropy,
+    embedding,
+    gated_norm,
+    norm,
+    rows,
+    short_conv,
+    swiglu,
+    swiglu_cotangents,
+    swiglu_product,
+    tiles,
+)
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -138,13 +149,46 @@ def test_swiglu(N, dtype):
     draw = draws(N)
     a, b, dh = (draw(N, dtype=dtype) for _ in range(3))
     assert swiglu.check_supported(a) is None
-    ab = fused_swiglu.side_by_side(a, b)
+    ab = fused_swiglu.side_by_side(a, b, swiglu.GROUP)
     h = swiglu.swiglu(ab, interpret=INTERPRET)
     close(fused_oracle.branches(a, b), h, "h")
     dab = swiglu.swiglu_backward(ab, dh, interpret=INTERPRET)
     gradients = np.moveaxis(np.asarray(dab).reshape(-1, 2, swiglu.GROUP), 1, 0)
     for name, x, y in zip(("da", "db"), fused_oracle.branches_gradients(a, b, dh), gradients, strict=True):
         close(x, y.reshape(-1), name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lead", "dtype"),
+    [
+        ((264, 64, 160), 2, "bfloat16"),
+        pytest.param((8, 192, 32), 2, "float16", marks=pytest.mark.slow),
+        pytest.param((136, 128, 32), 0, "bfloat16", marks=pytest.mark.slow),
+    ],
+    ids=["ends in tiles", "one tile", "no lead"],
+)
+def test_swiglu_in_its_products(sizes, lead, dtype):
+    """One cluster for all tiles; rows and columns that end inside tiles; sums of one step and of several."""
+    (M, D, F), draw = sizes, draws(7)
+    x, dy = draw(M, D, dtype=dtype), draw(M, D, dtype=dtype)
+    gate, up, down = (draw(*s, dtype=dtype, scale=D**-0.5) for s in ((D, F), (D, F), (F, D)))
+    assert swiglu_product.check_supported(x, F) is swiglu_cotangents.check_supported(dy, F) is None
+    config = tiles.Config(lead=lead, clusters=1)
+    weight = fused_swiglu.side_by_side(gate, up, swiglu_product.GROUP)
+    ab, h = swiglu_product.swiglu_product(x, weight, config=config, interpret=INTERPRET)
+
+    def branches(ab):
+        return np.moveaxis(np.asarray(ab).reshape(M, -1, 2, swiglu_product.GROUP), 2, 0).reshape(2, M, F)
+
+    x, dy, gate, up, down = (fused_oracle.wide(y) for y in (x, dy, gate, up, down))
+    a, b = branches(ab)
+    for name, expected, got in (("a", x @ gate, a), ("b", x @ up, b), ("h", fused_oracle.branches(a, b), h)):
+        close(expected, got, name)
+    args = (jnp.asarray(y, dtype) for y in (dy, down))
+    dab = swiglu_cotangents.swiglu_cotangents(*args, ab, config=config, interpret=INTERPRET)
+    gradients = fused_oracle.branches_gradients(a, b, dy @ down.T)
+    for name, expected, got in zip(("da", "db"), gradients, branches(dab), strict=True):
+        close(expected, got, name)
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(256, "float32"), (384, "bfloat16")])
@@ -263,6 +307,8 @@ def interpreted(monkeypatch):
         (norm, "add_norm"),
         (gated_norm, "gated_norm"),
         (swiglu, "swiglu"),
+        (swiglu_product, "swiglu_product"),
+        (swiglu_cotangents, "swiglu_cotangents"),
         (short_conv, "short_conv"),
         (embedding, "embedding_gradient"),
         (cross_entropy, "cross_entropy"),
@@ -362,6 +408,30 @@ def test_seam_of_swiglu(interpreted):
     for name, a, b in zip(SWIGLU_NAMES, expected, (y, *back(dy)), strict=True):
         close(a, b, name, SWIGLU_ROUNDINGS, dtype="bfloat16")
     assert interpreted == {"swiglu": 1, "swiglu_backward": 1}
+
+
+def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
+    """Two rows of tokens, and columns that are filled up to whole groups."""
+    monkeypatch.setattr(fused_swiglu, "MANY_ROWS", 16)
+    draw = draws(4)
+    x, dy = draw(2, 8, 64, dtype="bfloat16"), draw(2, 8, 128, dtype="bfloat16")
+    shapes = (64, 48), (64, 48), (48, 128)
+    weights = [draw(*shape, dtype="bfloat16", scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
+    y, back = jax.vjp(fused_swiglu.swiglu, x, *weights)
+    expected = fused_oracle.swiglu(x, *weights, dy)
+    for name, a, b in zip(SWIGLU_NAMES, expected, (y, *back(dy)), strict=True):
+        close(a, b, name, SWIGLU_ROUNDINGS, dtype="bfloat16")
+    assert interpreted == {"swiglu_product": 1, "swiglu_cotangents": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "E", "products"),
+    [((2, 2048, 64), 64, True), ((4, 1023, 64), 64, False), ((4096, 32), 64, False), ((4096, 64), 96, False)],
+)
+def test_which_kernels_a_swiglu_takes(shape, E, products):
+    """Those that multiply need many rows, whole eights of tokens, and widths of whole steps."""
+    reason = fused_swiglu._check_products(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 48, E)
+    assert (reason is None) == products
 
 
 @pytest.mark.parametrize(("rows", "F"), [(256, 48), (512, 24)])
@@ -487,6 +557,12 @@ CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
         (swiglu, (shape(3, 1024),), "a multiple of 2048 numbers"),
         (swiglu, (shape(0, 2048),), "a multiple of 2048 numbers"),
         (swiglu, (shape(2, 1024, dtype="float16"),), None),
+        (swiglu_product, (shape(64, 64, dtype="float32"), 32), "x: float32"),
+        (swiglu_product, (shape(12, 64), 32), "x: 12 rows; the kernel takes a multiple of 8"),
+        (swiglu_product, (shape(16, 96), 32), "x: rows of 96; the kernel takes a multiple of 64"),
+        (swiglu_product, (shape(16, 64), 48), "48 columns; the kernel takes a multiple of 32"),
+        (swiglu_cotangents, (shape(0, 64), 32), "dy: 0 rows"),
+        (swiglu_cotangents, (shape(2, 8, 64, dtype="float16"), 64), None),
         (embedding, (shape(8, 128, dtype="float64"),), "the stream is float64"),
         (embedding, (shape(8, 192),), "rows of 192; the kernel takes multiples of 128"),
         (embedding, (shape(0, 128),), "rows of 128"),

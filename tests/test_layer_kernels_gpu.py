@@ -142,11 +142,21 @@ def test_joined_channels(width, H):
         close(a, b, name)
 
 
-@pytest.mark.parametrize(("F", "dtype"), [(2736, "bfloat16"), (2816, "float16")])
-def test_swiglu(F, dtype):
-    """The projections have the size of fresh ones, so that no sum leaves float16."""
+@pytest.mark.parametrize(
+    ("rows", "F", "dtype"),
+    [
+        (4096, 2736, "bfloat16"),
+        (4104, 2816, "float16"),
+        (12288, 5632, "bfloat16"),
+        (2048, 2736, "bfloat16"),
+        (2048, 2816, "float16"),
+    ],
+)
+def test_swiglu(rows, F, dtype):
+    """By the kernels that multiply and, of fewer rows, by those that do not. The projections have the size of fresh
+    ones, so that no sum leaves float16."""
     draw = draws(1)
-    x, dy = draw(4096, 1024, dtype=dtype), draw(4096, 1024, dtype=dtype)
+    x, dy = draw(rows, 1024, dtype=dtype), draw(rows, 1024, dtype=dtype)
     shapes = (1024, F), (1024, F), (F, 1024)
     weights = [draw(*shape, dtype=dtype, scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
     y, gradients = evaluate(swiglu.swiglu, dy, x, *weights)

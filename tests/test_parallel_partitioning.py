@@ -244,7 +244,7 @@ def test_debug_checks_tell_what_is_gathered(kind):
 KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
-    "layer.embedding",
+    "layer.swiglu_product", "layer.swiglu_cotangents", "layer.embedding",
 )  # fmt: skip
 
 LOWERED = Counter()
@@ -366,18 +366,21 @@ def fused_part(name):
     """A fused part of arrays [B, T, ..] and of weights, those arrays, and how many of them are split."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((8, 64, 1024)), jnp.bfloat16) for _ in range(2))
-    heads, vector = x.reshape(8, 64, 8, 128), jnp.ones(1024)
+    heads, vector, many = x.reshape(8, 64, 8, 128), jnp.ones(1024), x.reshape(8, 1024, 64)
     return {
         "convolution": (lambda x, w: short_conv(x, w, heads=4, width=64)[:3], (x, jnp.ones((1024, 4))), 1),
         "norm": (lambda x, y, w: add_norm(x, y, w), (x, y, vector), 2),
         "gated norm": (lambda o, z, w: gated_norm(o, z, w), (heads, heads, vector[:128]), 2),
         "its projection": (gated_norm, (heads, heads, vector[:128], jnp.ones((1024, 16))), 2),
         "SwiGLU": (swiglu, (x, jnp.ones((1024, 64)), jnp.ones((1024, 64)), jnp.ones((64, 16))), 1),
+        "SwiGLU of many rows": (swiglu, (many, *(jnp.ones((64, 64)),) * 3), 1),
     }[name]
 
 
 @kinds
-@pytest.mark.parametrize("name", ["convolution", "norm", "gated norm", "its projection", "SwiGLU"])
+@pytest.mark.parametrize(
+    "name", ["convolution", "norm", "gated norm", "its projection", "SwiGLU", "SwiGLU of many rows"]
+)
 @pytest.mark.usefixtures("no_launch")
 def test_fused_parts_run_on_the_shards(kind, name):
     """Forward and backward; alone the gradients of weights are summed over the rows."""

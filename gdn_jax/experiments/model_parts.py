@@ -91,11 +91,13 @@ def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
             5 * N * HV * KV * 2,
         ),
         Part(
-            "product of the SwiGLU",
+            "branches of the SwiGLU and their product",
             swiglu,
             (stream(), array(D, F), array(D, F), array(F, D)),
-            3 * N * F * 2,  # both branches; their product
-            5 * N * F * 2,  # and the cotangent of their product; their own
+            # x, both branches and their product, and backward dy, both branches and their cotangents. Of fewer rows
+            # kernels read or write the product's cotangent instead of x and dy, which are smaller.
+            N * (D + 3 * F) * 2,
+            N * (D + 4 * F) * 2,
             "swiglu",
         ),
         Part(

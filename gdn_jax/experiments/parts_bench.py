@@ -2,8 +2,8 @@
 
 Which they are, and how many bytes they have to move, is in `model_parts`. The inputs are random. The time of a part
 is what its kernels take on the device, from a profile. Backward is a call of the function that `jax.vjp` returns: the
-kernels of the gradient alone. Of the SwiGLU and of the loss only their own kernel counts, not the products around
-it.
+kernels of the gradient alone. Of the SwiGLU and of the loss only their own kernels count, not the products around
+them; but the SwiGLU's kernels multiply too, of many rows, which takes several times as long as their bytes.
 
 The floor of a part is what its bytes take at the speed of a copy, which is timed in the same run.
 

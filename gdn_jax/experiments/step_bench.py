@@ -51,8 +51,11 @@ STEPS = 4
 RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients")
 KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
+    (
+        "products",
+        re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)", re.IGNORECASE),
+    ),
     ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|cross_entropy)")),
-    ("products", re.compile("nvjet|gemm|cutlass|cublas|xmma|splitK", re.IGNORECASE)),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
 )

@@ -1,6 +1,7 @@
 """A SwiGLU: two projections of one input, the product of one with the SiLU of the other, and the projection down."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,11 @@ from jaxtyping import Array, Float
 from gdn_jax.fused.kernels import FEW_ROWS, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
+
+MANY_ROWS = 4096
+"""From here on the branches and their product are made by one kernel, and so are their cotangents. It multiplies 512
+columns and 128 rows of the branches at once on each multiprocessor, so that fewer rows would leave some of them
+without work at the end. Worked out for an H200, not measured."""
 
 BRANCHES_NAME = "swiglu_branches"
 """`checkpoint_name` of all that the kernels keep for the backward pass beside x and the weights: the branches and
@@ -30,6 +36,12 @@ def swiglu(
     instead of two and their sum. What is kept for it are the branches and the product of the two. The result can then
     be differentiated once, in reverse.
 
+    There are kernels of two kinds; both take bfloat16 and float16. Of `MANY_ROWS` rows or more, where D and E are
+    multiples of 64 and rows of tokens are of 8, one kernel multiplies x by both projections and writes the branches
+    and their product, and one multiplies dy by the projection down and writes the cotangents of the branches. Else,
+    of more than `FEW_ROWS` rows and where F is a multiple of 16, XLA multiplies, and a kernel makes the product of
+    the branches or their cotangents.
+
     Args:
       x: input [.., D], any floating dtype.
       gate_kernel, up_kernel: projections [D, F], any floating dtype, used in x's.
@@ -39,14 +51,18 @@ def swiglu(
 
     Returns:
       [.., E] in x's dtype. Numerics: the branches are rounded to x's dtype; their product is in float32 (float64 when
-      x is), rounded once.
+      x is), rounded once. The cotangent of that product is rounded too where XLA multiplies.
     """
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
-    if usable(implementation, _check_supported(x, gate_kernel)):
-        weight = side_by_side(gate_kernel, up_kernel)
-        names, sizes = _axes(x, gate_kernel.shape[1])
-        operands = names, ". .", ". ."
-        return on_explicit_shards(_swiglu, (x, weight, down_kernel), operands, names, sizes)
+    for in_products, check in ((True, _check_products), (False, _check_supported)):
+        if usable(implementation, check(x, gate_kernel.shape[1], down_kernel.shape[1])):
+            group = _group(in_products)
+            weight = side_by_side(gate_kernel, up_kernel, group)
+            down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
+            names, sizes = _axes(in_products, x, len(down_kernel))
+            operands = names, ". .", ". ."
+            f = partial(_swiglu, in_products)
+            return on_explicit_shards(f, (x, weight, down_kernel), operands, names, sizes)
     gate, up = (checkpoint_name(x @ w, BRANCHES_NAME) for w in (gate_kernel, up_kernel))
     return gated(gate, up) @ down_kernel
 
@@ -57,18 +73,43 @@ def gated(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, 
     return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
 
 
-def side_by_side(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, "*S F2"]:
-    """Both in one array as the kernels read them: some numbers of gate, as many of up, and so on."""
-    from pallas_kernels.layer.swiglu import GROUP
+def side_by_side(gate: Float[Array, "*S F"], up: Float[Array, "*S F"], group: int) -> Float[Array, "*S F2"]:
+    """Both in one array as the kernels read them: `group` numbers of gate, as many of up, and so on.
 
-    groups = (x.reshape(*x.shape[:-1], -1, 1, GROUP) for x in (gate, up))
+    Where these are no whole groups, zeros are added to both.
+    """
+    padding = ((0, 0),) * (gate.ndim - 1) + ((0, -gate.shape[-1] % group),)
+    groups = (jnp.pad(x, padding).reshape(*x.shape[:-1], -1, 1, group) for x in (gate, up))
     return jnp.concatenate([*groups], axis=-2).reshape(*gate.shape[:-1], -1)
 
 
-def _check_supported(x, gate_kernel) -> str | None:
+def _group(in_products: bool) -> int:
+    """Numbers of a branch that lie together."""
+    from pallas_kernels.layer import swiglu, swiglu_product
+
+    return swiglu_product.GROUP if in_products else swiglu.GROUP
+
+
+def _check_products(x, F: int, E: int) -> str | None:
+    """Why no kernel multiplies and makes the product of the branches; None if one does."""
+    from pallas_kernels.layer import swiglu_cotangents, swiglu_product
+
+    rows = math.prod(x.shape[:-1])
+    if rows < MANY_ROWS:
+        return f"x has {rows} rows; the kernel takes {MANY_ROWS} or more"
+    if x.shape[-2] % 8:
+        return f"x has {x.shape[-2]} tokens in a row; the kernel takes a multiple of 8"
+    columns = F + -F % swiglu_product.GROUP
+    dy = jax.ShapeDtypeStruct((*x.shape[:-1], E), x.dtype)
+    return swiglu_product.check_supported(x, columns) or swiglu_cotangents.check_supported(dy, columns)
+
+
+def _check_supported(x, F: int, E: int) -> str | None:
+    """Why no kernel makes the product of branches that XLA multiplies; None if one does."""
+    del E
     from pallas_kernels.layer import swiglu
 
-    rows, F = math.prod(x.shape[:-1]), gate_kernel.shape[1]
+    rows = math.prod(x.shape[:-1])
     if rows <= FEW_ROWS:
         return f"x has {rows} rows; the kernel takes more than {FEW_ROWS}"
     if F % swiglu.GROUP:
@@ -76,23 +117,33 @@ def _check_supported(x, gate_kernel) -> str | None:
     return swiglu.check_supported(jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype))
 
 
-def _axes(x, F: int) -> tuple[str, dict[str, int]]:
+def _axes(in_products: bool, x, F: int) -> tuple[str, dict[str, int]]:
     from pallas_kernels.layer.swiglu import BLOCK
 
-    return token_axes(x, BLOCK // math.gcd(F, BLOCK))
+    return token_axes(x, 8 if in_products else BLOCK // math.gcd(F, BLOCK))
 
 
-@jax.custom_vjp
-def _swiglu(x, weight, down_kernel):
-    return _swiglu_fwd(x, weight, down_kernel)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(in_products, x, weight, down_kernel):
+    return _swiglu_fwd(in_products, x, weight, down_kernel)[0]
 
 
-def _swiglu_fwd(x, weight, down_kernel):
-    branches = checkpoint_name(x @ weight, BRANCHES_NAME)
-    names, sizes = _axes(x, len(down_kernel))
-    h = run(_product, None, (branches,), (names,), names, sizes)
-    h = checkpoint_name(h, BRANCHES_NAME)
+def _swiglu_fwd(in_products, x, weight, down_kernel):
+    names, sizes = _axes(in_products, x, len(down_kernel))
+    if in_products:
+        both = run(_branches_and_product, None, (x, weight), (names, ". ."), (names, names), sizes)
+        branches, h = (checkpoint_name(y, BRANCHES_NAME) for y in both)
+    else:
+        branches = checkpoint_name(x @ weight, BRANCHES_NAME)
+        h = checkpoint_name(run(_product, None, (branches,), (names,), names, sizes), BRANCHES_NAME)
     return h @ down_kernel, (x, branches, h, weight, down_kernel)
+
+
+def _branches_and_product(_, x, weight):
+    from pallas_kernels.layer.swiglu_product import swiglu_product
+
+    both = swiglu_product(x.reshape(-1, x.shape[-1]), weight)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in both)
 
 
 def _product(_, branches):
@@ -101,14 +152,25 @@ def _product(_, branches):
     return swiglu.swiglu(branches.reshape(-1)).reshape(*branches.shape[:-1], -1)
 
 
-def _swiglu_bwd(saved, dy):
+def _swiglu_bwd(in_products, saved, dy):
     x, branches, h, weight, down_kernel = saved
-    dh = jnp.einsum("...e,fe->...f", dy, down_kernel)
-    names, sizes = _axes(x, len(down_kernel))
-    dbranches = run(_derivatives, None, (branches, dh), (names,) * 2, names, sizes)
+    names, sizes = _axes(in_products, x, len(down_kernel))
+    if in_products:
+        args, operands = (branches, dy, down_kernel), (names, names, ". .")
+        dbranches = run(_cotangents, None, args, operands, names, sizes)
+    else:
+        dh = jnp.einsum("...e,fe->...f", dy, down_kernel)
+        dbranches = run(_derivatives, None, (branches, dh), (names,) * 2, names, sizes)
     dx = jnp.einsum("...f,df->...d", dbranches, weight)
     dweight = jnp.einsum("...d,...f->df", x, dbranches)
     return dx, dweight, jnp.einsum("...f,...e->fe", h, dy)
+
+
+def _cotangents(_, branches, dy, down_kernel):
+    from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
+
+    dy, ab = (y.reshape(-1, y.shape[-1]) for y in (dy, branches))
+    return swiglu_cotangents(dy, down_kernel, ab).reshape(branches.shape)
 
 
 def _derivatives(_, branches, dh):

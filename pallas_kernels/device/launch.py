@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.memory import Memory
+from pallas_kernels.device.memory import CLUSTER, Memory
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
@@ -36,6 +36,7 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     memory: Memory,
     ctas: int,
+    cluster: int = 1,
     warpgroups: int | None = None,
     auto_barriers: bool = True,
     reduction_bytes: int | None = None,
@@ -53,7 +54,8 @@ def launch(
       inputs: arrays; None for one that this configuration does without.
       outputs: shapes and dtypes, likewise.
       memory: shared memory, likewise.
-      ctas: CTAs, along the grid axis "cta".
+      ctas: CTAs, along the grid axis "cta"; with clusters, these along it.
+      cluster: CTAs of a cluster, along the axis `CLUSTER`, which there is not with one.
       warpgroups: warpgroups of a CTA, along the axis "wg"; None for one without that axis.
       auto_barriers: whether Pallas puts a barrier around accesses to shared memory.
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
@@ -81,6 +83,8 @@ def launch(
 
     run.__name__ = name
     options: dict[str, Any] = {} if warpgroups is None else dict(num_threads=warpgroups, thread_name="wg")
+    if cluster > 1:
+        options |= dict(cluster=(cluster,), cluster_names=(CLUSTER,))
     reductions: dict[str, Any] = (
         {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
     )
@@ -116,8 +120,13 @@ def device_reason() -> str | None:
 
 
 def grid_index() -> jax.Array:
-    """Number of this CTA, int32."""
+    """Number of this CTA, or of its cluster where there are clusters, int32."""
     return lax.axis_index("cta").astype(jnp.int32)
+
+
+def cluster_index() -> jax.Array:
+    """Number of this CTA in its cluster, int32."""
+    return lax.axis_index(CLUSTER).astype(jnp.int32)
 
 
 def warpgroup_index() -> jax.Array:

@@ -14,6 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED, round_up
 
+CLUSTER = "peer"
+"""Axis of the CTAs of a cluster."""
+
 SMEM_LIMIT = 232_448
 """Bytes of shared memory that one CTA may have on compute capability 9.0."""
 
@@ -51,6 +54,8 @@ class Barriers(NamedTuple):
 
     arrivals: int
     count: int = 1
+    of_cluster: bool = False
+    """Whether an arrival counts in all CTAs of the cluster; `arrivals` are then those of each CTA."""
 
     @property
     def bytes(self) -> int:
@@ -59,6 +64,10 @@ class Barriers(NamedTuple):
 
     def scratch_type(self) -> Any:
         """The barriers in Pallas' terms."""
+        if self.of_cluster:
+            return plgpu.ClusterBarrier(
+                collective_axes=(CLUSTER,), num_arrivals=self.arrivals, num_barriers=self.count
+            )
         return plgpu.Barrier(num_arrivals=self.arrivals, num_barriers=self.count)
 
 

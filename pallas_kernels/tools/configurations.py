@@ -24,6 +24,8 @@ from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
+from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
+from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
@@ -220,6 +222,14 @@ def swiglu_case(backwards=False):
     return (swiglu_backward, (ab, a)) if backwards else (swiglu, (ab,))
 
 
+def swiglu_product_case(backwards=False):
+    """A function and its argument shapes: swiglu_product, or swiglu_cotangents."""
+    M, D, F, dtype = 4096, 1024, 2752, jnp.bfloat16
+    if not backwards:
+        return swiglu_product, (_shape(M, D, dtype=dtype), _shape(D, 2 * F, dtype=dtype))
+    return swiglu_cotangents, tuple(_shape(*shape, dtype=dtype) for shape in ((M, D), (F, D), (M, 2 * F)))
+
+
 def cross_entropy_case():
     """A function and its argument shapes: cross_entropy."""
     return cross_entropy, (_shape(64, 32768), _shape(64, dtype=jnp.int32), _shape(64))
@@ -319,6 +329,8 @@ CASES = {
     "gated norm, backwards, joined": functools.partial(gated_norm_case, backwards=True, others=25),
     "swiglu": swiglu_case,
     "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
+    "swiglu in its product": swiglu_product_case,
+    "swiglu in its product, backwards": functools.partial(swiglu_product_case, backwards=True),
     "embedding": embedding_case,
     "cross entropy": cross_entropy_case,
     "gates": gates_case,

@@ -1,0 +1,170 @@
+"""The cotangents of a SwiGLU's branches, made where the cotangent of their product is multiplied.
+
+    dh = dy W^T,   da = dh b silu'(a),   db = dh silu(a)
+
+dh stays in registers: it is neither rounded nor written.
+
+Inputs (GMEM): dy [M, D], weight W [F, D], ab [M, 2 F], `GROUP` columns of a, as many of b, and so on; bfloat16 or
+float16. Output (GMEM): dab like ab.
+Grid, roles of the warpgroups, barriers of the ring: `layer.tiles`. The loading warpgroup also loads the tile's
+branches, in `_STEPS` steps after those of the product: so they are there when dh is. Their cotangents replace them in
+their slot, from which bulk stores write them; the slot is free when these have read it, the last one of a tile in the
+next tile.
+Shared memory: `_memory`, 192 KB.
+Numerics: float32 inside. The same bits in every call.
+Hardware: compute capability 9.0. Limits: `check_supported`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.device.launch import launch
+from pallas_kernels.device.layouts import WGMMA
+from pallas_kernels.device.memory import Buffer, Memory, transposed
+from pallas_kernels.layer import tiles
+from pallas_kernels.layer.swiglu_product import GROUP, silu_parts
+from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, TILE_ROWS, Config, Cta
+
+_PARTS = 1 + COLUMNS // TILE_ROWS
+"""Parts [TILE_ROWS, DEPTH] of a slot, each of which one copy fills: of dy, and the others of W or of branches."""
+
+_PIECES = COLUMNS // GROUP
+"""Of a tile's branches, [TILE_ROWS, 2 GROUP] each: as large as a part."""
+
+_STEPS = pl.cdiv(_PIECES, _PARTS)
+"""Steps in which slots hold branches."""
+
+
+def check_supported(dy: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
+    """Why the kernel cannot make cotangents of branches of F columns from dy [.., D]; None if it can."""
+    reason = tiles.check_supported(dy)
+    if reason is not None:
+        return f"dy: {reason}"
+    return f"{F} columns; the kernel takes a multiple of {GROUP}" if F % GROUP or not F else None
+
+
+def _memory(config: Config, dtype: Any) -> Memory:
+    ring = Buffer((config.stages, _PARTS * TILE_ROWS, DEPTH), dtype, swizzle=128)
+    return {"ring": ring, **tiles.barriers(config, copies=_PARTS)}
+
+
+def _part(n: int) -> slice:
+    """Rows of a slot."""
+    return slice(n * TILE_ROWS, (n + 1) * TILE_ROWS)
+
+
+def _pieces(n: int) -> range:
+    """Which pieces of the branches the n-th step after the product has."""
+    return range(n * _PARTS, min(_PIECES, (n + 1) * _PARTS))
+
+
+def _load(cta: Cta, row, column, depth, slot) -> None:
+    gmem, smem, along = cta.gmem, cta.smem, pl.ds(depth, DEPTH)
+    barrier = smem.full.at[slot]
+    plgpu.copy_gmem_to_smem(gmem.dy.at[pl.ds(row, TILE_ROWS), along], smem.ring.at[slot, _part(0)], barrier)
+    for n in range(1, _PARTS):
+        source = gmem.w.at[pl.ds(column + (n - 1) * TILE_ROWS, TILE_ROWS), along]
+        tiles.copy_shared(source, smem.ring.at[slot, _part(n)], barrier)
+
+
+def _load_branches(cta: Cta, row, column, n: int, slot) -> None:
+    barrier = cta.smem.full.at[slot]
+    for part, piece in enumerate(_pieces(n)):
+        source = cta.gmem.ab.at[pl.ds(row, TILE_ROWS), pl.ds(2 * (column + piece * GROUP), 2 * GROUP)]
+        plgpu.copy_gmem_to_smem(source, cta.smem.ring.at[slot, _part(part)], barrier)
+    for _ in range(_PARTS - len(_pieces(n))):
+        plgpu.barrier_arrive(barrier)
+
+
+def _store(cta: Cta, i, row, column, dh) -> None:
+    """Writes the cotangents of a tile's branches over these, and from there to memory."""
+    gmem, first = cta.gmem, i * cta.steps + cta.depth_steps
+    for n in range(_STEPS):
+        slot = cta.wait(first + n)
+        parts = [cta.smem.ring.at[slot, cta.own_rows(part * TILE_ROWS)] for part in range(len(_pieces(n)))]
+        for piece, part in zip(_pieces(n), parts, strict=True):
+            a, b, gate = silu_parts(cta.dev, plgpu.load(part, layout=WGMMA))
+            silu, dproduct = a * gate, dh[:, piece * GROUP : (piece + 1) * GROUP]
+            da, db = dproduct * b * (gate + silu * (1.0 - gate)), dproduct * silu
+            if cta.dev.interpreted:
+                plgpu.commit_smem()  # the interpreter asks for one between reading and writing
+            part[...] = lax.concatenate([da, db], 1).astype(gmem.dab.dtype)
+        plgpu.commit_smem()
+        for piece, part in zip(_pieces(n), parts, strict=True):
+            columns = pl.ds(2 * (column + piece * GROUP), 2 * GROUP)
+            destination = gmem.dab.at[cta.own_rows(row), columns]
+            plgpu.copy_smem_to_gmem(part, destination, commit_group=piece == _pieces(n)[-1])
+        if n:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            cta.release(first + n - 1)
+
+
+def _release_last(cta: Cta, i) -> None:
+    """Releases the last slot of the tile before the i-th."""
+
+    @pl.when(i > 0)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        cta.release(i * cta.steps - 1)
+
+
+def _multiply(cta: Cta) -> None:
+    """The role of a multiplying warpgroup."""
+    ring = cta.smem.ring
+
+    def operands(slot):
+        return ring.at[slot, cta.own_rows(0)], transposed(ring.at[slot, TILE_ROWS : _PARTS * TILE_ROWS])
+
+    finish, release = functools.partial(_store, cta), functools.partial(_release_last, cta)
+    tiles.multiply_tiles(cta, operands, finish, release)
+    release(cta.tiles)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _body(gmem: Any, smem: Any, **static: Any) -> None:
+    (M, D), F = gmem.dy.shape, gmem.w.shape[0]
+    cta = Cta(gmem, smem, M=M, N=F, D=D, more_steps=_STEPS, **static)
+
+    def load():
+        tiles.load_tiles(cta, functools.partial(_load, cta), functools.partial(_load_branches, cta))
+
+    pl.when(cta.wg == 2)(load)
+    pl.when(cta.wg < 2)(lambda: _multiply(cta))
+
+
+def swiglu_cotangents(
+    dy: Float[Array, "M D"],
+    weight: Float[Array, "F D"],
+    ab: Float[Array, "M F2"],
+    *,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M F2"]:
+    """Gradient of <dy, h W> with respect to ab, h = silu(a) b, where `check_supported` says so."""
+    run = _compiled if interpret is None else _run
+    return run(config or Config(), interpret, dy, weight, ab)
+
+
+def _run(config, interpret, dy, weight, ab):
+    return launch(
+        "swiglu_cotangents",
+        functools.partial(_body, config=config, interpreted=interpret is not None),
+        inputs={"dy": dy, "w": weight, "ab": ab},
+        outputs={"dab": jax.ShapeDtypeStruct(ab.shape, ab.dtype)},
+        memory=_memory(config, dy.dtype),
+        auto_barriers=False,
+        ctas=tiles.num_clusters(config, dy.shape[0], weight.shape[0]),
+        cluster=CLUSTER_CTAS,
+        warpgroups=3,
+        interpret=interpret,
+    )["dab"]
+
+
+_compiled = jax.jit(_run, static_argnums=(0, 1))
+"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

@@ -1,0 +1,242 @@
+"""A product of matrices in tiles that stay in registers, for kernels that do more with a tile than to write it.
+
+    X = A B,   A [M, D],  B [D, N]
+
+Grid: persistent, one CTA on each multiprocessor, in clusters of two that have the same columns and neighbouring rows:
+each loads half of what both read of B. A CTA has two warpgroups that multiply, `ROWS` rows of its tile each, and one
+that loads. The tiles of one cluster after another have the same rows and the next columns.
+
+Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time: a step. A kernel may add steps to those
+of a tile, in which slots hold something else.
+
+Barriers:
+
+    barrier       who arrives                                            who waits
+    full[slot]    every copy into the slot, `copies` of them             the multiplying warpgroups
+    empty[slot]   the multiplying warpgroups of both CTAs                the loading warpgroup of each CTA
+    turn          the first multiplying warpgroup, `lead` steps into     the second one, before a tile
+                  a tile
+
+The first warpgroup is some steps ahead of the second, so that one multiplies while the other is busy with what it
+makes of its tile.
+
+Hardware: compute capability 9.0. Limits: `check_supported`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.launch import NUM_SMS, check_registers, cluster_index, grid_index, warpgroup_index
+from pallas_kernels.device.memory import CLUSTER, Barriers, Memory
+from pallas_kernels.device.operations import Device
+
+ROWS = 64
+"""Rows of a tile that a warpgroup multiplies."""
+
+TILE_ROWS = 2 * ROWS
+"""Rows of a CTA's tile."""
+
+COLUMNS = 256
+"""Columns of a tile: as many as a wgmma takes, so that operands are read least often."""
+
+DEPTH = 64
+"""Numbers of the sum in a slot: 128 bytes, over which rows are swizzled."""
+
+CLUSTER_CTAS = 2
+
+LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
+
+check_registers(LOADING_REGISTERS, MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the tiles are walked over, not what is computed."""
+
+    stages: int = 4
+    """Slots of the ring."""
+    lead: int = 2
+    """Steps that the first multiplying warpgroup is ahead; 0 leaves that to chance. Less than the stages."""
+    clusters: int = NUM_SMS // CLUSTER_CTAS
+
+    def __post_init__(self):
+        assert 0 <= self.lead < self.stages, f"lead {self.lead} of {self.stages} stages"
+
+
+def check_supported(a: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+    """Why the left matrix [.., M, D] of a product cannot be taken; None if it can."""
+    M, D = a.size // a.shape[-1], a.shape[-1]
+    if a.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{jnp.dtype(a.dtype).name}; the kernel takes bfloat16 and float16"
+    if not M or M % 8:
+        return f"{M} rows; the kernel takes a multiple of 8"
+    if D % DEPTH:
+        return f"rows of {D}; the kernel takes a multiple of {DEPTH}"
+    return None
+
+
+def barriers(config: Config, copies: int) -> Memory:
+    """The barriers of a kernel whose slots are filled by so many copies."""
+    return {
+        "full": Barriers(arrivals=copies, count=config.stages),
+        "empty": Barriers(arrivals=2, count=config.stages, of_cluster=True),
+        "turn": Barriers(arrivals=1) if config.lead else None,
+    }
+
+
+def num_clusters(config: Config, M: int, N: int) -> int:
+    """Clusters that walk over the tiles of a product [M, N]."""
+    return min(config.clusters, pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * pl.cdiv(N, COLUMNS))
+
+
+class Cta:
+    """What every warpgroup of a CTA knows.
+
+    Args:
+      gmem, smem: of the kernel.
+      M, N, D: sizes of the product.
+      more_steps: steps of a tile after those of the product.
+    """
+
+    def __init__(
+        self,
+        gmem: Any,
+        smem: Any,
+        *,
+        M: int,
+        N: int,
+        D: int,
+        config: Config,
+        interpreted: bool,
+        more_steps: int = 0,
+    ):
+        self.gmem, self.smem, self.config = gmem, smem, config
+        self.dev = Device(interpreted)
+        self.wg = warpgroup_index()
+        self.clusters, self.columns = num_clusters(config, M, N), pl.cdiv(N, COLUMNS)
+        tiles = pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * self.columns
+        self.tiles = lax.div(jnp.int32(tiles + self.clusters - 1) - grid_index(), jnp.int32(self.clusters))
+        """Tiles of this CTA."""
+        self.depth_steps, self.more_steps = D // DEPTH, more_steps
+        self.steps = self.depth_steps + more_steps
+        """Steps of a tile."""
+        self.lead = min(config.lead, self.depth_steps)
+
+    def place(self, i) -> tuple[jax.Array, jax.Array]:
+        """First row and first column of the i-th tile of this CTA."""
+        tile = grid_index() + i * self.clusters
+        rows = lax.div(tile, self.columns) * CLUSTER_CTAS + cluster_index()
+        return rows * TILE_ROWS, lax.rem(tile, self.columns) * COLUMNS
+
+    def own_rows(self, first) -> Any:
+        """The rows of this warpgroup in what begins with the first row of its CTA's tile."""
+        return pl.ds(first + self.wg * ROWS, ROWS)
+
+    def slot(self, step) -> jax.Array:
+        """Where a step's operands lie."""
+        return lax.rem(step, self.config.stages)
+
+    def release(self, step) -> None:
+        """Tells both CTAs that this warpgroup is done with the slot of a step."""
+        plgpu.barrier_arrive(self.smem.empty.at[self.slot(step)])
+
+    def wait(self, step) -> jax.Array:
+        """Waits until the slot of a step is full, and returns it."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.smem.full.at[slot])
+        return slot
+
+
+def copy_shared(source: Any, destination: Any, barrier: Any) -> None:
+    """Starts a copy into both CTAs of a cluster, each of which calls this and copies half."""
+    plgpu.copy_gmem_to_smem(source, destination, barrier, collective_axes=CLUSTER)
+
+
+def load_tiles(cta: Cta, load: Callable, load_more: Callable | None = None) -> None:
+    """The role of the loading warpgroup.
+
+    Args:
+      load: load(row, column, depth, slot) starts the copies of a step from `depth` on, for the tile that begins at
+        this row and this column.
+      load_more: load_more(row, column, n, slot), those of the n-th step after them.
+    """
+    plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+    empty, stages = cta.smem.empty, cta.config.stages
+
+    def free(step):
+        slot = cta.slot(step)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        return slot
+
+    def tile(i, _):
+        place, first = cta.place(i), i * cta.steps
+
+        def step(k, _):
+            load(*place, k * DEPTH, free(first + k))
+            return ()
+
+        lax.fori_loop(0, cta.depth_steps, step, ())
+        for n in range(cta.more_steps):
+            assert load_more is not None
+            load_more(*place, n, free(first + cta.depth_steps + n))
+        return ()
+
+    lax.fori_loop(0, cta.tiles, tile, ())
+
+    # No CTA may end while the other one copies into its memory or arrives on its barriers.
+    def last(step, _):
+        plgpu.barrier_wait(empty.at[cta.slot(step)])
+        return ()
+
+    steps = cta.tiles * cta.steps
+    lax.fori_loop(jnp.maximum(steps - stages, 0), steps, last, ())
+
+
+def multiply_tiles(
+    cta: Cta, operands: Callable, finish: Callable, in_first_step: Callable | None = None
+) -> None:
+    """The role of a multiplying warpgroup.
+
+    Args:
+      operands: operands(slot) are this warpgroup's rows of A and the columns of B in a slot.
+      finish: finish(i, row, column, x) does with the rows x [ROWS, COLUMNS] of the i-th tile what is to be done, in
+        float32.
+      in_first_step: in_first_step(i) is called beside the first products of the i-th tile.
+    """
+    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+    smem, lead = cta.smem, cta.lead
+
+    def product(i, acc):
+        first = i * cta.steps
+        if lead:
+            pl.when(cta.wg == 1)(lambda: plgpu.barrier_wait(smem.turn))
+
+        def step(k, carry):
+            cta.dev.issue(acc, *operands(cta.wait(first + k)))
+            if lead:
+                pl.when((cta.wg == 0) & (k == lead - 1))(lambda: plgpu.barrier_arrive(smem.turn))
+            if in_first_step is not None:
+                pl.when(k == 0)(lambda: in_first_step(i))
+            cta.dev.finish(1)
+            pl.when(k > 0)(lambda: cta.release(first + k - 1))
+            return carry
+
+        lax.fori_loop(0, cta.depth_steps, step, ())
+        cta.dev.finish(0)
+        x = cta.dev.collect(acc)
+        cta.release(first + cta.depth_steps - 1)
+        return x
+
+    def tile(i, _):
+        x = pl.run_scoped(lambda acc: product(i, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        finish(i, *cta.place(i), x)
+        return ()
+
+    lax.fori_loop(0, cta.tiles, tile, ())
