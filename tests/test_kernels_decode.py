@@ -20,7 +20,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels, shards
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import cursors, ring_flush, ring_step, step, tiles
+from pallas_kernels.decode import ring_flush, ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -38,7 +38,6 @@ def interpreted(monkeypatch, hopper):
     """Public calls interpret the kernels: outside jit, inside which the interpreter hangs."""
     kernel_calls = (
         (step, "step"),
-        (cursors, "advance"),
         (ring_step, "ring_step"),
         (ring_flush, "ring_flush"),
     )
@@ -133,7 +132,7 @@ def test_pool_of_a_whole_model():
     x = pool_steps.draw_ring(case, (0, 3, 15))
     o, pool = pool_steps.serve_ring(case, x, with_layers(pool_steps.ring_pool(case, x)), **options)
     pool_steps.assert_ring_right(case, x, (2, 5, 2), (o, *map(layer, pool[:4])))
-    np.testing.assert_array_equal(layer(pool.count)[x["read_slots"]][::2], (2, 2))
+    np.testing.assert_array_equal(layer(pool.cursors)[x["read_slots"]][::2, :, 0], np.full((2, 2), 2))
 
 
 def test_slow_gates_keep_their_digits():
@@ -182,7 +181,7 @@ def test_pools_are_updated_in_place():
         x = pool_steps.draw_ring(case, (0, 3, 15))
         pool = pool_steps.ring_pool(case, x)
         text = in_place(lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), pool, x)
-        assert text.count("#stablehlo.output_operand_alias<") == 6
+        assert text.count("#stablehlo.output_operand_alias<") == 5
 
 
 @pytest.mark.usefixtures("hopper")
@@ -253,9 +252,11 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
     config = ring_step.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
     options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
-    arrays = [x[name] for name in (*pool_steps.TOKENS, "state", "ring_k", "ring_u", "ring_g")]
-    held, deferred = jnp.array(counts, jnp.int32), case.T == 1
-    results = ring_step.ring_step(*arrays, held=held, deferred=deferred, **options)
+    tokens, deferred = [x[name] for name in pool_steps.TOKENS], case.T == 1
+    pool = pool_steps.ring_pool(case, x)
+    if not deferred:
+        pool = pool._replace(cursors=jnp.flip(pool.cursors, -1))  # the drafts begin behind `before`
+    results = ring_step.ring_step(*tokens, *pool[:5], deferred=deferred, **options)[:5]
     after = [0 if deferred and n + 1 >= pool_steps.LENGTH else n + case.T for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
 
@@ -265,11 +266,13 @@ def test_flush(case):
     """Rings without room for four tokens go, others stay."""
     counts = (12, 13, 16)
     x = pool_steps.draw_ring(case, counts)
-    rings = {name: x[name] for name in ("state", "ring_k", "ring_u", "ring_g")}
-    before = pool_steps.present(case, *rings.values(), x["count"])
-    slots = {"read_slots": x["read_slots"], "held": jnp.array(counts, jnp.int32)}
-    options = {"kv_layout": case.kv_layout, "room": 4}
-    state = ring_flush.ring_flush(**rings, **slots, **options, interpret=INTERPRET)
+    pool = pool_steps.ring_pool(case, x, rejected=2)
+    before = pool_steps.present(case, *pool[:4], x["count"])
+    slots = {"read_slots": x["read_slots"], "accepted": jnp.ones(3, jnp.int32)}
+    options = {"kv_layout": case.kv_layout, "T": 4}
+    state, cursors = ring_flush.ring_flush(*pool[:5], **slots, **options, interpret=INTERPRET)
+    starts = [0 if n + 4 > 16 else n for n in counts]
+    pool_steps.assert_cursors(x, pool, pool._replace(cursors=cursors), [n + 4 for n in starts], starts)
     read = np.asarray(x["read_slots"])
     flushed = [int(slot) for slot, n in zip(read, counts, strict=True) if slot >= 0 and n + 4 > 16]
     assert flushed
@@ -320,7 +323,7 @@ def test_public_refusals_say_why():
             *(x[name] for name in pool_steps.TOKENS), ring.state, **gates, **spans, parents=tree, **KERNELS
         )
     with pytest.raises(NotImplementedError, match="drafts that are a tree, or a ring for them"):
-        trees = ring._replace(parents=jnp.zeros((len(ring.count), 16), int))
+        trees = ring._replace(parents=jnp.zeros((len(ring.state), 16), int))
         serving.decode(*tokens, trees, **gates, read_slots=jnp.arange(3), **KERNELS)
 
 

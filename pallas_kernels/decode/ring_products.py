@@ -3,6 +3,7 @@
 Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,14 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.ring import LENGTH, Slot
-from pallas_kernels.decode.tiles import ACCESS_BYTES, GRANULE, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
 from pallas_kernels.device.memory import store_any
-
-PART_ROWS = 64
-"""Of a state, in registers while tokens are added to them."""
 
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
+
+GROUP = 4
+"""Tokens of a ring whose values are loaded together, if there is one."""
 
 ROW_ALIGNMENT = 16
 """Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
@@ -76,8 +77,8 @@ class Held(NamedTuple):
 
     k: jax.Array
     """[L, K], each row in a few lanes of a warp."""
-    u: jax.Array
-    """[L, block], float32, each column in a thread."""
+    u: list[jax.Array]
+    """[L, block], float32, each column in a thread: `GROUP` tokens after `GROUP` tokens."""
     since: jax.Array
     """Log decays since each token [L]."""
     total: jax.Array
@@ -99,14 +100,26 @@ class Ring:
         self.rows = self.k_layout.reduce(1)
 
     def load(self, here: Slot, count: jax.Array) -> Held:
-        k, u = load(here.k, self.k_layout), load(here.u, self.u_layout)
         along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
-        g = here.log_decays(count, along)
+        # All loads come before the first use of one.
+        k, g = load(here.k, self.k_layout), load(here.g, along)
+        values = [self._values(here.u.at[self._group(i)], count > i) for i in range(0, LENGTH, GROUP)]
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
+        g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
         since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
-        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
-        u = jnp.where(entry < count, u.astype(jnp.float32), 0.0)
+        entry = plgpu.broadcasted_iota(jnp.int32, values[0].shape, 0, layout=self.u_layout)
+        u = [jnp.where(entry < count - n * GROUP, x.astype(jnp.float32), 0.0) for n, x in enumerate(values)]
         return Held(k, u, since, jnp.sum(g), count)
+
+    def _values(self, u: Any, is_wanted: jax.Array) -> jax.Array:
+        """Of some tokens, which nobody reads where they are not wanted."""
+        nothing = plgpu.layout_cast(jnp.zeros(u.shape, u.dtype), self.u_layout)
+        return lax.cond(is_wanted, lambda: load(u, self.u_layout), lambda: nothing)
+
+    @staticmethod
+    def _group(first: int) -> Any:
+        return pl.ds(first, GROUP)
 
     def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
         """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
@@ -126,38 +139,36 @@ class Ring:
         is_token = spread(position < held.count, held.k.shape, 0, self.k_layout)
         k = held.k.astype(jnp.float32) * spread(decays, held.k.shape, 0, self.k_layout)
         store_any(keys.at[pl.ds(0, LENGTH)], jnp.where(is_token, k, 0.0))
-        store_any(values.at[pl.ds(0, LENGTH)], held.u)
+        for n, u in enumerate(held.u):
+            store_any(values.at[self._group(n * GROUP)], u)
 
     def recall(self, held: Held, weights: Any) -> jax.Array:
         """sum_j weights_j u_j along V."""
-        w = load(weights, self.u_layout.reduce(1))
-        return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
+        sums = []
+        for n, u in enumerate(held.u):
+            w = load(weights.at[self._group(n * GROUP)], self.u_layout.reduce(1))
+            sums.append(jnp.sum(u * spread(w, u.shape, 0, self.u_layout), axis=0))
+        return functools.reduce(lambda x, y: x + y, sums)
 
 
-def add_tokens(state: Any, decay: jax.Array, keys: Any, values: Any, kv_layout: bool) -> None:
-    """state <- decay state + sum_j keys_j values_j^T, part by part, of a state in memory.
+def add_tokens(
+    source: Any, target: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool
+) -> None:
+    """target <- decay source + sum_j keys_j values_j^T for some rows of a state.
 
     Args:
-      state: [K, block], or [block, K].
+      source, target: the rows in memory, of [K, block] or [block, K]; they may be the same.
+      first: the first one's number in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
     """
-    total_rows, columns = state.shape
-    slices = row_slices(columns)
-    # Longer rows would need more registers than there are.
-    rows = PART_ROWS if total_rows % PART_ROWS == 0 and columns <= 128 else GRANULE
-    size = (rows, columns)
+    size = source.shape
+    layout, here = row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
-
-    def part(i, _):
-        here = pl.ds(i * rows, rows)
-        S = load(state.at[here], slices.layout).astype(jnp.float32) * decay
-        for j in range(keys.shape[0]):
-            along_rows = load(x.at[j, here], slices.layout.reduce(1))
-            along_columns = load(y.at[j], slices.layout.reduce(0))
-            S = S + spread(along_rows, size, 0, slices.layout) * spread(along_columns, size, 1, slices.layout)
-        store_any(state.at[here], S.astype(state.dtype))
-
-    lax.fori_loop(0, total_rows // rows, part, None)
+    S = load(source, layout).astype(jnp.float32) * decay
+    for j in range(keys.shape[0]):
+        along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
+        S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
+    store_any(target, S.astype(target.dtype))
 
 
 class Products:

@@ -249,11 +249,11 @@ def step_case(
 
 
 def _ring(kv_layout=True, pool_dtype: Any = jnp.float32):
-    """Shapes of states and rings."""
+    """Shapes of states, rings and cursors."""
     slots, Hk, HV, K, V, L = 8, 2, 4, 128, 128, 16
     state = _shape(slots, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
     rings = (_shape(slots, Hk, L, K, dtype=jnp.bfloat16), _shape(slots, HV, L, V, dtype=jnp.bfloat16))
-    return state, *rings, _shape(slots, HV, L)
+    return state, *rings, _shape(slots, HV, L), _shape(slots, HV, 2, dtype=jnp.int32)
 
 
 def ring_case(T=1, deferred=True, **options):
@@ -261,21 +261,20 @@ def ring_case(T=1, deferred=True, **options):
     arguments = step_case(T)[1]
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
 
-    def run(tokens, ring, A_log, dt_bias, read_slots, held):
+    def run(tokens, ring, A_log, dt_bias, read_slots):
         static: Any = dict(scale=0.1, deferred=deferred, kv_layout=options.get("kv_layout", True))
-        slots = dict(read_slots=read_slots, held=held)
-        return ring_step(*tokens, *ring, A_log=A_log, dt_bias=dt_bias, **slots, **static)
+        return ring_step(*tokens, *ring, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots, **static)
 
-    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(4))
+    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4))
 
 
 def flush_case(**options):
     """A function and its argument shapes: ring_flush."""
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
 
-    def run(ring, read_slots, held):
-        slots = dict(read_slots=read_slots, held=held)
-        return ring_flush(*ring, **slots, room=4, kv_layout=options.get("kv_layout", True))
+    def run(ring, read_slots, accepted):
+        slots = dict(read_slots=read_slots, accepted=accepted)
+        return ring_flush(*ring, **slots, T=4, kv_layout=options.get("kv_layout", True))
 
     return run, (_ring(**options), i32(4), i32(4))
 
