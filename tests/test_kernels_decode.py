@@ -242,11 +242,11 @@ def test_verify_on_a_ring(case, counts):
 
 @pytest.mark.parametrize(
     ("case", "counts"),
-    [*RING_CASES[:2], (DRAFT_CASES[1][0], (12, 0, 5))],
+    [(RING_CASES[0][0], (15, 3, 5)), RING_CASES[1], (DRAFT_CASES[1][0], (12, 0, 5))],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
-    """On a single SM, through fewer stages than a state has chunks; padding lies between two states."""
+    """On a single SM, through fewer stages than a state has chunks; padding lies between two states, and one comes after a flush."""
     monkeypatch.setattr(ring_step, "NUM_SMS", 1)
     x = pool_steps.draw_ring(case, counts)
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
