@@ -246,7 +246,8 @@ def test_verify_on_a_ring(case, counts):
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
-    """On a single SM, through fewer stages than a state has chunks; padding lies between two states, and one comes after a flush."""
+    """On a single SM, through fewer stages than a state has chunks. Padding lies between two states, also after a
+    flush."""
     monkeypatch.setattr(ring_step, "NUM_SMS", 1)
     x = pool_steps.draw_ring(case, counts)
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
