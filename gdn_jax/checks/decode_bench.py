@@ -156,14 +156,14 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     pool, slots = _pool(options, line, x)
     steps, T = line.steps, line.tokens
     tokens = jax.device_put(
-        tuple(np.moveaxis(y.reshape(line.batch, steps, T, *y.shape[2:]), 1, 0) for y in x.tokens)
+        [tuple(y[:, i * T : i * T + T] if T > 1 else y[:, i] for y in x.tokens) for i in range(steps)]
     )
     common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
     common |= {"state_layout": options.state_layout, "implementation": line.implementation}
     slots, all_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
 
     def step(pool, token):
-        q, k, v, a, b = token if T > 1 else (y[:, 0] for y in token)
+        q, k, v, a, b = token
         if T > 1:
             spans = {"state_slots": slots, "num_accepted_tokens": all_accepted}
             o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
@@ -174,14 +174,23 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     on_gpu = jax.default_backend() == "gpu"
 
     def all_tokens(pool, tokens):
-        return jax.lax.scan(step, pool, tokens, unroll=on_gpu)  # a loop would wait for the host in every step
+        """The pool, and the output of every step. On a GPU inputs and outputs of a step are arrays of their own, as in
+        a server: to take them out of larger arrays, or put them there, would be kernels that are timed too."""
+        if not on_gpu:
+            pool, o = jax.lax.scan(step, pool, jax.tree.map(lambda *y: jnp.stack(y), *tokens))
+            return pool, list(o)
+        outputs = []
+        for token in tokens:
+            pool, o = step(pool, token)
+            outputs.append(o)
+        return pool, outputs
 
     compiler_options = GRAPH_OPTIONS if on_gpu else {}
     run = jax.jit(all_tokens, donate_argnums=0).lower(pool, tokens).compile(compiler_options=compiler_options)
     outputs = []
     for _ in range(2):  # the second period begins with what the first one left
         pool, o = run(pool, tokens)
-        outputs.append(np.moveaxis(np.asarray(o), 0, 1).reshape(line.batch, steps * T, *o.shape[3:]))
+        outputs.append(np.concatenate([np.asarray(y) for y in o], 1))
     error = _error(x, outputs, options.state_layout)
     result = Result(*line, error)
     if not error <= BOUNDS[options.dtype]:

@@ -3,7 +3,6 @@
 Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,9 +18,6 @@ from pallas_kernels.device.memory import store_any
 
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
-
-GROUP = 4
-"""Tokens of a ring whose values are loaded together, if there is one."""
 
 ROW_ALIGNMENT = 16
 """Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
@@ -77,8 +73,8 @@ class Held(NamedTuple):
 
     k: jax.Array
     """[L, K], each row in a few lanes of a warp."""
-    u: list[jax.Array]
-    """[L, block], float32, each column in a thread: `GROUP` tokens after `GROUP` tokens."""
+    u: jax.Array
+    """[L, block], float32, each column in a thread."""
     since: jax.Array
     """Log decays since each token [L]."""
     total: jax.Array
@@ -102,24 +98,14 @@ class Ring:
     def load(self, here: Slot, count: jax.Array) -> Held:
         along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
         # All loads come before the first use of one.
-        k, g = load(here.k, self.k_layout), load(here.g, along)
-        values = [self._values(here.u.at[self._group(i)], count > i) for i in range(0, LENGTH, GROUP)]
+        k, u, g = load(here.k, self.k_layout), load(here.u, self.u_layout), load(here.g, along)
         position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
         g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
         since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
-        entry = plgpu.broadcasted_iota(jnp.int32, values[0].shape, 0, layout=self.u_layout)
-        u = [jnp.where(entry < count - n * GROUP, x.astype(jnp.float32), 0.0) for n, x in enumerate(values)]
+        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
+        u = jnp.where(entry < count, u.astype(jnp.float32), 0.0)
         return Held(k, u, since, jnp.sum(g), count)
-
-    def _values(self, u: Any, is_wanted: jax.Array) -> jax.Array:
-        """Of some tokens, which nobody reads where they are not wanted."""
-        nothing = plgpu.layout_cast(jnp.zeros(u.shape, u.dtype), self.u_layout)
-        return lax.cond(is_wanted, lambda: load(u, self.u_layout), lambda: nothing)
-
-    @staticmethod
-    def _group(first: int) -> Any:
-        return pl.ds(first, GROUP)
 
     def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
         """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
@@ -139,16 +125,12 @@ class Ring:
         is_token = spread(position < held.count, held.k.shape, 0, self.k_layout)
         k = held.k.astype(jnp.float32) * spread(decays, held.k.shape, 0, self.k_layout)
         store_any(keys.at[pl.ds(0, LENGTH)], jnp.where(is_token, k, 0.0))
-        for n, u in enumerate(held.u):
-            store_any(values.at[self._group(n * GROUP)], u)
+        store_any(values.at[pl.ds(0, LENGTH)], held.u)
 
     def recall(self, held: Held, weights: Any) -> jax.Array:
         """sum_j weights_j u_j along V."""
-        sums = []
-        for n, u in enumerate(held.u):
-            w = load(weights.at[self._group(n * GROUP)], self.u_layout.reduce(1))
-            sums.append(jnp.sum(u * spread(w, u.shape, 0, self.u_layout), axis=0))
-        return functools.reduce(lambda x, y: x + y, sums)
+        w = load(weights, self.u_layout.reduce(1))
+        return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
 
 
 def add_tokens(
