@@ -308,4 +308,7 @@ DRAFT_CASES = (
     (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
     (Case("drafts-no-room", T=2, K=32, V=32, padding=False, heads=(1, 1, 1)), (15, 16, 14)),
     (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
+    (Case("drafts-bfloat16", T=4, V=64, pool_dtype="bfloat16"), (13, 3, 15)),
+    # More than one call of the kernel has.
+    (Case("drafts-many", T=6, K=32, V=32, padding=False), (12, 0, 8)),
 )

@@ -20,7 +20,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels, shards
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import ring_flush, ring_step, step, tiles
+from pallas_kernels.decode import ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -39,7 +39,6 @@ def interpreted(monkeypatch, hopper):
     kernel_calls = (
         (step, "step"),
         (ring_step, "ring_step"),
-        (ring_flush, "ring_flush"),
     )
     for module, name in kernel_calls:
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
@@ -253,36 +252,14 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
     config = ring_step.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
     options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
-    tokens, deferred = [x[name] for name in pool_steps.TOKENS], case.T == 1
-    pool = pool_steps.ring_pool(case, x)
-    if not deferred:
-        pool = pool._replace(cursors=jnp.flip(pool.cursors, -1))  # the drafts begin behind `before`
-    results = ring_step.ring_step(*tokens, *pool[:5], deferred=deferred, **options)[:5]
-    after = [0 if deferred and n + 1 >= pool_steps.LENGTH else n + case.T for n in counts]
+    tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
+    if case.T > 1:
+        options |= {"drafts": ring_step.Drafts(case.T), "accepted": jnp.ones(case.N, jnp.int32)}
+    else:
+        options |= {"drafts": None}
+    results = ring_step.ring_step(*tokens, *pool[:5], **options)[:5]
+    after = [n + 1 - 16 * (n == 15) if case.T == 1 else n * (n <= 16 - case.T) + case.T for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
-
-
-@pytest.mark.parametrize("case", [case for case, _ in RING_CASES], ids=lambda case: case.name)
-def test_flush(case):
-    """Rings without room for four tokens go, others stay."""
-    counts = (12, 13, 16)
-    x = pool_steps.draw_ring(case, counts)
-    pool = pool_steps.ring_pool(case, x, rejected=2)
-    before = pool_steps.present(case, *pool[:4], x["count"])
-    slots = {"read_slots": x["read_slots"], "accepted": jnp.ones(3, jnp.int32)}
-    options = {"kv_layout": case.kv_layout, "T": 4}
-    state, cursors = ring_flush.ring_flush(*pool[:5], **slots, **options, interpret=INTERPRET)
-    starts = [0 if n + 4 > 16 else n for n in counts]
-    pool_steps.assert_cursors(x, pool, pool._replace(cursors=cursors), [n + 4 for n in starts], starts)
-    read = np.asarray(x["read_slots"])
-    flushed = [int(slot) for slot, n in zip(read, counts, strict=True) if slot >= 0 and n + 4 > 16]
-    assert flushed
-    others = np.setdiff1d(np.arange(len(state)), flushed)
-    assert (np.asarray(state)[others] == np.asarray(x["state"])[others]).all()
-    got = np.asarray(state).astype(np.float64)
-    got = got if case.kv_layout else np.swapaxes(got, -1, -2)
-    bound = BOUNDS[case.pool_dtype][0]["final_state"]
-    assert_close(before[flushed], got[flushed], bound, case.name, axis=1)
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,8 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     on_gpu = jax.default_backend() == "gpu"
 
     def all_tokens(pool, tokens):
-        """The pool, and the output of every step. On a GPU inputs and outputs of a step are arrays of their own, as in
-        a server: to take them out of larger arrays, or put them there, would be kernels that are timed too."""
+        """The pool, and the output of every step. On a GPU inputs and outputs of a step are arrays of their own, as
+        in a server: to take them out of larger arrays, or put them there, would be kernels that are timed too."""
         if not on_gpu:
             pool, o = jax.lax.scan(step, pool, jax.tree.map(lambda *y: jnp.stack(y), *tokens))
             return pool, list(o)

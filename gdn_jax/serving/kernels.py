@@ -136,7 +136,7 @@ def decode_on_ring(
         *_one_token(raw)[:5],
         *pool[:5],
         read_slots=_int32(numbers, pool),
-        deferred=True,
+        drafts=None,
         layer=layer,
         null_slot=options.null_slot,
         **_rule(raw, options),
@@ -148,23 +148,21 @@ def verify_on_ring(
     pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
 ) -> tuple[Array, RingPool]:
     """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
-    from pallas_kernels.decode import ring_flush, ring_step
+    from pallas_kernels.decode import ring_step
 
-    T, where = options.dims.T, {"read_slots": at.slot, "layer": at.layer}
+    T = options.dims.T
     num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
-    spans: dict[str, Any] = {"accepted": accepted, "T": T, "num_tokens": num_tokens}
-    kv_layout = options.state_layout == STATE_LAYOUTS[0]
-    state, cursors = ring_flush.ring_flush(*pool[:5], **spans, kv_layout=kv_layout, **where)
-    arrays, outputs = [state, *pool[1:4], cursors], []
+    arrays, outputs = list(pool[:5]), []
     for t in range(0, T, ring_step.MAX_TOKENS):
         some = slice(t, t + ring_step.MAX_TOKENS)
         o, *arrays = ring_step.ring_step(
             *(x[:, some] for x in raw[:5]),
             *arrays,
-            offset=t,
+            drafts=ring_step.Drafts(T, t),
+            read_slots=at.slot,
+            accepted=None if t else accepted,
             num_tokens=None if num_tokens is None else num_tokens - t,
-            deferred=False,
-            **where,
+            layer=at.layer,
             **_rule(raw, options),
         )
         outputs.append(o)

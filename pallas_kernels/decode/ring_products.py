@@ -81,6 +81,11 @@ class Held(NamedTuple):
     """Log decay since the checkpoint."""
     count: jax.Array
 
+    def emptied(self, now: jax.Array) -> "Held":
+        """Without tokens, if they are dropped now."""
+        u = jnp.where(now, jnp.zeros_like(self.u), self.u)
+        return self._replace(u=u, total=jnp.where(now, 0.0, self.total), count=jnp.where(now, 0, self.count))
+
 
 class Ring:
     """The layouts of a ring, and what is done with it."""
@@ -134,12 +139,12 @@ class Ring:
 
 
 def add_tokens(
-    source: Any, target: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool
-) -> None:
-    """target <- decay source + sum_j keys_j values_j^T for some rows of a state.
+    source: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool
+) -> jax.Array:
+    """decay source + sum_j keys_j values_j^T for some rows of a state, in its dtype.
 
     Args:
-      source, target: the rows in memory, of [K, block] or [block, K]; they may be the same.
+      source: the rows in memory, of [K, block] or [block, K].
       first: the first one's number in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
     """
@@ -150,7 +155,7 @@ def add_tokens(
     for j in range(keys.shape[0]):
         along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
         S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
-    store_any(target, S.astype(target.dtype))
+    return S.astype(source.dtype)
 
 
 class Products:

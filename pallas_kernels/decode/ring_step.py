@@ -7,21 +7,26 @@ With D_j the decay since token j and D that since the checkpoint, both with the 
     o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
 
 and (k, u, g) is appended to the ring. All tokens of a call share one reading of S0: their products with it are taken
-first, and what they say to each other is worked out on vectors afterwards. With `deferred`, a token that fills the
-ring is not appended: the ring and it become part of the checkpoint, in a second passage of the state through shared
-memory, which begins with the chunks that are still there. Otherwise the caller sees to it that all tokens find room
-(`ring_flush`).
+first, and what they say to each other is worked out on vectors afterwards.
+
+A decoded token that fills the ring is not appended: the ring and it become part of the checkpoint, in a second
+passage of the state through shared memory, which begins with the chunks that are still there. Drafts find
+
+    held = min(before + accepted, count)
+
+tokens, without those of the last call that were not accepted. Where they have no room behind these, the ring becomes
+part of the checkpoint first, chunk by chunk as the state passes: S0 <- D S0 + sum_j D_j k_j u_j^T.
 
 Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
-floating dtype; A_log, dt_bias [HV]; read_slots [N] int32; optionally num_tokens [N] int32.
+floating dtype; A_log, dt_bias [HV]; read_slots [N] int32; optionally accepted [N], num_tokens [N] int32.
 In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
-ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32; cursors [slots, HV, 2] int32, which only
-`deferred` changes.
+ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32; cursors [slots, HV, 2] int32.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: one CTA to an SM, whose warpgroups each take value head after value head, and of it `block` entries of V after
-the others, by themselves: what belongs to a value head alone is read and written by one warpgroup. A state passes
-through shared memory in chunks; the copies of the next chunks, also of the next state, are on their way while one is
-worked on and while a state's tokens are finished.
+the others, by themselves: what belongs to a value head alone is read and written by one warpgroup. Of drafts it takes
+all value heads of a key head, and writes their keys with the last, as a flush needs those that they replace. A state
+passes through shared memory in chunks; the copies of the next chunks, also of the next state, are on their way while
+one is worked on and while a state's tokens are finished.
 Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
 Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
@@ -76,6 +81,10 @@ MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""
 
 
+FLUSHED_ROWS = 8
+"""Of a chunk, at least, that take a ring at once before drafts. With more, registers spill (ptxas of 2026-11-23)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the kernel runs, not what it computes."""
@@ -95,8 +104,12 @@ class Config:
         return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
 
-def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool) -> Memory:
-    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for."""
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, flushed: int) -> Memory:
+    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for.
+
+    Args:
+      flushed: tokens that become part of a state, at most.
+    """
     shape, W = (
         Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
         config.warpgroups,
@@ -106,8 +119,8 @@ def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool)
         "vectors": Buffer((W, 2 * T, rule.K)),
         "weights": Buffer((W, 2 * T, LENGTH)),
         "sums": Buffer((W, *sums)),
-        "keys": Buffer((W, LENGTH + 1, rule.K)) if deferred else None,
-        "values": Buffer((W, LENGTH + 1, config.block)) if deferred else None,
+        "keys": Buffer((W, flushed, rule.K)) if flushed else None,
+        "values": Buffer((W, flushed, config.block)) if flushed else None,
     }
     stage = Buffer((W, shape.rows, shape.columns), state_dtype)
     room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
@@ -146,6 +159,15 @@ class Token(NamedTuple):
     beta: jax.Array
 
 
+class Drafts(NamedTuple):
+    """Which of a request's drafts a call has: with several calls, each but the last has `MAX_TOKENS`."""
+
+    tokens: int
+    """Of all calls."""
+    offset: int = 0
+    """Those of the calls before."""
+
+
 class Place(NamedTuple):
     """Where a warpgroup is."""
 
@@ -158,8 +180,9 @@ class Place(NamedTuple):
 
 
 def _body(
-    gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, offset: int, deferred: bool, ctas: int
+    gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, drafts: Drafts | None, ctas: int
 ) -> None:
+    deferred, begins = drafts is None, drafts is not None and drafts.offset == 0
     shape = Shape.of(rule, config.block, config.chunk_bytes, gmem.state.dtype.itemsize)
     tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
     ring = Ring(rule.K, config.block, gmem.ring_k.dtype.itemsize)
@@ -168,14 +191,15 @@ def _body(
     whole, v_layout = vector_layout(rule.K), column_layout(config.block)
     products = Products(rule, shape, smem.sums.at[wg], vectors, 2 * T, v_layout)
     N, parts = gmem.read_slots.shape[0], rule.V // config.block
-    heads = N * rule.HV
+    share, some_rows = rule.HV // rule.Hk, max(FLUSHED_ROWS, row_slices(shape.columns).rows)
+    # Tiles of one head, or of all that share a key.
+    together = parts if deferred else parts * share
     first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
-    number = lax.div(heads - first + stride - 1, stride) * parts
+    number = lax.div(N * rule.HV * parts // together - first + stride - 1, stride) * together
 
     def unit(i: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         """Row, value head and entries of V of this warpgroup's i-th state."""
-        head = first + lax.div(i, parts) * stride
-        return tile.where(head * parts + lax.rem(i, parts))
+        return tile.where((first + lax.div(i, together) * stride) * together + lax.rem(i, together))
 
     def slot_of(i: jax.Array) -> jax.Array:
         """Of the i-th unit; padding after the last one."""
@@ -186,8 +210,13 @@ def _body(
         """Tokens that the i-th unit finds in its ring; 0 for padding."""
 
         def read():
-            cursor = gmem.cursors[rule.place(slot, gmem.layer), unit(i)[1], COUNT if deferred else BEFORE]
-            return cursor + offset
+            row, head, _ = unit(i)
+            cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
+            if drafts is None:
+                return cursors[COUNT]
+            if begins:
+                return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
+            return cursors[BEFORE] + drafts.offset
 
         return lax.cond(rule.is_slot(slot), read, lambda: jnp.int32(0))
 
@@ -200,6 +229,14 @@ def _body(
             state = tile.state(gmem.state, rule.place(slot, gmem.layer), head, entries)
             rows = state.at[pl.ds(c * shape.rows, shape.rows)]
             plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
+
+    def in_smem() -> tuple[Any, Any]:
+        """Keys and values of a ring that becomes part of its state."""
+        return smem.keys.at[wg], smem.values.at[wg]
+
+    def is_last(entries: Any) -> jax.Array:
+        """Of a value head."""
+        return jnp.asarray(entries.start + config.block == rule.V)
 
     def wait(n: jax.Array) -> Any:
         """The chunk of the n-th copy, which has arrived."""
@@ -214,6 +251,7 @@ def _body(
         place = rule.place(slot, gmem.layer)
         at = Slot(gmem, tile, place, head, k_head, entries)
         is_full = count + 1 >= LENGTH if deferred else jnp.bool_(False)
+        has_no_room = count + drafts.tokens > LENGTH if drafts and begins else jnp.bool_(False)
         # All loads come before the first use of one.
         A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
         raw = [
@@ -227,6 +265,11 @@ def _body(
             for t in range(T)
         ]
         held = ring.load(at, count)
+        decay = jnp.exp(held.total)
+        if begins:
+            spill = functools.partial(ring.spill, held, jnp.float32(0), *in_smem())
+            pl.when(has_no_room)(spill)
+            held = held.emptied(has_no_room)
         tokens = []
         for t, (q, k, v, a, b) in enumerate(raw):
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -247,7 +290,20 @@ def _body(
                 store_any(weights.at[j], ring.weights(held, x, decayed))
 
         def chunk(c, carry):
-            carry = products.add(wait(n + c), c * shape.rows, carry)
+            s, row = wait(n + c), c * shape.rows
+            if begins:
+
+                @pl.when(has_no_room)
+                def _():
+                    # A few rows at once, as the sums of products are in registers, too.
+                    for r in range(0, shape.rows, some_rows):
+                        some = s.at[pl.ds(r, some_rows)]
+                        new = add_tokens(some, row + r, decay, *in_smem(), rule.kv_layout)
+                        store_any(at.state.at[pl.ds(row + r, some_rows)], new)
+                        store_any(some, new)
+                    plgpu.commit_smem()
+
+            carry = products.add(s, row, carry)
             # All warps have read the chunk.
             plgpu.commit_smem()
             later = c + stages
@@ -260,15 +316,17 @@ def _body(
         next_count = count_of(i + 1, next_slot)
         last = finish(row, head, entries, at, held, tokens, carry)
         if deferred:
+            pl.when(is_full)(lambda: fold(i, here, at, held, *last, next_slot))
+        if deferred or begins:
 
-            @pl.when(is_full)
+            @pl.when(is_last(entries))
             def _():
-                fold(i, here, at, held, *last, next_slot)
-
-            @pl.when(entries.start + config.block == rule.V)
-            def _():
-                gmem.cursors[place, head, COUNT] = jnp.where(is_full, 0, count + 1)
-                gmem.cursors[place, head, BEFORE] = jnp.where(is_full, -1, count)
+                if drafts is None:
+                    after = jnp.where(is_full, 0, count + 1), jnp.where(is_full, -1, count)
+                else:
+                    added = drafts.tokens if gmem.num_tokens is None else gmem.num_tokens[row]
+                    after = held.count + added, held.count
+                gmem.cursors[place, head, COUNT], gmem.cursors[place, head, BEFORE] = after
 
         # A state that is flushed passes twice, but for the chunks that are still there after the first time.
         return Place(next_slot, next_count, n + C + jnp.where(is_full, C - stages, 0))
@@ -278,9 +336,9 @@ def _body(
     ) -> tuple[Token, jax.Array]:
         """Writes outputs, and what is appended to the ring. Returns the last token and what it wrote."""
         present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
-        # One warpgroup of those that share a key, or a gate, writes it.
-        writes_g = entries.start == 0
-        writes_k = writes_g & (lax.rem(head, rule.HV // rule.Hk) == 0)
+        # What units share is written by the last of them.
+        writes_g = is_last(entries)
+        writes_k = writes_g & (lax.rem(head, share) == share - 1)
         total, since, us, exact = held.total, [], [], []
         for t, token in enumerate(tokens):
             total, since = total + token.g, [x + token.g for x in since]
@@ -320,7 +378,7 @@ def _body(
 
     def fold(i, here: Place, at: Slot, held: Held, token: Token, u: jax.Array, next_slot: jax.Array) -> None:
         """Writes the state with the ring and a token in it, which passes once more."""
-        keys, values = smem.keys.at[wg], smem.values.at[wg]
+        keys, values = in_smem()
         ring.spill(held, token.g, keys, values)
         store_any(keys.at[LENGTH], token.k)
         store_any(values.at[LENGTH], u)
@@ -337,7 +395,8 @@ def _body(
 
             row = c * shape.rows
             target = at.state.at[pl.ds(row, shape.rows)]
-            add_tokens(chunks.at[lax.rem(n, stages)], target, row, decay, keys, values, rule.kv_layout)
+            chunk = chunks.at[lax.rem(n, stages)]
+            store_any(target, add_tokens(chunk, row, decay, keys, values, rule.kv_layout))
             # All warps have read the chunk, and after the last one the tokens.
             plgpu.commit_smem()
             comes_again = p < missing
@@ -395,8 +454,8 @@ def ring_step(
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
-    deferred: bool,
-    offset: int = 0,
+    drafts: Drafts | None,
+    accepted: Int[Array, " N"] | None = None,
     num_tokens: Int[Array, " N"] | None = None,
     scale: float,
     use_qk_l2norm: bool = True,
@@ -416,25 +475,26 @@ def ring_step(
         `step`.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
       cursors: count and before of every ring, each value head's its slot's.
-      deferred: decodes one token behind the `count` tokens of a ring; one that fills it is flushed with it. The
-        cursors after it are (count + 1, count), or (0, -1). Else all tokens are appended behind `before` + offset
-        tokens, and the cursors stay; what finds no room is lost.
-      offset: see deferred.
-      num_tokens: tokens that each request has; the others are padding. None for all.
+      drafts: None for one token, which is decoded: the cursors after it are (count + 1, count), or (0, -1) where it
+        filled the ring. Else what the T tokens are of. The first call drops what was not accepted, flushes a ring
+        without room for the drafts of all calls, and sets the cursors to what they are after the last call.
+      accepted: with the first drafts, how many of the last call's tokens stay.
+      num_tokens: real tokens of each request from the first of the call on; the others are padding. None for all.
     """
     N, T, Hq, K = q.shape
     HV, V = v.shape[2:]
-    assert T == 1 or not deferred
+    assert T == 1 or drafts is not None
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(V)
     pool = (state, ring_k, ring_u, ring_g, cursors)
     in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
-    ctas = min(NUM_SMS, N * HV)
+    ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
+    flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
     results = launch(
-        "decode_deferred" if deferred else "verify_ring",
-        functools.partial(_body, rule=rule, config=config, T=T, offset=offset, deferred=deferred, ctas=ctas),
+        "decode_deferred" if drafts is None else "verify_ring",
+        functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas),
         inputs={
             "q": q,
             "k": k,
@@ -444,12 +504,13 @@ def ring_step(
             "A_log": A_log,
             "dt_bias": dt_bias,
             "read_slots": read_slots,
+            "accepted": accepted,
             "num_tokens": num_tokens,
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
         }
         | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory=memory(rule, config, T, state.dtype, deferred),
+        memory=memory(rule, config, T, state.dtype, flushed),
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -35,6 +35,7 @@ from pallas_kernels.decode.tiles import (
     Norms,
     Rule,
     Tile,
+    Vectors,
     load,
     log_decay,
     vector_layout,
@@ -140,7 +141,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
     def read():
         return load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
 
-    def one():
+    def one(x: Vectors):
         S, to = read(), write_slot(0)
         S, o = tile.token(S, x, *gates(0))
         store_o(0, o)
@@ -169,11 +170,9 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
     def token(t, S):
         to = write_slot(t)
         alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
-        vectors = (
-            load(ref.at[t], layout)
-            for ref, layout in ((smem.q, tile.k_layout), (smem.k, tile.k_layout), (smem.v, tile.v_layout))
-        )
-        S, o = tile.update(S, *vectors, alpha, beta, lambda: Norms(*norms))
+        q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
+        v = load(smem.v.at[t], tile.v_layout)
+        S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
         store_o(t, o)
         write(to, S)
         return S
@@ -185,13 +184,11 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
         plgpu.commit_smem()
         lax.fori_loop(0, count, token, S.astype(jnp.float32))
 
-    is_one = T == 1 and gmem.num_tokens is None
-    x = (
-        tile.vectors(gmem.q.at[row, 0, q_head], gmem.k.at[row, 0, k_head], gmem.v.at[row, 0, head, entries])
-        if is_one
-        else None
-    )
-    pl.when(rule.is_slot(slot))(one if is_one else several)
+    if T == 1 and gmem.num_tokens is None:
+        at = gmem.q.at[row, 0, q_head], gmem.k.at[row, 0, k_head], gmem.v.at[row, 0, head, entries]
+        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(*at)))
+    else:
+        pl.when(rule.is_slot(slot))(several)
     # Padding tokens, or a padding row.
     padding_from = jnp.where(rule.is_slot(slot), count, 0)
     lax.fori_loop(padding_from, T, lambda t, _: store_o(t, tile.zeros()), None)
