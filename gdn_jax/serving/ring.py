@@ -225,8 +225,14 @@ def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Arra
 
 def put_states(pool: RingPool, at: Address, states: Float[Array, "*N HO _ _"]) -> RingPool:
     """The pool with whole states in some slots, and nothing in their rings."""
-    pool = pool._replace(state=slots.put(pool.state, at, states))
-    return put_counts(pool, at, 0, -1)
+    return _emptied(pool, at, slots.put(pool.state, at, states))
+
+
+def _emptied(pool: RingPool, at: Address, states: Array) -> RingPool:
+    """The pool with other states, and nothing in the rings of some slots."""
+    # The cursors hang on the states, which may come from what they were: XLA copies what is read after it is written.
+    states, cursors = lax.optimization_barrier((states, pool.cursors))
+    return put_counts(pool._replace(state=states, cursors=cursors), at, 0, -1)
 
 
 def put_counts(pool: RingPool, at: Address, count: Any, before: Any) -> RingPool:
@@ -286,8 +292,7 @@ def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> R
         some = at.rows(rows)
         return slots.put(states, some, present_states(pool._replace(state=states), some, state_layout))
 
-    states = _blocks_of_rows(at.is_slot, block, fold, pool.state)
-    return put_counts(pool._replace(state=states), at, 0, -1)
+    return _emptied(pool, at, _blocks_of_rows(at.is_slot, block, fold, pool.state))
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0, inline=True)
