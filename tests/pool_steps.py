@@ -15,6 +15,7 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
+from gdn_jax.serving.pools import make_cursors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,8 @@ def ring_pool(case: Case, x: dict, rejected: int = 0) -> serving.RingPool:
     count = x["count"]
     after = jnp.minimum(count + rejected, LENGTH)
     arrays = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
-    return serving.RingPool(*arrays, after, jnp.where(count > 0, count - 1, -1))
+    before = jnp.where(count > 0, count - 1, -1)
+    return serving.RingPool(*arrays, make_cursors(after, before, case.heads[-1]))
 
 
 def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
@@ -263,7 +265,10 @@ def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> 
 
 
 def assert_cursors(x: dict, before: serving.RingPool, after: serving.RingPool, counts, starts) -> None:
-    """The cursors of the call's slots are those; the others have kept theirs."""
+    """The cursors of the call's slots are those, in all heads; the others have kept theirs."""
+    np.testing.assert_array_equal(
+        after.cursors, np.asarray(after.cursors)[..., :1, :].repeat(after.u.shape[-3], -2)
+    )
     read = np.asarray(x["read_slots"])
     rows = np.flatnonzero(read >= 0)
     for old, new, numbers in (
@@ -293,6 +298,8 @@ RING_CASES = (
     (Case("ring-vk", kv_layout=False, pool_dtype="bfloat16", K=64, V=32), (7, 3, 15)),
     (Case("ring-kv-bfloat16", pool_dtype="bfloat16", V=64, heads=(1, 1, 1), padding=False), (14, 15, 16)),
     (Case("ring-wide-vk", kv_layout=False, K=256, V=32, heads=(1, 1, 1), padding=False), (15, 2, 15)),
+    # A value head in two parts, which one warpgroup takes one after the other.
+    (Case("ring-parts", K=32, V=192, heads=(1, 1, 1)), (5, 3, 15)),
 )
 """With the tokens that each row's ring holds."""
 
@@ -301,4 +308,7 @@ DRAFT_CASES = (
     (Case("drafts-vk", T=4, V=32, kv_layout=False, padding=False), (12, 0, 5)),
     (Case("drafts-no-room", T=2, K=32, V=32, padding=False, heads=(1, 1, 1)), (15, 16, 14)),
     (Case("drafts-uneven", T=3, V=32, uneven=True, seed=1), (13, 16, 6)),
+    (Case("drafts-bfloat16", T=4, V=64, pool_dtype="bfloat16"), (13, 3, 15)),
+    # More than one call of the kernel has.
+    (Case("drafts-many", T=6, K=32, V=32, padding=False), (12, 0, 8)),
 )

@@ -78,7 +78,11 @@ SHAPES = {
         dict(pool=RING._replace(k=RING.k[:, :1])),
         f"pool.k: expected shape [slots, Hk, L, K] = [8, 2, 4, {K}]",
     ),
-    "ring without counts": (decode, dict(pool=RING._replace(count=RING.count[:3])), "pool.count: expected shape"),
+    "ring without cursors": (
+        decode,
+        dict(pool=RING._replace(cursors=RING.cursors[:, :1])),
+        "pool.cursors: expected shape",
+    ),
     "slots of one token": (verify, dict(state_slots=SLOTS), "state_slots: expected shape [N, T] = [3, 2], got [3]"),
     "slots of a ring": (verify, dict(pool=RING), "state_slots: expected shape [N] = [3], got [3, 2]"),
     "accepted": (verify, dict(num_accepted_tokens=SPANS), "num_accepted_tokens: expected shape [N] = [3]"),

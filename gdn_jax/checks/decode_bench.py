@@ -156,14 +156,14 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     pool, slots = _pool(options, line, x)
     steps, T = line.steps, line.tokens
     tokens = jax.device_put(
-        [[y.reshape(line.batch, steps, T, *y.shape[2:])[:, i] for y in x.tokens] for i in range(steps)]
+        [tuple(y[:, i * T : i * T + T] if T > 1 else y[:, i] for y in x.tokens) for i in range(steps)]
     )
     common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
     common |= {"state_layout": options.state_layout, "implementation": line.implementation}
     slots, all_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
 
     def step(pool, token):
-        q, k, v, a, b = token if T > 1 else (y[:, 0] for y in token)
+        q, k, v, a, b = token
         if T > 1:
             spans = {"state_slots": slots, "num_accepted_tokens": all_accepted}
             o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
@@ -172,7 +172,8 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
         return pool, o[:, None]
 
     def all_tokens(pool, tokens):
-        # No scan: its loop would wait for the host in every step, and unrolled it copies all outputs into one array.
+        # Inputs and outputs of a step are arrays of their own, as in a server: to take them out of larger ones, or
+        # put them there, would be timed too. The loop of a scan would wait for the host in every step.
         outputs = []
         for token in tokens:
             pool, o = step(pool, token)

@@ -5,7 +5,6 @@ and a request's bits do not depend on the others. What is left for here is the c
 write where others read: the kernel of a step reads and writes at once.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,58 +130,44 @@ def decode_on_ring(
     pool: RingPool, raw: Raw, numbers: Array, layer: Any, options: Options
 ) -> tuple[Array, RingPool]:
     """`serving.decode` on a `RingPool`, without write_slots."""
-    from pallas_kernels.decode import cursors, ring_step
+    from pallas_kernels.decode import ring_step
 
-    at: dict[str, Any] = {"layer": layer, "null_slot": options.null_slot}
-    numbers = _int32(numbers, pool)
-    count, before, held = cursors.advance(pool.count, pool.before, numbers, **at)
-    pool = pool._replace(count=count, before=before)
     o, *after = ring_step.ring_step(
         *_one_token(raw)[:5],
-        *pool[:4],
-        read_slots=numbers,
-        held=held,
-        deferred=True,
-        **at,
+        *pool[:5],
+        read_slots=_int32(numbers, pool),
+        drafts=None,
+        layer=layer,
+        null_slot=options.null_slot,
         **_rule(raw, options),
     )
-    return o[:, 0], _with(pool, after)
-
-
-def _with(pool: RingPool, arrays: Sequence[Array]) -> RingPool:
-    """The pool with other states and rings."""
-    state, k, u, g = arrays
-    return pool._replace(state=state, k=k, u=u, g=g)
+    return o[:, 0], RingPool._make((*after, pool.parents))
 
 
 def verify_on_ring(
     pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
 ) -> tuple[Array, RingPool]:
     """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
-    from pallas_kernels.decode import cursors, ring_flush, ring_step
+    from pallas_kernels.decode import ring_step
 
-    T, where = options.dims.T, {"read_slots": at.slot, "layer": at.layer}
+    T = options.dims.T
     num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
-    drafts: dict[str, Any] = {"T": T, "accepted": accepted, "num_tokens": num_tokens, "layer": at.layer}
-    count, before, held, start = cursors.advance(pool.count, pool.before, at.slot, **drafts)
-    kv_layout = options.state_layout == STATE_LAYOUTS[0]
-    state = ring_flush.ring_flush(*pool[:4], held=held, room=T, kv_layout=kv_layout, **where)
-    arrays, outputs = [state, *pool[1:4]], []
+    arrays, outputs = list(pool[:5]), []
     for t in range(0, T, ring_step.MAX_TOKENS):
         some = slice(t, t + ring_step.MAX_TOKENS)
-        real = None if num_tokens is None else num_tokens - t
         o, *arrays = ring_step.ring_step(
             *(x[:, some] for x in raw[:5]),
             *arrays,
-            held=start + t if t else start,
-            num_tokens=real,
-            deferred=False,
-            **where,
+            drafts=ring_step.Drafts(T, t),
+            read_slots=at.slot,
+            accepted=None if t else accepted,
+            num_tokens=None if num_tokens is None else num_tokens - t,
+            layer=at.layer,
             **_rule(raw, options),
         )
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
-    return o, _with(pool, arrays)._replace(count=count, before=before)
+    return o, RingPool._make((*arrays, pool.parents))
 
 
 Tokens = tuple[Array, Array, Array, Array | None, Array | None]

@@ -28,10 +28,9 @@ class RingPool(NamedTuple):
     """Written values [slots, HO, L, V]."""
     g: Float[Array, "slots *gates"]
     """Log decays [slots, HO, L], float32."""
-    count: Int[Array, "slots *layers"]
-    """How many entries of the ring are tokens; the others are left over and never read."""
-    before: Int[Array, "slots *layers"]
-    """count before the last call's tokens: where the first of them lies. -1 if that call flushed its only token."""
+    cursors: Int[Array, "slots *layers HO 2"]
+    """`count` and `before` [slots, HO, 2], the same for all heads of a slot: what works on a head reads and writes
+    the head's own."""
     parents: Int[Array, "slots *layers L"] | None = None
     """Those that the last `verify` was given. None in a pool that takes chains alone: what was accepted of a tree has
     to be moved together in the ring, of a chain it is."""
@@ -41,6 +40,25 @@ class RingPool(NamedTuple):
         """L, the tokens that a ring holds."""
         return self.g.shape[-1]
 
+    @property
+    def count(self) -> Int[Array, "slots *layers"]:  # pyrefly: ignore[bad-override]
+        """How many entries of the ring are tokens; the others are left over and never read."""
+        return self.cursors[..., 0, 0]
+
+    @property
+    def before(self) -> Int[Array, "slots *layers"]:
+        """count before the last call's tokens: where the first of them lies. -1 if that call flushed its only
+        token."""
+        return self.cursors[..., 0, 1]
+
+
+def make_cursors(
+    count: Int[Array, "slots *layers"], before: Int[Array, "slots *layers"], heads: int
+) -> Int[Array, "slots *layers HO 2"]:
+    """The cursors of rings, for each value head."""
+    both = jnp.stack([count, before], -1).astype(jnp.int32)[..., None, :]
+    return jnp.broadcast_to(both, (*both.shape[:-2], heads, 2))
+
 
 def pool_axes(pool: Any) -> Any:
     """Names of the dimensions of a pool's arrays, for `partitioning.on_shards`: slots "s" and heads "h"."""
@@ -49,7 +67,7 @@ def pool_axes(pool: Any) -> Any:
     states = pool_axes(pool.state)
     slots = states.removesuffix(" h . .")
     parents = None if pool.parents is None else f"{slots} ."
-    return RingPool._make((states, states, states, f"{slots} h .", slots, slots, parents))
+    return RingPool._make((states, states, states, f"{slots} h .", f"{slots} h .", parents))
 
 
 def make_ring_pool(
@@ -90,8 +108,7 @@ def make_ring_pool(
         jnp.zeros((*leading, num_key_heads, length, K), dtype),
         jnp.zeros((*leading, HO, length, V), dtype),
         jnp.zeros((*leading, HO, length), accumulation_dtype(states)),
-        jnp.zeros(leading, jnp.int32),
-        jnp.full(leading, -1, jnp.int32),
+        make_cursors(jnp.zeros(leading, jnp.int32), jnp.full(leading, -1, jnp.int32), HO),
         jnp.full((*leading, length), -1, jnp.int32) if trees else None,
     )
 
@@ -105,7 +122,6 @@ def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
     check_array("pool.g", pool.g, (*leading, dims.HO, L), f"{axes}, HO, L")
     for name, x in (("pool.k", pool.k), ("pool.u", pool.u), ("pool.g", pool.g)):
         check_floating(name, x)
-    for name, x in (("pool.count", pool.count), ("pool.before", pool.before)):
-        check_integers(name, x, leading, axes)
+    check_integers("pool.cursors", pool.cursors, (*leading, dims.HO, 2), f"{axes}, HO, 2")
     if pool.parents is not None:
         check_integers("pool.parents", pool.parents, (*leading, L), f"{axes}, L")

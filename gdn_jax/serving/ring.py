@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.serving import shards, slots
 from gdn_jax.serving.arguments import check_integers, check_range, check_slots, slot_count
 from gdn_jax.serving.deferred import Entry, respond
-from gdn_jax.serving.pools import RingPool
+from gdn_jax.serving.pools import RingPool, make_cursors
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, Tokens, alone, by_row, prepare, step
 from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype, check_choice
@@ -225,14 +225,21 @@ def present_states(pool: RingPool, at: Address, state_layout: str) -> Float[Arra
 
 def put_states(pool: RingPool, at: Address, states: Float[Array, "*N HO _ _"]) -> RingPool:
     """The pool with whole states in some slots, and nothing in their rings."""
-    pool = pool._replace(state=slots.put(pool.state, at, states))
-    return put_counts(pool, at, 0, -1)
+    return _emptied(pool, at, slots.put(pool.state, at, states))
+
+
+def _emptied(pool: RingPool, at: Address, states: Array) -> RingPool:
+    """The pool with other states, and nothing in the rings of some slots."""
+    # The cursors hang on the states, which may come from what they were: XLA copies what is read after it is written.
+    states, cursors = lax.optimization_barrier((states, pool.cursors))
+    return put_counts(pool._replace(state=states, cursors=cursors), at, 0, -1)
 
 
 def put_counts(pool: RingPool, at: Address, count: Any, before: Any) -> RingPool:
     """The pool with other cursors in some slots."""
     count, before = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), at.slot.shape) for x in (count, before))
-    return pool._replace(count=slots.put(pool.count, at, count), before=slots.put(pool.before, at, before))
+    cursors = make_cursors(count, before, pool.cursors.shape[-2])
+    return pool._replace(cursors=slots.put(pool.cursors, at, cursors))
 
 
 def drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
@@ -241,7 +248,7 @@ def drop(pool: RingPool, at: Address, num_accepted: Array) -> RingPool:
     if pool.parents is not None:
         pool, length = _keep_path(pool, at, slots.take(pool.parents, at), length - 1)
     before, count = slots.take(pool.before, at), slots.take(pool.count, at)
-    return pool._replace(count=slots.put(pool.count, at, jnp.minimum(before + length, count)))
+    return put_counts(pool, at, jnp.minimum(before + length, count), before)
 
 
 def _keep_path(
@@ -285,13 +292,12 @@ def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> R
         some = at.rows(rows)
         return slots.put(states, some, present_states(pool._replace(state=states), some, state_layout))
 
-    states = _blocks_of_rows(at.is_slot, block, fold, pool.state)
-    return put_counts(pool._replace(state=states), at, 0, -1)
+    return _emptied(pool, at, _blocks_of_rows(at.is_slot, block, fold, pool.state))
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=0, inline=True)
 def _accept(pool, read_slots, num_accepted, layer, null_slot):
-    return shards.accept(_accept_on_shard, null_slot, pool, read_slots, num_accepted, layer)
+    return shards.on_pool(_accept_on_shard, null_slot, pool, read_slots, num_accepted, layer)
 
 
 def _accept_on_shard(null_slot, pool, read_slots, num_accepted, layer):
@@ -300,10 +306,20 @@ def _accept_on_shard(null_slot, pool, read_slots, num_accepted, layer):
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0, inline=True)
 def _flush(pool, read_slots, layer, state_layout, null_slot):
+    return shards.on_pool(_flush_on_shard, (state_layout, null_slot), pool, read_slots, layer)
+
+
+def _flush_on_shard(static, pool, read_slots, layer):
+    state_layout, null_slot = static
     at = Address.of(read_slots, pool, null_slot, layer)
     return _flush_rows(pool, at, state_layout, max(1, at.slot.shape[0]))
 
 
 @partial(jax.jit, static_argnums=(3, 4), inline=True)
 def _snapshot(pool, read_slots, layer, state_layout, null_slot):
+    return shards.states_of(_snapshot_on_shard, (state_layout, null_slot), pool, read_slots, layer)
+
+
+def _snapshot_on_shard(static, pool, read_slots, layer):
+    state_layout, null_slot = static
     return present_states(pool, Address.of(read_slots, pool, null_slot, layer), state_layout)

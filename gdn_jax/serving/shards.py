@@ -60,11 +60,20 @@ def serve_prompts(
     )
 
 
-def accept(f: Callable[..., RingPool], static: Hashable, pool: RingPool, *others: Any) -> RingPool:
+def on_pool(f: Callable[..., RingPool], static: Hashable, pool: RingPool, *others: Any) -> RingPool:
     """f(static, pool, *others), the pool, of which every device computes its own heads. Arguments: as for `serve`."""
-    names, sizes = pool_axes(pool), {"h": math.gcd(pool.k.shape[-3], pool.u.shape[-3])}
-    operands = (names, *_whole(others))
-    return _on_heads(f, static, (pool, *others), operands, names, sizes, opaque=True)
+    return _of_ring(f, static, pool, others, pool_axes(pool))
+
+
+def states_of(f: Callable[..., jax.Array], static: Hashable, pool: RingPool, *others: Any) -> jax.Array:
+    """The same for a function whose results are states [N, HO, ..], one for each slot that others name."""
+    return _of_ring(f, static, pool, others, "n h . .")
+
+
+def _of_ring(f: Callable[..., Any], static: Hashable, pool: RingPool, others: Any, results: Any) -> Any:
+    # Every device has the cursors of its own heads, all of which say the same.
+    operands, sizes = (pool_axes(pool), *_whole(others)), {"h": math.gcd(pool.k.shape[-3], pool.u.shape[-3])}
+    return _on_heads(f, static, (pool, *others), operands, results, sizes, opaque=True)
 
 
 def warn_of_gathered(pool: Any, raw: Raw) -> None:

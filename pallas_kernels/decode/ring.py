@@ -11,10 +11,8 @@ where D_j = exp(g_j+1 + ... + g_count) is the decay since token j, and D that si
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.tiles import Tile, load
+from pallas_kernels.decode.tiles import Tile
 
 LENGTH = 16
 """L: entries of a ring."""
@@ -30,7 +28,7 @@ class Slot:
         self.k, self.g = gmem.ring_k.at[place, k_head], gmem.ring_g.at[place, head]
         self.u = gmem.ring_u.at[place, head, :, entries]
 
-    def log_decays(self, count: jax.Array, layout: Any) -> jax.Array:
-        """[L], zeros in place of what is left over in the ring."""
-        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=layout)
-        return jnp.where(position < count, load(self.g, layout), 0.0)
+
+COUNT, BEFORE = 0, 1
+"""Cursors of a ring: how many entries are tokens, and how many were before the last call's. Each value head has those
+of its slot, as the warpgroup that works on the head reads and writes them: no other one reads what it writes."""

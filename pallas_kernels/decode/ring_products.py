@@ -13,11 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.ring import LENGTH, Slot
-from pallas_kernels.decode.tiles import ACCESS_BYTES, GRANULE, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
 from pallas_kernels.device.memory import store_any
-
-PART_ROWS = 64
-"""Of a state, in registers while tokens are added to them."""
 
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
@@ -84,6 +81,11 @@ class Held(NamedTuple):
     """Log decay since the checkpoint."""
     count: jax.Array
 
+    def emptied(self, now: jax.Array) -> "Held":
+        """Without tokens, if they are dropped now."""
+        u = jnp.where(now, jnp.zeros_like(self.u), self.u)
+        return self._replace(u=u, total=jnp.where(now, 0.0, self.total), count=jnp.where(now, 0, self.count))
+
 
 class Ring:
     """The layouts of a ring, and what is done with it."""
@@ -99,9 +101,11 @@ class Ring:
         self.rows = self.k_layout.reduce(1)
 
     def load(self, here: Slot, count: jax.Array) -> Held:
-        k, u = load(here.k, self.k_layout), load(here.u, self.u_layout)
         along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
-        g = here.log_decays(count, along)
+        # All loads come before the first use of one.
+        k, u, g = load(here.k, self.k_layout), load(here.u, self.u_layout), load(here.g, along)
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
+        g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
         since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
         entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
@@ -134,30 +138,24 @@ class Ring:
         return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
 
 
-def add_tokens(state: Any, decay: jax.Array, keys: Any, values: Any, kv_layout: bool) -> None:
-    """state <- decay state + sum_j keys_j values_j^T, part by part, of a state in memory.
+def add_tokens(
+    source: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool
+) -> jax.Array:
+    """decay source + sum_j keys_j values_j^T for some rows of a state, in its dtype.
 
     Args:
-      state: [K, block], or [block, K].
+      source: the rows in memory, of [K, block] or [block, K].
+      first: the first one's number in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
     """
-    total_rows, columns = state.shape
-    slices = row_slices(columns)
-    # Longer rows would need more registers than there are.
-    rows = PART_ROWS if total_rows % PART_ROWS == 0 and columns <= 128 else GRANULE
-    size = (rows, columns)
+    size = source.shape
+    layout, here = row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
-
-    def part(i, _):
-        here = pl.ds(i * rows, rows)
-        S = load(state.at[here], slices.layout).astype(jnp.float32) * decay
-        for j in range(keys.shape[0]):
-            along_rows = load(x.at[j, here], slices.layout.reduce(1))
-            along_columns = load(y.at[j], slices.layout.reduce(0))
-            S = S + spread(along_rows, size, 0, slices.layout) * spread(along_columns, size, 1, slices.layout)
-        store_any(state.at[here], S.astype(state.dtype))
-
-    lax.fori_loop(0, total_rows // rows, part, None)
+    S = load(source, layout).astype(jnp.float32) * decay
+    for j in range(keys.shape[0]):
+        along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
+        S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
+    return S.astype(source.dtype)
 
 
 class Products:

@@ -7,19 +7,26 @@ With D_j the decay since token j and D that since the checkpoint, both with the 
     o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
 
 and (k, u, g) is appended to the ring. All tokens of a call share one reading of S0: their products with it are taken
-first, and what they say to each other is worked out on vectors afterwards. With `deferred`, a token that fills the
-ring is not appended: the ring and it become part of the checkpoint. Otherwise the caller sees to it that all tokens
-find room (`ring_flush`).
+first, and what they say to each other is worked out on vectors afterwards.
+
+A decoded token that fills the ring is not appended: the ring and it become part of the checkpoint, in a second
+passage of the state through shared memory, which begins with the chunks that are still there. Drafts find
+
+    held = min(before + accepted, count)
+
+tokens, without those of the last call that were not accepted. Where they have no room behind these, the ring becomes
+part of the checkpoint first, chunk by chunk as the state passes: S0 <- D S0 + sum_j D_j k_j u_j^T.
 
 Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
-floating dtype; A_log, dt_bias [HV]; read_slots [N], held [N] int32, the tokens in each ring; optionally num_tokens
-[N] int32.
+floating dtype; A_log, dt_bias [HV]; read_slots [N] int32; optionally accepted [N], num_tokens [N] int32.
 In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
-ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32. The counts are the caller's to advance.
+ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32; cursors [slots, HV, 2] int32.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
-Grid: one CTA to an SM, whose warpgroups each take state after state (`block` entries of V of a value head), by
-themselves. A state passes through shared memory in chunks; the copies of the next chunks, also of the next state, are
-on their way while one is worked on and while a state's tokens are finished.
+Grid: one CTA to an SM, whose warpgroups each take value head after value head, and of it `block` entries of V after
+the others, by themselves: what belongs to a value head alone is read and written by one warpgroup. Of drafts it takes
+all value heads of a key head, and writes their keys with the last, as a flush needs those that they replace. A state
+passes through shared memory in chunks; the copies of the next chunks, also of the next state, are on their way while
+one is worked on and while a state's tokens are finished.
 Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
 Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
@@ -38,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import step
-from pallas_kernels.decode.ring import LENGTH, Slot
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Slot
 from pallas_kernels.decode.ring_products import (
     Held,
     Products,
@@ -74,6 +81,10 @@ MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""
 
 
+FLUSHED_ROWS = 8
+"""Of a chunk, at least, that take a ring at once before drafts. With more, registers spill (ptxas of 2026-11-23)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the kernel runs, not what it computes."""
@@ -93,8 +104,12 @@ class Config:
         return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
 
-def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool) -> Memory:
-    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for."""
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, flushed: int) -> Memory:
+    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for.
+
+    Args:
+      flushed: tokens that become part of a state, at most.
+    """
     shape, W = (
         Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
         config.warpgroups,
@@ -104,8 +119,8 @@ def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool)
         "vectors": Buffer((W, 2 * T, rule.K)),
         "weights": Buffer((W, 2 * T, LENGTH)),
         "sums": Buffer((W, *sums)),
-        "keys": Buffer((W, LENGTH + 1, rule.K)) if deferred else None,
-        "values": Buffer((W, LENGTH + 1, config.block)) if deferred else None,
+        "keys": Buffer((W, flushed, rule.K)) if flushed else None,
+        "values": Buffer((W, flushed, config.block)) if flushed else None,
     }
     stage = Buffer((W, shape.rows, shape.columns), state_dtype)
     room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
@@ -144,7 +159,30 @@ class Token(NamedTuple):
     beta: jax.Array
 
 
-def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool, ctas: int) -> None:
+class Drafts(NamedTuple):
+    """Which of a request's drafts a call has: with several calls, each but the last has `MAX_TOKENS`."""
+
+    tokens: int
+    """Of all calls."""
+    offset: int = 0
+    """Those of the calls before."""
+
+
+class Place(NamedTuple):
+    """Where a warpgroup is."""
+
+    slot: jax.Array
+    """Of its next state."""
+    count: jax.Array
+    """Tokens in that one's ring."""
+    n: jax.Array
+    """Copies of chunks before the first one of that state."""
+
+
+def _body(
+    gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, drafts: Drafts | None, ctas: int
+) -> None:
+    deferred, begins = drafts is None, drafts is not None and drafts.offset == 0
     shape = Shape.of(rule, config.block, config.chunk_bytes, gmem.state.dtype.itemsize)
     tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
     ring = Ring(rule.K, config.block, gmem.ring_k.dtype.itemsize)
@@ -152,35 +190,68 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
     chunks, vectors, weights = smem.state.at[wg], smem.vectors.at[wg], smem.weights.at[wg]
     whole, v_layout = vector_layout(rule.K), column_layout(config.block)
     products = Products(rule, shape, smem.sums.at[wg], vectors, 2 * T, v_layout)
-    N = gmem.read_slots.shape[0]
-    units = N * rule.HV * (rule.V // config.block)
+    N, parts = gmem.read_slots.shape[0], rule.V // config.block
+    share, some_rows = rule.HV // rule.Hk, max(FLUSHED_ROWS, row_slices(shape.columns).rows)
+    # Tiles of one head, or of all that share a key.
+    together = parts if deferred else parts * share
     first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
-    number = lax.div(units - first + stride - 1, stride)
+    number = lax.div(N * rule.HV * parts // together - first + stride - 1, stride) * together
 
     def unit(i: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         """Row, value head and entries of V of this warpgroup's i-th state."""
-        return tile.where(first + i * stride)
+        return tile.where((first + lax.div(i, together) * stride) * together + lax.rem(i, together))
 
     def slot_of(i: jax.Array) -> jax.Array:
         """Of the i-th unit; padding after the last one."""
         row = jnp.minimum(unit(i)[0], N - 1)
         return jnp.where(i < number, gmem.read_slots[row], -1)
 
-    def copy(i: jax.Array, c: jax.Array, slot: jax.Array) -> None:
-        """Starts the copy of chunk c of the i-th unit's state."""
+    def count_of(i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Tokens that the i-th unit finds in its ring; 0 for padding."""
+
+        def read():
+            row, head, _ = unit(i)
+            cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
+            if drafts is None:
+                return cursors[COUNT]
+            if begins:
+                return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
+            return cursors[BEFORE] + drafts.offset
+
+        return lax.cond(rule.is_slot(slot), read, lambda: jnp.int32(0))
+
+    def copy(i: jax.Array, c: jax.Array, n: jax.Array, slot: jax.Array) -> None:
+        """Starts the copy of chunk c of the i-th unit's state, the n-th copy of this warpgroup."""
 
         @pl.when(rule.is_slot(slot))
         def _():
-            (_, head, entries), stage = unit(i), lax.rem(i * C + c, stages)
+            (_, head, entries), stage = unit(i), lax.rem(n, stages)
             state = tile.state(gmem.state, rule.place(slot, gmem.layer), head, entries)
             rows = state.at[pl.ds(c * shape.rows, shape.rows)]
             plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
 
-    def work(i: jax.Array, slot: jax.Array, next_slot: jax.Array) -> None:
+    def in_smem() -> tuple[Any, Any]:
+        """Keys and values of a ring that becomes part of its state."""
+        return smem.keys.at[wg], smem.values.at[wg]
+
+    def is_last(entries: Any) -> jax.Array:
+        """Of a value head."""
+        return jnp.asarray(entries.start + config.block == rule.V)
+
+    def wait(n: jax.Array) -> Any:
+        """The chunk of the n-th copy, which has arrived."""
+        stage = lax.rem(n, stages)
+        plgpu.barrier_wait(smem.arrived.at[wg * stages + stage])
+        return chunks.at[stage]
+
+    def work(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
+        slot, count, n = here
         row, head, entries = unit(i)
         q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
-        at = Slot(gmem, tile, rule.place(slot, gmem.layer), head, k_head, entries)
-        count = gmem.held[row]
+        place = rule.place(slot, gmem.layer)
+        at = Slot(gmem, tile, place, head, k_head, entries)
+        is_full = count + 1 >= LENGTH if deferred else jnp.bool_(False)
+        has_no_room = count + drafts.tokens > LENGTH if drafts and begins else jnp.bool_(False)
         # All loads come before the first use of one.
         A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
         raw = [
@@ -194,6 +265,11 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
             for t in range(T)
         ]
         held = ring.load(at, count)
+        decay = jnp.exp(held.total)
+        if begins:
+            spill = functools.partial(ring.spill, held, jnp.float32(0), *in_smem())
+            pl.when(has_no_room)(spill)
+            held = held.emptied(has_no_room)
         tokens = []
         for t, (q, k, v, a, b) in enumerate(raw):
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -214,25 +290,56 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
                 store_any(weights.at[j], ring.weights(held, x, decayed))
 
         def chunk(c, carry):
-            stage = lax.rem(i * C + c, stages)
-            plgpu.barrier_wait(smem.arrived.at[wg * stages + stage])
-            carry = products.add(chunks.at[stage], c * shape.rows, carry)
+            s, row = wait(n + c), c * shape.rows
+            if begins:
+
+                @pl.when(has_no_room)
+                def _():
+                    # A few rows at once, as the sums of products are in registers, too.
+                    for r in range(0, shape.rows, some_rows):
+                        some = s.at[pl.ds(r, some_rows)]
+                        new = add_tokens(some, row + r, decay, *in_smem(), rule.kv_layout)
+                        store_any(at.state.at[pl.ds(row + r, some_rows)], new)
+                        store_any(some, new)
+                    plgpu.commit_smem()
+
+            carry = products.add(s, row, carry)
             # All warps have read the chunk.
             plgpu.commit_smem()
             later = c + stages
-            copy(i, later, jnp.where(later < C, slot, -1))
-            copy(i + 1, later - C, jnp.where(later < C, -1, next_slot))
+            copy(i, later, n + later, jnp.where(later < C, slot, -1))
+            copy(i + 1, later - C, n + later, jnp.where((later < C) | is_full, -1, next_slot))
             return carry
 
         carry = lax.fori_loop(0, C, chunk, products.start())
-        finish(row, head, entries, at, held, tokens, carry)
+        # It is on its way while this unit is finished.
+        next_count = count_of(i + 1, next_slot)
+        last = finish(row, head, entries, at, held, tokens, carry)
+        if deferred:
+            pl.when(is_full)(lambda: fold(i, here, at, held, *last, next_slot))
+        if deferred or begins:
 
-    def finish(row, head, entries, at: Slot, held: Held, tokens: list[Token], carry) -> None:
+            @pl.when(is_last(entries))
+            def _():
+                if drafts is None:
+                    after = jnp.where(is_full, 0, count + 1), jnp.where(is_full, -1, count)
+                else:
+                    added = drafts.tokens if gmem.num_tokens is None else gmem.num_tokens[row]
+                    after = held.count + added, held.count
+                gmem.cursors[place, head, COUNT], gmem.cursors[place, head, BEFORE] = after
+
+        # A state that is flushed passes twice, but for the chunks that are still there after the first time.
+        return Place(next_slot, next_count, n + C + jnp.where(is_full, C - stages, 0))
+
+    def finish(
+        row, head, entries, at: Slot, held: Held, tokens: list[Token], carry
+    ) -> tuple[Token, jax.Array]:
+        """Writes outputs, and what is appended to the ring. Returns the last token and what it wrote."""
         present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
-        # One warpgroup of those that share a key, or a gate, writes it.
-        writes_g = entries.start == 0
-        writes_k = writes_g & (lax.rem(head, rule.HV // rule.Hk) == 0)
-        total, since, us = held.total, [], []
+        # What units share is written by the last of them.
+        writes_g = is_last(entries)
+        writes_k = writes_g & (lax.rem(head, share) == share - 1)
+        total, since, us, exact = held.total, [], [], []
         for t, token in enumerate(tokens):
             total, since = total + token.g, [x + token.g for x in since]
             decay = jnp.exp(total)
@@ -247,12 +354,13 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
             u = token.beta * (token.v - found)
             o = rule.scale * (read + jnp.sum(token.q * token.k) * u)
             stored_u = u.astype(gmem.ring_u.dtype)
+            exact.append(u)
             us.append(stored_u.astype(jnp.float32))
             since.append(jnp.float32(0))
             is_real, position = t < present, held.count + t
             o = jnp.where(is_real, o, jnp.zeros_like(o))
             store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
-            room = position + 1 < LENGTH if deferred else position < LENGTH
+            room = position + deferred < LENGTH
 
             @pl.when(is_real & room)
             def _(token=token, position=position, stored_u=stored_u):
@@ -266,40 +374,58 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred:
                 def _():
                     store_any(at.k.at[position], token.stored_k)
 
-            if deferred:
+        return tokens[-1], exact[-1]
 
-                @pl.when(~room)
-                def _(token=token, u=u):
-                    fold(at, held, token, u)
-
-    def fold(at: Slot, held: Held, token: Token, u: jax.Array) -> None:
-        """The state with the ring and a token in it."""
-        keys, values = smem.keys.at[wg], smem.values.at[wg]
+    def fold(i, here: Place, at: Slot, held: Held, token: Token, u: jax.Array, next_slot: jax.Array) -> None:
+        """Writes the state with the ring and a token in it, which passes once more."""
+        keys, values = in_smem()
         ring.spill(held, token.g, keys, values)
         store_any(keys.at[LENGTH], token.k)
         store_any(values.at[LENGTH], u)
         plgpu.commit_smem()
-        add_tokens(at.state, jnp.exp(held.total + token.g), keys, values, rule.kv_layout)
-        # All warps have read the tokens before the next ones take their place.
-        plgpu.commit_smem()
+        decay, missing = jnp.exp(held.total + token.g), C - stages
 
-    def padding(i: jax.Array, next_slot: jax.Array) -> None:
+        def chunk(p, _):
+            # The last chunks are still there; the first ones come again.
+            c, n = lax.rem(missing + p, C), here.n + missing + p
+
+            @pl.when(p >= stages)
+            def _():
+                wait(n)
+
+            row = c * shape.rows
+            target = at.state.at[pl.ds(row, shape.rows)]
+            chunk = chunks.at[lax.rem(n, stages)]
+            store_any(target, add_tokens(chunk, row, decay, keys, values, rule.kv_layout))
+            # All warps have read the chunk, and after the last one the tokens.
+            plgpu.commit_smem()
+            comes_again = p < missing
+            copy(i, p, n + stages, jnp.where(comes_again, here.slot, -1))
+            copy(i + 1, p - missing, n + stages, jnp.where(comes_again, -1, next_slot))
+
+        lax.fori_loop(0, C, chunk, None)
+
+    def padding(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
         row, head, entries = unit(i)
         zeros = plgpu.layout_cast(jnp.zeros((config.block,), gmem.o.dtype), v_layout.reduce(0))
         for t in range(T):
             store_any(gmem.o.at[row, t, head, entries], zeros)
         for c in range(stages):
-            copy(i + 1, jnp.int32(c), next_slot)
+            copy(i + 1, jnp.int32(c), here.n + c, next_slot)
+        return Place(next_slot, count_of(i + 1, next_slot), here.n)
 
-    def turn(i, slot):
+    def turn(i, here):
         next_slot = slot_of(i + 1)
-        lax.cond(rule.is_slot(slot), lambda: work(i, slot, next_slot), lambda: padding(i, next_slot))
-        return next_slot
+        return lax.cond(
+            rule.is_slot(here.slot),
+            lambda: work(i, here, next_slot),
+            lambda: padding(i, here, next_slot),
+        )
 
     slot = slot_of(jnp.int32(0))
     for c in range(stages):
-        copy(jnp.int32(0), jnp.int32(c), slot)
-    lax.fori_loop(0, number, turn, slot)
+        copy(jnp.int32(0), jnp.int32(c), jnp.int32(c), slot)
+    lax.fori_loop(0, number, turn, Place(slot, count_of(jnp.int32(0), slot), jnp.int32(0)))
 
 
 class Results(NamedTuple):
@@ -310,6 +436,7 @@ class Results(NamedTuple):
     ring_k: Float[Array, "slots *layers Hk L K"]
     ring_u: Float[Array, "slots *layers HV L V"]
     ring_g: Float[Array, "slots *layers HV L"]
+    cursors: Int[Array, "slots *layers HV 2"]
 
 
 def ring_step(
@@ -322,12 +449,13 @@ def ring_step(
     ring_k: Float[Array, "slots *layers Hk L K"],
     ring_u: Float[Array, "slots *layers HV L V"],
     ring_g: Float[Array, "slots *layers HV L"],
+    cursors: Int[Array, "slots *layers HV 2"],
     *,
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
-    held: Int[Array, " N"],
-    deferred: bool,
+    drafts: Drafts | None,
+    accepted: Int[Array, " N"] | None = None,
     num_tokens: Int[Array, " N"] | None = None,
     scale: float,
     use_qk_l2norm: bool = True,
@@ -346,24 +474,27 @@ def ring_step(
       A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, layer, config, interpret: as for
         `step`.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
-      held: how many entries of each request's ring are tokens.
-      deferred: decodes one token; one that fills the ring is flushed with it. The count after it is held + 1, or 0.
-        Else all tokens are appended; what finds no room is lost.
-      num_tokens: tokens that each request has; the others are padding. None for all.
+      cursors: count and before of every ring, each value head's its slot's.
+      drafts: None for one token, which is decoded: the cursors after it are (count + 1, count), or (0, -1) where it
+        filled the ring. Else what the T tokens are of. The first call drops what was not accepted, flushes a ring
+        without room for the drafts of all calls, and sets the cursors to what they are after the last call.
+      accepted: with the first drafts, how many of the last call's tokens stay.
+      num_tokens: real tokens of each request from the first of the call on; the others are padding. None for all.
     """
     N, T, Hq, K = q.shape
     HV, V = v.shape[2:]
-    assert T == 1 or not deferred
+    assert T == 1 or drafts is not None
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(V)
-    pool = (state, ring_k, ring_u, ring_g)
+    pool = (state, ring_k, ring_u, ring_g, cursors)
     in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
-    ctas = min(NUM_SMS, N * HV * (V // config.block))
+    ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
+    flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
     results = launch(
-        "decode_deferred" if deferred else "verify_ring",
-        functools.partial(_body, rule=rule, config=config, T=T, deferred=deferred, ctas=ctas),
+        "decode_deferred" if drafts is None else "verify_ring",
+        functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas),
         inputs={
             "q": q,
             "k": k,
@@ -373,13 +504,13 @@ def ring_step(
             "A_log": A_log,
             "dt_bias": dt_bias,
             "read_slots": read_slots,
-            "held": held,
+            "accepted": accepted,
             "num_tokens": num_tokens,
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
         }
-        | dict(zip(("state", "ring_k", "ring_u", "ring_g"), in_place, strict=True)),
+        | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory=memory(rule, config, T, state.dtype, deferred),
+        memory=memory(rule, config, T, state.dtype, flushed),
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -12,7 +12,8 @@ In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat
 first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
-the bytes in flight are those of all the warpgroups that fit on an SM.
+the bytes in flight are those of all the warpgroups that fit on an SM. Vectors, norms and gates of several tokens are
+worked out while the state is on its way, and wait in shared memory.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
 on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
@@ -26,18 +27,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.tiles import (
     GRANULE,
+    Norms,
     Rule,
     Tile,
+    Vectors,
     load,
     log_decay,
+    vector_layout,
     write_strength,
 )
 from pallas_kernels.device.launch import grid_index, launch
-from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_K = 256
@@ -90,7 +95,26 @@ def check_supported(q, k, v, pool) -> str | None:
     return None
 
 
-def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
+SCALARS = 5
+"""Of a token in shared memory: exp(g), beta, and the norms."""
+
+GROUP = 2
+"""Tokens whose vectors are loaded together."""
+
+
+def memory(rule: Rule, config: Config, T: int, uneven: bool) -> Memory:
+    """Shared memory of a CTA: several tokens."""
+    if T == 1 and not uneven:
+        return {}
+    return {
+        "q": Buffer((T, rule.K)),
+        "k": Buffer((T, rule.K)),
+        "v": Buffer((T, config.block)),
+        "scalars": Buffer((T, SCALARS)),
+    }
+
+
+def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
     itemsize = gmem.pool.dtype.itemsize
     tile = Tile(rule, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
@@ -98,42 +122,73 @@ def _body(gmem: Any, _: Any, *, rule: Rule, config: Config, T: int) -> None:
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
     count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
 
-    def vectors(t):
-        return tile.vectors(
-            gmem.q.at[row, t, q_head], gmem.k.at[row, t, k_head], gmem.v.at[row, t, head, entries]
-        )
-
     def store_o(t, o):
         store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
 
-    def token(t, carry):
-        S, x = carry
-        # The next token's vectors are on their way while this one is worked on.
-        following = vectors(jnp.minimum(t + 1, T - 1)) if T > 1 else x
-        write = row if gmem.write_slots is None else gmem.write_slots[row, t]
+    def gates(t):
         alpha = jnp.exp(log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head]))
-        beta = write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
-        S, o = tile.token(S, x, alpha, beta)
-        store_o(t, o)
+        return alpha, write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
 
-        @pl.when(rule.is_slot(write))
+    def write_slot(t):
+        return row if gmem.write_slots is None else gmem.write_slots[row, t]
+
+    def write(to, S):
+        @pl.when(rule.is_slot(to))
         def _():
-            store_any(
-                tile.state(gmem.pool, rule.place(write, gmem.layer), head, entries), S.astype(gmem.pool.dtype)
+            place = rule.place(to, gmem.layer)
+            store_any(tile.state(gmem.pool, place, head, entries), S.astype(gmem.pool.dtype))
+
+    def read():
+        return load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
+
+    def one(x: Vectors):
+        S, to = read(), write_slot(0)
+        S, o = tile.token(S, x, *gates(0))
+        store_o(0, o)
+        write(to, S)
+
+    def prepare(group, _):
+        """Tokens in shared memory, some at once; the last one several times if there are not as many."""
+        numbers = [jnp.minimum(group * GROUP + i, T - 1) for i in range(min(GROUP, T))]
+        whole = vector_layout(rule.K)
+        found = [
+            (
+                load(gmem.q.at[row, t, q_head], whole),
+                load(gmem.k.at[row, t, k_head], whole),
+                load(gmem.v.at[row, t, head, entries], tile.v_layout),
+                *gates(t),
             )
+            for t in numbers
+        ]
+        for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
+            q, k, v = (y.astype(jnp.float32) for y in vectors)
+            for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
+                store_any(ref.at[t], y)
+            for i, y in enumerate((alpha, beta, *tile.norms(q, k))):
+                smem.scalars[t, i] = jnp.float32(y)
 
-        return S, following
+    def token(t, S):
+        to = write_slot(t)
+        alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
+        q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
+        v = load(smem.v.at[t], tile.v_layout)
+        S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
+        store_o(t, o)
+        write(to, S)
+        return S
 
-    first = vectors(0)
+    def several():
+        # The state is on its way while the tokens are prepared.
+        S = read()
+        lax.fori_loop(0, -(-T // GROUP), prepare, None)
+        plgpu.commit_smem()
+        lax.fori_loop(0, count, token, S.astype(jnp.float32))
 
-    @pl.when(rule.is_slot(slot))
-    def _():
-        S = load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
-        if T == 1 and gmem.num_tokens is None:
-            token(0, (S, first))
-        else:
-            lax.fori_loop(0, count, token, (S.astype(jnp.float32), first))
-
+    if T == 1 and gmem.num_tokens is None:
+        at = gmem.q.at[row, 0, q_head], gmem.k.at[row, 0, k_head], gmem.v.at[row, 0, head, entries]
+        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(*at)))
+    else:
+        pl.when(rule.is_slot(slot))(several)
     # Padding tokens, or a padding row.
     padding_from = jnp.where(rule.is_slot(slot), count, 0)
     lax.fori_loop(padding_from, T, lambda t, _: store_o(t, tile.zeros()), None)
@@ -207,7 +262,7 @@ def step(
             "pool": in_place,
         },
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory={},
+        memory=memory(rule, config, T, num_tokens is not None),
         ctas=N * HV * (V // config.block),
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,

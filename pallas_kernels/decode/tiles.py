@@ -14,6 +14,7 @@ with alpha = exp(g): both sums are taken of the state that was read, one beside 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +122,16 @@ class Vectors(NamedTuple):
     v: jax.Array
 
 
+class Norms(NamedTuple):
+    """Of a token's q and k."""
+
+    q: Any
+    """1 / |q|, 1 without normalisation, as k."""
+    k: Any
+    qk: jax.Array
+    """q . k of the vectors as they came."""
+
+
 class Tile:
     """Where a tile lies, and how its registers are laid out."""
 
@@ -172,19 +183,32 @@ class Tile:
     ) -> tuple[jax.Array, jax.Array]:
         """The state after a token, and its output along V; all float32."""
         q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
+        return self.update(S, q, k, v, alpha, beta, lambda: self.norms(q_whole, k_whole))
+
+    def update(
+        self,
+        S: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        alpha: jax.Array,
+        beta: jax.Array,
+        norms: Callable[[], Norms],
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same from float32 vectors along the tile, and their norms."""
         S = S.astype(jnp.float32)
         y, z = self.products(S, [k, q])
-        rq, rk, qk = self.norms(q_whole, k_whole)
+        rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)
         o = (self.rule.scale * rq) * (alpha * z + (rk * qk) * u)
         return S * alpha + self.over_v(k) * self.over_k(rk * u), o
 
-    def norms(self, q: jax.Array, k: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """1 / |q|, 1 / |k| (1 without normalisation) and q . k of whole vectors."""
+    def norms(self, q: jax.Array, k: jax.Array) -> Norms:
+        """Of whole vectors."""
         qk = jnp.sum(q * k)
         if not self.rule.use_qk_l2norm:
-            return 1.0, 1.0, qk
-        return lax.rsqrt(jnp.sum(q * q) + L2NORM_EPS), lax.rsqrt(jnp.sum(k * k) + L2NORM_EPS), qk
+            return Norms(1.0, 1.0, qk)
+        return Norms(lax.rsqrt(jnp.sum(q * q) + L2NORM_EPS), lax.rsqrt(jnp.sum(k * k) + L2NORM_EPS), qk)
 
 
 def threads_of_row(kv_layout: bool, columns: int, itemsize: int) -> tuple[int, int]:

@@ -14,8 +14,7 @@ from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
-from pallas_kernels.decode.ring_flush import ring_flush
-from pallas_kernels.decode.ring_step import ring_step
+from pallas_kernels.decode.ring_step import Drafts, ring_step
 from pallas_kernels.decode.step import step
 from pallas_kernels.forward import outputs, transitions
 from pallas_kernels.layer import short_conv
@@ -259,35 +258,25 @@ def step_case(
 
 
 def _ring(kv_layout=True, pool_dtype: Any = jnp.float32):
-    """Shapes of states and rings."""
+    """Shapes of states, rings and cursors."""
     slots, Hk, HV, K, V, L = 8, 2, 4, 128, 128, 16
     state = _shape(slots, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
     rings = (_shape(slots, Hk, L, K, dtype=jnp.bfloat16), _shape(slots, HV, L, V, dtype=jnp.bfloat16))
-    return state, *rings, _shape(slots, HV, L)
+    return state, *rings, _shape(slots, HV, L), _shape(slots, HV, 2, dtype=jnp.int32)
 
 
-def ring_case(T=1, deferred=True, **options):
+def ring_case(T=1, **options):
     """A function and its argument shapes: ring_step, with the pool in place."""
     arguments = step_case(T)[1]
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
 
-    def run(tokens, ring, A_log, dt_bias, read_slots, held):
-        static: Any = dict(scale=0.1, deferred=deferred, kv_layout=options.get("kv_layout", True))
-        slots = dict(read_slots=read_slots, held=held)
-        return ring_step(*tokens, *ring, A_log=A_log, dt_bias=dt_bias, **slots, **static)
+    def run(tokens, ring, A_log, dt_bias, read_slots, accepted):
+        static: Any = dict(scale=0.1, kv_layout=options.get("kv_layout", True))
+        call: Any = {"drafts": None} if T == 1 else {"drafts": Drafts(T), "accepted": accepted}
+        rest = dict(A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
+        return ring_step(*tokens, *ring, **rest, **call, **static)
 
     return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(4))
-
-
-def flush_case(**options):
-    """A function and its argument shapes: ring_flush."""
-    i32: Any = functools.partial(_shape, dtype=jnp.int32)
-
-    def run(ring, read_slots, held):
-        slots = dict(read_slots=read_slots, held=held)
-        return ring_flush(*ring, **slots, room=4, kv_layout=options.get("kv_layout", True))
-
-    return run, (_ring(**options), i32(4), i32(4))
 
 
 CASES = {
@@ -303,11 +292,9 @@ CASES = {
     "decode deferred, bfloat16": functools.partial(ring_case, pool_dtype=jnp.bfloat16),
     "decode deferred, vk": functools.partial(ring_case, kv_layout=False),
     "decode deferred, vk, bfloat16": functools.partial(ring_case, kv_layout=False, pool_dtype=jnp.bfloat16),
-    "verify on a ring, 4 tokens": functools.partial(ring_case, T=4, deferred=False),
-    "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, deferred=False, kv_layout=False),
-    "ring flush": flush_case,
-    "ring flush, bfloat16": functools.partial(flush_case, pool_dtype=jnp.bfloat16),
-    "ring flush, vk": functools.partial(flush_case, kv_layout=False),
+    "verify on a ring, 4 tokens": functools.partial(ring_case, T=4),
+    "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, kv_layout=False),
+    "verify on a ring, 4 tokens, bfloat16": functools.partial(ring_case, T=4, pool_dtype=jnp.bfloat16),
     "short convolution": short_conv_case,
     "short convolution, segments": functools.partial(short_conv_case, segments=True),
     "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
