@@ -35,6 +35,9 @@ GROUP = 32
 OUT = 2 * GROUP
 """Columns of branches that are stored at once."""
 
+CONFIG = Config(lead=2)
+"""Default: the fastest of those in docs/log/training.md (H200, 2026-11-23, 65,536 rows, D = 1024, F = 2752)."""
+
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
     """Why the kernel cannot make branches of F columns of x [.., D]; None if it can."""
@@ -109,7 +112,7 @@ def swiglu_product(
 ) -> tuple[Float[Array, "M F2"], Float[Array, "M F"]]:
     """ab = x W and h = silu(a) b, in x's dtype, where `check_supported` says so."""
     run = _compiled if interpret is None else _run
-    return run(config or Config(), interpret, x, weight)
+    return run(config or CONFIG, interpret, x, weight)
 
 
 def _run(config, interpret, x, weight):

@@ -17,7 +17,7 @@ Barriers:
     turn          the first multiplying warpgroup, `lead` steps into     the second one, before a tile
                   a tile
 
-The first warpgroup is some steps ahead of the second, so that one multiplies while the other is busy with what it
+The first warpgroup may be some steps ahead of the second, so that one multiplies while the other is busy with what it
 makes of its tile.
 
 Hardware: compute capability 9.0. Limits: `check_supported`.
@@ -62,7 +62,7 @@ class Config:
 
     stages: int = 4
     """Slots of the ring."""
-    lead: int = 2
+    lead: int = 0
     """Steps that the first multiplying warpgroup is ahead; 0 leaves that to chance. Less than the stages."""
     clusters: int = NUM_SMS // CLUSTER_CTAS
 
