@@ -83,6 +83,7 @@ def test_default_tiles(K, V, pool_dtype, kv_layout, block):
     """The sizes that were fastest, as far as they divide V and registers hold them; the cases above run with them."""
     config = step.Config.default(K, V, pool_dtype, kv_layout)
     assert config == step.Config(block, across=kv_layout and pool_dtype == "bfloat16")
+    assert step.Config.default(K, V, pool_dtype, kv_layout, 4) == step.Config(block)
 
 
 @pytest.mark.usefixtures("interpreted")

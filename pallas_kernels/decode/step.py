@@ -68,13 +68,13 @@ class Config:
     """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
 
     @classmethod
-    def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool) -> "Config":
+    def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
         """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
         is_half, most = jnp.dtype(pool_dtype).itemsize == 2, 32
         if kv_layout:
             most = 128 if is_half else 64
         block = next(n for n in (128, 64, GRANULE) if n <= most and V % n == 0 and K * n <= MAX_TILE)
-        return cls(block, across=kv_layout and is_half)
+        return cls(block, across=kv_layout and is_half and T == 1)
 
 
 def check_supported(q, k, v, pool) -> str | None:
@@ -242,7 +242,7 @@ def step(
     slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or Config.default(K, V, pool.dtype, kv_layout)
+    config = config or Config.default(K, V, pool.dtype, kv_layout, T)
     in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",
