@@ -146,15 +146,41 @@ def test_public_call_lowers_with_64_bits(options, monkeypatch):
         assert "mosaic_gpu" in gradients_lower(**options)
 
 
+def expected_first_rows(cu: np.ndarray, size: int) -> np.ndarray:
+    """Row of its chunk at which each token's sequence starts; a token of the padding is a sequence of its own."""
+    starts = [max([c for c in cu if c <= t]) if t < cu[-1] else t for t in range(size)]
+    return np.array([max(start - t // 64 * 64, 0) for t, start in enumerate(starts)])
+
+
+@pytest.mark.parametrize(
+    "cu", [[0, 100], [0, 64, 64, 64, 191], [0, *[200] * 90], [0, *range(5, 205)], [0, 0]]
+)
+def test_tables_of_packed_rows_found_by_the_kernel_of_the_gates(cu):
+    """Few and many sequences, empty ones, padding."""
+    x, cu = jnp.zeros((1, 205, 1)), np.array(cu, np.int32)
+    _, _, first, order = chunk_gates(x, x, jnp.asarray(cu), ordered=True, interpret=INTERPRET)
+    np.testing.assert_array_equal(first, expected_first_rows(cu, 256))
+    begin, end = cu[:-1], cu[1:]
+    expected = tables.longest_first(np.where(end > begin, -(-end // 64) - begin // 64, 0))
+    np.testing.assert_array_equal(np.asarray(order)[: len(cu)], expected)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_chunk_gates(packed):
     rng = np.random.default_rng(0)
     g = -rng.uniform(size=(1, 130, 6)).astype(np.float32)
     g[:, 100] = -np.inf
     beta = rng.uniform(size=g.shape).astype(np.float32)
-    first = first_rows(192) if packed else np.zeros(192, np.int32)
-    first_or_none = jnp.asarray(first) if packed else None
-    g2_cum, beta_t = chunk_gates(jnp.asarray(g), jnp.asarray(beta), first_or_none, interpret=INTERPRET)
+    cu = jnp.asarray([0, 0, 3, 70, 70, 127, 128, 130], jnp.int32) if packed else None
+    g2_cum, beta_t, first, order = chunk_gates(
+        jnp.asarray(g), jnp.asarray(beta), cu, ordered=packed, interpret=INTERPRET
+    )
+    if packed:
+        np.testing.assert_array_equal(first, expected_first_rows(np.asarray(cu), 192))
+        np.testing.assert_array_equal(order, [2, 1, 4, 5, 6, 0, 3, *[7] * 57])
+    else:
+        first = np.zeros(192, np.int32)
+        assert order is None
     floored = np.maximum(g.astype(np.float64) / np.log(2), -150)
     for t in range(130):
         begin = t // 64 * 64 + first[t]
@@ -321,26 +347,33 @@ def test_padding_where_lengths_are_known():
     assert not np.asarray(got[0])[:, 100:].any()
 
 
+@pytest.mark.parametrize(
+    ("chunks", "Hk", "group", "expected"),
+    [(128, 2, 4, (2, 2)), (16, 16, 2, (2, 1)), (32, 16, 2, (1, 2)), (512, 16, 2, (1, 2)), (1, 1, 6, (6, 1))],
+)
+def test_output_heads_of_a_key_head_are_split_where_warpgroups_would_be_idle(chunks, Hk, group, expected):
+    sizes = inverse._Sizes.of(1, chunks, Hk, group, 528)
+    assert (sizes.parts, sizes.group) == expected
+
+
 @pytest.mark.parametrize("segment_chunks", [None, 2, 3])
 @pytest.mark.parametrize("N", [1, 5, 40, 300])
 def test_tables_are_the_same_in_numpy_and_traced(N, segment_chunks):
     rng = np.random.default_rng(N)
     cu = np.concatenate([[0], np.sort(rng.integers(0, 2000, N))]).astype(np.int32)
-    for build in (
-        lambda cu: tables.first_rows(cu, 2100),
-        lambda cu: tables.packed_items(cu, 2100, segment_chunks, by_length=True),
-    ):
-        traced, known = jax.tree.leaves(jax.jit(build)(cu)), jax.tree.leaves(build(cu))
-        assert len(traced) == len(known)
-        for a, b in zip(traced, known, strict=True):
-            np.testing.assert_array_equal(a, b)
-            assert isinstance(b, int) or b.dtype == np.int32
+
+    def build(cu):
+        return tables.packed_items(cu, 2100, segment_chunks)
+
+    traced, known = jax.tree.leaves(jax.jit(build)(cu)), jax.tree.leaves(build(cu))
+    assert len(traced) == len(known)
+    for a, b in zip(traced, known, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert isinstance(b, int) or b.dtype == np.int32
 
 
 def test_longest_sequences_come_first():
-    chunks = np.array([3, 0, 7, 3, 9])
-    for x in (chunks, jnp.asarray(chunks)):
-        np.testing.assert_array_equal(tables.longest_first(x), [4, 2, 0, 3, 1, 5])
+    np.testing.assert_array_equal(tables.longest_first(np.array([3, 0, 7, 3, 9])), [4, 2, 0, 3, 1, 5])
 
 
 @pytest.mark.slow

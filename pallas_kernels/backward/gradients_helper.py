@@ -26,11 +26,11 @@ def _load_qk(cta: Cta, pair) -> None:
     )
 
 
-def _load_tokens(cta: Cta, step) -> None:
-    """Starts the copies of do, dv and u of a step, and of the gates of its head."""
+def _load_tokens(cta: Cta, step, parts=None) -> None:
+    """Starts the copies of do, dv and u of a step, and of the gates of its head. parts: of the step, if known."""
     gmem, smem = cta.gmem, cta.smem
     stage = cta.token_stage(step)
-    place, head, columns = cta.parts_of(step)
+    place, head, columns = cta.parts_of(step) if parts is None else parts
     row = place.span.row
     for source, destination in (
         (gmem.do.at[row, place.tokens, head, columns], smem.x.at[stage, 0]),
@@ -46,10 +46,10 @@ def _load_tokens(cta: Cta, step) -> None:
         plgpu.copy_gmem_to_smem(source, cta.g2.at[slot], smem.loaded_gates.at[slot])
 
 
-def _load_states(cta: Cta, step) -> None:
-    """Starts the copies of h and dh of a step."""
+def _load_states(cta: Cta, step, parts=None) -> None:
+    """Starts the copies of h and dh of a step. parts: of the step, if known."""
     stage = cta.state_stage(step)
-    place, head, columns = cta.parts_of(step)
+    place, head, columns = cta.parts_of(step) if parts is None else parts
     for i, source in enumerate((cta.gmem.h, cta.gmem.dh)):
         source = cta.columns_of(source.at[place.visit, head, columns])
         plgpu.copy_gmem_to_smem(source, cta.smem.h.at[stage, i], cta.smem.loaded_states.at[stage])
@@ -147,20 +147,18 @@ def helper(cta: Cta) -> None:
         is_first = lax.rem(i, v_tiles) == 0
         decay = lax.cond(is_first, lambda: jnp.exp2(_last_gate(cta, i)), lambda: decay)
         inner = jnp.where(is_first, 0.0, inner) + _inner_product(cta, i)
+        parts = None, None
+        if cta.packed:  # looked up in tables before the wait, so that the loads follow it at once
+            parts = [cta.parts_of(jnp.minimum(i + n, steps - 1)) for n in (state_stages, token_stages)]
         plgpu.barrier_wait(smem.consumed.at[cta.state_stage(i)])
-        pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages))
-        pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages))
+        pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages, parts[0]))
+        pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages, parts[1]))
 
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
             plgpu.barrier_wait(smem.consumed_qk)
             pair = lax.div(i, steps_per_pair) + 1
-
-            @pl.when(pair < pairs)
-            def _():
-                _load_qk(cta, pair)
-                if cta.packed:
-                    _mask_qk(cta, pair)
+            pl.when(pair < pairs)(lambda: _load_qk(cta, pair))
 
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
@@ -168,6 +166,11 @@ def helper(cta: Cta) -> None:
             if float16:
                 pl.when(i + 1 < steps)(lambda: _load_power(cta, lax.div(i + 1, v_tiles)))
 
+        if (
+            cta.packed
+        ):  # after dg, which the compute warpgroups wait for first, while q and k are on their way
+            is_new = (lax.rem(i + 1, steps_per_pair) == 0) & (i + 1 < steps)
+            pl.when(is_new)(lambda: _mask_qk(cta, lax.div(i + 1, steps_per_pair)))
         return inner, decay
 
     lax.fori_loop(0, steps, step, (zeros((WIDTH,), jnp.float32, ROW), jnp.float32(0.0)))

@@ -16,7 +16,9 @@ taken between tokens of one sequence.
 Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
 the diagonal of K K^T: A is that of the normalised keys, t = diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
-computes K K^T once for all output heads of the key head.
+computes K K^T once for all output heads of the key head, or, where that would leave warpgroups idle, for some of
+them. A chunk of packed rows that one sequence fills takes the same way as in rows that are not packed: L is masked
+only in a chunk that holds tokens of several, or of the padding.
 
 How: recursive merging of diagonal blocks, exact in exact arithmetic and stable, unlike powers of L. Blocks of 2
 are I - L; then X <- X - X L' X with L' the part of L that joins two blocks, up to 64. Operands are float16 and
@@ -69,6 +71,9 @@ HALF = CHUNK // 2
 BLOCK = 16
 """Rows of the diagonal blocks that one warp inverts."""
 
+KEY_INSTRUCTIONS, HEAD_INSTRUCTIONS = 163, 499
+"""Of an item, once and for each output head (SASS, K = 128, bfloat16): what the split of the work goes by."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -89,9 +94,7 @@ class Config:
         raise AssertionError("K > 256")
 
 
-def _memory(
-    config: Config, K: int, group: int, dtype, *, packed: bool = True, normalize: bool = True
-) -> Memory:
+def _memory(config: Config, K: int, group: int, dtype, *, normalize: bool = True) -> Memory:
     """Shared memory of a CTA. Vectors have two slots: they are read until the end of an item, after the loads of the
     next one have started."""
     n, f16 = config.warpgroups, jnp.float16
@@ -99,13 +102,12 @@ def _memory(
         "k": Buffer((n, CHUNK, K), dtype, swizzle=128),
         "beta": Buffer((n, 2, group, CHUNK)),
         "g2": Buffer((n, 2, group, CHUNK)),
-        "first": Buffer((n, 2, CHUNK), jnp.int32) if packed else None,
         "rstd": Buffer((n, 2, CHUNK)) if normalize else None,
         "l": Buffer((n, CHUNK, HALF), f16, swizzle=64),
         "x": Buffer((n, CHUNK, HALF), f16, swizzle=64),
         "x_t": Buffer((n, CHUNK + BLOCK, BLOCK), f16, swizzle=32),
         "out": Buffer((n, config.output_slots, CHUNK, CHUNK), dtype, swizzle=64),
-        "loaded": Barriers(arrivals=3 + packed, count=n),
+        "loaded": Barriers(arrivals=3, count=n),
     }
 
 
@@ -202,8 +204,21 @@ class _Sizes(NamedTuple):
     B: int
     num_chunks: int
     Hk: int
+    parts: int
+    """Items of a chunk and a key head, each with some of its output heads."""
     group: int
-    """Output heads of a key head."""
+    """Output heads of an item."""
+
+    @classmethod
+    def of(cls, B: int, num_chunks: int, Hk: int, group: int, workers: int) -> "_Sizes":
+        """The key heads' `group` output heads split so that the warpgroups are busy for the shortest time."""
+
+        def time(parts: int) -> int:
+            rounds = -(-B * num_chunks * Hk * parts // workers)
+            return rounds * (KEY_INSTRUCTIONS + HEAD_INSTRUCTIONS * group // parts)
+
+        parts = min((n for n in range(1, group + 1) if group % n == 0), key=time)
+        return cls(B, num_chunks, Hk, parts, group // parts)
 
 
 class _Warpgroup:
@@ -213,32 +228,40 @@ class _Warpgroup:
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
         self.dev = Device(interpreted)
         self.wg = warpgroup_index()
-        self.worker = lax.axis_index("cta").astype(jnp.int32) * config.warpgroups + self.wg
+        # Neighbours run on different SMs, so that few items, or the last ones, are spread over all of them.
+        self.worker = self.wg * config.ctas + lax.axis_index("cta").astype(jnp.int32)
         self.workers = config.ctas * config.warpgroups
-        items = sizes.B * sizes.num_chunks * sizes.Hk
+        items = sizes.B * sizes.num_chunks * sizes.Hk * sizes.parts
         self.num_items = lax.div(jnp.int32(items + self.workers - 1) - self.worker, jnp.int32(self.workers))
 
     def place(self, n):
-        """Row of the batch, tokens and key head of the n-th item."""
-        item, Hk, num_chunks = self.worker + n * self.workers, self.sizes.Hk, self.sizes.num_chunks
-        chunk = lax.rem(lax.div(item, Hk), num_chunks)
-        return lax.div(item, Hk * num_chunks), pl.ds(chunk * CHUNK, CHUNK), lax.rem(item, Hk)
+        """Row of the batch, tokens, key head and first output head of the n-th item."""
+        item, num_chunks = self.worker + n * self.workers, self.sizes.num_chunks
+        parts = self.sizes.Hk * self.sizes.parts
+        chunk, part = lax.rem(lax.div(item, parts), num_chunks), lax.rem(item, parts)
+        key_head = part if self.sizes.parts == 1 else lax.div(part, self.sizes.parts)
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        return lax.div(item, parts * num_chunks), tokens, key_head, part * self.sizes.group
+
+    def once_a_key_head(self, first_head, do) -> None:
+        """Does what items that share a key head must not all do."""
+        if self.sizes.parts == 1:
+            return do()
+        pl.when(lax.rem(first_head, self.sizes.group * self.sizes.parts) == 0)(do)
 
 
 def _load(own: _Warpgroup, n):
     """Starts the copies of the n-th item."""
     gmem, smem, wg, group = own.gmem, own.smem, own.wg, own.sizes.group
-    b, tokens, h = own.place(n)
+    b, tokens, h, first_head = own.place(n)
     slot, loaded = lax.rem(n, 2), smem.loaded.at[wg]
     plgpu.copy_gmem_to_smem(gmem.k.at[b, tokens, h], smem.k.at[wg], loaded)
-    heads = pl.ds(h * group, group)
+    heads = pl.ds(first_head, group)
     plgpu.copy_gmem_to_smem(gmem.beta.at[b, heads, tokens], smem.beta.at[wg, slot], loaded)
     plgpu.copy_gmem_to_smem(gmem.g2_cum.at[b, heads, tokens], smem.g2.at[wg, slot], loaded)
-    if gmem.first is not None:
-        plgpu.copy_gmem_to_smem(gmem.first.at[tokens], smem.first.at[wg, slot], loaded)
 
 
-def _gated(own: _Warpgroup, halves, gates):
+def _gated(first, halves, gates):
     """T of A, in halves. Exponents above the diagonal are kept from overflow: A is 0 there."""
     g_rows = along_rows(plgpu.load(gates, layout=ROW), HALF)
     g_columns = along_columns(plgpu.load(gates, layout=COL), CHUNK)
@@ -247,7 +270,7 @@ def _gated(own: _Warpgroup, halves, gates):
         part = slice(n * HALF, (n + 1) * HALF)
         y = x * jnp.exp2(jnp.minimum(g_rows - g_columns[:, part], 0.0))
         # Where A joins no tokens it is 0 and stays it, whatever the padding holds.
-        return y if own.gmem.first is None else jnp.where(x == 0.0, 0.0, y)
+        return y if first is None else jnp.where(x == 0.0, 0.0, y)
 
     return half(halves[0], 0), half(halves[1], 1)
 
@@ -262,31 +285,43 @@ def _store(own: _Warpgroup, slot, halves, destination):
 
 
 def _item(own: _Warpgroup, n, _):
-    """T of one chunk, for all output heads of one key head."""
+    """T of one chunk, for the output heads of one key head, or some of them."""
     gmem, smem, wg, group = own.gmem, own.smem, own.wg, own.sizes.group
-    b, tokens, h = own.place(n)
+    b, tokens, h, first_head = own.place(n)
     slot = lax.rem(n, 2)
+    # A chunk of one sequence takes the way without masks, as all do where rows are not packed.
+    is_shared = False if gmem.first is None else gmem.first[tokens.start + CHUNK - 1] > 0
     plgpu.barrier_wait(smem.loaded.at[wg])
     kk = own.dev.product(smem.k.at[wg], transposed(smem.k.at[wg]))
     pl.when(n + 1 < own.num_items)(lambda: _load(own, n + 1))
     if gmem.rstd is not None:
         kk = _normalized(kk, smem.rstd.at[wg, slot])
-        plgpu.copy_smem_to_gmem(smem.rstd.at[wg, slot], gmem.rstd.at[b, h, tokens])
+        own.once_a_key_head(
+            first_head,
+            lambda: plgpu.copy_smem_to_gmem(smem.rstd.at[wg, slot], gmem.rstd.at[b, h, tokens]),
+        )
     parts = _parts_of_keys(kk)
-    first = None if gmem.first is None else plgpu.load(smem.first.at[wg, slot], layout=ROW)
 
-    def head(e, _):
+    def head(first, e, _):
         beta = plgpu.load(smem.beta.at[wg, slot, e], layout=COL)
         halves = _invert(own.dev, parts, first, beta, smem.l.at[wg], smem.x.at[wg], smem.x_t.at[wg])
-        halves = _gated(own, halves, smem.g2.at[wg, slot, e])
+        halves = _gated(first, halves, smem.g2.at[wg, slot, e])
         if gmem.rstd is not None:
             rows = along_rows(plgpu.load(smem.rstd.at[wg, slot], layout=ROW), HALF)
             halves = tuple(x * rows for x in halves)
         out_slot = lax.rem(n * group + e, own.config.output_slots)
-        _store(own, out_slot, halves, gmem.t.at[b, h * group + e, tokens])
+        _store(own, out_slot, halves, gmem.t.at[b, first_head + e, tokens])
         return ()
 
-    lax.fori_loop(0, group, head, ())
+    def heads(first):
+        lax.fori_loop(0, group, functools.partial(head, first), ())
+
+    if gmem.first is None:
+        heads(None)
+    else:
+        first = gmem.first.at[tokens]
+        pl.when(is_shared)(lambda: heads(plgpu.load(first, layout=ROW, optimized=False)))
+        pl.when(jnp.logical_not(is_shared))(lambda: heads(None))
     return ()
 
 
@@ -328,13 +363,14 @@ def gated_inverse(
     HO, group, num_chunks = beta_t.shape[1], beta_t.shape[1] // Hk, -(-T // CHUNK)
     config = config or Config.default(K, group)
     rstd = jax.ShapeDtypeStruct((B, Hk, num_chunks * CHUNK), jnp.float32) if normalize else None
-    static = dict(config=config, sizes=_Sizes(B, num_chunks, Hk, group), interpreted=interpret is not None)
+    sizes = _Sizes.of(B, num_chunks, Hk, group, config.ctas * config.warpgroups)
+    static = dict(config=config, sizes=sizes, interpreted=interpret is not None)
     results = launch(
         "gated_inverse",
         functools.partial(_body, **static),
         inputs={"k": k, "beta": beta_t, "g2_cum": g2_cum, "first": first},
         outputs={"t": jax.ShapeDtypeStruct((B, HO, num_chunks * CHUNK, CHUNK), k.dtype), "rstd": rstd},
-        memory=_memory(config, K, group, k.dtype, packed=first is not None, normalize=normalize),
+        memory=_memory(config, K, sizes.group, k.dtype, normalize=normalize),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

@@ -33,7 +33,6 @@ from pallas_kernels.work.tables import (
     Items,
     borders,
     common_length,
-    first_rows,
     known_lengths,
     packed_items,
     row_items,
@@ -172,24 +171,25 @@ def forward(
     warpgroups, segment_chunks = choose_split(
         dims, K64, V64, work, state_warpgroups=config.state_warpgroups, segment_chunks=config.segment_chunks
     )
-    items, first = row_items(B, T, segment_chunks), None
+    items, starts, by_length = row_items(B, T, segment_chunks), None, False
     if cu_seqlens is not None:
         starts = borders(cu_seqlens, known)
         ctas = N * HO * V64 // (GRANULE * warpgroups)  # with few waves of them a long one at the end is felt
-        by_length = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < N <= MAX_ORDERED
-        items = packed_items(starts, T, segment_chunks, by_length)
-        if known is None or share_chunks(known, T):
-            first = first_rows(starts, T)
+        by_length = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < N <= MAX_ORDERED and segment_chunks is None
+        items = packed_items(starts, T, segment_chunks, by_length and known is not None)
+        if known is not None and not share_chunks(known, T):
+            starts = None
     static = _Static(
         scale=float(scale),
         use_qk_l2norm=use_qk_l2norm,
         kv_layout=state_layout == "kv",
+        finds_order=by_length and known is None,
         config=dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups)),
         interpret=interpret,
     )
-    items, first = jax.tree.map(jnp.asarray, (items, first))
+    items, starts = jax.tree.map(jnp.asarray, (items, starts))
     run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
-    return run(static, q, k, v, g, beta, initial_state, segment_ids, items, first)
+    return run(static, q, k, v, g, beta, initial_state, segment_ids, items, starts)
 
 
 class _Static(NamedTuple):
@@ -198,6 +198,8 @@ class _Static(NamedTuple):
     scale: float
     use_qk_l2norm: bool
     kv_layout: bool
+    finds_order: bool
+    """Whether packed sequences are started in an order that is found on the device, the longest first."""
     config: Config
     """Its `outputs` is given."""
     interpret: Any
@@ -218,13 +220,13 @@ class Prepared(NamedTuple):
     items: Items
 
 
-def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: Items, first):
+def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: Items, starts):
     """The kernels in order, with the padding around them."""
-    prepared = _prepare(static, q, k, v, g, beta, segment_ids, items, first)
+    prepared = _prepare(static, q, k, v, g, beta, segment_ids, items, starts)
     return _finish(static, prepared, initial_state, (*k.shape[1::2], v.shape[3]))
 
 
-def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first) -> Prepared:
+def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, starts) -> Prepared:
     """The kernels up to what segments do to states."""
     B, T, Hk, K = k.shape
     Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
@@ -241,7 +243,13 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, first
         g = jnp.where(changes[..., None], -jnp.inf, g)
     K64, V64, T8 = _padded(K), _padded(V), round_up(T, 8)
     q, k, v = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64)), pad(v, (B, T8, HV, V64))
-    g2_cum, beta_t = chunk_gates(g, beta, first, interpret=interpret)
+    # The kernels work in chunks of one sequence as in rows that are not packed, where none is shared (starts = None).
+    g2_cum, beta_t, first, order = chunk_gates(
+        g, beta, starts, ordered=static.finds_order, interpret=interpret
+    )
+    if order is not None:
+        assert items.tables is not None
+        items = items._replace(tables=items.tables._replace(sequence=order))
     inverse_options = dict(normalize=normalize, config=config.inverse, interpret=interpret)
     t, k_rstd = gated_inverse(k, beta_t, g2_cum, first, **inverse_options)
     rstd = None if k_rstd is None else (_reciprocal_norms(q), k_rstd)
@@ -369,14 +377,13 @@ def prepare_open(
         segment_chunks=config.segment_chunks,
         is_open=True,
     )
-    items, first = row_items(B, T, segment_chunks, is_open=True), None
+    items, starts = row_items(B, T, segment_chunks, is_open=True), None
     if packed:
         starts = borders(cu_seqlens, None)
         items = packed_items(starts, T, segment_chunks, open_sequence=open_sequence)
-        first = first_rows(starts, T)
     config = dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups))
-    static = _Static(float(scale), False, True, config, interpret)
-    return Open(static, _prepare(static, q, k, v, g, beta, None, items, first), (T, K, V))
+    static = _Static(float(scale), False, True, False, config, interpret)
+    return Open(static, _prepare(static, q, k, v, g, beta, None, items, starts), (T, K, V))
 
 
 def _l2norm(x: jax.Array) -> jax.Array:

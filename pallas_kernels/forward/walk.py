@@ -65,6 +65,9 @@ class Config:
     """1 or 2. Two share a head's q, k, T and gates; one gives twice the CTAs."""
     stages: int = 3
     """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
+    ahead: int = 1
+    """Chunks that the helper may have ready before their turn. With two, what it makes is not waited for, but a chunk
+    has to be there a chunk earlier: that takes four stages."""
     state_in_smem: bool = False
     """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
     helper_registers: int = 88
@@ -79,8 +82,9 @@ class Config:
     ) -> "Config":
         """The configuration of most stages that fit into the memory that a kernel then declares."""
         registers = {1: (208, 248), 2: (88, 208)}
-        for stages in (4, 3, 2) if state_warpgroups == 1 else (3, 2):
-            config = cls(state_warpgroups, stages, state_in_smem, *registers[state_warpgroups])
+        for stages in (4, 3, 2):
+            ahead = max(stages - 2, 1)
+            config = cls(state_warpgroups, stages, ahead, state_in_smem, *registers[state_warpgroups])
             if smem_bytes(memory(config)) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -203,25 +207,30 @@ def prepare_vectors(cta: Cta, stage, g_rows) -> None:
 
 def helper(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
     """The role of the last warpgroup: it loads chunks ahead, and runs prepare(cta, stage) on each."""
-    smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
+    smem, stages, ahead, chunks = cta.smem, cta.config.stages, cta.config.ahead, cta.chunks
     plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
-    for j in range(stages - 1):
+    for j in range(stages - ahead):
         pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
 
     def step(i, _):
-        stage, previous = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+        stage, previous = lax.rem(i, stages), lax.rem(i + stages - ahead, stages)
         plgpu.barrier_wait(smem.loaded.at[stage])
         if cta.packed:
             mask(cta, i, stage)
         prepare(cta, stage)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.prepared.at[stage])
-        pl.when(i >= 1)(lambda: plgpu.barrier_wait(smem.consumed.at[previous]))
-        pl.when(i + stages - 1 < chunks)(lambda: load(cta, i + stages - 1, previous))
+        pl.when(i >= ahead)(lambda: plgpu.barrier_wait(smem.consumed.at[previous]))
+        pl.when(i + stages - ahead < chunks)(lambda: load(cta, i + stages - ahead, previous))
         return ()
 
     lax.fori_loop(0, chunks, step, ())
-    pl.when(chunks > 0)(lambda: plgpu.barrier_wait(smem.consumed.at[lax.rem(chunks - 1, stages)]))
+
+    def drain(n):
+        pl.when(chunks > n)(lambda: plgpu.barrier_wait(smem.consumed.at[lax.rem(chunks - 1 - n, stages)]))
+
+    for n in reversed(range(ahead)):
+        drain(n)
 
 
 def wait_for_chunk(cta: Cta, stage) -> None:

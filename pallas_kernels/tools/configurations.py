@@ -34,11 +34,11 @@ def _shape(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def inverse_case(K=128, group=2, packed=False, normalize=False, dtype=jnp.bfloat16):
-    """A function and its argument shapes: gated_inverse."""
-    first = _shape(256, dtype=jnp.int32) if packed else None
+def inverse_case(K=128, group=2, packed=False, normalize=False, dtype=jnp.bfloat16, T=2**16):
+    """A function and its argument shapes: gated_inverse. With few tokens a key head's output heads are split."""
+    first = _shape(T, dtype=jnp.int32) if packed else None
     function = functools.partial(gated_inverse, normalize=normalize)
-    return function, (_shape(1, 256, 2, K, dtype=dtype), *[_shape(1, 2 * group, 256)] * 2, first)
+    return function, (_shape(1, T, 2, K, dtype=dtype), *[_shape(1, 2 * group, T)] * 2, first)
 
 
 def _items(packed: str | None, segments: bool = False) -> Items:
@@ -183,10 +183,10 @@ def short_conv_case(segments=False, backwards=False, others=0):
     return functools.partial(short_conv.short_conv, heads=heads, width=128), arguments
 
 
-def gates_case(packed=False):
+def gates_case(packed=False, ordered=False):
     """A function and its argument shapes: chunk_gates."""
-    g = _shape(1, 256, 16)
-    return chunk_gates, (g, g, _shape(256, dtype=jnp.int32) if packed else None)
+    g, cu_seqlens = _shape(1, 256, 16), _shape(4, dtype=jnp.int32) if packed else None
+    return functools.partial(chunk_gates, ordered=ordered), (g, g, cu_seqlens)
 
 
 def norm_case(width=1024, backwards=False, weighted=True):
@@ -322,11 +322,13 @@ CASES = {
     "cross entropy": cross_entropy_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
+    "gates packed, ordered": functools.partial(gates_case, packed=True, ordered=True),
     "inverse": inverse_case,
     "inverse, 1 head": functools.partial(inverse_case, group=1),
     "inverse, packed": functools.partial(inverse_case, packed=True),
     "inverse, K 192, 32 heads": functools.partial(inverse_case, K=192, group=32),
     "inverse, K 256": functools.partial(inverse_case, K=256),
+    "inverse, few tokens": functools.partial(inverse_case, T=256, packed=True),
     "full head": outputs_case,
     "full head, kv": functools.partial(outputs_case, kv_layout=True, h_0_kv_layout=True),
     "full head, normalised": functools.partial(outputs_case, normalize=True),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pallas_kernels.device.layouts import CHUNK, round_up
+from pallas_kernels.device.layouts import CHUNK
 
 UNROLLED = 17
 """Borders of sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a
@@ -135,29 +135,9 @@ def share_chunks(cu_seqlens: np.ndarray, T: int) -> bool:
     return bool((starts % CHUNK).any())
 
 
-def first_rows(cu_seqlens: Any, T: int) -> Any:
-    """[NT C] row of its chunk at which each token's sequence starts.
-
-    A token of the padding counts as a sequence of its own: it has no entries in the triangular inverse, where
-    garbage it holds (NaN times 0) would reach the tokens that share its chunk.
-    """
-    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
-    token = xp.arange(round_up(T, CHUNK), dtype=np.int32)
-    begins = _staircase(cu_seqlens, _rises(cu_seqlens), token.shape[0])
-    begins = xp.where(token >= cu_seqlens[-1], token, begins)
-    return xp.maximum(begins - token // CHUNK * CHUNK, 0).astype(np.int32)
-
-
 def longest_first(chunks: Any) -> Any:
-    """[N + 1] sequences, those of most chunks first, then N for the padding."""
-    N = chunks.shape[0]
-    if isinstance(chunks, np.ndarray):
-        return np.append(np.argsort(-chunks, kind="stable"), N).astype(np.int32)
-    n = jnp.arange(N, dtype=jnp.int32)
-    before = (chunks > chunks[:, None]) | ((chunks == chunks[:, None]) & (n < n[:, None]))
-    place = jnp.sum(before, axis=1, dtype=jnp.int32)
-    at = jnp.arange(N + 1, dtype=jnp.int32)[:, None]
-    return jnp.sum(jnp.where(place == at, n, 0), axis=1, dtype=jnp.int32) + jnp.where(at[:, 0] == N, N, 0)
+    """[N + 1] sequences, those of most chunks first, then N for the padding. In NumPy; a device has `work.search`."""
+    return np.append(np.argsort(-chunks, kind="stable"), chunks.shape[0]).astype(np.int32)
 
 
 def packed_items(
@@ -167,7 +147,7 @@ def packed_items(
 
     Args:
       segment_chunks: of a segment, None for whole sequences.
-      by_length: whether whole sequences are started the longest first.
+      by_length: whether whole sequences are started the longest first. Their lengths are known.
       open_sequence: a sequence that goes on behind the row, where sequences are cut: an empty segment of it follows
         its last one, so that what each of its tokens does to a state is found.
     """
