@@ -69,9 +69,9 @@ def cell(values, digits):
     return f"{np.mean(values):.{digits}f} ± {error(values):.{digits}f}"
 
 
-def differences(name, a, b, size):
+def differences(name, a, b, size, scale=1):
     """Scores of a mixer less those of another one, for every seed: the seeds of a sweep share their batches."""
-    one, other = (scores(name)[mixer, 1][str(size)] for mixer in (a, b))
+    one, other = (scores(name)[mixer, scale][str(size)] for mixer in (a, b))
     return np.subtract(one, other)
 
 
@@ -236,6 +236,7 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("by 7.1 at 128", "by 7.2 at 128"),  # between two scales
         ("1.420 against", "1.421 against"),  # a single run
         ("least 3.2 standard errors", "least 3.3 standard errors"),
+        ("(4.7 standard errors)", "(4.6 standard errors)"),  # at a scale
     ],
 )
 def test_a_wrong_number_is_noticed(right, wrong):

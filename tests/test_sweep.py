@@ -452,16 +452,18 @@ def test_divergence_is_recorded(tmp_path):
 
 
 def test_figure_over_scales(tmp_path, monkeypatch):
-    """A panel for each test, with what the scales mean along the axis."""
+    """A panel for each test, with what the scales mean along the axis, and the heading fits."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
-    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task")
+    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task " * 25)
     figure_lib.draw_sweep(
         tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
     )
     [figure] = figures
     assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
+    [heading] = figure.texts
+    assert heading.get_window_extent().width < figure.bbox.width
     [line, *_] = figure.axes[0].containers[0].lines
     np.testing.assert_allclose(line.get_xdata(), [64, 128])
     np.testing.assert_allclose(line.get_ydata(), [15, 30])

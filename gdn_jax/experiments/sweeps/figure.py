@@ -1,5 +1,6 @@
 """figure.png of a sweep: the score over the size of the test, or over that of the model, a line for each mixer."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from matplotlib.figure import Figure
 from gdn_jax.commands.files import replacing
 from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.sweeps.summary import Row
+
+# Letters of a heading that fit into an inch.
+_LETTERS = 13.5
 
 # Colour, marker, filling of the marker and line of each mixer: told apart in grey as well (Okabe and Ito's colours).
 _STYLES = {
@@ -85,7 +89,8 @@ def draw_sweep(
         axes.set_visible(False)
     for axes in grid[::columns]:
         axes.set_ylabel(f"{label}, %" if percent else label)
-    (grid[0].set_title if len(panels) == 1 else figure.suptitle)(title, fontsize=10)
+    heading = textwrap.fill(title, int(_LETTERS * figure.get_figwidth()))
+    (grid[0].set_title if len(panels) == 1 else figure.suptitle)(heading, fontsize=10)
     handles, labels = grid[0].get_legend_handles_labels()  # lines come before error bars: the mixers first
     order = [*range(len(near), len(labels)), *range(len(near))]
     heading = "mean over the seeds, bars of a standard error, dots for the seeds"
