@@ -206,21 +206,19 @@ def _body(
         row = jnp.minimum(unit(i)[0], N - 1)
         return jnp.where(i < number, gmem.read_slots[row], -1)
 
-    def cursor_of(i: jax.Array, place: jax.Array) -> jax.Array:
-        """Tokens that the i-th unit finds in its ring, which is there."""
-        row, head, _ = unit(i)
-        cursors = gmem.cursors.at[place, head]
-        if drafts is None:
-            return cursors[COUNT]
-        if begins:
-            return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
-        return cursors[BEFORE] + drafts.offset
-
     def count_of(i: jax.Array, slot: jax.Array) -> jax.Array:
-        """The same; 0 for padding."""
-        return lax.cond(
-            rule.is_slot(slot), lambda: cursor_of(i, rule.place(slot, gmem.layer)), lambda: jnp.int32(0)
-        )
+        """Tokens that the i-th unit finds in its ring; 0 for padding."""
+
+        def read():
+            row, head, _ = unit(i)
+            cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
+            if drafts is None:
+                return cursors[COUNT]
+            if begins:
+                return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
+            return cursors[BEFORE] + drafts.offset
+
+        return lax.cond(rule.is_slot(slot), read, lambda: jnp.int32(0))
 
     def copy(i: jax.Array, c: jax.Array, n: jax.Array, slot: jax.Array) -> None:
         """Starts the copy of chunk c of the i-th unit's state, the n-th copy of this warpgroup."""
@@ -314,11 +312,8 @@ def _body(
             return carry
 
         carry = lax.fori_loop(0, C, chunk, products.start())
-        # It is on its way while this unit is finished, so that there is no branch, which would wait for it. Before
-        # padding it is this unit's, and nobody's count.
-        is_next = rule.is_slot(next_slot)
-        next_place = rule.place(jnp.where(is_next, next_slot, slot), gmem.layer)
-        next_count = cursor_of(jnp.where(is_next, i + 1, i), next_place)
+        # It is on its way while this unit is finished.
+        next_count = count_of(i + 1, next_slot)
         last = finish(row, head, entries, at, held, tokens, carry)
         if deferred:
             pl.when(is_full)(lambda: fold(i, here, at, held, *last, next_slot))
