@@ -1,0 +1,389 @@
+"""A few tokens of every running request, on states that are written once in many tokens.
+
+A slot holds a checkpoint S0 and a ring of the tokens since: normalised keys k_j, written values u_j, log decays g_j.
+With D_j the decay since token j and D that since the checkpoint, both with the new token's gate,
+
+    u = beta (v - (D k^T S0 + sum_j D_j (k . k_j) u_j))
+    o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
+
+and (k, u, g) is appended to the ring. All tokens of a call share one reading of S0: their products with it are taken
+first, and what they say to each other is worked out on vectors afterwards. With `deferred`, a token that fills the
+ring is not appended: the ring and it become part of the checkpoint. Otherwise the caller sees to it that all tokens
+find room (`ring_flush`).
+
+Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
+floating dtype; A_log, dt_bias [HV]; read_slots [N], held [N] int32, the tokens in each ring; optionally num_tokens
+[N] int32.
+In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
+ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32. The counts are the caller's to advance.
+Outputs (GMEM): o [N, T, HV, V] in v's dtype.
+Grid: one CTA to an SM, whose warpgroups each take state after state (`block` entries of V of a value head), by
+themselves. A state passes through shared memory in chunks; the copies of the next chunks, also of the next state, are
+on their way while one is worked on and while a state's tokens are finished.
+Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
+Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
+Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
+most 4.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode import step
+from old_ring.ring import LENGTH, Slot
+from old_ring.ring_products import (
+    Held,
+    Products,
+    Ring,
+    Shape,
+    add_tokens,
+    column_layout,
+    row_slices,
+)
+from pallas_kernels.decode.tiles import (
+    GRANULE,
+    Rule,
+    Tile,
+    load,
+    log_decay,
+    vector_layout,
+    write_strength,
+)
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.memory import (
+    ALIGNMENT,
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    store_any,
+)
+from pallas_kernels.work.slots import one_for_all_layers
+
+MAX_TOKENS = 4
+"""T: products of two vectors of each token with a state are summed in registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel runs, not what it computes."""
+
+    block: int
+    """Entries of V that a warpgroup takes at once."""
+    warpgroups: int = 4
+    """Of a CTA."""
+    stages: int = 5
+    """Chunks of a state in shared memory, for each warpgroup; at most all of one state."""
+    chunk_bytes: int = 8192
+    """At most, of a chunk."""
+
+    @classmethod
+    def default(cls, V: int) -> "Config":
+        """Whole heads where V allows it."""
+        return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
+
+
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, deferred: bool) -> Memory:
+    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for."""
+    shape, W = (
+        Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
+        config.warpgroups,
+    )
+    sums = (2, row_slices(config.block).rows, config.block) if rule.kv_layout else (2 * T, config.block)
+    others = {
+        "vectors": Buffer((W, 2 * T, rule.K)),
+        "weights": Buffer((W, 2 * T, LENGTH)),
+        "sums": Buffer((W, *sums)),
+        "keys": Buffer((W, LENGTH + 1, rule.K)) if deferred else None,
+        "values": Buffer((W, LENGTH + 1, config.block)) if deferred else None,
+    }
+    stage = Buffer((W, shape.rows, shape.columns), state_dtype)
+    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
+    stages = min(config.stages, shape.chunks, room)
+    state = Buffer((W, stages, *stage.shape[1:]), state_dtype)
+    return others | {"state": state, "arrived": Barriers(1, W * stages)}
+
+
+RING_DTYPES = ("float32", "bfloat16")
+"""Of keys and values in a ring."""
+
+
+def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
+    """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
+    length = ring_u.shape[-2]
+    if length != LENGTH:
+        return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
+    if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in RING_DTYPES:
+        return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(RING_DTYPES)}"
+    if ring_g.dtype != jnp.float32:
+        return f"the ring's log decays are {ring_g.dtype}; the kernel takes float32"
+    if q.ndim == 4 and q.shape[1] > LENGTH:
+        return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
+    return step.check_supported(q, k, v, state)
+
+
+class Token(NamedTuple):
+    """What is known of a token before the state is."""
+
+    q: jax.Array
+    """Normalised, whole in every warp, as k."""
+    k: jax.Array
+    stored_k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, deferred: bool, ctas: int) -> None:
+    shape = Shape.of(rule, config.block, config.chunk_bytes, gmem.state.dtype.itemsize)
+    tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
+    ring = Ring(rule.K, config.block, gmem.ring_k.dtype.itemsize)
+    wg, C, stages = warpgroup_index(), shape.chunks, smem.state.shape[1]
+    chunks, vectors, weights = smem.state.at[wg], smem.vectors.at[wg], smem.weights.at[wg]
+    whole, v_layout = vector_layout(rule.K), column_layout(config.block)
+    products = Products(rule, shape, smem.sums.at[wg], vectors, 2 * T, v_layout)
+    N = gmem.read_slots.shape[0]
+    units = N * rule.HV * (rule.V // config.block)
+    first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
+    number = lax.div(units - first + stride - 1, stride)
+
+    def unit(i: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """Row, value head and entries of V of this warpgroup's i-th state."""
+        return tile.where(first + i * stride)
+
+    def slot_of(i: jax.Array) -> jax.Array:
+        """Of the i-th unit; padding after the last one."""
+        row = jnp.minimum(unit(i)[0], N - 1)
+        return jnp.where(i < number, gmem.read_slots[row], -1)
+
+    def copy(i: jax.Array, c: jax.Array, slot: jax.Array) -> None:
+        """Starts the copy of chunk c of the i-th unit's state."""
+
+        @pl.when(rule.is_slot(slot))
+        def _():
+            (_, head, entries), stage = unit(i), lax.rem(i * C + c, stages)
+            state = tile.state(gmem.state, rule.place(slot, gmem.layer), head, entries)
+            rows = state.at[pl.ds(c * shape.rows, shape.rows)]
+            plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
+
+    def work(i: jax.Array, slot: jax.Array, next_slot: jax.Array) -> None:
+        row, head, entries = unit(i)
+        q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+        at = Slot(gmem, tile, rule.place(slot, gmem.layer), head, k_head, entries)
+        count = gmem.held[row]
+        # All loads come before the first use of one.
+        A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
+        raw = [
+            (
+                load(gmem.q.at[row, t, q_head], whole),
+                load(gmem.k.at[row, t, k_head], whole),
+                load(gmem.v.at[row, t, head, entries], v_layout.reduce(0)),
+                gmem.a[row, t, head],
+                gmem.b[row, t, head],
+            )
+            for t in range(T)
+        ]
+        held = ring.load(at, count)
+        tokens = []
+        for t, (q, k, v, a, b) in enumerate(raw):
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            rq, rk, _ = tile.norms(q, k)
+            g = log_decay(a, A_log, dt_bias)
+            beta = write_strength(b, rule.allow_neg_eigval)
+            stored_k = (k * rk).astype(gmem.ring_k.dtype)
+            tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
+            # The state's products are with q and k as they lie here; every warp writes the same.
+            store_any(vectors.at[2 * t], k * rk)
+            store_any(vectors.at[2 * t + 1], q * rq)
+        plgpu.commit_smem()
+        decayed = jnp.float32(0)
+        for t, token in enumerate(tokens):
+            decayed = decayed + token.g
+            for j in (2 * t, 2 * t + 1):
+                x = load(vectors.at[j], ring.k_layout.reduce(0))
+                store_any(weights.at[j], ring.weights(held, x, decayed))
+
+        def chunk(c, carry):
+            stage = lax.rem(i * C + c, stages)
+            plgpu.barrier_wait(smem.arrived.at[wg * stages + stage])
+            carry = products.add(chunks.at[stage], c * shape.rows, carry)
+            # All warps have read the chunk.
+            plgpu.commit_smem()
+            later = c + stages
+            copy(i, later, jnp.where(later < C, slot, -1))
+            copy(i + 1, later - C, jnp.where(later < C, -1, next_slot))
+            return carry
+
+        carry = lax.fori_loop(0, C, chunk, products.start())
+        finish(row, head, entries, at, held, tokens, carry)
+
+    def finish(row, head, entries, at: Slot, held: Held, tokens: list[Token], carry) -> None:
+        present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
+        # One warpgroup of those that share a key, or a gate, writes it.
+        writes_g = entries.start == 0
+        writes_k = writes_g & (lax.rem(head, rule.HV // rule.Hk) == 0)
+        total, since, us = held.total, [], []
+        for t, token in enumerate(tokens):
+            total, since = total + token.g, [x + token.g for x in since]
+            decay = jnp.exp(total)
+            y, z = products.of_token(t, carry)
+            found = decay * y + ring.recall(held, weights.at[2 * t])
+            read = decay * z + ring.recall(held, weights.at[2 * t + 1])
+            for s, earlier in enumerate(tokens[:t]):
+                k = earlier.stored_k.astype(jnp.float32)
+                D = jnp.exp(since[s])
+                found = found + (D * jnp.sum(token.k * k)) * us[s]
+                read = read + (D * jnp.sum(token.q * k)) * us[s]
+            u = token.beta * (token.v - found)
+            o = rule.scale * (read + jnp.sum(token.q * token.k) * u)
+            stored_u = u.astype(gmem.ring_u.dtype)
+            us.append(stored_u.astype(jnp.float32))
+            since.append(jnp.float32(0))
+            is_real, position = t < present, held.count + t
+            o = jnp.where(is_real, o, jnp.zeros_like(o))
+            store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+            room = position + 1 < LENGTH if deferred else position < LENGTH
+
+            @pl.when(is_real & room)
+            def _(token=token, position=position, stored_u=stored_u):
+                store_any(at.u.at[position], stored_u)
+
+                @pl.when(writes_g)
+                def _():
+                    at.g[position] = token.g
+
+                @pl.when(writes_k)
+                def _():
+                    store_any(at.k.at[position], token.stored_k)
+
+            if deferred:
+
+                @pl.when(~room)
+                def _(token=token, u=u):
+                    fold(at, held, token, u)
+
+    def fold(at: Slot, held: Held, token: Token, u: jax.Array) -> None:
+        """The state with the ring and a token in it."""
+        keys, values = smem.keys.at[wg], smem.values.at[wg]
+        ring.spill(held, token.g, keys, values)
+        store_any(keys.at[LENGTH], token.k)
+        store_any(values.at[LENGTH], u)
+        plgpu.commit_smem()
+        add_tokens(at.state, jnp.exp(held.total + token.g), keys, values, rule.kv_layout)
+        # All warps have read the tokens before the next ones take their place.
+        plgpu.commit_smem()
+
+    def padding(i: jax.Array, next_slot: jax.Array) -> None:
+        row, head, entries = unit(i)
+        zeros = plgpu.layout_cast(jnp.zeros((config.block,), gmem.o.dtype), v_layout.reduce(0))
+        for t in range(T):
+            store_any(gmem.o.at[row, t, head, entries], zeros)
+        for c in range(stages):
+            copy(i + 1, jnp.int32(c), next_slot)
+
+    def turn(i, slot):
+        next_slot = slot_of(i + 1)
+        lax.cond(rule.is_slot(slot), lambda: work(i, slot, next_slot), lambda: padding(i, next_slot))
+        return next_slot
+
+    slot = slot_of(jnp.int32(0))
+    for c in range(stages):
+        copy(jnp.int32(0), jnp.int32(c), slot)
+    lax.fori_loop(0, number, turn, slot)
+
+
+class Results(NamedTuple):
+    """Outputs, and states and rings after them."""
+
+    o: Float[Array, "N T HV V"]
+    state: Float[Array, "slots *layers HV rows columns"]
+    ring_k: Float[Array, "slots *layers Hk L K"]
+    ring_u: Float[Array, "slots *layers HV L V"]
+    ring_g: Float[Array, "slots *layers HV L"]
+
+
+def ring_step(
+    q: Float[Array, "N T Hq K"],
+    k: Float[Array, "N T Hk K"],
+    v: Float[Array, "N T HV V"],
+    a: Float[Array, "N T HV"],
+    b: Float[Array, "N T HV"],
+    state: Float[Array, "slots *layers HV rows columns"],
+    ring_k: Float[Array, "slots *layers Hk L K"],
+    ring_u: Float[Array, "slots *layers HV L V"],
+    ring_g: Float[Array, "slots *layers HV L"],
+    *,
+    A_log: Float[Array, " HV"],
+    dt_bias: Float[Array, " HV"],
+    read_slots: Int[Array, " N"],
+    held: Int[Array, " N"],
+    deferred: bool,
+    num_tokens: Int[Array, " N"] | None = None,
+    scale: float,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    kv_layout: bool = True,
+    null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret=None,
+) -> Results:
+    """T tokens of N requests: o, and the states and rings after them. All other slots keep their bits.
+
+    Args:
+      q, k, v, a, b, state: inputs that `check_supported` accepts.
+      ring_k, ring_u, ring_g: keys, values and log decays since the states, oldest first.
+      A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, layer, config, interpret: as for
+        `step`.
+      read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
+      held: how many entries of each request's ring are tokens.
+      deferred: decodes one token; one that fills the ring is flushed with it. The count after it is held + 1, or 0.
+        Else all tokens are appended; what finds no room is lost.
+      num_tokens: tokens that each request has; the others are padding. None for all.
+    """
+    N, T, Hq, K = q.shape
+    HV, V = v.shape[2:]
+    assert T == 1 or not deferred
+    slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
+    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
+    rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
+    config = config or Config.default(V)
+    pool = (state, ring_k, ring_u, ring_g)
+    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
+    ctas = min(NUM_SMS, N * HV * (V // config.block))
+    results = launch(
+        "decode_deferred" if deferred else "verify_ring",
+        functools.partial(_body, rule=rule, config=config, T=T, deferred=deferred, ctas=ctas),
+        inputs={
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": a,
+            "b": b,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "read_slots": read_slots,
+            "held": held,
+            "num_tokens": num_tokens,
+            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+        }
+        | dict(zip(("state", "ring_k", "ring_u", "ring_g"), in_place, strict=True)),
+        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        memory=memory(rule, config, T, state.dtype, deferred),
+        ctas=ctas,
+        warpgroups=config.warpgroups,
+        auto_barriers=False,
+        interpret=interpret,
+    )
+    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
+    return Results(results["o"], *after)
