@@ -77,5 +77,8 @@ def test_nothing_is_copied(kind, name):
     memory = jax.jit(KINDS[kind][name], donate_argnums=0).lower(pool).compile().memory_analysis()
     sizes = [np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool)]
     assert memory.alias_size_in_bytes == sum(sizes), "the pool is not donated"
-    smallest = min(size for size in sizes if size > 4 * MANY)
+    # Cursors and parents are smaller than what is worked out on the way.
+    smallest = min(
+        np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool) if x.dtype == np.float32
+    )
     assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} bytes, arrays of {sizes}"

@@ -133,7 +133,7 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     number for each array all the same: to join the sums, XLA would gather the gradients.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
-        return optax.global_norm(grads)
+        return optax.tree.norm(grads)
     sums = [
         jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
         for g in jax.tree.leaves(grads)
