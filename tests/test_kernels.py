@@ -137,9 +137,10 @@ def test_slices_of_heads_of_the_public_call(monkeypatch):
     "options",
     [
         pytest.param(dict(transform=jax.vmap), id="vmap"),
-        pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed", marks=pytest.mark.slow),
+        pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed"),
     ],
 )
+@pytest.mark.slow
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     with jax.enable_x64(True):
@@ -298,7 +299,7 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
     check(case, config)
 
 
-@pytest.mark.parametrize("segment_chunks", [0, 1])
+@pytest.mark.parametrize("segment_chunks", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
     """Bit for bit, whatever their values are, with neighbours that do write, and from segment to segment."""
     config = dataclasses.replace(SMALL, segment_chunks=segment_chunks)

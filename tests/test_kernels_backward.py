@@ -215,7 +215,8 @@ def test_float16_in_the_interpreter(case, chunks):
     check(case, config, chunks, dtype="float16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_gradient_of_small_strengths_in_the_interpreter(dtype):
     """One head each with beta = 0, 1e-12, 1e-4 and 1: nothing divides by them, and none has a floor."""
     case = C("strengths", T=66, B=1, heads=(1, 1, 4), K=64, V=64, beta="by-head")
@@ -402,9 +403,10 @@ def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
     ("K", "V", "packed", "dtype"),
     [
         (60, 192, False, jnp.bfloat16),
-        pytest.param(256, 256, True, jnp.float16, marks=pytest.mark.slow),
+        (256, 256, True, jnp.float16),
     ],
 )
+@pytest.mark.slow
 def test_segments_lower_after_the_forward(K, V, packed, dtype):
     cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed, dtype)
 

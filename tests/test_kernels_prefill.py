@@ -63,8 +63,8 @@ def like(case: Case, name: str, **change) -> Case:
 
 
 CASES = (
-    quick(WHOLE, segment_chunks=0),
-    quick(like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(0, 1)), segment_chunks=0),
+    slow(WHOLE, segment_chunks=0),
+    slow(like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(0, 1)), segment_chunks=0),
     slow(
         like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0
     ),
@@ -73,8 +73,8 @@ CASES = (
     quick(CUT, segment_chunks=2),
     slow(like(CUT, "segments, new and padding", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
     slow(like(CUT, "padding in segments", padding=(0,), pool_dtype="float32"), segment_chunks=1),
-    quick(like(CUT, "segments crossed", crossed=True, kv_layout=True, dropped=(2,)), segment_chunks=2),
-    quick(
+    slow(like(CUT, "segments crossed", crossed=True, kv_layout=True, dropped=(2,)), segment_chunks=2),
+    slow(
         Case("full head", (30, 40), heads=(1, 2), K=128, V=128, pool_dtype="bfloat16", behind=0),
         segment_chunks=0,
         state_warpgroups=2,
@@ -155,6 +155,7 @@ def lowered(case: Case, **more) -> str:
     return in_place(call, pool, jax.tree.map(jnp.asarray, x) | {"cu_seqlens": jnp.asarray(case.cu_seqlens)})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_pools_are_updated_in_place():
     """Unasked; whole prompts, and cut into segments, for which there are more kernels; in a pool of a whole model."""

@@ -597,7 +597,7 @@ def kernels_of(module, arguments, monkeypatch):
     return {name: n for name, n in collections.Counter(names).items() if name.startswith(around)}
 
 
-@pytest.mark.parametrize("implementation", [None, "chunked"])
+@pytest.mark.parametrize("implementation", [None, pytest.param("chunked", marks=pytest.mark.slow)])
 def test_layer_uses_the_kernels(implementation, monkeypatch):
     """One convolution for q, k and v, and one norm with the gate, forward and backward."""
     options = dict(num_heads=4, head_dim=32, expand_v=1.0, dtype=jnp.bfloat16)
@@ -724,6 +724,7 @@ def test_layers_whose_products_are_apart(options, monkeypatch):
     assert not joining_layer(**options).takes_factor(x)
 
 
+@pytest.mark.slow
 def test_factor_of_a_layers_input(interpreted):
     """As if its input were multiplied by it: here by powers of two, of which nothing is rounded."""
     draw = draws(9)

@@ -298,9 +298,8 @@ def test_arguments_are_checked(options, message):
 # The kernels inside, without a GPU.
 
 
-@pytest.mark.parametrize(
-    "packed", [pytest.param(False, id="rows"), pytest.param(True, id="packed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("packed", [pytest.param(False, id="rows"), pytest.param(True, id="packed")])
+@pytest.mark.slow
 def test_kernels_lower(packed, monkeypatch):
     """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
     monkeypatch.setattr(device_launch, "device_reason", lambda: None)

@@ -324,10 +324,9 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
 
 
-@pytest.mark.parametrize(
-    "text", ["data=8", pytest.param("data=2,head=2,context=2,sharded", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("text", ["data=8", "data=2,head=2,context=2,sharded"])
 @pytest.mark.usefixtures("no_launch")
+@pytest.mark.slow
 def test_a_deep_model_lowers_no_more_kernels(text):
     """On the shards of a mesh, by plain jit and with all axes: layers share what is lowered, forward and backward."""
     sizes = dict(

@@ -275,6 +275,7 @@ def test_a_split_pool_is_not_copied(pool, call):
     assert memory.temp_size_in_bytes < smallest / 2, f"{memory.temp_size_in_bytes} bytes, arrays of {sizes}"
 
 
+@pytest.mark.slow
 def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
     """What every device of a mesh of GPUs runs: the real kernels on one key head and two states, changed in place."""
     programs = []
