@@ -54,8 +54,9 @@ def swiglu(
       x is), rounded once. The cotangent of that product is rounded too where XLA multiplies.
     """
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
-    for in_products, check in ((True, _check_products), (False, _check_supported)):
-        if usable(implementation, check(x, gate_kernel.shape[1], down_kernel.shape[1])):
+    F, E = down_kernel.shape
+    for in_products, reason in ((True, _check_products(x, F, E)), (False, _check_supported(x, F))):
+        if usable(implementation, reason):
             group = _group(in_products)
             weight = side_by_side(gate_kernel, up_kernel, group)
             down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
@@ -104,9 +105,8 @@ def _check_products(x, F: int, E: int) -> str | None:
     return swiglu_product.check_supported(x, columns) or swiglu_cotangents.check_supported(dy, columns)
 
 
-def _check_supported(x, F: int, E: int) -> str | None:
+def _check_supported(x, F: int) -> str | None:
     """Why no kernel makes the product of branches that XLA multiplies; None if one does."""
-    del E
     from pallas_kernels.layer import swiglu
 
     rows = math.prod(x.shape[:-1])
