@@ -38,6 +38,7 @@ from pallas_kernels.layer import (
     swiglu_cotangents,
     swiglu_product,
     tiles,
+    weight_gradient,
 )
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -191,6 +192,32 @@ def test_swiglu_in_its_products(sizes, lead, dtype):
         close(expected, got, name)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "parts", "dtype"),
+    [
+        ((136, 136, 32), 2, "bfloat16"),
+        pytest.param((328, 264, 264), 3, "float16", marks=pytest.mark.slow),
+    ],
+    ids=["two parts", "three parts"],
+)
+def test_weight_gradient(sizes, parts, dtype):
+    """Rows that end inside a step, the last part shorter than the first; channels that end inside tiles."""
+    (T, M, N), draw = sizes, draws(8)
+    x, dy = draw(T, M, dtype=dtype), draw(T, N, dtype=dtype)
+    assert weight_gradient.check_supported(x, N) is None
+    config = tiles.Config(clusters=1)
+    got = weight_gradient.weight_gradient(x, dy, parts=parts, config=config, interpret=INTERPRET)
+    close(fused_oracle.wide(x).T @ fused_oracle.wide(dy), got, "dw", dtype="float32")
+
+
+def test_parts_of_a_weight_gradient():
+    """Three parts fill a GPU where one leaves a third of the last tiles' time; no number of parts does for 4224
+    columns; parts of few rows would cost more than they gain."""
+    parts = weight_gradient.num_parts
+    assert parts(65536, 1024, 5504) == parts(65536, 2752, 1024) == 3
+    assert parts(65536, 1024, 4224) is parts(32768, 1024, 5504) is None
+
+
 @pytest.mark.parametrize(("D", "dtype"), [(256, "float32"), (384, "bfloat16")])
 def test_embedding_gradient(D, dtype):
     """Ids of no token, of one, of as many as are read at once, and of more; columns of one CTA and of three. The last
@@ -309,6 +336,7 @@ def interpreted(monkeypatch):
         (swiglu, "swiglu"),
         (swiglu_product, "swiglu_product"),
         (swiglu_cotangents, "swiglu_cotangents"),
+        (weight_gradient, "weight_gradient"),
         (short_conv, "short_conv"),
         (embedding, "embedding_gradient"),
         (cross_entropy, "cross_entropy"),
@@ -413,6 +441,7 @@ def test_seam_of_swiglu(interpreted):
 def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
     """Two rows of tokens, and columns that are filled up to whole groups."""
     monkeypatch.setattr(fused_swiglu, "MANY_ROWS", 16)
+    monkeypatch.setattr(weight_gradient, "num_parts", lambda T, M, N: 1)
     draw = draws(4)
     x, dy = draw(2, 8, 64, dtype="bfloat16"), draw(2, 8, 128, dtype="bfloat16")
     shapes = (64, 48), (64, 48), (48, 128)
@@ -421,7 +450,7 @@ def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
     expected = fused_oracle.swiglu(x, *weights, dy)
     for name, a, b in zip(SWIGLU_NAMES, expected, (y, *back(dy)), strict=True):
         close(a, b, name, SWIGLU_ROUNDINGS, dtype="bfloat16")
-    assert interpreted == {"swiglu_product": 1, "swiglu_cotangents": 1}
+    assert interpreted == {"swiglu_product": 1, "swiglu_cotangents": 1, "weight_gradient": 2}
 
 
 @pytest.mark.parametrize(
@@ -563,6 +592,10 @@ CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
         (swiglu_product, (shape(16, 64), 48), "48 columns; the kernel takes a multiple of 32"),
         (swiglu_cotangents, (shape(0, 64), 32), "dy: 0 rows"),
         (swiglu_cotangents, (shape(2, 8, 64, dtype="float16"), 64), None),
+        (weight_gradient, (shape(64, 64, dtype="float32"), 64), "x is float32"),
+        (weight_gradient, (shape(0, 64), 64), "x has no rows"),
+        (weight_gradient, (shape(3, 64), 60), "weights [64, 60]; the kernel takes multiples of 8"),
+        (weight_gradient, (shape(3, 8, dtype="float16"), 8), None),
         (embedding, (shape(8, 128, dtype="float64"),), "the stream is float64"),
         (embedding, (shape(8, 192),), "rows of 192; the kernel takes multiples of 128"),
         (embedding, (shape(0, 128),), "rows of 128"),

@@ -16,6 +16,7 @@ from gdn_jax.fused import embedding, joined, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from pallas_kernels.layer.weight_gradient import weight_gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -163,6 +164,27 @@ def test_swiglu(rows, F, dtype):
     expected = fused_oracle.swiglu(x, *weights, dy)
     for name, a, b in zip(SWIGLU_NAMES, expected, (y, *gradients), strict=True):
         close(a, b, name, SWIGLU_ROUNDINGS, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "dtype"),
+    [
+        ((65536, 2752, 1024), 3, "bfloat16"),
+        ((49152, 264, 5504), 3, "bfloat16"),
+        ((8000, 1000, 776), 4, "float16"),
+        ((33, 8, 264), 1, "bfloat16"),
+    ],
+)
+def test_weight_gradient(sizes, parts, dtype):
+    """Parts that fill the GPU; the last part shorter than the others, and rows and channels that end inside tiles."""
+    (T, M, N), draw = sizes, draws(2)
+    x, dy = draw(T, M, dtype=dtype), draw(T, N, dtype=dtype)
+    run = functools.partial(weight_gradient, x, dy, parts=parts)
+    first = run()
+    assert all(bool(jnp.array_equal(first, run())) for _ in range(REPEATS)), "other bits in a repeat"
+    # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2^-23 of the sum.
+    sums = SUMS + T / parts / 16 * 2**-23
+    close(fused_oracle.wide(x).T @ fused_oracle.wide(dy), first, "dw", sums=sums)
 
 
 @pytest.mark.parametrize(

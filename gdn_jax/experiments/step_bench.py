@@ -53,7 +53,10 @@ KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
     (
         "products",
-        re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)", re.IGNORECASE),
+        re.compile(
+            r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)|^weight_gradient",
+            re.IGNORECASE,
+        ),
     ),
     ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|cross_entropy)")),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),

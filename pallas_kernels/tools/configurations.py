@@ -25,6 +25,7 @@ from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
+from pallas_kernels.layer.weight_gradient import weight_gradient
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
@@ -229,6 +230,12 @@ def swiglu_product_case(backwards=False):
     return swiglu_cotangents, tuple(_shape(*shape, dtype=dtype) for shape in ((M, D), (F, D), (M, 2 * F)))
 
 
+def weight_gradient_case():
+    """A function and its argument shapes: weight_gradient."""
+    x, dy = _shape(2**16, 1024, dtype=jnp.bfloat16), _shape(2**16, 5504, dtype=jnp.bfloat16)
+    return functools.partial(weight_gradient, parts=3), (x, dy)
+
+
 def cross_entropy_case():
     """A function and its argument shapes: cross_entropy."""
     return cross_entropy, (_shape(64, 32768), _shape(64, dtype=jnp.int32), _shape(64))
@@ -318,6 +325,7 @@ CASES = {
     "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
     "swiglu in its product": swiglu_product_case,
     "swiglu in its product, backwards": functools.partial(swiglu_product_case, backwards=True),
+    "gradient of weights": weight_gradient_case,
     "embedding": embedding_case,
     "cross entropy": cross_entropy_case,
     "gates": gates_case,
