@@ -246,9 +246,10 @@ def test_embed(dtype):
     assert not gradient[most == 0].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("V", [32768, 32000])
+@pytest.mark.parametrize("V", [32768, 50304])
 def test_loss(V):
-    """Of several tiles, the last one not full, beside the loss in plain JAX in float32."""
+    """Of several tiles, the last one not full, beside the loss in plain JAX in float32. Words that are no multiple of
+    the kernel's too."""
     draw, rng = draws(3), np.random.default_rng(3)
     T, D = 5000, 512
     x, weight = draw(T, D, dtype="bfloat16"), draw(V, D, scale=D**-0.5)
@@ -256,9 +257,8 @@ def test_loss(V):
     targets = jnp.asarray(rng.integers(0, V, T), jnp.int32)
 
     def f(x, weight, label_weights, implementation=None):
-        sums = losses.linear_softmax_cross_entropy(
-            x, weight, targets, label_weights=label_weights, implementation=implementation
-        )
+        options = dict(label_weights=label_weights, tile=2048, implementation=implementation)
+        sums = losses.linear_softmax_cross_entropy(x, weight, targets, **options)
         return sums.loss, sums.correct
 
     label_weights = jnp.asarray(rng.random(T), jnp.float32)
@@ -271,7 +271,8 @@ def test_loss(V):
     np.testing.assert_allclose(loss, expected_loss, rtol=SUMS)
     np.testing.assert_allclose(correct, expected_correct, rtol=SUMS)
     for name, a, b in zip(("dx", "dweight", "dlabel_weights"), expected, gradients, strict=True):
-        close(np.asarray(a, np.float64), b, name, 2, dtype="bfloat16")
+        # The exponentials, the cotangents of the logits and the result are rounded.
+        close(np.asarray(a, np.float64), b, name, 3, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("rows", [1, 5])

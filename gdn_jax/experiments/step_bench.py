@@ -54,11 +54,11 @@ KINDS = (
     (
         "products",
         re.compile(
-            r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)|^weight_gradient",
+            r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)|^weight_gradient|^cross_entropy",
             re.IGNORECASE,
         ),
     ),
-    ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|cross_entropy)")),
+    ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient)")),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
 )

@@ -4,7 +4,7 @@
 
 Grid: persistent, one CTA on each multiprocessor, in clusters of two that have the same columns and neighbouring rows:
 each loads half of what both read of B. A CTA has two warpgroups that multiply, `ROWS` rows of its tile each, and one
-that loads. The tiles of one cluster after another have the same rows and the next columns.
+that loads. The tiles of one cluster after another have the same rows and the next columns, or the other way round.
 
 The sum may be cut into parts, each of which has tiles of its own: then there are tiles for every multiprocessor where
 X is small and the sum is long.
@@ -68,6 +68,8 @@ class Config:
     lead: int = 0
     """Steps that the first multiplying warpgroup is ahead; 0 leaves that to chance. Less than the stages."""
     clusters: int = NUM_SMS // CLUSTER_CTAS
+    down: bool = False
+    """Whether one tile after another has the same columns and the next rows."""
 
     def __post_init__(self):
         assert 0 <= self.lead < self.stages, f"lead {self.lead} of {self.stages} stages"
@@ -130,8 +132,10 @@ class Cta:
         self.gmem, self.smem, self.config = gmem, smem, config
         self.dev = Device(interpreted)
         self.wg = warpgroup_index()
-        self.clusters, self.columns = num_clusters(config, M, N, parts), pl.cdiv(N, COLUMNS)
-        self.parts, self.tiles_of_part = parts, num_tiles(M, N)
+        self.clusters = num_clusters(config, M, N, parts)
+        self.rows, self.columns = pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS), pl.cdiv(N, COLUMNS)
+        """Tiles along the rows, and along the columns."""
+        self.parts, self.tiles_of_part = parts, self.rows * self.columns
         tiles = parts * self.tiles_of_part
         self.tiles = lax.div(jnp.int32(tiles + self.clusters - 1) - grid_index(), jnp.int32(self.clusters))
         """Tiles of this CTA."""
@@ -153,8 +157,11 @@ class Cta:
         tile = grid_index() + i * self.clusters
         if self.parts > 1:
             tile = lax.rem(tile, self.tiles_of_part)
-        rows = lax.div(tile, self.columns) * CLUSTER_CTAS + cluster_index()
-        return rows * TILE_ROWS, lax.rem(tile, self.columns) * COLUMNS
+        if self.config.down:
+            row, column = lax.rem(tile, self.rows), lax.div(tile, self.rows)
+        else:
+            row, column = lax.div(tile, self.columns), lax.rem(tile, self.columns)
+        return (row * CLUSTER_CTAS + cluster_index()) * TILE_ROWS, column * COLUMNS
 
     def own_rows(self, first) -> Any:
         """The rows of this warpgroup in what begins with the first row of its CTA's tile."""

@@ -238,7 +238,8 @@ def weight_gradient_case():
 
 def cross_entropy_case():
     """A function and its argument shapes: cross_entropy."""
-    return cross_entropy, (_shape(64, 32768), _shape(64, dtype=jnp.int32), _shape(64))
+    x, weight = _shape(8192, 1024, dtype=jnp.bfloat16), _shape(32768, 1024, dtype=jnp.bfloat16)
+    return cross_entropy, (x, weight, _shape(8192, dtype=jnp.int32))
 
 
 def embedding_case():
