@@ -77,9 +77,9 @@ def linear_softmax_cross_entropy(
       label_weights: [..] any floating dtype; 0 leaves a token out, whatever its target. Default: 1 for every token.
       z_loss: coefficient z >= 0 of lse^2.
       tile: tokens whose logits are in memory at once. Default: `default_tile`.
-      implementation: None takes a kernel for the logits and their exponentials where there is one and gradients are
-        asked for (a GPU of compute capability 9.0, bfloat16, D a multiple of 64 and V of 8), "chunked" and
-        "recurrent" do not.
+      implementation: None takes kernels for the logits, their exponentials and their cotangents where there are any
+        and gradients are asked for (a GPU of compute capability 9.0, bfloat16, D a multiple of 64, V of 128 and a
+        tile's tokens of 8), "chunked" and "recurrent" do not.
 
     Returns:
       LossSums of scalars in float32 (float64 for float64 x). `z_loss` and `correct` are constants to a
@@ -221,8 +221,7 @@ def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
         return (sums, None), None
     scale = a * (1 + 2 * z_loss * lse)
     of_target = scale * jnp.exp(-nats) - a
-    is_target = jnp.arange(weight.shape[0])[None] == targets[:, None]
-    dlogits = jnp.where(is_target, of_target[:, None], softmax.times(scale)).astype(x.dtype)
+    dlogits = softmax.times(scale, of_target)
     dx = _product("tv,vd->td", dlogits, weight).astype(x.dtype)
     dweight = _product("tv,td->vd", dlogits, x)
     return (sums, dweight), (dx, losses.astype(label_weights.dtype))
@@ -244,8 +243,8 @@ class _Softmax(NamedTuple):
     """Sum of exp(logit - largest)."""
     of_target: Float[Array, " T"]
     """The target's logit."""
-    times: Callable[[Float[Array, " T"]], Float[Array, "T V"]]
-    """The softmax times a factor of every token."""
+    times: Callable[[Float[Array, " T"], Float[Array, " T"]], Float[Array, "T V"]]
+    """The softmax times a factor of every token, but for the target, for which there is another number."""
 
 
 def _by_xla(x, weight, targets) -> _Softmax:
@@ -259,33 +258,47 @@ def _by_xla(x, weight, targets) -> _Softmax:
     largest = at(best)
     exps = jnp.exp(logits - largest[:, None])
     total = jnp.sum(exps, -1)
-    return _Softmax(largest, best, total, at(targets), lambda factor: (factor / total)[:, None] * exps)
+
+    def times(factor, of_target):
+        is_target = jnp.arange(weight.shape[0])[None] == targets[:, None]
+        return jnp.where(is_target, of_target[:, None], (factor / total)[:, None] * exps).astype(x.dtype)
+
+    return _Softmax(largest, best, total, at(targets), times)
 
 
 def _takes_kernel(implementation, x, weight) -> bool:
-    from pallas_kernels.layer import cross_entropy
+    from pallas_kernels.layer import cross_entropy, logit_cotangents
 
-    return usable(implementation, cross_entropy.check_supported(x, weight.shape[0]))
+    exponentials = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
+    reason = cross_entropy.check_supported(x, weight.shape[0]) or logit_cotangents.check_supported(
+        exponentials
+    )
+    return usable(implementation, reason)
 
 
 def _by_kernel(x, weight, targets) -> _Softmax:
-    from pallas_kernels.layer.tiles import COLUMNS
-
-    operands, results, sizes = ("t .", ". .", "t"), ("t .", *(". t",) * 4), {"t": len(x) // 8}
-    u, m, s, best, of_target = run(_kernel, None, (x, weight, targets), operands, results, sizes)
+    sizes = {"t": len(x) // 8}
+    operands, results = ("t .", ". .", "t"), ("t .", *(". t",) * 4)
+    u, m, s, best, found = run(_exponentials, None, (x, weight, targets), operands, results, sizes)
     largest = jnp.max(m, 0)
     total = jnp.sum(s * jnp.exp(m - largest), 0)
 
-    def times(factor):
-        of_tile = (factor * jnp.exp(m - largest) / total).T
-        return u.astype(factor.dtype) * jnp.repeat(of_tile, COLUMNS, axis=1)[:, : u.shape[1]]
+    def times(factor, of_target):
+        args = u, factor * jnp.exp(m - largest) / total, targets, of_target
+        return run(_cotangents, None, args, ("t .", ". t", "t", "t"), "t .", sizes)
 
     # Of tiles with the largest logit the first, whose first one is the first of all.
     best = jnp.min(jnp.where(m == largest, best, jnp.iinfo(best.dtype).max), 0)
-    return _Softmax(largest, best, total, jnp.sum(of_target, 0), times)
+    return _Softmax(largest, best, total, jnp.sum(found, 0), times)
 
 
-def _kernel(_, x, weight, targets):
+def _exponentials(_, x, weight, targets):
     from pallas_kernels.layer import cross_entropy
 
     return tuple(cross_entropy.cross_entropy(x, weight, targets))
+
+
+def _cotangents(_, u, factor, targets, of_target):
+    from pallas_kernels.layer import logit_cotangents
+
+    return logit_cotangents.logit_cotangents(u, factor, targets, of_target)

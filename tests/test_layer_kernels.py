@@ -31,6 +31,7 @@ from pallas_kernels.layer import (
     cross_entropy,
     embedding,
     gated_norm,
+    logit_cotangents,
     norm,
     rows,
     short_conv,
@@ -353,6 +354,7 @@ def interpreted(monkeypatch):
         (short_conv, "short_conv"),
         (embedding, "embedding_gradient"),
         (cross_entropy, "cross_entropy"),
+        (logit_cotangents, "logit_cotangents"),
     ):
         for kernel in (name, f"{name}_backward"):
             if hasattr(module, kernel):
@@ -489,13 +491,13 @@ def test_swiglu_without_the_kernels(rows, F, interpreted):
 def test_seam_of_the_loss(interpreted):
     """As in plain JAX, but for numbers of the cotangent of the logits that are rounded otherwise, and once more."""
     draw, rng = draws(6), np.random.default_rng(0)
-    x, weight = draw(16, 64, dtype="bfloat16"), draw(264, 64, scale=0.4)
-    targets = jnp.asarray(rng.integers(0, 264, 16)).at[3].set(264)
-    label_weights = jnp.ones(16).at[3].set(0.0)
+    x, weight = draw(24, 64, dtype="bfloat16"), draw(384, 64, scale=0.4)
+    targets = jnp.asarray(rng.integers(0, 384, 24)).at[3].set(384)
+    label_weights = jnp.ones(24).at[3].set(0.0)
 
     def value_and_gradients(implementation):
         def loss(x, weight, label_weights):
-            options = dict(z_loss=0.01, tile=16, implementation=implementation)
+            options = dict(z_loss=0.01, tile=32, implementation=implementation)
             sums = linear_softmax_cross_entropy(x, weight, targets, label_weights=label_weights, **options)
             return sums.loss, sums
 
@@ -506,7 +508,7 @@ def test_seam_of_the_loss(interpreted):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     for name, a, b in zip(("dx", "dweight", "dlabel_weights"), gradients, kernels, strict=True):
         close(np.asarray(a, np.float64), b, name, 3, dtype="bfloat16")
-    assert interpreted == {"cross_entropy": 1}
+    assert interpreted == {"cross_entropy": 1, "logit_cotangents": 1}
 
 
 @pytest.mark.parametrize("tokens", [[[1, 1, -1, 0], [7, -8, 2**30, 1]], [[-7, 6, 6, 6]]])
@@ -600,6 +602,14 @@ CONV = (shape(1, 64, 3 * 4 * 32), shape(3 * 4 * 32, 4, dtype="float32"), 4, 32)
         (cross_entropy, (shape(12, 64), 64), "x: 12 rows"),
         (cross_entropy, (shape(8, 64), 60), "60 words; the kernel takes a multiple of 8"),
         (cross_entropy, (shape(8, 64), 8), None),
+        (logit_cotangents, (shape(8, 128, dtype="float32"),), "x is float32"),
+        (
+            logit_cotangents,
+            (shape(8, 320),),
+            "8 rows of 320 words; the kernel takes multiples of 8 and of 128",
+        ),
+        (logit_cotangents, (shape(4, 256),), "4 rows"),
+        (logit_cotangents, (shape(8, 384),), None),
         (embedding, (shape(8, 128, dtype="float64"),), "the stream is float64"),
         (embedding, (shape(8, 192),), "rows of 192; the kernel takes multiples of 128"),
         (embedding, (shape(0, 128),), "rows of 128"),

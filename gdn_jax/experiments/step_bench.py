@@ -58,7 +58,10 @@ KINDS = (
             re.IGNORECASE,
         ),
     ),
-    ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient)")),
+    (
+        "fused parts",
+        re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|logit_cotangents)"),
+    ),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
 )

@@ -21,6 +21,7 @@ from pallas_kernels.layer import short_conv
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
@@ -242,6 +243,14 @@ def cross_entropy_case():
     return cross_entropy, (x, weight, _shape(8192, dtype=jnp.int32))
 
 
+def logit_cotangents_case():
+    """A function and its argument shapes: logit_cotangents."""
+    T, V = 8192, 32768
+    per_row = _shape(T)
+    u, f = _shape(T, V, dtype=jnp.bfloat16), _shape(V // 256, T)
+    return logit_cotangents, (u, f, _shape(T, dtype=jnp.int32), per_row)
+
+
 def embedding_case():
     """A function and its argument shapes: embedding_gradient."""
     return embedding_gradient, (_shape(64, 1024), _shape(64, dtype=jnp.int32), _shape(33, dtype=jnp.int32))
@@ -329,6 +338,7 @@ CASES = {
     "gradient of weights": weight_gradient_case,
     "embedding": embedding_case,
     "cross entropy": cross_entropy_case,
+    "cotangents of logits": logit_cotangents_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "gates packed, ordered": functools.partial(gates_case, packed=True, ordered=True),
