@@ -178,7 +178,7 @@ def _weight_gradient(by_kernel: bool, x, dy):
     parts = kernel.num_parts(math.prod(rows) // (expected_shards((x, dy)) or 1), D, E)
     if not by_kernel or parts is None or kernel.check_supported(x.reshape(-1, D), E) is not None:
         return jnp.einsum("...d,...e->de", x, dy)
-    names, sizes = token_axes(x, 1)
+    names, sizes = token_axes(x, 8)
     summed = ". . " + " ".join(f"+{name}" for name in sizes)
     return run(_gradient_by_kernel, parts, (x, dy), (names, names), summed, sizes).astype(x.dtype)
 

@@ -58,7 +58,7 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array, V: int) -> str | None:
     reason = tiles.check_supported(x)
     if reason is not None:
         return f"x: {reason}"
-    return f"{V} words; the kernel takes a multiple of 8" if V % 8 or not V else None
+    return f"{V} words; the kernel takes a multiple of {OUT}" if V % OUT or not V else None
 
 
 def _memory(config: Config) -> Memory:

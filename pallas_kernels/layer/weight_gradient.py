@@ -58,10 +58,10 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
     """Why the kernel cannot make the gradient of weights from inputs x [T, M] to N channels; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
-    if not x.shape[0]:
-        return "x has no rows"
-    if x.shape[1] % 8 or N % 8 or not x.shape[1] * N:
-        return f"weights [{x.shape[1]}, {N}]; the kernel takes multiples of 8"
+    if not x.shape[0] or x.shape[0] % 8:
+        return f"x has {x.shape[0]} rows; the kernel takes a multiple of 8"
+    if x.shape[1] % 64 or N % 64 or not x.shape[1] * N:
+        return f"weights [{x.shape[1]}, {N}]; the kernel takes multiples of 64"
     return None
 
 
