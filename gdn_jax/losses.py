@@ -12,12 +12,13 @@ gradients, and no logits are kept or computed again. All this is of unit cotange
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
@@ -76,8 +77,9 @@ def linear_softmax_cross_entropy(
       label_weights: [..] any floating dtype; 0 leaves a token out, whatever its target. Default: 1 for every token.
       z_loss: coefficient z >= 0 of lse^2.
       tile: tokens whose logits are in memory at once. Default: `default_tile`.
-      implementation: None takes a kernel for the softmax and the logits' cotangent where there is one (a GPU of
-        compute capability 9.0, bfloat16, no z_loss), "chunked" and "recurrent" do not.
+      implementation: None takes kernels for the logits, their exponentials and their cotangents where there are any
+        and gradients are asked for (a GPU of compute capability 9.0, bfloat16, D a multiple of 64, V of 128 and a
+        tile's tokens of 8), "chunked" and "recurrent" do not.
 
     Returns:
       LossSums of scalars in float32 (float64 for float64 x). `z_loss` and `correct` are constants to a
@@ -89,9 +91,9 @@ def linear_softmax_cross_entropy(
       NotImplementedError: x is float16, in which the small probabilities of dl vanish.
 
     Numerics: bfloat16: all three products multiply bfloat16 and sum in float32; dl is rounded to bfloat16 for the two
-      of the gradients. float32: products with precision HIGHEST. Softmax and sums are float32 (float64 for float64
-      x); dW is summed over the tiles in it and rounded to weight's dtype at the end. The same bits in every call,
-      for a tile.
+      of the gradients, and so is, with the kernel, what it is made of, but for the target's number. float32: products
+      with precision HIGHEST. Softmax and sums are float32 (float64 for float64 x); dW is summed over the tiles in it
+      and rounded to weight's dtype at the end. The same bits in every call, for a tile.
     Source: the one-pass gradient is that of Liger's `fused_linear_cross_entropy`.
     """
     _check(x, weight, targets, label_weights, z_loss, tile)
@@ -202,78 +204,101 @@ def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
     """What a tile adds to the sums and to dW, and its dx and dlabel_weights; None for gradients not asked for."""
     x, targets, label_weights = tokens
     dtype = accumulation_dtype(x)
-    dot = partial(
-        jnp.einsum,
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=dtype,
-    )
-    logits = dot("td,vd->tv", x, weight)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
     inside = (targets >= 0) & (targets < weight.shape[0])
     a = label_weights.astype(dtype)
     a = jnp.where(inside | (a == 0), a, jnp.nan)
-    by_kernel = gradients and _takes_kernel(implementation, logits, x.dtype, z_loss)
-    softmax = (_by_kernel if by_kernel else partial(_by_xla, z_loss, gradients, x.dtype))(logits, targets, a)
-    largest, total = softmax.largest, softmax.total
-    of_target = jnp.take_along_axis(logits, jnp.where(inside, targets, 0)[:, None], -1)[:, 0]
+    by_kernel = gradients and _takes_kernel(implementation, x, weight)
+    softmax = (_by_kernel if by_kernel else _by_xla)(x, weight, jnp.where(inside, targets, 0))
     # Not lse - of_target: their difference would lose the digits of the nats of a sure prediction.
-    nats = jnp.log(total) + (largest - of_target)
-    lse = largest + jnp.log(total)
+    nats = jnp.log(softmax.total) + (softmax.largest - softmax.of_target)
+    lse = softmax.largest + jnp.log(softmax.total)
     z = z_loss * lse**2
     losses = jnp.where(inside, nats + z, 0)
-    correct = (of_target == largest) & ~softmax.earlier & inside
+    correct = (softmax.best == targets) & inside
     sums = (jnp.sum(a * losses), jnp.sum(a * z), jnp.sum(a * correct))
-    if softmax.dlogits is None:
+    if not gradients:
         return (sums, None), None
-    dx = dot("tv,vd->td", softmax.dlogits, weight).astype(x.dtype)
-    dweight = dot("tv,td->vd", softmax.dlogits, x)
+    scale = a * (1 + 2 * z_loss * lse)
+    of_target = scale * jnp.exp(-nats) - a
+    dlogits = softmax.times(scale, of_target)
+    dx = _product("tv,vd->td", dlogits, weight).astype(x.dtype)
+    dweight = _product("tv,td->vd", dlogits, x)
     return (sums, dweight), (dx, losses.astype(label_weights.dtype))
 
 
+def _product(subscripts: str, a, b) -> jax.Array:
+    """With sums in the accumulation dtype, which the result has."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulation_dtype(a))
+
+
 class _Softmax(NamedTuple):
-    """Of a tile of logits, and the cotangent of the logits for a unit cotangent of the loss."""
+    """Of a tile of logits."""
 
     largest: Float[Array, " T"]
+    best: Int[Array, " T"]
+    """Index of the first of the largest logits."""
     total: Float[Array, " T"]
     """Sum of exp(logit - largest)."""
-    earlier: Bool[Array, " T"]
-    """Whether a logit before the target's is the largest."""
-    dlogits: Float[Array, "T V"] | None
+    of_target: Float[Array, " T"]
+    """The target's logit."""
+    times: Callable[[Float[Array, " T"], Float[Array, " T"]], Float[Array, "T V"]]
+    """The softmax times a factor of every token, but for the target, for which there is another number."""
 
 
-def _by_xla(z_loss, gradients, dtype, logits, targets, a) -> _Softmax:
+def _by_xla(x, weight, targets) -> _Softmax:
+    logits = _product("td,vd->tv", x, weight)
+
+    def at(index):
+        return jnp.take_along_axis(logits, index[:, None], -1)[:, 0]
+
     # The largest logit by its index: one pass over the logits gives both.
     best = jnp.argmax(logits, -1)
-    largest = jnp.take_along_axis(logits, best[:, None], -1)
-    exps = jnp.exp(logits - largest)
-    total = jnp.sum(exps, -1, keepdims=True)
-    dlogits = None
-    if gradients:
-        lse = largest + jnp.log(total)
-        onehot = jnp.arange(logits.shape[1])[None] == targets[:, None]
-        dlogits = (a[:, None] * ((1 + 2 * z_loss * lse) / total * exps - onehot)).astype(dtype)
-    return _Softmax(largest[:, 0], total[:, 0], best < targets, dlogits)
+    largest = at(best)
+    exps = jnp.exp(logits - largest[:, None])
+    total = jnp.sum(exps, -1)
+
+    def times(factor, of_target):
+        is_target = jnp.arange(weight.shape[0])[None] == targets[:, None]
+        return jnp.where(is_target, of_target[:, None], (factor / total)[:, None] * exps).astype(x.dtype)
+
+    return _Softmax(largest, best, total, at(targets), times)
 
 
-def _takes_kernel(implementation, logits, dtype, z_loss) -> bool:
-    from pallas_kernels.layer import cross_entropy
+def _takes_kernel(implementation, x, weight) -> bool:
+    from pallas_kernels.layer import cross_entropy, logit_cotangents
 
-    reason = f"z_loss is {z_loss}; the kernel takes 0" if z_loss else None
-    return usable(implementation, reason or cross_entropy.check_supported(logits, dtype))
-
-
-def _by_kernel(logits, targets, a) -> _Softmax:
-    m, s, earlier, dlogits = run(
-        _kernel, None, (logits, targets, a), ("t .", "t", "t"), _KERNEL_AXES, {"t": len(a)}
+    exponentials = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
+    reason = cross_entropy.check_supported(x, weight.shape[0]) or logit_cotangents.check_supported(
+        exponentials
     )
-    return _Softmax(m, s, earlier > 0, dlogits)
+    return usable(implementation, reason)
 
 
-_KERNEL_AXES = "t", "t", "t", "t ."
-"""Names of the dimensions of the kernel's results."""
+def _by_kernel(x, weight, targets) -> _Softmax:
+    sizes = {"t": len(x) // 8}
+    operands, results = ("t .", ". .", "t"), ("t .", *(". t",) * 4)
+    u, m, s, best, found = run(_exponentials, None, (x, weight, targets), operands, results, sizes)
+    largest = jnp.max(m, 0)
+    total = jnp.sum(s * jnp.exp(m - largest), 0)
+
+    def times(factor, of_target):
+        args = u, factor * jnp.exp(m - largest) / total, targets, of_target
+        return run(_cotangents, None, args, ("t .", ". t", "t", "t"), "t .", sizes)
+
+    # Of tiles with the largest logit the first, whose first one is the first of all.
+    best = jnp.min(jnp.where(m == largest, best, jnp.iinfo(best.dtype).max), 0)
+    return _Softmax(largest, best, total, jnp.sum(found, 0), times)
 
 
-def _kernel(_, logits, targets, a):
+def _exponentials(_, x, weight, targets):
     from pallas_kernels.layer import cross_entropy
 
-    return cross_entropy.cross_entropy(logits, targets, a)
+    return tuple(cross_entropy.cross_entropy(x, weight, targets))
+
+
+def _cotangents(_, u, factor, targets, of_target):
+    from pallas_kernels.layer import logit_cotangents
+
+    return logit_cotangents.logit_cotangents(u, factor, targets, of_target)

@@ -16,6 +16,7 @@ from gdn_jax.fused import embedding, joined, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from pallas_kernels.layer.weight_gradient import weight_gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -166,6 +167,27 @@ def test_swiglu(rows, F, dtype):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "parts", "dtype"),
+    [
+        ((65536, 2752, 1024), 3, "bfloat16"),
+        ((49152, 320, 5504), 3, "bfloat16"),
+        ((8008, 960, 832), 4, "float16"),
+        ((40, 64, 320), 1, "bfloat16"),
+    ],
+)
+def test_weight_gradient(sizes, parts, dtype):
+    """Parts that fill the GPU; the last part shorter than the others, and rows and channels that end inside tiles."""
+    (T, M, N), draw = sizes, draws(2)
+    x, dy = draw(T, M, dtype=dtype), draw(T, N, dtype=dtype)
+    run = functools.partial(weight_gradient, x, dy, parts=parts)
+    first = run()
+    assert all(bool(jnp.array_equal(first, run())) for _ in range(REPEATS)), "other bits in a repeat"
+    # A tensor core adds 16 products at a time and cuts off what float32 does not hold, up to 2^-23 of the sum.
+    sums = SUMS + T / parts / 16 * 2**-23
+    close(fused_oracle.wide(x).T @ fused_oracle.wide(dy), first, "dw", sums=sums)
+
+
+@pytest.mark.parametrize(
     ("heads", "width", "values", "dtype", "segments"),
     [
         (8, 64, 1024, "bfloat16", True),
@@ -224,9 +246,10 @@ def test_embed(dtype):
     assert not gradient[most == 0].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("V", [32768, 32000])
+@pytest.mark.parametrize("V", [32768, 50304])
 def test_loss(V):
-    """Of several tiles, the last one not full, beside the loss in plain JAX in float32."""
+    """Of several tiles, the last one not full, beside the loss in plain JAX in float32. Words that are no multiple of
+    the kernel's too."""
     draw, rng = draws(3), np.random.default_rng(3)
     T, D = 5000, 512
     x, weight = draw(T, D, dtype="bfloat16"), draw(V, D, scale=D**-0.5)
@@ -234,9 +257,8 @@ def test_loss(V):
     targets = jnp.asarray(rng.integers(0, V, T), jnp.int32)
 
     def f(x, weight, label_weights, implementation=None):
-        sums = losses.linear_softmax_cross_entropy(
-            x, weight, targets, label_weights=label_weights, implementation=implementation
-        )
+        options = dict(label_weights=label_weights, tile=2048, implementation=implementation)
+        sums = losses.linear_softmax_cross_entropy(x, weight, targets, **options)
         return sums.loss, sums.correct
 
     label_weights = jnp.asarray(rng.random(T), jnp.float32)
@@ -249,7 +271,8 @@ def test_loss(V):
     np.testing.assert_allclose(loss, expected_loss, rtol=SUMS)
     np.testing.assert_allclose(correct, expected_correct, rtol=SUMS)
     for name, a, b in zip(("dx", "dweight", "dlabel_weights"), expected, gradients, strict=True):
-        close(np.asarray(a, np.float64), b, name, 2, dtype="bfloat16")
+        # The exponentials, the cotangents of the logits and the result are rounded.
+        close(np.asarray(a, np.float64), b, name, 3, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -101,10 +101,10 @@ def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
             "swiglu",
         ),
         Part(
-            f"softmax of a tile of {tile} x {V} logits, and their cotangent",
+            f"logits of a tile of {tile} x {V} and their exponentials",
             jax.value_and_grad(loss, (0, 1)),
             (array(tile, D), array(V, D)),
-            tile * V * (4 + 2),
+            (tile * D + V * D + tile * V) * 2,  # x, the projection and the exponentials
             None,
             "cross_entropy",
         ),

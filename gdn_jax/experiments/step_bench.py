@@ -53,9 +53,15 @@ KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
     (
         "products",
-        re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)", re.IGNORECASE),
+        re.compile(
+            r"nvjet|gemm|cutlass|cublas|xmma|splitK|^swiglu_(product|cotangents)|^weight_gradient|^cross_entropy",
+            re.IGNORECASE,
+        ),
     ),
-    ("fused parts", re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|cross_entropy)")),
+    (
+        "fused parts",
+        re.compile("^(short_conv|add_norm|gated_norm|swiglu|embedding_gradient|logit_cotangents)"),
+    ),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
 )

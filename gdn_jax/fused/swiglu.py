@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from gdn_jax.fused.kernels import FEW_ROWS, run, token_axes, usable
-from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
 MANY_ROWS = 4096
@@ -38,7 +38,8 @@ def swiglu(
 
     There are kernels of two kinds; both take bfloat16 and float16. Of `MANY_ROWS` rows or more, where D and E are
     multiples of 64 and rows of tokens are of 8, one kernel multiplies x by both projections and writes the branches
-    and their product, and one multiplies dy by the projection down and writes the cotangents of the branches. Else,
+    and their product, and one multiplies dy by the projection down and writes the cotangents of the branches; where
+    that fills the GPU better, one more makes the gradients of the weights. Else,
     of more than `FEW_ROWS` rows and where F is a multiple of 16, XLA multiplies, and a kernel makes the product of
     the branches or their cotangents.
 
@@ -162,8 +163,30 @@ def _swiglu_bwd(in_products, saved, dy):
         dh = jnp.einsum("...e,fe->...f", dy, down_kernel)
         dbranches = run(_derivatives, None, (branches, dh), (names,) * 2, names, sizes)
     dx = jnp.einsum("...f,df->...d", dbranches, weight)
-    dweight = jnp.einsum("...d,...f->df", x, dbranches)
-    return dx, dweight, jnp.einsum("...f,...e->fe", h, dy)
+    return dx, _weight_gradient(in_products, x, dbranches), _weight_gradient(in_products, h, dy)
+
+
+def _weight_gradient(by_kernel: bool, x, dy):
+    """Sum over all rows of the products of inputs [.., D] and cotangents of outputs [.., E], in their dtype.
+
+    Args:
+      by_kernel: whether kernels can run; one takes it where it fills the GPU better than XLA's product.
+    """
+    from pallas_kernels.layer import weight_gradient as kernel
+
+    (*rows, D), E = x.shape, dy.shape[-1]
+    parts = kernel.num_parts(math.prod(rows) // (expected_shards((x, dy)) or 1), D, E)
+    if not by_kernel or parts is None or kernel.check_supported(x.reshape(-1, D), E) is not None:
+        return jnp.einsum("...d,...e->de", x, dy)
+    names, sizes = token_axes(x, 8)
+    summed = ". . " + " ".join(f"+{name}" for name in sizes)
+    return run(_gradient_by_kernel, parts, (x, dy), (names, names), summed, sizes).astype(x.dtype)
+
+
+def _gradient_by_kernel(parts: int, x, dy):
+    from pallas_kernels.layer import weight_gradient as kernel
+
+    return kernel.weight_gradient(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), parts=parts)
 
 
 def _cotangents(_, branches, dy, down_kernel):

@@ -1,17 +1,23 @@
-"""The softmax of a tile of logits and the cotangent of the logits of a cross entropy, without another pass over them.
+"""Logits of many words and their exponentials, made where they are multiplied: no logits are written.
 
-    m = max_v l[v],   s = sum_v exp(l[v] - m),   dl[v] = a (exp(l[v] - m) / s - [v = target])
+    l = x W^T;   for each tile c of `COLUMNS` words
+    m_c = max_v l[v],   u[v] = exp(l[v] - m_c),   s_c = sum_v u[v],   best_c = the first v with l[v] = m_c,
+    l_c = l[target] where the tile has it, else 0
 
-A row is read twice. The second time it comes from the GPU's cache, which holds the rows that are worked on.
+The softmax is then u[v] exp(m_c - m) / s with m = max_c m_c and s = sum_c s_c exp(m_c - m).
 
-Inputs (GMEM): logits [T, V] float32; targets [T] int32; a [T] float32, the weight of each row.
-Outputs (GMEM): m, s [T] float32; earlier [T] float32, 1 where a logit before the target's is m; dl [T, V] bfloat16.
-Grid: `CTAS_PER_SM` CTAs of one warpgroup to a multiprocessor, each of which takes row after row. No shared memory but
-that of reductions. Numerics: float32; sums in an order that V alone decides. Hardware: compute capability 9.0.
-Limits: `check_supported`.
+Inputs (GMEM): x [T, D] bfloat16, W [V, D] bfloat16, targets [T'] int32. Outputs (GMEM): u [T, V] bfloat16; m, s and l
+[tiles, T'] float32, best [tiles, T'] int32; T' is T filled up to whole tiles of rows.
+Grid, roles of the warpgroups, barriers of the ring: `layer.tiles`; one tile of rows after another with the same
+words, because x fits into the GPU's cache and W does not. A multiplying warpgroup hands `OUT` words of its tile at a
+time to bulk stores, which run beside what follows, also the products of its next tile.
+Shared memory: `_memory`, 208 KB.
+Numerics: float32; only what is written of u is rounded. The same bits in every call.
+Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,138 +27,150 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import launch
-from pallas_kernels.device.memory import store_any
-from pallas_kernels.layer import rows as r
+from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
+from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
+from pallas_kernels.layer import tiles
+from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
 
-LINES = 8
-"""Lines of a row in registers at once."""
+OUT = 64
+"""Words that are stored at once: 128 bytes, over which rows are swizzled."""
 
-WIDTHS = (512, 256, 128)
-"""Numbers of a line: the most that divide V, of which a thread has neighbouring ones."""
+CONFIG = Config(lead=2, down=True)
 
-CTAS_PER_SM = 2
-"""More would work on more rows at once than the cache holds: 132 x 2 rows of 32768 logits are 35 MB of 50."""
-
-
-def check_supported(logits: jax.ShapeDtypeStruct | jax.Array, dtype: Any) -> str | None:
-    """Why the kernel cannot take logits [T, V] for a cotangent of some dtype; None if it can."""
-    if logits.dtype != jnp.float32 or dtype != jnp.bfloat16:
-        return f"x is {jnp.dtype(dtype).name}; the kernel takes bfloat16"
-    T, V = logits.shape
-    if not T or V % WIDTHS[-1] or V < LINES * WIDTHS[-1]:
-        return f"{T} rows of {V} logits; the kernel takes multiples of {WIDTHS[-1]} from {LINES * WIDTHS[-1]}"
-    return None
+_PARTS = COLUMNS // TILE_ROWS
+"""Parts [TILE_ROWS, DEPTH] of the words' slot, each of which one copy fills."""
 
 
-def _width(V: int) -> int:
-    return next(n for n in WIDTHS if V % n == 0 and V >= LINES * n)
+class Exponentials(NamedTuple):
+    """Those of logits, and what is known of every tile of words; see the module's docstring."""
+
+    u: Float[Array, "T V"]
+    m: Float[Array, "tiles T"]
+    s: Float[Array, "tiles T"]
+    best: Int[Array, "tiles T"]
+    of_target: Float[Array, "tiles T"]
 
 
-def _layout(width: int) -> Any:
-    """Of lines [.., width], each over all four warps."""
-    piece = width // (r.WARPS * r.LANES)
-    tiles = ((1, width), (r.LANES * piece,), (piece,))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+def check_supported(x: jax.ShapeDtypeStruct | jax.Array, V: int) -> str | None:
+    """Why the kernel cannot make logits of V words from x [T, D]; None if it can."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16"
+    reason = tiles.check_supported(x)
+    if reason is not None:
+        return f"x: {reason}"
+    return f"{V} words; the kernel takes a multiple of {OUT}" if V % OUT or not V else None
 
 
-def _body(gmem: Any, smem: Any) -> None:
-    T, lines, width = gmem.logits.shape
-    layout = _layout(width)
-    along = layout.reduce(0)
-    whole, rest = divmod(lines, LINES)
+def _memory(config: Config) -> Memory:
+    dtype = jnp.bfloat16
+    return {
+        "x": Buffer((config.stages, TILE_ROWS, DEPTH), dtype, swizzle=128),
+        "w": Buffer((config.stages, COLUMNS, DEPTH), dtype, swizzle=128),
+        "u": Buffer((2, ROWS, OUT), dtype, swizzle=128),
+        **tiles.barriers(config, copies=1 + _PARTS),
+    }
 
-    def load(t, first):
-        return plgpu.load(gmem.logits.at[t, pl.ds(first, LINES)], layout=layout, optimized=False)
 
-    def spread(x):
-        """Numbers of a line [width], or of a row, for every line."""
-        axes = [1] if jnp.ndim(x) else []
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (LINES, width), axes), layout)
+def _load(cta: Cta, row, column, depth, slot) -> None:
+    gmem, smem, part = cta.gmem, cta.smem, pl.ds(depth, DEPTH)
+    barrier = smem.full.at[slot]
+    plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, TILE_ROWS), part], smem.x.at[slot], barrier)
+    for n in range(_PARTS):
+        rows = slice(n * TILE_ROWS, (n + 1) * TILE_ROWS)
+        source = gmem.w.at[pl.ds(column + n * TILE_ROWS, TILE_ROWS), part]
+        tiles.copy_shared(source, smem.w.at[slot, rows], barrier)
 
-    def position(first):
-        """Index of each logit."""
-        line, column = (
-            plgpu.broadcasted_iota(jnp.int32, (LINES, width), axis, layout=layout) for axis in (0, 1)
-        )
-        return (line + first) * width + column
 
-    def row(t, carry):
-        # The last lines that are no multiple of LINES are read with some before them, which count only once.
-        def gather(x, carry):
-            m, s = carry
-            larger = jnp.maximum(m, jnp.max(x, axis=0))
-            return larger, s * jnp.exp(m - larger) + jnp.sum(jnp.exp(x - spread(larger)), axis=0)
+def _store(cta: Cta, i, row, column, x) -> None:
+    """Writes the exponentials of a tile of logits, and what is known of it."""
+    gmem, rows = cta.gmem, cta.own_rows(row)
+    u, V = cta.smem.u.at[cta.wg], gmem.u.shape[1]
+    target = plgpu.load(gmem.targets.at[rows], layout=ROW, optimized=False)
+    word = iota((ROWS, OUT), 1)
 
-        def fill(value):
-            return plgpu.layout_cast(jnp.full((width,), value, jnp.float32), along)
+    def part(first):
+        """`OUT` words of the tile; those behind the last one are never the largest."""
+        logits = x[:, first : first + OUT]
+        return jnp.where(word < V - column - first, logits, -jnp.inf) if V % COLUMNS else logits
 
-        def gather_and_load(i, carry):
-            ahead = load(t, jnp.minimum(i + 1, whole - 1) * LINES)
-            return ahead, gather(*carry)
+    firsts = range(0, COLUMNS, OUT)
+    m = functools.reduce(jnp.maximum, (jnp.max(part(first), axis=1) for first in firsts))
+    sums, found, best = [], [], []
+    for first in firsts:
+        logits = part(first)
+        exps = jnp.exp(logits - along_rows(m, OUT))
+        sums.append(jnp.sum(exps, axis=1))
+        is_target = word == along_rows(target - column - first, OUT)
+        found.append(jnp.sum(jnp.where(is_target, logits, 0.0), axis=1))
+        largest = jnp.where(logits == along_rows(m, OUT), word + first, COLUMNS)
+        best.append(jnp.min(largest, axis=1))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        u[...] = exps.astype(gmem.u.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(u, gmem.u.at[rows, pl.ds(column + first, OUT)])
+    tile = lax.div(column, COLUMNS)
+    of_rows = {
+        "m": m,
+        "s": functools.reduce(jnp.add, sums),
+        "best": functools.reduce(jnp.minimum, best) + column,
+        "of_target": functools.reduce(jnp.add, found),
+    }
+    for name, value in of_rows.items():
+        store_any(getattr(gmem, name).at[tile, rows], value)
 
-        start = fill(-jnp.inf), fill(0.0)
-        _, (m, s) = lax.fori_loop(0, whole, gather_and_load, (load(t, 0), start))
-        if rest:
-            x, fresh = load(t, lines - LINES), position(lines - LINES) >= whole * LINES * width
-            m, s = gather(jnp.where(fresh, x, -jnp.inf), (m, s))
-        largest = jnp.max(m)
-        total = jnp.sum(
-            s * jnp.exp(m - plgpu.layout_cast(lax.broadcast_in_dim(largest, (width,), []), along))
-        )
-        target, a = gmem.targets[t], gmem.a[t]
-        scale = a / total
 
-        def write(first, x, earlier):
-            index = position(first)
-            tied = jnp.where((x == largest) & (index < target), 1.0, 0.0)
-            dl = jnp.exp(x - largest) * scale
-            dl = jnp.where(index == target, dl - a, dl)
-            store_any(gmem.dl.at[t, pl.ds(first, LINES)], dl.astype(gmem.dl.dtype))
-            return jnp.maximum(earlier, jnp.max(tied, axis=0))
+def _multiply(cta: Cta) -> None:
+    """The role of a multiplying warpgroup."""
+    x, w = cta.smem.x, cta.smem.w
+    tiles.multiply_tiles(
+        cta,
+        lambda slot: (x.at[slot, cta.own_rows(0)], transposed(w.at[slot])),
+        functools.partial(_store, cta),
+    )
+    plgpu.wait_smem_to_gmem(0)
 
-        def write_and_load(i, carry):
-            ahead = load(t, jnp.minimum(i + 1, whole - 1) * LINES)
-            return ahead, write(i * LINES, *carry)
 
-        _, earlier = lax.fori_loop(0, whole, write_and_load, (load(t, 0), fill(0.0)))
-        if rest:
-            earlier = write(lines - LINES, load(t, lines - LINES), earlier)
-        gmem.m[t] = largest
-        gmem.s[t] = total
-        gmem.earlier[t] = jnp.max(earlier)
-        return carry
-
-    r.walk(row, T, r.num_ctas(T, CTAS_PER_SM))
+def _body(gmem: Any, smem: Any, **static: Any) -> None:
+    (M, D), N = gmem.x.shape, gmem.w.shape[0]
+    cta = Cta(gmem, smem, M=M, N=N, D=D, **static)
+    pl.when(cta.wg == 2)(lambda: tiles.load_tiles(cta, functools.partial(_load, cta)))
+    pl.when(cta.wg < 2)(lambda: _multiply(cta))
 
 
 def cross_entropy(
-    logits: Float[Array, "T V"], targets: Int[Array, " T"], a: Float[Array, " T"], *, interpret: Any = None
-) -> tuple[Float[Array, " T"], Float[Array, " T"], Float[Array, " T"], Float[Array, "T V"]]:
-    """m, s, earlier and dl of the module's docstring, for logits that `check_supported` accepts."""
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " T"],
+    *,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Exponentials:
+    """What the cross entropies of logits x W^T are made of, where `check_supported` says so."""
     run = _compiled if interpret is None else _run
-    return run(interpret, logits, targets, a)
+    return run(config or CONFIG, interpret, x, weight, targets)
 
 
-def _run(interpret, logits, targets, a):
-    T, V = logits.shape
-    width = _width(V)
-    per_row = jax.ShapeDtypeStruct((T,), jnp.float32)
+def _run(config, interpret, x, weight, targets):
+    T, V = x.shape[0], weight.shape[0]
+    rows = round_up(T, CLUSTER_CTAS * TILE_ROWS)
+    of_tiles = {"m": jnp.float32, "s": jnp.float32, "best": jnp.int32, "of_target": jnp.float32}
+    shape = pl.cdiv(V, COLUMNS), rows
     results = launch(
         "cross_entropy",
-        _body,
-        inputs={"logits": logits.reshape(T, -1, width), "targets": targets.astype(jnp.int32), "a": a},
-        outputs={
-            "m": per_row,
-            "s": per_row,
-            "earlier": per_row,
-            "dl": jax.ShapeDtypeStruct((T, V // width, width), jnp.bfloat16),
-        },
-        memory={},
-        ctas=r.num_ctas(T, CTAS_PER_SM),
+        functools.partial(_body, config=config, interpreted=interpret is not None),
+        inputs={"x": x, "w": weight, "targets": jnp.pad(targets.astype(jnp.int32), (0, rows - T))},
+        outputs={"u": jax.ShapeDtypeStruct((T, V), x.dtype)}
+        | {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in of_tiles.items()},
+        memory=_memory(config),
+        auto_barriers=False,
+        ctas=tiles.num_clusters(config, T, V),
+        cluster=CLUSTER_CTAS,
+        warpgroups=3,
+        reduction_bytes=0,  # sums and maxima stay inside a warp
         interpret=interpret,
     )
-    return results["m"], results["s"], results["earlier"], results["dl"].reshape(T, V)
+    return Exponentials(results["u"], *(results[name][:, :T] for name in of_tiles))
 
 
-_compiled = jax.jit(_run, static_argnums=0)
+_compiled = jax.jit(_run, static_argnums=(0, 1))
 """So that a call outside jit compiles once."""

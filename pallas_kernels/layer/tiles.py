@@ -4,7 +4,10 @@
 
 Grid: persistent, one CTA on each multiprocessor, in clusters of two that have the same columns and neighbouring rows:
 each loads half of what both read of B. A CTA has two warpgroups that multiply, `ROWS` rows of its tile each, and one
-that loads. The tiles of one cluster after another have the same rows and the next columns.
+that loads. The tiles of one cluster after another have the same rows and the next columns, or the other way round.
+
+The sum may be cut into parts, each of which has tiles of its own: then there are tiles for every multiprocessor where
+X is small and the sum is long.
 
 Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time: a step. A kernel may add steps to those
 of a tile, in which slots hold something else.
@@ -65,6 +68,8 @@ class Config:
     lead: int = 0
     """Steps that the first multiplying warpgroup is ahead; 0 leaves that to chance. Less than the stages."""
     clusters: int = NUM_SMS // CLUSTER_CTAS
+    down: bool = False
+    """Whether one tile after another has the same columns and the next rows."""
 
     def __post_init__(self):
         assert 0 <= self.lead < self.stages, f"lead {self.lead} of {self.stages} stages"
@@ -91,9 +96,14 @@ def barriers(config: Config, copies: int) -> Memory:
     }
 
 
-def num_clusters(config: Config, M: int, N: int) -> int:
-    """Clusters that walk over the tiles of a product [M, N]."""
-    return min(config.clusters, pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * pl.cdiv(N, COLUMNS))
+def num_tiles(M: int, N: int) -> int:
+    """Tiles of a product [M, N], each of which a cluster takes."""
+    return pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * pl.cdiv(N, COLUMNS)
+
+
+def num_clusters(config: Config, M: int, N: int, parts: int = 1) -> int:
+    """Clusters that walk over the tiles of a product [M, N], whose sum is cut into so many parts."""
+    return min(config.clusters, num_tiles(M, N) * parts)
 
 
 class Cta:
@@ -103,6 +113,7 @@ class Cta:
       gmem, smem: of the kernel.
       M, N, D: sizes of the product.
       more_steps: steps of a tile after those of the product.
+      parts: of the sum, equally long; where D ends before the last one, its copies read zeros.
     """
 
     def __init__(
@@ -116,24 +127,41 @@ class Cta:
         config: Config,
         interpreted: bool,
         more_steps: int = 0,
+        parts: int = 1,
     ):
         self.gmem, self.smem, self.config = gmem, smem, config
         self.dev = Device(interpreted)
         self.wg = warpgroup_index()
-        self.clusters, self.columns = num_clusters(config, M, N), pl.cdiv(N, COLUMNS)
-        tiles = pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * self.columns
+        self.clusters = num_clusters(config, M, N, parts)
+        self.rows, self.columns = pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS), pl.cdiv(N, COLUMNS)
+        """Tiles along the rows, and along the columns."""
+        self.parts, self.tiles_of_part = parts, self.rows * self.columns
+        tiles = parts * self.tiles_of_part
         self.tiles = lax.div(jnp.int32(tiles + self.clusters - 1) - grid_index(), jnp.int32(self.clusters))
         """Tiles of this CTA."""
-        self.depth_steps, self.more_steps = D // DEPTH, more_steps
+        self.depth_steps, self.more_steps = pl.cdiv(D, DEPTH * parts), more_steps
         self.steps = self.depth_steps + more_steps
         """Steps of a tile."""
         self.lead = min(config.lead, self.depth_steps)
 
+    def part(self, i) -> jax.Array:
+        """Of which part of the sum the i-th tile of this CTA is."""
+        return lax.div(grid_index() + i * self.clusters, self.tiles_of_part)
+
+    def first_depth(self, i) -> jax.Array | int:
+        """Where that part begins."""
+        return 0 if self.parts == 1 else self.part(i) * self.depth_steps * DEPTH
+
     def place(self, i) -> tuple[jax.Array, jax.Array]:
         """First row and first column of the i-th tile of this CTA."""
         tile = grid_index() + i * self.clusters
-        rows = lax.div(tile, self.columns) * CLUSTER_CTAS + cluster_index()
-        return rows * TILE_ROWS, lax.rem(tile, self.columns) * COLUMNS
+        if self.parts > 1:
+            tile = lax.rem(tile, self.tiles_of_part)
+        if self.config.down:
+            row, column = lax.rem(tile, self.rows), lax.div(tile, self.rows)
+        else:
+            row, column = lax.div(tile, self.columns), lax.rem(tile, self.columns)
+        return (row * CLUSTER_CTAS + cluster_index()) * TILE_ROWS, column * COLUMNS
 
     def own_rows(self, first) -> Any:
         """The rows of this warpgroup in what begins with the first row of its CTA's tile."""
@@ -176,10 +204,10 @@ def load_tiles(cta: Cta, load: Callable, load_more: Callable | None = None) -> N
         return slot
 
     def tile(i, _):
-        place, first = cta.place(i), i * cta.steps
+        place, first, depth = cta.place(i), i * cta.steps, cta.first_depth(i)
 
         def step(k, _):
-            load(*place, k * DEPTH, free(first + k))
+            load(*place, depth + k * DEPTH, free(first + k))
             return ()
 
         lax.fori_loop(0, cta.depth_steps, step, ())

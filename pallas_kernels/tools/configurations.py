@@ -21,10 +21,12 @@ from pallas_kernels.layer import short_conv
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
+from pallas_kernels.layer.weight_gradient import weight_gradient
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import Items, ItemTables, Split, VisitTables
@@ -229,9 +231,24 @@ def swiglu_product_case(backwards=False):
     return swiglu_cotangents, tuple(_shape(*shape, dtype=dtype) for shape in ((M, D), (F, D), (M, 2 * F)))
 
 
+def weight_gradient_case():
+    """A function and its argument shapes: weight_gradient."""
+    x, dy = _shape(2**16, 1024, dtype=jnp.bfloat16), _shape(2**16, 5504, dtype=jnp.bfloat16)
+    return functools.partial(weight_gradient, parts=3), (x, dy)
+
+
 def cross_entropy_case():
     """A function and its argument shapes: cross_entropy."""
-    return cross_entropy, (_shape(64, 32768), _shape(64, dtype=jnp.int32), _shape(64))
+    x, weight = _shape(8192, 1024, dtype=jnp.bfloat16), _shape(32768, 1024, dtype=jnp.bfloat16)
+    return cross_entropy, (x, weight, _shape(8192, dtype=jnp.int32))
+
+
+def logit_cotangents_case():
+    """A function and its argument shapes: logit_cotangents."""
+    T, V = 8192, 32768
+    per_row = _shape(T)
+    u, f = _shape(T, V, dtype=jnp.bfloat16), _shape(V // 256, T)
+    return logit_cotangents, (u, f, _shape(T, dtype=jnp.int32), per_row)
 
 
 def embedding_case():
@@ -318,8 +335,10 @@ CASES = {
     "swiglu, backwards": functools.partial(swiglu_case, backwards=True),
     "swiglu in its product": swiglu_product_case,
     "swiglu in its product, backwards": functools.partial(swiglu_product_case, backwards=True),
+    "gradient of weights": weight_gradient_case,
     "embedding": embedding_case,
     "cross entropy": cross_entropy_case,
+    "cotangents of logits": logit_cotangents_case,
     "gates": gates_case,
     "gates packed": functools.partial(gates_case, packed=True),
     "gates packed, ordered": functools.partial(gates_case, packed=True, ordered=True),

@@ -1,0 +1,147 @@
+"""The gradient of a matrix of weights: the product of its inputs with the cotangents of its outputs.
+
+    dW = sum_t x_t dy_t^T
+
+The sum over many rows is cut into parts, so that its tiles fill all multiprocessors evenly to the end. The parts of
+the result are added in float32, in their order.
+
+Inputs (GMEM): x [T, M], dy [T, N], bfloat16 or float16. Output (GMEM): dW of each part [parts, M, N] float32.
+Grid, roles of the warpgroups, barriers of the ring: `layer.tiles`, with A = x^T. A multiplying warpgroup hands `OUT`
+columns of its tile at a time to bulk stores, which run beside what follows, also the products of its next tile.
+Shared memory: `_memory`, 208 KB.
+Numerics: float32 sums. The same bits in every call.
+Hardware: compute capability 9.0. Limits: `check_supported`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.device.launch import launch
+from pallas_kernels.device.memory import Buffer, Memory, transposed
+from pallas_kernels.layer import tiles
+from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
+
+OUT = 32
+"""Columns that are stored at once: 128 bytes, over which rows are swizzled."""
+
+CONFIG = Config()
+
+MOST_PARTS = 4
+"""Each part is written and read once in float32."""
+
+ROWS_OF_PART = 16384
+"""Rows of a part at least, or what is written and read takes more time than is gained."""
+
+LEAST_FILL = 0.98
+"""Share of the time in which all clusters have a tile, from which on this kernel is faster than cuBLAS. (H200,
+2026-11-23, 65,536 rows: 1024 x 5504 in three parts, which fill it, 1.127 against 1.224 ms, in one and in six parts,
+which do not, 1.385 and 1.178; 2752 x 1024 0.561 against 0.586. cuBLAS is faster, 0.813 against 0.958 ms, for 1024 x
+4224, where its own tiles fill the GPU and no number of parts does.)"""
+
+
+def num_parts(T: int, M: int, N: int) -> int | None:
+    """The fewest parts of T rows that fill the GPU evenly; None where cuBLAS is expected to be faster."""
+    for parts in range(1, min(MOST_PARTS, T // ROWS_OF_PART) + 1):
+        count = tiles.num_tiles(M, N) * parts
+        if count >= LEAST_FILL * CONFIG.clusters * pl.cdiv(count, CONFIG.clusters):
+            return parts
+    return None
+
+
+def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
+    """Why the kernel cannot make the gradient of weights from inputs x [T, M] to N channels; None if it can."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
+    if not x.shape[0] or x.shape[0] % 8:
+        return f"x has {x.shape[0]} rows; the kernel takes a multiple of 8"
+    if x.shape[1] % 64 or N % 64 or not x.shape[1] * N:
+        return f"weights [{x.shape[1]}, {N}]; the kernel takes multiples of 64"
+    return None
+
+
+def _memory(config: Config, dtype: Any) -> Memory:
+    return {
+        "x": Buffer((config.stages, DEPTH, TILE_ROWS), dtype, swizzle=128),
+        "dy": Buffer((config.stages, DEPTH, COLUMNS), dtype, swizzle=128),
+        "out": Buffer((2, ROWS, OUT), jnp.float32, swizzle=128),
+        **tiles.barriers(config, copies=2),
+    }
+
+
+def _load(cta: Cta, row, column, depth, slot) -> None:
+    gmem, smem, tokens = cta.gmem, cta.smem, pl.ds(depth, DEPTH)
+    barrier = smem.full.at[slot]
+    plgpu.copy_gmem_to_smem(gmem.x.at[tokens, pl.ds(row, TILE_ROWS)], smem.x.at[slot], barrier)
+    tiles.copy_shared(gmem.dy.at[tokens, pl.ds(column, COLUMNS)], smem.dy.at[slot], barrier)
+
+
+def _store(cta: Cta, i, row, column, dw) -> None:
+    """Writes a tile."""
+    out, part = cta.smem.out.at[cta.wg], cta.gmem.dw.at[cta.part(i)]
+    for first in range(0, COLUMNS, OUT):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out[...] = dw[:, first : first + OUT]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, part.at[cta.own_rows(row), pl.ds(column + first, OUT)])
+
+
+def _multiply(cta: Cta) -> None:
+    """The role of a multiplying warpgroup."""
+    x, dy = cta.smem.x, cta.smem.dy
+    tiles.multiply_tiles(
+        cta,
+        lambda slot: (transposed(x.at[slot, :, cta.own_rows(0)]), dy.at[slot]),
+        functools.partial(_store, cta),
+    )
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _body(gmem: Any, smem: Any, **static: Any) -> None:
+    (T, M), (parts, _, N) = gmem.x.shape, gmem.dw.shape
+    cta = Cta(gmem, smem, M=M, N=N, D=T, parts=parts, **static)
+    pl.when(cta.wg == 2)(lambda: tiles.load_tiles(cta, functools.partial(_load, cta)))
+    pl.when(cta.wg < 2)(lambda: _multiply(cta))
+
+
+def weight_gradient(
+    x: Float[Array, "T M"],
+    dy: Float[Array, "T N"],
+    *,
+    parts: int,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "M N"]:
+    """x^T dy in float32, where `check_supported` says so.
+
+    Args:
+      parts: of `num_parts`.
+    """
+    run = _compiled if interpret is None else _run
+    return run(config or CONFIG, parts, interpret, x, dy)
+
+
+def _run(config, parts, interpret, x, dy):
+    M, N = x.shape[1], dy.shape[1]
+    results = launch(
+        "weight_gradient",
+        functools.partial(_body, config=config, interpreted=interpret is not None),
+        inputs={"x": x, "dy": dy},
+        outputs={"dw": jax.ShapeDtypeStruct((parts, M, N), jnp.float32)},
+        memory=_memory(config, x.dtype),
+        auto_barriers=False,
+        ctas=tiles.num_clusters(config, M, N, parts),
+        cluster=CLUSTER_CTAS,
+        warpgroups=3,
+        interpret=interpret,
+    )
+    return jnp.sum(results["dw"], axis=0)
+
+
+_compiled = jax.jit(_run, static_argnums=(0, 1, 2))
+"""So that the layers of a model share one kernel, and a call outside jit compiles once."""
