@@ -109,6 +109,14 @@ def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
             "cross_entropy",
         ),
         Part(
+            f"cotangents of a tile's logits, {tile} x {V}",
+            jax.value_and_grad(loss, (0, 1)),
+            (array(tile, D), array(V, D)),
+            2 * tile * V * 2,  # the exponentials and the cotangents
+            None,
+            "logit_cotangents",
+        ),
+        Part(
             f"gradient of the embedding, vocabulary {V}",
             lambda embedding: embed(embedding, jnp.asarray(tokens)),
             (array(V, D, dtype=WIDE),),
