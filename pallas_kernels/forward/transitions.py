@@ -30,7 +30,7 @@ from pallas_kernels.forward.walk import (
     Cta,
     Sizes,
     corrected_values,
-    helper,
+    helpers,
     prepare_vectors,
     wait_for_chunk,
     walk,
@@ -154,7 +154,7 @@ def _state(cta: Cta) -> None:
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
     cta.chunks = jnp.where(cta.item.is_last, 0, cta.chunks)  # nothing follows the last segment
-    pl.when(cta.wg == cta.num_state)(lambda: helper(cta, _prepare))
+    helpers(cta, _prepare)
     pl.when(cta.wg < cta.num_state)(lambda: _state(cta))
 
 
@@ -206,7 +206,7 @@ def segment_transitions(
         },
         memory=_memory(config, K, k.dtype, normalize=k_rstd is not None),
         ctas=split.num_items * HO * tiles,
-        warpgroups=n + 1,
+        warpgroups=config.warpgroups,
         auto_barriers=False,
         reduction_bytes=0,  # the sum stays inside a warp
         interpret=interpret,

@@ -17,13 +17,16 @@ Threads (warpgroups). The state warpgroups hold h in registers, each its 64 rows
 left operands stay in registers (an accumulator rounded to bf16 is an operand already). The helper loads everything by
 bulk copies, and one chunk ahead makes what does not depend on the state. Two state warpgroups take turns: one starts
 a chunk's products when the other has its R, so that the products of one run while the other computes between them (2
-% on an H200).
+% on an H200). Where `Config.loader` says so, one more warpgroup, the loader, issues the bulk copies in the helper's
+place. The helper then goes ahead as far as stages are free, because it does not wait for a chunk to be read before
+it makes the next one ready.
 
 | barrier  | arrives                                  | waits                                               |
 |----------|------------------------------------------|-----------------------------------------------------|
 | loaded   | each bulk copy of a stage                | helper, state warpgroups; packed rows: helper only  |
 | prepared | helper: what it makes is written         | state warpgroups                                    |
-| consumed | each state warpgroup: stage read         | helper, before it loads the stage again             |
+| consumed | each state warpgroup: stage read         | helper, before it loads or writes the stage again;  |
+|          |                                          | loader, before it loads the stage again             |
 | turn     | the other one of two state warpgroups    | state warpgroup, before its first products          |
 
 Hardware: compute capability 9.0. Limits: K and V multiples of 64 up to 256; T a multiple of 8.
@@ -56,6 +59,9 @@ from pallas_kernels.work.tables import Split
 ROWS = 64
 """Rows of the transposed state that one state warpgroup holds."""
 
+LOADER_REGISTERS = 24
+"""Registers of a thread of the loader, the fewest that a warpgroup can have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -67,24 +73,37 @@ class Config:
     """Chunks in flight. Two cost 20 % (H200, 2026-11-21, K = V = 128)."""
     ahead: int = 1
     """Chunks that the helper may have ready before their turn. With two, what it makes is not waited for, but a chunk
-    has to be there a chunk earlier: that takes four stages."""
+    has to be there a chunk earlier: that takes four stages. Beside a loader it may have all stages ready."""
     state_in_smem: bool = False
     """Whether the rounded state is an operand in shared memory, not registers: needed for K > 128."""
     helper_registers: int = 88
     state_registers: int = 208
+    loader: bool = False
+    """Whether a warpgroup of its own issues the loads. It takes registers from the helper, which two state warpgroups
+    leave too few, and pays where the helper is late."""
 
     def __post_init__(self):
-        check_registers(self.helper_registers, *(self.state_registers,) * self.state_warpgroups)
+        loader = (LOADER_REGISTERS,) * self.loader
+        check_registers(*loader, self.helper_registers, *(self.state_registers,) * self.state_warpgroups)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA."""
+        return self.state_warpgroups + 1 + self.loader
 
     @classmethod
     def most_stages(
-        cls, state_warpgroups: int, state_in_smem: bool, memory: Callable[["Config"], Memory]
+        cls,
+        state_warpgroups: int,
+        state_in_smem: bool,
+        memory: Callable[["Config"], Memory],
+        loader: bool = False,
     ) -> "Config":
         """The configuration of most stages that fit into the memory that a kernel then declares."""
-        registers = {1: (208, 248), 2: (88, 208)}
+        registers = {1: (208, 248), 2: (88, 208)}[state_warpgroups]
         for stages in (4, 3, 2):
             ahead = max(stages - 2, 1)
-            config = cls(state_warpgroups, stages, ahead, state_in_smem, *registers[state_warpgroups])
+            config = cls(state_warpgroups, stages, ahead, state_in_smem, *registers, loader)
             if smem_bytes(memory(config)) <= SMEM_LIMIT:
                 return config
         raise AssertionError("K > 256")
@@ -205,8 +224,38 @@ def prepare_vectors(cta: Cta, stage, g_rows) -> None:
     smem.dr.at[stage][...] = jnp.exp2(smem.g2[stage, CHUNK - 1] - g_rows) * beta
 
 
-def helper(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
-    """The role of the last warpgroup: it loads chunks ahead, and runs prepare(cta, stage) on each."""
+def helpers(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
+    """The roles of the warpgroups behind the state warpgroups, of which the helper runs prepare(cta, stage) on each
+    chunk."""
+    run = _prepare_loaded if cta.config.loader else _load_and_prepare
+    pl.when(cta.wg == cta.num_state)(lambda: run(cta, prepare))
+    if cta.config.loader:
+        pl.when(cta.wg == cta.num_state + 1)(lambda: _load_chunks(cta))
+
+
+def _prepare(cta: Cta, i, stage, prepare: Callable[[Cta, Any], None]) -> None:
+    """Makes the i-th chunk ready, as soon as it has come."""
+    plgpu.barrier_wait(cta.smem.loaded.at[stage])
+    if cta.packed:
+        mask(cta, i, stage)
+    prepare(cta, stage)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(cta.smem.prepared.at[stage])
+
+
+def _drain(cta: Cta, count: int) -> None:
+    """Waits until the last `count` chunks are read, as every chunk before them was waited for."""
+    chunks, stages = cta.chunks, cta.config.stages
+
+    def wait(n):
+        pl.when(chunks > n)(lambda: plgpu.barrier_wait(cta.smem.consumed.at[lax.rem(chunks - 1 - n, stages)]))
+
+    for n in reversed(range(count)):
+        wait(n)
+
+
+def _load_and_prepare(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
+    """The role of a helper that loads chunks ahead itself."""
     smem, stages, ahead, chunks = cta.smem, cta.config.stages, cta.config.ahead, cta.chunks
     plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
     for j in range(stages - ahead):
@@ -214,23 +263,44 @@ def helper(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
 
     def step(i, _):
         stage, previous = lax.rem(i, stages), lax.rem(i + stages - ahead, stages)
-        plgpu.barrier_wait(smem.loaded.at[stage])
-        if cta.packed:
-            mask(cta, i, stage)
-        prepare(cta, stage)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.prepared.at[stage])
+        _prepare(cta, i, stage, prepare)
         pl.when(i >= ahead)(lambda: plgpu.barrier_wait(smem.consumed.at[previous]))
         pl.when(i + stages - ahead < chunks)(lambda: load(cta, i + stages - ahead, previous))
         return ()
 
     lax.fori_loop(0, chunks, step, ())
+    _drain(cta, ahead)
 
-    def drain(n):
-        pl.when(chunks > n)(lambda: plgpu.barrier_wait(smem.consumed.at[lax.rem(chunks - 1 - n, stages)]))
 
-    for n in reversed(range(ahead)):
-        drain(n)
+def _prepare_loaded(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
+    """The role of a helper beside a loader."""
+    smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
+    plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
+
+    def step(i, _):
+        stage = lax.rem(i, stages)
+        pl.when(i >= stages)(lambda: plgpu.barrier_wait(smem.consumed.at[stage]))
+        _prepare(cta, i, stage, prepare)
+        return ()
+
+    lax.fori_loop(0, chunks, step, ())
+    _drain(cta, stages)
+
+
+def _load_chunks(cta: Cta) -> None:
+    """The role of the loader: a chunk into every stage, and into each that has been read the next one."""
+    smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
+    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    for j in range(stages):
+        pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
+
+    def step(i, _):
+        stage = lax.rem(i, stages)
+        plgpu.barrier_wait(smem.consumed.at[stage])
+        pl.when(i + stages < chunks)(lambda: load(cta, i + stages, stage))
+        return ()
+
+    lax.fori_loop(0, chunks, step, ())
 
 
 def wait_for_chunk(cta: Cta, stage) -> None:
