@@ -53,7 +53,7 @@ from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.table import SweptTask, check_same_data, make_task
 from gdn_jax.models import LanguageModel
 
-# Tokens scored at a time, at most: softmax attention keeps a score for every two tokens of a row.
+# Tokens scored at a time, at most: without cuDNN softmax attention keeps a score for every two tokens of a row.
 _SCORED = 2**16
 # Times that sets are made longer at most: beyond that another compilation is less work.
 _PADDED = 4
