@@ -418,11 +418,14 @@ def write_results(
     config: dict[str, Any],
     records: list[dict[str, Any]],
 ) -> str:
-    """Writes table.md and figure.png of the records; returns the table."""
+    """Writes table.md and figure.png of the records; returns the table.
+
+    What a task is about is taken from `config`, where it is stored: a large text takes long to count.
+    """
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, task.metric)
     sizes = {scale: scaled_model(options, scale) for scale in o.scales}
-    about = summary.About.of(task)
+    about = summary.About(**config["about"]) if "about" in config else summary.About.of(task)
     table = summary.markdown(rows, records, config, about, sizes)
     write_text(folder / "table.md", table)
     along = None
