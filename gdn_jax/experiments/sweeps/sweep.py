@@ -49,7 +49,7 @@ from gdn_jax.experiments.steps import Sums, TrainState
 from gdn_jax.experiments.sweeps import figure, summary
 from gdn_jax.experiments.sweeps.options import SweepOptions, scaled_model, state_size
 from gdn_jax.experiments.sweeps.progress import SweepReporter
-from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.sweeps.scoring import Scored, shared
 from gdn_jax.experiments.tasks.table import SweptTask, check_same_data, make_task
 from gdn_jax.models import LanguageModel
 
@@ -106,8 +106,8 @@ class Program:
 
             return jax.lax.fori_loop(first, last, one, state)
 
-        def score(params, batch):
-            return steps.loss_sum(graphdef, rest, params, batch)[1]
+        def score(params, batch, weights):
+            return steps.sums_by_weights(graphdef, rest, params, batch, weights)
 
         jit = partial(jax.jit, compiler_options=steps.compiler_flags(grid.deterministic))
         many = partial(_side_by_side, grid.together)
@@ -119,10 +119,17 @@ class Program:
         state = self._advance(runs.seed, runs.lr, runs.state, first, last, self._data)
         return runs._replace(state=jax.block_until_ready(state))
 
-    def score(self, runs: Runs, batches: list[Batch]) -> list[tuple[float, float]]:
-        """Mean loss and accuracy of every run."""
-        sums = [jax.device_get(self._score(runs.state.params, batch)) for batch in batches]
-        return [steps.mean([Sums(*(x[r] for x in s)) for s in sums]) for r in range(len(runs.seed))]
+    def score(self, runs: Runs, sets: list[Scored]) -> dict[str, list[tuple[float, float]]]:
+        """Mean loss and accuracy of every run in every set."""
+        sums: dict[str, list[Sums]] = {}
+        for scored in sets:
+            got = jax.device_get(self._score(runs.state.params, scored.batch, scored.weights))
+            for i, name in enumerate(scored.names):
+                sums.setdefault(name, []).append(Sums(*(x[:, i] for x in got)))
+        return {
+            name: [steps.mean([Sums(*(x[r] for x in part)) for part in parts]) for r in range(len(runs.seed))]
+            for name, parts in sums.items()
+        }
 
 
 def make_model(
@@ -208,9 +215,9 @@ class Sweep:
             # The validation set has the shape of the tests: one compilation for all of them.
             sets = {name: [batch.pad(max(lengths)) for batch in batches] for name, batches in sets.items()}
         rows = max(1, min(size, _SCORED // max(lengths)))
-        self.sets = {
-            name: [piece for batch in batches for piece in batch.cut(rows)] for name, batches in sets.items()
-        }
+        self.sets = shared(
+            {name: [x for batch in batches for x in batch.cut(rows)] for name, batches in sets.items()}
+        )
 
     def done(self) -> int:
         """Number of runs with a result."""
@@ -283,7 +290,7 @@ class Sweep:
             reporter.step(step)
             if asked.is_set():
                 return False
-        scores = {name: program.score(runs, batches) for name, batches in self.sets.items()}
+        scores = program.score(runs, self.sets)
         seconds = time.monotonic() - begin
         for r, run in enumerate(group[:count]):
             metric = self.task.metric
