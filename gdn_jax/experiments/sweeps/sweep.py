@@ -95,14 +95,19 @@ class Program:
             optimizer = steps.make_optimizer(options.optimizer, grid.steps, lr)
             step = partial(steps.train_step, graphdef, rest, optimizer, 1)
             bound, turns = task.bound(data), jnp.asarray(task.turns)
+            alike = _alike(bound)
+            groups = jnp.asarray([next(i for i, g in enumerate(alike) if kind in g) for kind in task.turns])
 
             def one(i, state):
-                # Kinds of batches differ in their shapes: a branch for each, of which the step chooses one.
-                branches = [
-                    lambda state, kind=kind: step(state, bound.seeded_batch(seed, i + 1, kind))[0]
-                    for kind in range(max(task.turns) + 1)
-                ]
-                return jax.lax.switch(turns[(i + 1) % len(turns)], branches, state)
+                # Kinds of batches may differ in their shapes: a step is compiled for each shape, and chosen.
+                at, key = (i + 1) % len(turns), (seed, i + 1)
+
+                def group(kinds: list[int], state):
+                    draws = [partial(bound.seeded_batch, *key, kind) for kind in kinds]
+                    place = jnp.searchsorted(jnp.asarray(kinds), turns[at])
+                    return step(state, jax.lax.switch(place, draws))[0]
+
+                return jax.lax.switch(groups[at], [partial(group, kinds) for kinds in alike], state)
 
             return jax.lax.fori_loop(first, last, one, state)
 
@@ -163,6 +168,15 @@ def make_start(
         return Runs(seed, lr, many(seed, lr))
 
     return start_runs
+
+
+def _alike(task: SweptTask) -> list[list[int]]:
+    """The kinds of batches of a task, those of one shape together."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for kind in range(max(task.turns) + 1):
+        shape = jax.eval_shape(lambda kind=kind: task.seeded_batch(0, 0, kind).tokens).shape
+        found.setdefault(shape, []).append(kind)
+    return [*found.values()]
 
 
 def _side_by_side(count: int, f: Callable[..., PyTree], mapped: int) -> Callable[..., PyTree]:
