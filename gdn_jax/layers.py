@@ -90,6 +90,10 @@ class GatedDeltaNet(nnx.Module):
       softplus of exp(U(log 1e-3, log 1e-1)), not below 1e-4; o_norm.weight [V]. A_log, dt_bias and the norm
       are `NoDecayParam`s.
 
+    Attributes:
+      layer: a number that no other softmax attention of a program has, see `gdn_jax.attention.attend`; a model sets
+        it. Other rules have no use for it.
+
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
 
@@ -139,6 +143,7 @@ class GatedDeltaNet(nnx.Module):
         self.use_gate = use_gate
         self.allow_neg_eigval = allow_neg_eigval
         self.rule = rule
+        self.layer = 0
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation = implementation
@@ -245,6 +250,7 @@ class GatedDeltaNet(nnx.Module):
             cu_seqlens=cu_seqlens,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            layer=self.layer,
         )
         y = self.rule_output(o, x, gate)
         if state is None or (cache is None and not return_cache):

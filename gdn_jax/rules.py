@@ -13,6 +13,7 @@ Source: Yang et al. 2024 (arXiv 2412.06464), table 1; Mamba2 there and here with
 of its time step.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.attention import attend, same_segment
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import l2norm
@@ -109,6 +111,8 @@ def softmax_attention(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
     segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    layer: int = 0,
 ) -> Float[Array, "B T HO V"]:
     """Causal softmax attention, o_i = sum_{j <= i} softmax_j(q_i.k_j / sqrt(K)) v_j.
 
@@ -116,28 +120,23 @@ def softmax_attention(
     through the causal mask and the short convolution, as it does the other rules; rotary positions would fail beyond
     the trained length for a reason of their own.
 
+    bfloat16 and float16 go through cuDNN where it takes them, see `gdn_jax.attention.attend`, and no scores are kept
+    in memory; all else is plain XLA, which keeps them.
+
     Args:
       q, k, v: as for `gated_delta_rule`.
       segment_ids: nothing is seen across a change of id.
+      layer: another number for each call whose gradient is taken in one program, see `attend`.
 
     Returns:
-      o in q's dtype. Numerics: scores and softmax in float32 (float64 when an input is).
+      o in q's dtype. Numerics: see `attend`; products of float32 are not rounded further.
     """
-    B, T, _, K = q.shape
-    HO = max(q.shape[2], v.shape[2])
-    counts = (q.shape[2], k.shape[2], v.shape[2], HO)
-    dtype = accumulation_dtype(q)
-    numerics = Numerics.of(q.dtype, dtype)
-    q, k, v = (split_heads(jnp.moveaxis(x, 1, 2), 1, counts) for x in (q, k, v))  # [B, heads..., T, D]
-    visible = jnp.tril(jnp.ones((T, T), bool))
-    if segment_ids is not None:
-        changes = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
-        same = changes[:, :, None] == changes[:, None, :]
-        visible = (visible & same).reshape(B, *(1,) * (q.ndim - 3), T, T)
-    scores = K**-0.5 * numerics.einsum("...ik,...jk->...ij", q, k)
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    o = numerics.einsum("...ij,...jv->...iv", weights, v)
-    return jnp.moveaxis(o.reshape(B, HO, T, o.shape[-1]), 1, 2).astype(q.dtype)
+    HO, shared = max(q.shape[2], v.shape[2]), math.lcm(k.shape[2], v.shape[2])
+    q = jnp.repeat(q, HO // q.shape[2], axis=2)
+    k, v = (jnp.repeat(x, shared // x.shape[2], axis=2) for x in (k, v))
+    # Else a GPU would round float32 operands to 19 bits.
+    with jax.default_matmul_precision(None if q.dtype in (jnp.bfloat16, jnp.float16) else "highest"):
+        return attend(q, k, v, causal=True, visible=same_segment(segment_ids), layer=layer)
 
 
 def wants_unit_length(rule: str) -> bool:
@@ -158,6 +157,7 @@ def apply(
     cu_seqlens: Int[Array, " N1"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    layer: int = 0,
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
     """Applies the rule of that name, one of `RULES`; see the module docstring.
 
@@ -166,7 +166,9 @@ def apply(
       q, k, v, g, beta: as for `gated_delta_rule`, q and k of any length.
       normalized: q and k have the length that the rule wants; False gives it to them.
       initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
-      implementation: of the delta rules. The others have one form, in plain JAX.
+      implementation: of the delta rules. The linear ones have one form, in plain JAX; softmax attention chooses its
+        own.
+      layer: of softmax attention, see there.
 
     Returns:
       o, and the final states (None for softmax_attention).
@@ -186,10 +188,12 @@ def apply(
         cu_seqlens=cu_seqlens,
         segment_ids=segment_ids,
         implementation=implementation,
+        layer=layer,
     )
 
 
-def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation, decays: bool):
+def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation, layer, decays: bool):
+    del layer
     g = g if decays else None
     if q.shape[1] == 1 and initial_state is not None and cu_seqlens is None:
         g = None if g is None else g[:, 0]
@@ -208,8 +212,8 @@ def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implemen
     )
 
 
-def _linear(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation, decays: bool):
-    del implementation
+def _linear(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation, layer, decays: bool):
+    del implementation, layer
     if cu_seqlens is not None:
         raise NotImplementedError("cu_seqlens: expected the delta rules, which alone take packed sequences")
     g = g if decays else None
@@ -224,12 +228,12 @@ def _repeat(v, HO):
     return jnp.repeat(v, HO // v.shape[2], axis=2)
 
 
-def _softmax(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation):
+def _softmax(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implementation, layer):
     del g, beta, implementation
     if initial_state is not None or cu_seqlens is not None:
         name = "initial_state" if initial_state is not None else "cu_seqlens"
         raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
-    return softmax_attention(q, k, v, segment_ids), None
+    return softmax_attention(q, k, v, segment_ids, layer=layer), None
 
 
 RULES: dict[str, Callable] = {

@@ -362,6 +362,12 @@ def test_attention_layers_have_scales_of_their_own(monkeypatch):
     assert len(set(given)) == 3
     assert {np.float32(scale) for scale in given} == {np.float32(QWEN.head_dim**-0.5)}
     given.clear()
+    types = dict(num_layers=3, rule="softmax_attention")  # the rule in the place of a delta rule
+    row = jnp.zeros((1, 4), jnp.int32)
+    jax.eval_shape(LanguageModel(ModelConfig(vocab_size=8, **types), rngs=nnx.Rngs(0)), row)
+    assert len(set(given)) == len({np.float32(scale) for scale in given}) + 2 == 3
+    given.clear()
+    types = dict(layer_types=("attention",) * 3, num_layers=3)
     jax.eval_shape(make(**types, scan_layers=True), jnp.asarray(tokens(1, 4)))
     assert set(given) == {1 / math.sqrt(QWEN.head_dim)}
 

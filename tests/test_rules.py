@@ -9,6 +9,7 @@ from flax import nnx
 from tolerances import assert_close, tolerance
 
 from gdn_jax import rules
+from gdn_jax.attention import same_segment, takes_cudnn
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import ModelConfig
 
@@ -138,6 +139,33 @@ def test_rule_against_float64(rule):
     )
     assert_close(want[0], np.asarray(o), F32, "o", 2)
     assert_close(want[1], np.asarray(last), F32, "state", 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("K, V", [(16, 16), (96, 192), (12, 12)])
+def test_softmax_attention_by_cudnn(dtype, segments, K, V):
+    """Output and gradients beside plain XLA in float32, of the same rounded inputs; widths of 12 stay with XLA."""
+    q, k, v = (jnp.asarray(x, dtype) for x in inputs(130, heads=(2, 4), K=K, V=V)[:3])
+    ids = jnp.asarray(np.repeat([[4, 7, 4], [1, 1, 2]], [30, 60, 40], axis=1)) if segments else None
+    shapes = (jnp.zeros((2, 130, 4, max(K, V)), dtype),) * 2
+    assert takes_cudnn(*shapes, same_segment(ids)) == (K != 12)
+    weights = np.random.default_rng(1).normal(size=(2, 130, 4, V)).astype(np.float32)
+
+    def run(q, k, v):
+        def loss(*x):
+            o = rules.softmax_attention(*x, ids)
+            return jnp.sum(weights * o.astype(jnp.float32)), o
+
+        gradients, o = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return o, *gradients
+
+    got = jax.jit(run)(q, k, v)
+    want = jax.jit(run)(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for name, x, y in zip(("o", "dq", "dk", "dv"), want, got, strict=True):
+        assert y.dtype == dtype
+        assert_close(np.asarray(x), np.asarray(y, np.float32), tolerance(name, dtype), name, 2)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in rules.RULES if rule != "softmax_attention"])

@@ -27,6 +27,8 @@ from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptio
 from gdn_jax.experiments.sweeps import figure as figure_lib
 from gdn_jax.experiments.sweeps import options as sweep_options
 from gdn_jax.experiments.sweeps import summary, sweep
+from gdn_jax.experiments.sweeps.scoring import shared
+from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.experiments.tasks.options import ParityOptions, RecallOptions
 from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
@@ -524,7 +526,7 @@ def test_hybrid_beside_another(folder, tmp_path):
 def test_turns_in_one_program():
     """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
     task_options = RecallOptions(
-        vocab_size=16, cases=("8:2", "12:3", "8:2"), train_sequences=50, val_sequences=16
+        vocab_size=16, cases=("8:2", "12:3", "8:1", "8:2"), train_sequences=50, val_sequences=16
     )
     o = options(together=2)
     o = dataclasses.replace(o, task=task_options)
@@ -598,13 +600,40 @@ def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
     o = options()
     o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
     task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
-    sets = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
-    assert [*sets] == ["val", *map(str, tests)]
-    assert sorted({batch.tokens.shape for batches in sets.values() for batch in batches}) == shapes
+    scored = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
+    sets = {name: [x for x in scored if x.names == (name,)] for name in ("val", *map(str, tests))}
+    assert sum(map(len, sets.values())) == len(scored)
+    assert sorted({x.batch.tokens.shape for x in scored}) == shapes
     whole = np.concatenate([batch.tokens for batch in task.test_batches(8)[tests[-1]]])[:, : tests[-1]]
-    scored = np.concatenate([batch.tokens for batch in sets[str(tests[-1])]])[:, : tests[-1]]
-    np.testing.assert_array_equal(scored, whole)
-    assert {float(batch.weights.sum()) for batch in sets["val"]} == {6 * shapes[0][0]}
+    read = np.concatenate([x.batch.tokens for x in sets[str(tests[-1])]])[:, : tests[-1]]
+    np.testing.assert_array_equal(read, whole)
+    assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
+
+
+def test_sets_with_the_same_sequences_are_read_once():
+    """Each counts by its own weights, also a set that has a batch twice; batches of a shape have as many weights."""
+    tokens, weights = np.arange(6).reshape(2, 3), np.eye(2, 3, dtype=np.float32)
+    one = Batch(tokens, tokens + 1, weights)
+    sets = {
+        "val": [one._replace(targets=tokens)],
+        "2": [one, one],
+        "3": [one._replace(weights=1 - weights), Batch(tokens[:, :2], tokens[:, :2], weights[:, :2])],
+    }
+    got = shared(sets)
+    assert [x.names for x in got] == [("val",), ("2", "3"), ("2",), ("3",)]
+    assert [x.weights.shape for x in got] == [(2, 2, 3)] * 3 + [(1, 2, 2)]
+    np.testing.assert_array_equal(got[1].weights, [weights, 1 - weights])
+    np.testing.assert_array_equal(got[0].weights, [weights, 0 * weights])
+
+    model = steps.make_model(MIXERS["mamba2"].model(options().model), 8, 0)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    sums = jax.jit(lambda params, *x: steps.sums_by_weights(graphdef, rest, params, *x))(
+        params, got[1].batch, got[1].weights
+    )
+    for i, wanted in enumerate(got[1].weights):
+        alone = steps.loss_sum(graphdef, rest, params, one._replace(weights=wanted))[1]
+        for x, y in zip(alone, sums, strict=True):
+            np.testing.assert_allclose(y[i], x, rtol=1e-6)
 
 
 def test_hybrid():

@@ -143,8 +143,7 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(jnp.sum(jax.lax.optimization_barrier(x)) for x in joined))
 
 
-def _sums(model: models.LanguageModel, batch: Batch) -> Sums:
-    x, _ = model.hidden_states(jnp.asarray(batch.tokens))
+def _sums(model: models.LanguageModel, x: Float[Array, "B T D"], batch: Batch) -> Sums:
     sums = linear_softmax_cross_entropy(
         x,
         model.head_weight(),
@@ -159,8 +158,22 @@ def loss_sum(
     graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch
 ) -> tuple[Float[Array, ""], Sums]:
     """Sum of the weighted losses of a batch, to be differentiated, and all sums."""
-    sums = _sums(nnx.merge(graphdef, params, rest), batch)
+    model = nnx.merge(graphdef, params, rest)
+    sums = _sums(model, model.hidden_states(jnp.asarray(batch.tokens))[0], batch)
     return sums.loss, sums
+
+
+def sums_by_weights(
+    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch, weights: Float[Array, "S B T"]
+) -> Sums:
+    """Sums of a batch with each of several weights in the place of its own; the model reads it once.
+
+    Returns:
+      Sums of arrays [S].
+    """
+    model = nnx.merge(graphdef, params, rest)
+    x, _ = model.hidden_states(jnp.asarray(batch.tokens))
+    return jax.lax.map(lambda weights: _sums(model, x, batch._replace(weights=weights)), weights)
 
 
 def train_step(

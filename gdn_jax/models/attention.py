@@ -1,6 +1,5 @@
 """Softmax attention as a token mixer: grouped queries, rotary positions, and a cache of keys and values."""
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.attention import attend, same_segment
 from gdn_jax.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers import check_mask, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
@@ -279,56 +279,10 @@ def rotate(
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-def attend(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S Hkv D"],
-    v: Float[Array, "B S Hkv D"],
-    *,
-    causal: bool,
-    lengths: Int[Array, " B"] | None = None,
-    visible: Bool[Array, "B 1 T S"] | None = None,
-    layer: int = 0,
-) -> Float[Array, "B T H D"]:
-    """softmax(q k^T / sqrt(D)) v, by cuDNN where it can.
-
-    cuDNN takes 16-bit arrays with D a multiple of 8 up to 256 on an NVIDIA GPU of compute capability 9.0 or later,
-    and `visible` for an even number of queries and of keys. XLA takes the rest, and keeps all scores in memory.
-
-    Args:
-      q, k, v: queries, keys and values.
-      causal: query i sees keys up to i; T = S.
-      lengths: keys of each row; None: all.
-      visible: which keys a query sees, beside that; None: all.
-      layer: another number for each call whose gradient is taken in one program. XLA compiles equal backward calls
-        once, and where it compiles for equal bits it then fails to find the others (IndexError on a call, seen with
-        jax 0.11.2). So each gets a scale of its own, by less than the rounding of the float32 that cuDNN reads.
-    """
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=visible,
-        scale=(1 + layer * 2.0**-40) / math.sqrt(q.shape[-1]),
-        is_causal=causal,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn" if _cudnn(q, k, visible) else "xla",
-    )
-
-
 def _attend_causally(q, k, v, *, lengths, segment_ids, layer):
     """`attend` of whole rows."""
-    visible = _same_segment(segment_ids)
+    visible = same_segment(segment_ids)
     return attend(q, k, v, causal=True, lengths=lengths, visible=visible, layer=layer)
-
-
-def _cudnn(q, k, visible) -> bool:
-    device = jax.devices()[0]
-    if device.platform != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
-    capability = str(getattr(device, "compute_capability", "0")).split(".")[0]
-    if not capability.isdecimal() or int(capability) < 9 or q.shape[-1] % 8 or q.shape[-1] > 256:
-        return False
-    return visible is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
 
 
 def _append(cache, k, v, count):
@@ -352,11 +306,3 @@ def _rolled(x, by):
     T = x.shape[1]
     places = (jnp.arange(T) - by[:, None]) % T
     return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-def _same_segment(segment_ids):
-    """Which tokens of a packed row are of one segment [B, 1, T, T]: an id may come back later."""
-    if segment_ids is None:
-        return None
-    changes = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
-    return (changes[:, :, None] == changes[:, None, :])[:, None]

@@ -281,7 +281,7 @@ class LanguageModel(nnx.Module):
         types = [(kind, config.has_experts(i)) for i, kind in enumerate(config.types)]
         period = _period(types) if config.scan_layers else config.num_layers  # a scan traces one period
         for i, block in enumerate(self.blocks):
-            if isinstance(block.mixer, Attention):
+            if isinstance(block.mixer, Attention) or block.mixer.rule == "softmax_attention":
                 block.mixer.layer = i % period
         self.norm = _norm(config)
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, dtype)

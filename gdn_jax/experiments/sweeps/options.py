@@ -116,8 +116,8 @@ _FOUR: tuple[MixerName, ...] = ("linear_attention", "mamba2", "delta_net", "gate
 _FIVE: tuple[MixerName, ...] = (*_FOUR, "softmax_attention")
 _ALL: tuple[MixerName, ...] = (*_FOUR, "gated_delta_net_neg", "softmax_attention", "hybrid")
 
-# 30M parameters with a mixer of about 6 hidden_size^2 of them. Softmax attention would keep a score for every two
-# tokens of a row for the backward pass: the parts around a rule are computed again, and this rule with them.
+# 30M parameters with a mixer of about 6 hidden_size^2 of them. Without cuDNN softmax attention would keep a score for
+# every two tokens of a row for the backward pass: the parts around a rule are computed again, this rule with them.
 _TEXT = SizeOptions(
     hidden_size=512, num_layers=8, num_heads=4, head_dim=96, expand_v=2.0, mlp_ratio=8 / 3, remat="rule"
 )

@@ -49,11 +49,11 @@ from gdn_jax.experiments.steps import Sums, TrainState
 from gdn_jax.experiments.sweeps import figure, summary
 from gdn_jax.experiments.sweeps.options import SweepOptions, scaled_model, state_size
 from gdn_jax.experiments.sweeps.progress import SweepReporter
-from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.sweeps.scoring import Scored, shared
 from gdn_jax.experiments.tasks.table import SweptTask, check_same_data, make_task
 from gdn_jax.models import LanguageModel
 
-# Tokens scored at a time, at most: softmax attention keeps a score for every two tokens of a row.
+# Tokens scored at a time, at most: without cuDNN softmax attention keeps a score for every two tokens of a row.
 _SCORED = 2**16
 # Times that sets are made longer at most: beyond that another compilation is less work.
 _PADDED = 4
@@ -95,19 +95,24 @@ class Program:
             optimizer = steps.make_optimizer(options.optimizer, grid.steps, lr)
             step = partial(steps.train_step, graphdef, rest, optimizer, 1)
             bound, turns = task.bound(data), jnp.asarray(task.turns)
+            alike = _alike(bound)
+            groups = jnp.asarray([next(i for i, g in enumerate(alike) if kind in g) for kind in task.turns])
 
             def one(i, state):
-                # Kinds of batches differ in their shapes: a branch for each, of which the step chooses one.
-                branches = [
-                    lambda state, kind=kind: step(state, bound.seeded_batch(seed, i + 1, kind))[0]
-                    for kind in range(max(task.turns) + 1)
-                ]
-                return jax.lax.switch(turns[(i + 1) % len(turns)], branches, state)
+                # Kinds of batches may differ in their shapes: a step is compiled for each shape, and chosen.
+                at, key = (i + 1) % len(turns), (seed, i + 1)
+
+                def group(kinds: list[int], state):
+                    draws = [partial(bound.seeded_batch, *key, kind) for kind in kinds]
+                    place = jnp.searchsorted(jnp.asarray(kinds), turns[at])
+                    return step(state, jax.lax.switch(place, draws))[0]
+
+                return jax.lax.switch(groups[at], [partial(group, kinds) for kinds in alike], state)
 
             return jax.lax.fori_loop(first, last, one, state)
 
-        def score(params, batch):
-            return steps.loss_sum(graphdef, rest, params, batch)[1]
+        def score(params, batch, weights):
+            return steps.sums_by_weights(graphdef, rest, params, batch, weights)
 
         jit = partial(jax.jit, compiler_options=steps.compiler_flags(grid.deterministic))
         many = partial(_side_by_side, grid.together)
@@ -119,10 +124,17 @@ class Program:
         state = self._advance(runs.seed, runs.lr, runs.state, first, last, self._data)
         return runs._replace(state=jax.block_until_ready(state))
 
-    def score(self, runs: Runs, batches: list[Batch]) -> list[tuple[float, float]]:
-        """Mean loss and accuracy of every run."""
-        sums = [jax.device_get(self._score(runs.state.params, batch)) for batch in batches]
-        return [steps.mean([Sums(*(x[r] for x in s)) for s in sums]) for r in range(len(runs.seed))]
+    def score(self, runs: Runs, sets: list[Scored]) -> dict[str, list[tuple[float, float]]]:
+        """Mean loss and accuracy of every run in every set."""
+        sums: dict[str, list[Sums]] = {}
+        for scored in sets:
+            got = jax.device_get(self._score(runs.state.params, scored.batch, scored.weights))
+            for i, name in enumerate(scored.names):
+                sums.setdefault(name, []).append(Sums(*(x[:, i] for x in got)))
+        return {
+            name: [steps.mean([Sums(*(x[r] for x in part)) for part in parts]) for r in range(len(runs.seed))]
+            for name, parts in sums.items()
+        }
 
 
 def make_model(
@@ -156,6 +168,15 @@ def make_start(
         return Runs(seed, lr, many(seed, lr))
 
     return start_runs
+
+
+def _alike(task: SweptTask) -> list[list[int]]:
+    """The kinds of batches of a task, those of one shape together."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for kind in range(max(task.turns) + 1):
+        shape = jax.eval_shape(lambda kind=kind: task.seeded_batch(0, 0, kind).tokens).shape
+        found.setdefault(shape, []).append(kind)
+    return [*found.values()]
 
 
 def _side_by_side(count: int, f: Callable[..., PyTree], mapped: int) -> Callable[..., PyTree]:
@@ -208,9 +229,9 @@ class Sweep:
             # The validation set has the shape of the tests: one compilation for all of them.
             sets = {name: [batch.pad(max(lengths)) for batch in batches] for name, batches in sets.items()}
         rows = max(1, min(size, _SCORED // max(lengths)))
-        self.sets = {
-            name: [piece for batch in batches for piece in batch.cut(rows)] for name, batches in sets.items()
-        }
+        self.sets = shared(
+            {name: [x for batch in batches for x in batch.cut(rows)] for name, batches in sets.items()}
+        )
 
     def done(self) -> int:
         """Number of runs with a result."""
@@ -283,7 +304,7 @@ class Sweep:
             reporter.step(step)
             if asked.is_set():
                 return False
-        scores = {name: program.score(runs, batches) for name, batches in self.sets.items()}
+        scores = program.score(runs, self.sets)
         seconds = time.monotonic() - begin
         for r, run in enumerate(group[:count]):
             metric = self.task.metric
@@ -418,11 +439,14 @@ def write_results(
     config: dict[str, Any],
     records: list[dict[str, Any]],
 ) -> str:
-    """Writes table.md and figure.png of the records; returns the table."""
+    """Writes table.md and figure.png of the records; returns the table.
+
+    What a task is about is taken from `config`, where it is stored: a large text takes long to count.
+    """
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, task.metric)
     sizes = {scale: scaled_model(options, scale) for scale in o.scales}
-    about = summary.About.of(task)
+    about = summary.About(**config["about"]) if "about" in config else summary.About.of(task)
     table = summary.markdown(rows, records, config, about, sizes)
     write_text(folder / "table.md", table)
     along = None

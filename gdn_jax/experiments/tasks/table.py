@@ -69,8 +69,8 @@ class SweptTask(Task, Protocol):
     Attributes:
       data: arrays that the batches are drawn from, None without any. They are an argument of the program: as its
         constants they would be compiled.
-      turns: kind of the batch of step 0, 1, ..., from the start again behind the last one. Every kind, from 0 on, has
-        a shape of its own.
+      turns: kind of the batch of step 0, 1, ..., from the start again behind the last one. Kinds, from 0 on, may
+        differ in their shapes; those of one shape share what is compiled of a step.
       size: of the largest training sequences, in the unit of `axis`.
     """
 

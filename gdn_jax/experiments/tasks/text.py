@@ -131,8 +131,9 @@ def read(
         texts = [(p.relative_to(root).as_posix(), _read(p)) for p in _walk(root, pattern, skip)]
     texts = [(name, text) for name, text in texts if text]
     if packages:
-        first = {hashlib.sha256(text).digest(): name for name, text in reversed(texts)}
-        texts = [(name, text) for name, text in texts if first[hashlib.sha256(text).digest()] == name]
+        digests = [hashlib.sha256(text).digest() for _, text in texts]
+        first = {digest: i for i, digest in reversed([*enumerate(digests)])}
+        texts = [texts[i] for i in sorted(first.values())]
     if not texts:
         raise RunError(f"--data: expected text, got none in {root}")
     return source, texts

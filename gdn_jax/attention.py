@@ -1,0 +1,85 @@
+"""Causal and masked softmax attention: cuDNN where it can, XLA elsewhere."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_WIDEST = 256
+"""Width of a head that cuDNN takes at most."""
+
+
+def attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S Hkv K"],
+    v: Float[Array, "B S Hkv V"],
+    *,
+    causal: bool,
+    lengths: Int[Array, " B"] | None = None,
+    visible: Bool[Array, "B 1 T S"] | None = None,
+    layer: int = 0,
+) -> Float[Array, "B T H V"]:
+    """softmax(q k^T / sqrt(K)) v, by cuDNN where it can.
+
+    cuDNN takes 16-bit arrays with heads of a width that is a multiple of 8 up to 256 on an NVIDIA GPU of compute
+    capability 9.0 or later, and `visible` for an even number of queries and of keys. XLA takes the rest, and keeps
+    all scores in memory. Where K and V differ, the narrower heads are filled up with zeros, which add nothing.
+
+    Args:
+      q, k, v: queries, keys and values; query head i reads key and value head i // (H // Hkv).
+      causal: query i sees keys up to i; T = S.
+      lengths: keys of each row; None: all.
+      visible: which keys a query sees, beside that; None: all.
+      layer: another number for each call whose gradient is taken in one program. XLA compiles equal backward calls
+        once, and where it compiles for equal bits it then fails to find the others (IndexError on a call, seen with
+        jax 0.11.2). So each gets a scale of its own, by less than the rounding of the float32 that cuDNN reads.
+
+    Returns:
+      The mixed values in q's dtype.
+
+    Numerics: scores and softmax in float32 (float64 where q is). The weights are rounded to q's dtype before they
+      multiply v, but for float16 without cuDNN, which is computed in float32 throughout.
+    """
+    K, V, dtype = q.shape[-1], v.shape[-1], q.dtype
+    q, k, v = (_widened(x, max(K, V)) for x in (q, k, v))
+    by_cudnn = takes_cudnn(q, k, visible)
+    if dtype == jnp.float16 and not by_cudnn:  # XLA has no such products on a CPU
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    o = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=visible,
+        scale=(1 + layer * 2.0**-40) / math.sqrt(K),
+        is_causal=causal,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn" if by_cudnn else "xla",
+    )
+    return o[..., :V].astype(dtype)
+
+
+def takes_cudnn(
+    q: Float[Array, "B T H D"], k: Float[Array, "B S Hkv D"], visible: Bool[Array, "B 1 T S"] | None
+) -> bool:
+    """Whether cuDNN takes such queries and keys on the present device; see `attend`."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    capability = str(getattr(device, "compute_capability", "0")).split(".")[0]
+    if not capability.isdecimal() or int(capability) < 9 or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
+        return False
+    return visible is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+
+
+def same_segment(segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B 1 T T"] | None:
+    """Which tokens of a packed row are of one segment: an id may come back later. None: there are no segments."""
+    if segment_ids is None:
+        return None
+    changes = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
+    return (changes[:, :, None] == changes[:, None, :])[:, None]
+
+
+def _widened(x: Float[Array, "B T H D"], width: int) -> Float[Array, "B T H W"]:
+    """Heads filled up with zeros."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1]))) if x.shape[-1] < width else x
