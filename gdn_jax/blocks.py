@@ -194,11 +194,13 @@ class ProjectionGroup(nnx.Module):
 
     Args:
       linears: the projections, of one dtype.
+      fill: outputs that are 0, before those of the last projection.
     """
 
-    def __init__(self, linears: Sequence[nnx.Linear]):
+    def __init__(self, linears: Sequence[nnx.Linear], fill: int = 0):
         self.dtype = linears[0].dtype
-        weight = jnp.concatenate([linear.kernel[...].T for linear in linears])
+        *kernels, last = [linear.kernel[...].T for linear in linears]
+        weight = jnp.concatenate([*kernels, jnp.zeros((fill, last.shape[1]), last.dtype), last])
         # Else XLA would leave the weights as they lie and transpose them in name only.
         self.weight = nnx.Param(with_layout_constraint(weight, Layout((0, 1))))
 
@@ -282,16 +284,35 @@ def is_one_product(x: jax.Array | jax.ShapeDtypeStruct, linears: Sequence[Projec
     return own and not splits_heads() and math.prod(x.shape[:-1]) > FEW_ROWS
 
 
-def group_projections(part: nnx.Module, names: Sequence[str]) -> None:
-    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`."""
+def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:
+    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`.
+
+    Args:
+      part: the module.
+      names: its projections.
+      unit: of so many outputs a multiple, the group has.
+    """
     present = [name for name in names if type(getattr(part, name, None)) is nnx.Linear]
     linears = [getattr(part, name) for name in present]
     if not linears or any(linear.dtype != linears[0].dtype for linear in linears):
         return
-    group, start = ProjectionGroup(linears), 0
+    fill = -sum(linear.out_features for linear in linears) % unit
+    group, start = ProjectionGroup(linears, fill), 0
     for name, linear in zip(present, linears, strict=True):
+        start += fill if linear is linears[-1] else 0
         setattr(part, name, ProjectionOfGroup(group, start, linear))
         start += linear.out_features
+
+
+def group_of(linears: Sequence[Projection]) -> ProjectionGroup | None:
+    """The group whose outputs begin with those of these projections, without a bias and one behind the other."""
+    start, groups = 0, []
+    for linear in linears:
+        if not isinstance(linear, ProjectionOfGroup) or linear.start != start or linear.bias is not None:
+            return None
+        start = linear.stop
+        groups.append(linear.group)
+    return groups[0] if all(group is groups[0] for group in groups) else None
 
 
 def transposed_product(

@@ -59,7 +59,7 @@ def causal_conv1d(
       results.
     Source: `causal_conv1d` of fla and of Dao-AILab, whose states have this layout too.
     """
-    _check(x, weight, bias, activation)
+    check(x, weight, bias, activation)
     B, T, D = x.shape
     W = weight.shape[1]
     N = B
@@ -155,7 +155,7 @@ def causal_conv1d_update(
     Numerics: as `causal_conv1d`, the same sum in the same order.
     """
     check_array("x", x, (None, None), "B D")
-    _check(x[:, None], weight, bias, activation)
+    check(x[:, None], weight, bias, activation)
     B, D = x.shape
     W = weight.shape[1]
     check_array("state", state, (B, D, W - 1), "B D W-1")
@@ -311,7 +311,8 @@ def _check_integer(name, x):
         raise ValueError(f"{name}: expected an integer dtype, got {x.dtype}")
 
 
-def _check(x, weight, bias, activation):
+def check(x, weight, bias, activation) -> None:
+    """Raises ValueError unless x [B, T, D], weight, bias and activation are those of a convolution."""
     check_choice("activation", activation, ACTIVATIONS)
     check_array("x", x, (None, None, None), "B T D")
     check_floating("x", x)

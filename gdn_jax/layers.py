@@ -18,8 +18,10 @@ from gdn_jax import rules
 from gdn_jax.blocks import (
     Initializer,
     NoDecayParam,
+    ProjectionOfGroup,
     RMSNorm,
     bias_free_linears,
+    group_of,
     is_one_product,
     shared_products,
 )
@@ -33,7 +35,15 @@ from gdn_jax.conv import (
 from gdn_jax.fused import joined
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.fused.token import has_kernel, token_step
+from gdn_jax.fused.token import (
+    Heads,
+    Token,
+    has_kernel,
+    has_kernels,
+    is_whole,
+    mix_token,
+    token_step,
+)
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.parallel.channels_on_mesh import short_conv
@@ -79,7 +89,7 @@ class GatedDeltaNet(nnx.Module):
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
       implementation: of the delta rules, see `gated_delta_rule`. One token with a cache takes `gated_delta_step`, or
-        where it can run the kernel of `fused.token`.
+        where they can run the kernels of `fused.token`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
@@ -227,9 +237,7 @@ class GatedDeltaNet(nnx.Module):
         x, segment_ids = _clear_padding(x, mask, segment_ids, cu_seqlens)
         past, state = (None, None) if cache is None else cache
         if cache is not None and mask is None and cu_seqlens is None and self._steps_by_kernel(x, cache):
-            *inputs, conv = self._token_inputs(x, past)
-            o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
-            return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
+            return self._step(x, cache)
         gate = None
         joins = cache is None and mask is None and cu_seqlens is None and self.takes_factor(x)
         if factor is not None and not joins:
@@ -304,6 +312,56 @@ class GatedDeltaNet(nnx.Module):
         *inputs, _ = jax.eval_shape(self._token_inputs, x, cache.conv)
         return has_kernel(*inputs, state=cache.state, implementation=self.implementation)
 
+    def _step(self, x, cache):
+        """y and the cache after one token of every row, by the kernels."""
+        if self._mixes_by_kernels(x, cache):
+            token = self._token(x, cache)
+            o, *after = mix_token(token, self._token_heads(), allow_neg_eigval=self.allow_neg_eigval)
+            gate = self._joined_gate(token.channels)
+        else:
+            *inputs, conv = self._token_inputs(x, cache.conv)
+            o, state = token_step(*inputs, state=cache.state, allow_neg_eigval=self.allow_neg_eigval)
+            after, gate = (conv, state), None
+        return self.rule_output(o[:, None], x, gate), GatedDeltaNetCache(*after)
+
+    def _mixes_by_kernels(self, x, cache) -> bool:
+        """Whether kernels take the token's convolution too, and read all products where they lie."""
+        if self.conv_weight is None or not is_whole(x, *cache):
+            return False
+        token = jax.eval_shape(self._token, x, cache)
+        return has_kernels(token, self._token_heads(), self.implementation)
+
+    def _token(self, x, cache):
+        """What `mix_token` takes."""
+        assert self.conv_weight is not None, "`_mixes_by_kernels` refuses such layers"
+        group = self._group()
+        if group is None:
+            groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
+            channels, gates = shared_products(x, groups, self.dtype)
+        else:
+            channels = gates = group(x)
+        bias = None if self.conv_bias is None else self.conv_bias[...]
+        parameters = self.conv_weight[...], bias, self.A_log[...], self.dt_bias[...]
+        return Token(channels[:, 0], gates[:, 0], *parameters, *cache)
+
+    def _token_heads(self):
+        """Where the parts of `_token` lie."""
+        HV, first = self.num_v_heads, 0 if self._group() is None else self.conv_dim
+        return Heads(self.num_heads, first, first + HV)
+
+    def _group(self):
+        """What all projections of x are one product of, in a copy of the layer for single tokens."""
+        return group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
+
+    def _joined_gate(self, channels):
+        """All channels of a token as heads, if the last of them are the output gate; else None."""
+        gate, width = self.g_proj, self.head_v_dim
+        if not isinstance(gate, ProjectionOfGroup) or gate.group is not self._group():
+            return None
+        if gate.stop != channels.shape[-1] or gate.stop % width or gate.bias is not None:
+            return None
+        return joined.gate_heads(channels[:, None], self.num_v_heads, width)
+
     def _token_inputs(self, x, past):
         """What `token_step` takes before the states, and the new convolution state."""
         qkv, a, b = self._project(x)
@@ -368,7 +426,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
           o: output of the rule [B, T, num_v_heads, head_v_dim].
           x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
-          gate: all channels, where x Wg is among them already: see `fused.joined`.
+          gate: all channels as heads, where x Wg is the last of them already: see `fused.joined`.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.

@@ -17,7 +17,8 @@ from serving_cases import draw, draw_pool
 import gdn_jax
 from gdn_jax import partitioning, serving
 from gdn_jax.parallel.communication import traffic
-from gdn_jax.serving import drafts, kernels, slots
+from gdn_jax.serving import conv as serving_conv
+from gdn_jax.serving import drafts, kernels, shards, slots
 from gdn_jax.serving import step as serving_step
 from pallas_kernels.device import launch
 
@@ -97,6 +98,9 @@ KERNELS = {
     "decode on a ring": lambda x: decode(x, x["ring"], "mosaic_gpu"),
     "verify on a ring": lambda x: verify(x, x["ring"], "mosaic_gpu", **ON_RING),
     "prefill": lambda x: prefill(x, x["pool"], jnp.bfloat16, implementation="mosaic_gpu"),
+    "convolution": lambda x: serving.causal_conv1d_update(
+        x["channels"], x["windows"], x["filter"], read_slots=READ, implementation="mosaic_gpu"
+    ),
 }
 RINGS = {
     "decode": lambda x: decode(x, x["ring"]),
@@ -146,7 +150,14 @@ def plain_kernels(monkeypatch):
         plain = options._replace(implementation="xla")
         return drafts._verify_on_shard(plain, pool, raw, at.slot, num_accepted, num_tokens, None, at.layer)
 
+    def convolve(static, pool, x, weight, bias, read_slots, write_slots, layer):
+        arguments = (pool, x, weight, bias, read_slots, write_slots, layer, static, "xla")
+        return serving_conv._token.__wrapped__(*arguments)
+
+    monkeypatch.setattr(shards, "CHANNELS", 3)
     stand_ins = {
+        "convolve": convolve,
+        "convolution_unsupported": lambda *args: None,
         "decode": on_pool,
         "verify": drafts_on_pool,
         "decode_on_ring": on_ring,
@@ -195,7 +206,7 @@ def pick(calls, *names):
 @settings
 @pytest.mark.usefixtures("plain_kernels")
 def test_kernels_run_on_their_heads(setting):
-    check_calls(pick(KERNELS, "decode", "verify"), setting)
+    check_calls(pick(KERNELS, "decode", "verify", "convolution"), setting)
 
 
 @pytest.mark.slow

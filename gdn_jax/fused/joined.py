@@ -9,6 +9,7 @@ is one product, as the array itself is, instead of three and their sum.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
@@ -82,6 +83,37 @@ def short_conv(
     q, k, v, gates, rest = _short_conv(joined, weight, fresh, heads, width, normalize, behind)
     final = last_inputs(joined[..., : weight.shape[0]], segment_ids, weight.shape[1])
     return q, k, v, final, gates, rest
+
+
+def gate_heads(joined: Float[Array, "B T C"], heads: int, width: int) -> Float[Array, "B T G V"]:
+    """All channels as heads [.., C / width, width] for `norms.gated_norm`, the last ones of which are the gates.
+
+    Args:
+      joined: the channels, a multiple of width.
+      heads: of the gates.
+      width: of a head, V.
+    """
+    return _gate_heads((heads, width), joined)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gate_heads(static, joined):
+    return joined.reshape(*joined.shape[:2], -1, static[1])
+
+
+def _gate_heads_fwd(static, joined):
+    return _gate_heads(static, joined), None
+
+
+def _gate_heads_bwd(static, _, dgates):
+    """What the norm's kernel leaves for the other heads counts for nothing."""
+    heads, _ = static
+    own = dgates[..., -heads:, :]
+    others = ((0, 0), (0, 0), (dgates.shape[2] - heads, 0), (0, 0))
+    return (jnp.pad(own, others).reshape(*dgates.shape[:2], -1),)
+
+
+_gate_heads.defvjp(_gate_heads_fwd, _gate_heads_bwd)
 
 
 _PARTS = ("b . . .", "b . . .", "b . .")

@@ -1,15 +1,21 @@
-"""One token of the rule from raw gates, on states that a kernel changes in place: the step of generation."""
+"""One token of every row on states that kernels change in place: the step of generation.
+
+`mix_token` is the convolution and the rule from the products of a layer's input, which its two kernels read where
+they lie. On a mesh, and without a convolution, `token_step` is the rule alone.
+"""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
+from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused.kernels import run, usable
 from gdn_jax.gates import l2norm, log_decay, write_strength
-from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.reference import recurrent_step
 from gdn_jax.shapes import split_heads
 
@@ -107,3 +113,124 @@ def _token_step_bwd(allow_neg_eigval: bool, args, cotangents):
 
 
 _token_step.defvjp(_token_step_fwd, _token_step_bwd)
+
+
+class Heads(NamedTuple):
+    """Where `mix_token` finds the parts of a token."""
+
+    H: int
+    """Heads of q, and of k, which are the first channels; those of v follow."""
+    a: int
+    """First channel of a in the array of the gates."""
+    b: int
+
+
+class Token(NamedTuple):
+    """What `mix_token` takes."""
+
+    channels: Float[Array, "B C"]
+    """Products of the layer's input: q, k and v before the convolution, then any others."""
+    gates: Float[Array, "B G"]
+    """Array in which a and b lie; may be `channels` itself."""
+    weight: Float[Array, "D W"]
+    """Filters of the convolution, of the D channels of q, k and v."""
+    bias: Float[Array, " D"] | None
+    A_log: Float[Array, " HV"]
+    dt_bias: Float[Array, " HV"]
+    conv_state: Float[Array, "B D W1"]
+    """Inputs before the token, oldest first."""
+    state: Float[Array, "B HV K V"]
+    """States of the rule before the token."""
+
+
+def is_whole(*arrays: jax.Array) -> bool:
+    """Whether these arrays lie on one device, as `mix_token` needs them.
+
+    Of an array that holds several kinds of heads side by side, no device could have its own. Inside jax.shard_map its
+    kernels run where JAX does not keep in the types of arrays over which mesh axes they vary.
+    """
+    types = [jax.typeof(x) for x in arrays]
+    is_typed = any(
+        x.manual_axis_type.varying or AxisType.Explicit in x.sharding.mesh.axis_types for x in types
+    )
+    return not is_typed and expected_shards(arrays) is None
+
+
+def has_kernels(token: Token, heads: Heads, implementation: str | None) -> bool:
+    """Whether the kernels take a call of `mix_token`, from the shapes of its arrays, for which `is_whole` is true."""
+    from pallas_kernels.decode import conv_update, step
+
+    if any(x is not None and x.dtype == jnp.float64 for x in token):
+        return False
+    (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
+    q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((heads.H, K), (HV, V)))
+    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    return usable(implementation, reason or step.check_supported(q, q, v, token.state))
+
+
+def mix_token(
+    token: Token, heads: Heads, *, allow_neg_eigval: bool = False
+) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
+    """One token of every row by two kernels, which change both states where they lie.
+
+        [q | k | v] = silu(conv(channels))
+
+    and `token_step` of that. A loop that carries the states has them changed where they lie; elsewhere XLA copies
+    them. The result can be differentiated once, in reverse.
+
+    Args:
+      token: arrays for which `is_whole` and `has_kernels` are true.
+      heads: where the parts lie.
+      allow_neg_eigval: beta = 2 sigmoid(b).
+
+    Returns:
+      o in the channels' dtype, and both states after the token in their dtypes. Numerics: float32, rounded behind the
+      convolution and at the end.
+    """
+    return _mix_token((heads, allow_neg_eigval), token)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix_token(static, token: Token):
+    return _mix_by_kernels(static, token)
+
+
+def _mix_by_kernels(static, token: Token):
+    from pallas_kernels.decode.conv_update import conv_update
+    from pallas_kernels.decode.step import Channels, step_of_channels
+
+    heads, allow_neg_eigval = static
+    everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
+    filters = token.weight, token.bias
+    qkv, conv_state = conv_update(token.channels, token.conv_state, *filters, **everywhere)
+    (HV, K), H = token.state.shape[1:3], heads.H
+    options: dict[str, Any] = {"A_log": token.A_log, "dt_bias": token.dt_bias, "scale": K**-0.5}
+    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, heads.a, heads.b)}
+    qkv, gates = qkv[:, None], token.gates[:, None]
+    options |= {"allow_neg_eigval": allow_neg_eigval} | everywhere
+    o, state = step_of_channels(qkv, qkv, qkv, gates, gates, token.state, **options)
+    return o[:, 0], conv_state, state
+
+
+def _mix_token_plain(static, token: Token):
+    """The same in plain JAX, for its derivative."""
+    heads, allow_neg_eigval = static
+    D = token.weight.shape[0]
+    qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
+    (B, HV, K, V), H = token.state.shape, heads.H
+    q, k, v = jnp.split(qkv, [H * K, 2 * H * K], axis=-1)
+    vectors = q.reshape(B, H, K), k.reshape(B, H, K), v.reshape(B, HV, V)
+    a, b = (token.gates[:, first : first + HV] for first in (heads.a, heads.b))
+    o, state = _plain(allow_neg_eigval, *vectors, a, b, token.A_log, token.dt_bias, token.state)
+    return o, conv_state, state
+
+
+def _mix_token_fwd(static, token: Token):
+    return _mix_token(static, token), token
+
+
+def _mix_token_bwd(static, token: Token, cotangents):
+    return jax.vjp(partial(_mix_token_plain, static), token)[1](cotangents)
+
+
+_mix_token.defvjp(_mix_token_fwd, _mix_token_bwd)

@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 
 from gdn_jax.blocks import RMSNorm, group_projections
 from gdn_jax.fused.kernels import usable
+from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.lora import merge_lora
@@ -40,12 +41,12 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 GROUPS = (
-    ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj"),
+    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""Projections of one input, by their names in a layer."""
+"""Projections of one input, by their names in a layer, in the order in which its kernels take them."""
 
 
 def for_decoding(model: LanguageModel) -> LanguageModel:
@@ -62,8 +63,10 @@ def for_decoding(model: LanguageModel) -> LanguageModel:
         return model
     model = nnx.clone(model)
     for _, part in list(nnx.iter_modules(model)):
+        # Whole heads, so that a kernel can take the last ones as those of the output gate.
+        unit = part.head_v_dim if isinstance(part, GatedDeltaNet) else 1
         for names in GROUPS:
-            group_projections(part, names)
+            group_projections(part, names, unit if "g_proj" in names else 1)
     return model
 
 

@@ -110,8 +110,8 @@ class ServedModel:
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv = _project(mixer, x)[:, 0]
             qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *_filter(mixer), read_slots=slots)
-            o, state = serving.decode(
-                *_heads(mixer, qkv),
+            o, state = serving.decode_packed(
+                qkv,
                 mixer.a_proj(x)[:, 0],
                 mixer.b_proj(x)[:, 0],
                 pools[i].state,

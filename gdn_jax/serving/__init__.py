@@ -8,7 +8,7 @@ nothing is sent.
 from gdn_jax.serving.batching import QueueFull, Server
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
 from gdn_jax.serving.drafts import verify
-from gdn_jax.serving.packed import prefill_packed
+from gdn_jax.serving.packed import decode_packed, prefill_packed
 from gdn_jax.serving.pools import RingPool, make_ring_pool
 from gdn_jax.serving.prompts import prefill
 from gdn_jax.serving.ring import accept, flush, snapshot
@@ -25,6 +25,7 @@ __all__ = [
     "causal_conv1d_verify",
     "copy_slots",
     "decode",
+    "decode_packed",
     "flush",
     "make_ring_pool",
     "prefill",

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from gdn_jax import conv
-from gdn_jax.serving import slots
-from gdn_jax.serving.arguments import check_pool, check_sequences, check_slots, slot_count
+from gdn_jax.serving import kernels, shards, slots
+from gdn_jax.serving.arguments import check_pool, check_sequences, check_slots, choose, slot_count
 from gdn_jax.serving.drafts import check_spans, span_addresses, token_mask, walk
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_array
@@ -77,19 +77,22 @@ def causal_conv1d_update(
     activation: str | None = "silu",
     null_slot: int | None = None,
     layer: Any = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B D"], Pool]:
     """One token of every request. The pool is donated.
 
     Args:
       x: the new inputs [B, D], floating.
       pool, weight, bias, activation: as for `causal_conv1d`.
-      read_slots, write_slots, null_slot, layer: as for `decode`.
+      read_slots, write_slots, null_slot, layer, implementation: as for `decode`. Two implementations leave the same
+        bits in the pool; their y differs by rounding.
 
     Returns:
       y [B, D] in x's dtype, 0 at padding, and the pool, in which all but the written slots keep their bits.
 
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
     """
     check_array("x", x, (None, None), "B, D")
     _check(x.shape[1], pool, weight, layer)
@@ -97,8 +100,10 @@ def causal_conv1d_update(
     check("read_slots", read_slots, (x.shape[0],), "B", unique=write_slots is None)
     if write_slots is not None:
         check("write_slots", write_slots, (x.shape[0],), "B", unique=True)
+    conv.check(x[:, None], weight, bias, activation)
+    implementation = choose(implementation, partial(kernels.convolution_unsupported, pool, x, weight, bias))
     indices = (None if y is None else jnp.asarray(y) for y in (read_slots, write_slots))
-    return _token(pool, x, weight, bias, *indices, layer, (activation, null_slot))
+    return _token(pool, x, weight, bias, *indices, layer, (activation, null_slot), implementation)
 
 
 def causal_conv1d_verify(
@@ -156,9 +161,12 @@ def _prompts(pool, x, weight, bias, cu_seqlens, read_slots, write_slots, has_ini
     return y, slots.put(pool, write, state)
 
 
-@partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
-def _token(pool, x, weight, bias, read_slots, write_slots, layer, static):
+@partial(jax.jit, static_argnums=(7, 8), donate_argnums=0, inline=True)
+def _token(pool, x, weight, bias, read_slots, write_slots, layer, static, implementation):
     activation, null_slot = static
+    if implementation == "mosaic_gpu":
+        others = (weight, bias, read_slots, write_slots)
+        return shards.convolve(kernels.convolve, static, pool, x, *others, layer=layer)
     read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
     y, state = conv.causal_conv1d_update(x, slots.take(pool, read), weight, bias, activation=activation)
     return jnp.where(read.is_slot[:, None], y, 0), slots.put(pool, write, state)

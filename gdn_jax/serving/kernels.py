@@ -1,10 +1,12 @@
-"""Decode, verify and prefill by the kernels: which calls they take, and what stands between such a call and them.
+"""Decode, verify, prefill and the convolution of a token by the kernels: which calls they take, and what stands
+between such a call and them.
 
 The kernels normalise q and k, know padding, and change the pool in place. Those of decode and verify make the gates,
 and a request's bits do not depend on the others. What is left for here is the cursors of rings, and requests that
-write where others read: the kernel of a step reads and writes at once.
+write where others read: the kernels of a token read and write at once.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,11 +42,22 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
         reason = step.check_supported(*raw[:3], pool)
     if reason is None and accumulation_dtype(*raw) != jnp.float32:
         reason = "a gate is float64; the kernels compute in float32"
-    if reason is None and _varies(pool):
-        reason = (
-            "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
-        )
-    return reason or device_reason()
+    return reason or _varying_reason(pool) or device_reason()
+
+
+def convolution_unsupported(pool: Array, x: Array, weight: Array, bias: Array | None) -> str | None:
+    """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
+    from pallas_kernels.decode import conv_update
+    from pallas_kernels.device.launch import device_reason
+
+    reason = conv_update.check_supported(x, pool, weight, bias)
+    return reason or _varying_reason(pool) or device_reason()
+
+
+def _varying_reason(pool: Any) -> str | None:
+    if not _varies(pool):
+        return None
+    return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
 
 
 def _varies(pool: Any) -> bool:
@@ -76,20 +89,75 @@ def _int32(numbers: Array, pool: Any) -> Int[Array, " B"]:
     return numbers if numbers.dtype == jnp.int32 else Address.of(numbers, pool).slot
 
 
-def decode(
-    pool: Array, raw: Raw, read_slots: Array, write_slots: Array | None, layer: Any, options: Options
+def convolve(
+    static: tuple[str | None, int | None],
+    pool: Array,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    read_slots: Array,
+    write_slots: Array | None,
+    layer: Any,
 ) -> tuple[Array, Array]:
-    """`serving.decode` on a pool of states."""
-    from pallas_kernels.decode.step import step
+    """`serving.causal_conv1d_update`; static: its activation and null_slot."""
+    from pallas_kernels.decode.conv_update import conv_update
 
-    one, null_slot = _one_token(raw), options.null_slot
+    activation, null_slot = static
+
+    def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
+        at: dict[str, Any] = {
+            "read_slots": read,
+            "write_slots": write,
+            "layer": layer,
+            "null_slot": null_slot,
+        }
+        return conv_update(x, pool, weight, bias, silu=activation == "silu", **at)
+
+    return _in_slots(run, pool, read_slots, write_slots, layer, null_slot)
+
+
+def decode(
+    pool: Array,
+    raw: Raw,
+    read_slots: Array,
+    write_slots: Array | None,
+    layer: Any,
+    options: Options,
+    qkv: Array | None = None,
+) -> tuple[Array, Array]:
+    """`serving.decode` on a pool of states. The kernel reads q, k and v where they lie in qkv [B, D], if that is
+    given."""
+    from pallas_kernels.decode import step
+
+    one, common = _one_token(raw), _rule(raw, options)
 
     def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
         at: dict[str, Any] = {"read_slots": read, "write_slots": write[:, None]}
         at |= {"layer": layer, "null_slot": null_slot}
-        o, pool = step(*one[:5], pool, **_rule(raw, options), **at)
+        if qkv is None:
+            o, pool = step.step(*one[:5], pool, **common, **at)
+        else:
+            Hk, HV, K = options.dims.Hk, options.dims.HV, options.dims.K
+            at |= {"heads": (Hk, Hk, HV), "first": step.Channels(k=Hk * K, v=2 * Hk * K)}
+            x = qkv[:, None]
+            o, pool = step.step_of_channels(x, x, x, one.a, one.b, pool, **common, **at)
         return o[:, 0], pool
 
+    return _in_slots(run, pool, read_slots, write_slots, layer, options.null_slot)
+
+
+def _in_slots(
+    run: Callable[..., tuple[Array, Array]],
+    pool: Array,
+    read_slots: Array,
+    write_slots: Array | None,
+    layer: Any,
+    null_slot: int | None,
+) -> tuple[Array, Array]:
+    """run(pool, read, write, layer, null_slot), a kernel that reads and writes slots at once: outputs and the pool.
+
+    Where a request writes what another reads, it runs on a pool of all states that are read.
+    """
     numbers = _int32(read_slots, pool)
     if write_slots is None:
         return run(pool, numbers, numbers, layer, null_slot)
@@ -99,8 +167,8 @@ def decode(
         return run(pool, numbers, _int32(write_slots, pool), layer, null_slot)
 
     def read_first(pool):
-        """All states that are read, as a pool of their own."""
-        rows = jnp.where(read.is_slot, jnp.arange(options.dims.B, dtype=jnp.int32), slots.BEYOND)
+        rows = jnp.arange(read_slots.shape[0], dtype=jnp.int32)
+        rows = jnp.where(read.is_slot, rows, slots.BEYOND)
         o, states = run(slots.take(pool, read), rows, rows, None, None)
         return o, slots.put(pool, write, states)
 

@@ -1,7 +1,8 @@
-"""The two-pass prefill from one packed array of queries, keys and values.
+"""Prefill and decode in two passes from one packed array of queries, keys and values.
 
-Pass 1 is the convolution of `serving.causal_conv1d` over [T, 2 Hk K + HV V] channels, in the order queries, keys,
-values. Pass 2 is the rule on what it gives. Modular's documentation divides the work in this way.
+Pass 1 is the convolution over [T, 2 Hk K + HV V] channels, in the order queries, keys, values: `causal_conv1d`, or
+`causal_conv1d_update` for one token. Pass 2 is the rule on what it gives. Modular's documentation divides the work of
+a prompt in this way.
 """
 
 from typing import Any
@@ -14,6 +15,8 @@ from gdn_jax.gates import log_decay_from_alpha
 from gdn_jax.serving.pools import RingPool
 from gdn_jax.serving.prompts import Pool, prefill
 from gdn_jax.serving.slots import Indices
+from gdn_jax.serving.step import decode_raw
+from gdn_jax.serving.tokens import Raw
 from gdn_jax.shapes import STATE_LAYOUTS, check_array, check_choice
 
 
@@ -55,24 +58,14 @@ def prefill_packed(
     Source: Modular's `gated_delta`. Its documentation calls the decay exp(-softplus), which leaves out the learned
       rate: it is exp(-exp(A_log) softplus(a + dt_bias)).
     """
-    check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    states = pool.state if isinstance(pool, RingPool) else pool
-    HV, *widths = states.shape[-3:]
-    K, V = widths if state_layout == "kv" else widths[::-1]
-    check_array("qkv", qkv, (None, None), "T, D")
-    T, D = qkv.shape
-    key_dim, rest = divmod(D - HV * V, 2)
-    if rest or key_dim < K or key_dim % K:
-        raise ValueError(
-            f"qkv: expected 2 Hk K + HV V channels with HV V = {HV} * {V} and K = {K}, which are the pool's, got {D}"
-        )
+    q, k, v = _heads(qkv, pool, state_layout)
+    T, HV, V = v.shape
     for name, x in (("decay", decay), ("beta", beta)):
         check_array(name, x, (T, HV), "T, HV")
-    q, k, v = jnp.split(qkv[None], [key_dim, 2 * key_dim], axis=-1)
     o, pool = prefill(
-        q.reshape(1, T, -1, K),
-        k.reshape(1, T, -1, K),
-        v.reshape(1, T, HV, V),
+        q[None],
+        k[None],
+        v[None],
         log_decay_from_alpha(decay)[None],
         beta[None],
         row_offsets,
@@ -86,3 +79,58 @@ def prefill_packed(
         **options,
     )
     return o.reshape(T, HV * V), pool
+
+
+def decode_packed(
+    qkv: Float[Array, "B D"],
+    a: Float[Array, "B HV"],
+    b: Float[Array, "B HV"],
+    pool: Pool,
+    *,
+    state_layout: str = "kv",
+    A_log: Float[Array, " HV"],
+    dt_bias: Float[Array, " HV"],
+    **options: Any,
+) -> tuple[Float[Array, "B HV V"], Pool]:
+    """`decode` of queries, keys and values in one array, as `causal_conv1d_update` gives them. The pool is donated.
+
+    The kernel reads them where they lie. The widths of the heads are the pool's; what channels are left make the key
+    heads, and there are as many query heads.
+
+    Args:
+      qkv: [B, 2 Hk K + HV V], queries, keys and values of every request.
+      a, b, pool, A_log, dt_bias, state_layout: as for `decode`.
+      options: the other options of `decode`.
+
+    Returns:
+      o [B, HV, V] in qkv's dtype, and the pool.
+
+    Raises:
+      ValueError, NotImplementedError: as for `decode`.
+    """
+    raw = Raw(*_heads(qkv, pool, state_layout), a, b, A_log, dt_bias)
+    return decode_raw(raw, pool, qkv, state_layout=state_layout, **options)
+
+
+def _heads(
+    qkv: Float[Array, "T D"], pool: Pool, state_layout: str
+) -> tuple[Float[Array, "T Hk K"], Float[Array, "T Hk K"], Float[Array, "T HV V"]]:
+    """Queries, keys and values of packed channels.
+
+    Raises:
+      ValueError: the channels are not those of the pool's heads.
+    """
+    check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    states = pool.state if isinstance(pool, RingPool) else pool
+    HV, *widths = states.shape[-3:]
+    K, V = widths if state_layout == "kv" else widths[::-1]
+    check_array("qkv", qkv, (None, None), "T, D")
+    T, D = qkv.shape
+    key_dim, rest = divmod(D - HV * V, 2)
+    if rest or key_dim < K or key_dim % K:
+        raise ValueError(
+            f"qkv: expected 2 Hk K + HV V channels with HV V = {HV} * {V} and K = {K}, which are the pool's, got {D}"
+        )
+    q, k, v = jnp.split(qkv, [key_dim, 2 * key_dim], axis=-1)
+    Hk = key_dim // K
+    return q.reshape(T, Hk, K), k.reshape(T, Hk, K), v.reshape(T, HV, V)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from gdn_jax.partitioning import (
     RuleAxes,
@@ -21,6 +22,9 @@ from gdn_jax.partitioning import (
 from gdn_jax.serving.pools import RingPool, pool_axes
 from gdn_jax.serving.tokens import Options, Raw
 from gdn_jax.shapes import RuleArrays
+
+CHANNELS = 128
+"""Of these in a row every shard of a convolution has whole ones."""
 
 
 def serve(
@@ -58,6 +62,32 @@ def serve_prompts(
     return _on_heads(
         f, static, (pool, tuple(tokens), *others), operands, (axes[2], names), sizes, opaque=True
     )
+
+
+def convolve(
+    f: Callable[..., Any], static: Hashable, pool: jax.Array, x: jax.Array, *others: Any, layer: Any
+) -> tuple[jax.Array, jax.Array]:
+    """f(static, pool, x, weight, bias, read_slots, write_slots, layer), which is y and the pool, by a kernel; every
+    device computes those of its own channels.
+
+    Args:
+      f: a function of a module. It takes shards of whole blocks of `CHANNELS`.
+      others: weight, bias and slots.
+    """
+    weight, bias, *numbers = others
+    names = ". d ." if pool.ndim == 3 else ". . d ."
+    operands = (names, ". d", "d .", "d", *_whole((*numbers, layer)))
+    D = x.shape[1]
+    sizes = {} if D % CHANNELS else {"d": D // CHANNELS}
+    args = (pool, x, weight, bias, *numbers, layer)
+    return _on_heads(f, static, args, operands, (". d", names), sizes, opaque=True)
+
+
+def is_split(*arrays: Any) -> bool:
+    """Whether XLA, or the arrays' types, may split a call on these arrays over devices."""
+    leaves = jax.tree.leaves(arrays)
+    explicit = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in leaves)
+    return explicit or expected_shards(leaves) is not None
 
 
 def on_pool(f: Callable[..., RingPool], static: Hashable, pool: RingPool, *others: Any) -> RingPool:

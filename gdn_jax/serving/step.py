@@ -84,6 +84,48 @@ def decode(
     Numerics: gates, norms, states and sums in float32 (float64 when an argument is), rounded once on the way out.
     Source: FlashInfer's `gated_delta_rule_decode_pretranspose`, vLLM's `fused_recurrent_gated_delta_rule`.
     """
+    raw = Raw(q, k, v, a, b, A_log, dt_bias)
+    return decode_raw(
+        raw,
+        pool,
+        None,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        allow_neg_eigval=allow_neg_eigval,
+        state_layout=state_layout,
+        null_slot=null_slot,
+        layer=layer,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
+
+
+def decode_raw(
+    raw: Raw,
+    pool: Pool,
+    qkv: Float[Array, "B D"] | None,
+    *,
+    read_slots: Indices,
+    write_slots: Indices | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B HO V"], Pool]:
+    """`decode`, of q, k and v that may be parts of one array.
+
+    Args:
+      raw: the tokens and the parameters of the gates.
+      qkv: the array of which raw.q, raw.k and raw.v are the channels, one behind the other. A kernel then reads them
+        there, and raw's are never made.
+    """
+    q, k, v, a, b, A_log, dt_bias = raw
     dims = token_dims(q, k, v, a, b, A_log, dt_bias, letters="B", state_layout=state_layout)
     states = pool.state if isinstance(pool, RingPool) else pool
     check_pool(states, *state_shape(dims, state_layout), layer)
@@ -95,7 +137,6 @@ def decode(
     )
     if write_slots is not None:
         check_slots("write_slots", write_slots, (dims.B,), "B", size, null_slot=null_slot, unique=True)
-    raw = Raw(q, k, v, a, b, A_log, dt_bias)
     no_kernel = partial(kernels.unsupported, raw, pool, elsewhere=write_slots is not None)
     options = Options(
         dims,
@@ -111,11 +152,14 @@ def decode(
         shards.warn_of_gathered(pool, raw)
     read = jnp.asarray(read_slots)
     write = None if write_slots is None else jnp.asarray(write_slots)
-    return _decode(pool, raw, read, write, layer, options)
+    return _decode(pool, raw, qkv, read, write, layer, options)
 
 
-@partial(jax.jit, static_argnums=5, donate_argnums=0, inline=True)
-def _decode(pool, raw: Raw, read_slots, write_slots, layer, options: Options):
+@partial(jax.jit, static_argnums=6, donate_argnums=0, inline=True)
+def _decode(pool, raw: Raw, qkv, read_slots, write_slots, layer, options: Options):
+    whole = qkv is not None and not isinstance(pool, RingPool) and not shards.is_split(pool, raw)
+    if whole and options.implementation == "mosaic_gpu":
+        return kernels.decode(pool, raw, read_slots, write_slots, layer, options, qkv)
     return shards.serve(_decode_on_shard, options, pool, raw, read_slots, write_slots, layer)
 
 

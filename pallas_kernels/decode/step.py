@@ -6,8 +6,10 @@
 With T = 1 this is decoding. With more tokens it is verification of drafts: the state after token t goes to a slot of
 its own, and stays in float32 between the tokens.
 
-Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
-floating dtype; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N] int32.
+Inputs (GMEM): q [N, T, Hq K], k [N, T, Hk K], v [N, T, HV V] bfloat16, float16 or float32; a, b [N, T, HV] of any
+floating dtype; each may also be channels of an array [N, T, C], from one that `Channels` names on, so that one array
+can be several of them; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N]
+int32.
 In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; with an axis of layers after the
 first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
@@ -21,7 +23,7 @@ Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,9 @@ MAX_K = 256
 
 MAX_TILE = 128 * 128
 """Entries of a tile by default: registers do not hold a larger one in float32."""
+
+ALIGNED = 8
+"""Channels that a thread reads at once at most: q, k and v begin at a multiple of them, in arrays of a multiple."""
 
 POOL_DTYPES = ("float32", "bfloat16")
 """Of the states in a pool."""
@@ -95,6 +100,20 @@ def check_supported(q, k, v, pool) -> str | None:
     return None
 
 
+class Channels(NamedTuple):
+    """Where the first head of each input of a token lies in its array."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    a: int = 0
+    b: int = 0
+
+
+ALONE = Channels()
+"""Each in an array of its own."""
+
+
 SCALARS = 5
 """Of a token in shared memory: exp(g), beta, and the norms."""
 
@@ -114,7 +133,7 @@ def memory(rule: Rule, config: Config, T: int, uneven: bool) -> Memory:
     }
 
 
-def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
+def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, first: Channels) -> None:
     itemsize = gmem.pool.dtype.itemsize
     tile = Tile(rule, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
@@ -122,12 +141,21 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
     count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
 
+    def q_at(t):
+        return gmem.q.at[row, t, pl.ds(first.q + q_head * rule.K, rule.K)]
+
+    def k_at(t):
+        return gmem.k.at[row, t, pl.ds(first.k + k_head * rule.K, rule.K)]
+
+    def v_at(t):
+        return gmem.v.at[row, t, pl.ds(first.v + head * rule.V + entries.start, config.block)]
+
     def store_o(t, o):
         store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
 
     def gates(t):
-        alpha = jnp.exp(log_decay(gmem.a[row, t, head], gmem.A_log[head], gmem.dt_bias[head]))
-        return alpha, write_strength(gmem.b[row, t, head], rule.allow_neg_eigval)
+        alpha = jnp.exp(log_decay(gmem.a[row, t, first.a + head], gmem.A_log[head], gmem.dt_bias[head]))
+        return alpha, write_strength(gmem.b[row, t, first.b + head], rule.allow_neg_eigval)
 
     def write_slot(t):
         return row if gmem.write_slots is None else gmem.write_slots[row, t]
@@ -153,9 +181,9 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
         whole = vector_layout(rule.K)
         found = [
             (
-                load(gmem.q.at[row, t, q_head], whole),
-                load(gmem.k.at[row, t, k_head], whole),
-                load(gmem.v.at[row, t, head, entries], tile.v_layout),
+                load(q_at(t), whole),
+                load(k_at(t), whole),
+                load(v_at(t), tile.v_layout),
                 *gates(t),
             )
             for t in numbers
@@ -185,8 +213,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int) -> None:
         lax.fori_loop(0, count, token, S.astype(jnp.float32))
 
     if T == 1 and gmem.num_tokens is None:
-        at = gmem.q.at[row, 0, q_head], gmem.k.at[row, 0, k_head], gmem.v.at[row, 0, head, entries]
-        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(*at)))
+        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(q_at(0), k_at(0), v_at(0))))
     else:
         pl.when(rule.is_slot(slot))(several)
     # Padding tokens, or a padding row.
@@ -202,6 +229,30 @@ def step(
     b: Float[Array, "N T HV"],
     pool: Float[Array, "slots *layers HV rows columns"],
     *,
+    kv_layout: bool = True,
+    **options: Any,
+) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
+    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
+
+    Args:
+      q, k, v, a, b, pool: inputs that `check_supported` accepts.
+      kv_layout, options: of `step_of_channels`.
+    """
+    heads = (q.shape[2], k.shape[2], v.shape[2])
+    q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+    return step_of_channels(q, k, v, a, b, pool, heads=heads, kv_layout=kv_layout, **options)
+
+
+def step_of_channels(
+    q: Float[Array, "N T Cq"],
+    k: Float[Array, "N T Ck"],
+    v: Float[Array, "N T Cv"],
+    a: Float[Array, "N T Ca"],
+    b: Float[Array, "N T Cb"],
+    pool: Float[Array, "slots *layers HV rows columns"],
+    *,
+    heads: tuple[int, int, int],
+    first: Channels = ALONE,
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"] | None,
@@ -216,12 +267,15 @@ def step(
     config: Config | None = None,
     interpret=None,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
-    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
+    """`step` of heads that lie side by side in arrays of channels, of which several may be one array.
 
     The pool is updated in place where it is donated to the compiled function around this call; else XLA copies it.
 
     Args:
-      q, k, v, a, b, pool: inputs that `check_supported` accepts.
+      q, k, v, a, b: arrays of channels, q, k and v of one dtype and with a multiple of `ALIGNED` channels.
+      pool: as of `check_supported`.
+      heads: Hq, Hk and HV.
+      first: where the heads of each begin in its array, for q, k and v a multiple of `ALIGNED`.
       A_log, dt_bias: parameters of the decay.
       read_slots: where each request's state is. One that is negative, past the pool or null_slot is padding: its
         output is 0, and nothing is read or written. None: that of request i is in slot i.
@@ -236,17 +290,23 @@ def step(
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      o [N, T, HV, V] in v's dtype, and the pool.
     """
-    N, T, Hq, K = q.shape
-    HV, V = v.shape[2:]
+    N, T = q.shape[:2]
+    Hq, Hk, HV = heads
+    K, V = pool.shape[-2:] if kv_layout else pool.shape[:-3:-1]
+    for x, start in zip((q, k, v), first[:3], strict=True):
+        assert x.shape[2] % ALIGNED == start % ALIGNED == 0, f"channels from {start} of {x.shape}"
     slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
-    rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
+    rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(K, V, pool.dtype, kv_layout, T)
     in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",
-        functools.partial(_body, rule=rule, config=config, T=T),
+        functools.partial(_body, rule=rule, config=config, T=T, first=first),
         inputs={
             "q": q,
             "k": k,
@@ -261,7 +321,7 @@ def step(
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
             "pool": in_place,
         },
-        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         memory=memory(rule, config, T, num_tokens is not None),
         ctas=N * HV * (V // config.block),
         auto_barriers=False,

@@ -14,8 +14,9 @@ from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.ring_step import Drafts, ring_step
-from pallas_kernels.decode.step import step
+from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.forward import outputs, transitions
 from pallas_kernels.layer import short_conv
 from pallas_kernels.layer.cross_entropy import cross_entropy
@@ -274,6 +275,31 @@ def step_case(
     return run, (*vectors, gates, gates, pool, heads, heads, i32(N), i32(N, T), i32(N) if uneven else None)
 
 
+def joined_step_case(pool_dtype: Any = jnp.float32):
+    """A function and its argument shapes: step_of_channels, one token whose row is its slot."""
+    (B, H, K), x = (4, 2, 128), functools.partial(_shape, dtype=jnp.bfloat16)
+    pool, heads = _shape(B, H, K, K, dtype=pool_dtype), _shape(H)
+
+    def run(qkv, products, pool, A_log, dt_bias):
+        first = Channels(0, H * K, 2 * H * K, 3 * H * K, 3 * H * K + H)
+        static: Any = dict(heads=(H, H, H), first=first, scale=0.1, read_slots=None, write_slots=None)
+        gates = dict(A_log=A_log, dt_bias=dt_bias)
+        return step_of_channels(qkv, qkv, qkv, products, products, pool, **gates, **static)
+
+    return run, (x(B, 1, 3 * H * K), x(B, 1, (4 * H + 1) * K), pool, heads, heads)
+
+
+def conv_update_case(D=1024, W=4, others=0, bias=False, pool_dtype: Any = jnp.bfloat16, in_slots=True):
+    """A function and its argument shapes: conv_update, with the pool in place and others behind the channels."""
+    x, pool = _shape(4, D + others, dtype=jnp.bfloat16), _shape(8, D, W - 1, dtype=pool_dtype)
+    slots = _shape(4, dtype=jnp.int32) if in_slots else None
+
+    def run(x, pool, weight, bias, read_slots, write_slots):
+        return conv_update(x, pool, weight, bias, read_slots=read_slots, write_slots=write_slots)
+
+    return run, (x, pool, _shape(D, W), _shape(D) if bias else None, slots, slots)
+
+
 def _ring(kv_layout=True, pool_dtype: Any = jnp.float32):
     """Shapes of states, rings and cursors."""
     slots, Hk, HV, K, V, L = 8, 2, 4, 128, 128, 16
@@ -302,6 +328,8 @@ CASES = {
     "decode, vk": functools.partial(step_case, kv_layout=False),
     "decode, vk, bfloat16": functools.partial(step_case, kv_layout=False, pool_dtype=jnp.bfloat16),
     "decode, K 256": functools.partial(step_case, K=256),
+    "decode, joined": joined_step_case,
+    "decode, joined, bfloat16": functools.partial(joined_step_case, pool_dtype=jnp.bfloat16),
     "verify, 4 tokens": functools.partial(step_case, T=4),
     "verify, 4 tokens, bfloat16": functools.partial(step_case, T=4, pool_dtype=jnp.bfloat16),
     "verify, 4 tokens, vk, uneven": functools.partial(step_case, T=4, kv_layout=False, uneven=True),
@@ -312,6 +340,11 @@ CASES = {
     "verify on a ring, 4 tokens": functools.partial(ring_case, T=4),
     "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, kv_layout=False),
     "verify on a ring, 4 tokens, bfloat16": functools.partial(ring_case, T=4, pool_dtype=jnp.bfloat16),
+    "convolution of a token": conv_update_case,
+    "convolution of a token, joined": functools.partial(conv_update_case, others=144, in_slots=False),
+    "convolution of a token, float32": functools.partial(
+        conv_update_case, D=1000, W=3, bias=True, pool_dtype=jnp.float32
+    ),
     "short convolution": short_conv_case,
     "short convolution, segments": functools.partial(short_conv_case, segments=True),
     "short convolution, backwards": functools.partial(short_conv_case, backwards=True),
