@@ -15,7 +15,7 @@ from gdn_jax.shapes import Dims
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.backward.strengths import mantissa
-from pallas_kernels.device.launch import check_registers
+from pallas_kernels.device.launch import check_registers, release_registers
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables as work_tables
@@ -434,11 +434,13 @@ def test_refusals_say_why():
 
 
 def test_registers_that_a_cta_does_not_have():
-    """A kernel that asks for them waits for ever, on a GPU only."""
+    """A kernel that asks for them waits for ever, one that releases up to more is illegal: on a GPU only."""
     check_registers(72, 216, 216)
     check_registers(208, 240)
     with pytest.raises(AssertionError, match="of 504"):
         gradients_kernel.Config(helper_registers=64, compute_registers=224)
+    with pytest.raises(AssertionError, match="208 registers of 168"):
+        release_registers(208, warpgroups=3)
 
 
 @pytest.mark.parametrize("N", [1, 5, 40, 300])

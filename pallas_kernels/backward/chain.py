@@ -49,7 +49,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backward.strengths import mantissa
 from pallas_kernels.chunks.gates import gamma_of
-from pallas_kernels.device.launch import check_registers, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import (
+    check_registers,
+    grid_index,
+    launch,
+    release_registers,
+    warpgroup_index,
+)
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -267,7 +273,7 @@ def helper(cta: Cta) -> None:
     """The role of the last warpgroup: it loads chunks ahead and prepares them."""
     smem, config, chunks = cta.smem, cta.config, cta.chunks
     stages, key_stages = config.stages, config.key_stages
-    plgpu.set_max_registers(config.helper_registers, action="decrease")
+    release_registers(config.helper_registers, config.state_warpgroups + 1)
     for count, load in ((key_stages, _load_keys), (stages, _load_others)):
         for j in range(count):
             pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j)))

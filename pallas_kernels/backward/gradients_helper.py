@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backward.gradients_cta import WIDTH, Cta, Place
+from pallas_kernels.backward.gradients_cta import COMPUTE, WIDTH, Cta, Place
+from pallas_kernels.device.launch import release_registers
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, along_columns, zeros
 from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import mask_foreign
@@ -121,7 +122,7 @@ def helper(cta: Cta) -> None:
     """The role of the last warpgroup."""
     config, smem, v_tiles, steps_per_pair = cta.config, cta.smem, cta.v_tiles, cta.steps_per_pair
     token_stages, state_stages, float16 = config.token_stages, config.state_stages, cta.sizes.float16
-    plgpu.set_max_registers(config.helper_registers, action="decrease")
+    release_registers(config.helper_registers, COMPUTE + 1)
     pairs = cta.items * cta.query_heads
     steps = pairs * steps_per_pair
     # A compute warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.

@@ -15,17 +15,30 @@ NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
 
 
+def registers_at_entry(warpgroups: int) -> int:
+    """Registers of a thread at first: a CTA that gets all 65,536 has as many in each, a multiple of 8."""
+    return 65536 // (128 * warpgroups) // 8 * 8
+
+
 def check_registers(*counts: int) -> None:
     """Raises an AssertionError where warpgroups ask by set_max_registers for more than their CTA has at entry.
 
-    A CTA that gets all 65,536 registers has the same number in every thread, a multiple of 8. A warpgroup that asks
-    for one more than is left waits for ever.
+    A warpgroup that asks for one more than is left waits for ever.
 
     Args:
       counts: registers of a thread, for each warpgroup.
     """
-    at_entry = 65536 // (128 * len(counts)) // 8 * 8 * len(counts)
+    at_entry = registers_at_entry(len(counts)) * len(counts)
     assert sum(counts) <= at_entry, f"{counts} registers of {at_entry}"
+
+
+def release_registers(count: int, warpgroups: int) -> None:
+    """Leaves a thread of this warpgroup so many registers, at most those that it has at entry.
+
+    More would be an illegal instruction on the device, of which the interpreter knows nothing.
+    """
+    assert count <= registers_at_entry(warpgroups), f"{count} registers of {registers_at_entry(warpgroups)}"
+    plgpu.set_max_registers(count, action="decrease")
 
 
 def launch(

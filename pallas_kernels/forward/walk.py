@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import check_registers, grid_index, warpgroup_index
+from pallas_kernels.device.launch import check_registers, grid_index, release_registers, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -257,7 +257,7 @@ def _drain(cta: Cta, count: int) -> None:
 def _load_and_prepare(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
     """The role of a helper that loads chunks ahead itself."""
     smem, stages, ahead, chunks = cta.smem, cta.config.stages, cta.config.ahead, cta.chunks
-    plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
+    release_registers(cta.config.helper_registers, cta.config.warpgroups)
     for j in range(stages - ahead):
         pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
 
@@ -275,7 +275,7 @@ def _load_and_prepare(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
 def _prepare_loaded(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
     """The role of a helper beside a loader."""
     smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
-    plgpu.set_max_registers(cta.config.helper_registers, action="decrease")
+    plgpu.set_max_registers(cta.config.helper_registers, action="increase")  # three warpgroups begin with 168
 
     def step(i, _):
         stage = lax.rem(i, stages)
@@ -290,7 +290,7 @@ def _prepare_loaded(cta: Cta, prepare: Callable[[Cta, Any], None]) -> None:
 def _load_chunks(cta: Cta) -> None:
     """The role of the loader: a chunk into every stage, and into each that has been read the next one."""
     smem, stages, chunks = cta.smem, cta.config.stages, cta.chunks
-    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    release_registers(LOADER_REGISTERS, cta.config.warpgroups)
     for j in range(stages):
         pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
 

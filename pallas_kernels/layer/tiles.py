@@ -36,7 +36,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, check_registers, cluster_index, grid_index, warpgroup_index
+from pallas_kernels.device.launch import (
+    NUM_SMS,
+    check_registers,
+    cluster_index,
+    grid_index,
+    release_registers,
+    warpgroup_index,
+)
 from pallas_kernels.device.memory import CLUSTER, Barriers, Memory
 from pallas_kernels.device.operations import Device
 
@@ -195,7 +202,7 @@ def load_tiles(cta: Cta, load: Callable, load_more: Callable | None = None) -> N
         this row and this column.
       load_more: load_more(row, column, n, slot), those of the n-th step after them.
     """
-    plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+    release_registers(LOADING_REGISTERS, 3)
     empty, stages = cta.smem.empty, cta.config.stages
 
     def free(step):
