@@ -9,8 +9,8 @@ number of the text is an option or the chance of a sweep that its section links 
 scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
 scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
 seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` say the same in
-comments, `deeper` what a mixer has more at one scale than at another one, `gain` what it has more in one sweep than in
-another one, and `run`, `scores` and `config` give what the files have.
+comments, `deeper` what a mixer has more at one scale than at another one, `gain` in one sweep than in another one;
+`run`, `scores` and `config` give what the files have.
 """
 
 import functools
