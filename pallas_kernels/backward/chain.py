@@ -285,11 +285,20 @@ def helper(cta: Cta) -> None:
         plgpu.barrier_wait(smem.loaded_k.at[key_stage])
         pl.when(cta.adjoint)(lambda: plgpu.barrier_wait(smem.loaded_q.at[key_stage]))
         if cta.packed:
-            plgpu.barrier_wait(smem.loaded.at[stage])
-            _mask(cta, i, stage, key_stage)
+            is_shared = owned_rows(cta.span, cta.chunk_of(i))[2]
+
+            @pl.when(is_shared)
+            def _():
+                plgpu.barrier_wait(smem.loaded.at[stage])
+                _mask(cta, i, stage, key_stage)
+
         _prepare(cta, i, stage, key_stage)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.prepared.at[stage])
+        if (
+            cta.packed
+        ):  # every phase of a barrier is waited for, but this one only now where nothing is masked
+            pl.when(jnp.logical_not(is_shared))(lambda: plgpu.barrier_wait(smem.loaded.at[stage]))
 
         @pl.when(i >= lag)
         def _():
@@ -308,7 +317,7 @@ def helper(cta: Cta) -> None:
 def _store_state(cta: Cta, i, rounded, destination) -> None:
     """A rounded state to memory, through the tile that is also an operand with state_in_smem. The last output of the
     step before may still be on its way: only the state of that step must have left."""
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     cta.h_tile[...] = rounded
     plgpu.commit_smem()
     if destination is not None:
@@ -318,7 +327,7 @@ def _store_state(cta: Cta, i, rounded, destination) -> None:
 def store_output(cta: Cta, x_t, destination) -> None:
     """x_t transposed, [C, 64 columns of V], to memory."""
     tile = (cta.smem.out[0] if cta.packed else cta.smem.out).at[cta.wg]
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     transposed(tile)[...] = x_t
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, destination.at[:, cta.rows])
@@ -334,14 +343,18 @@ def store_dv(cta: Cta, chunk, dv_t) -> None:
     def destination(tokens):
         return cta.gmem.dv.at[cta.span.row, tokens, cta.head, cta.rows]
 
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     store_owned(cta.span, chunk, dv_t, views(swizzled), None if plain is None else views(plain), destination)
+    if cta.packed:  # so that at most one store is on its way after this one, as where it is a single copy
+        is_shared = owned_rows(cta.span, chunk)[2]
+        pl.when(is_shared)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
 
 def wait_loaded(cta: Cta, stage, key_stage) -> None:
     """Waits until a chunk has come, and in packed rows until it is masked."""
     if cta.packed:
-        return plgpu.barrier_wait(cta.smem.prepared.at[stage])
+        plgpu.barrier_wait(cta.smem.prepared.at[stage])
+        return plgpu.barrier_wait(cta.smem.loaded.at[stage])
     plgpu.barrier_wait(cta.smem.loaded_k.at[key_stage])
     plgpu.barrier_wait(cta.smem.loaded.at[stage])
 
@@ -451,7 +464,8 @@ def start(
         kv_layout=kv_layout,
         float16=k.dtype == jnp.float16,
     )
-    tables = table_inputs(None if items is None else items.tables, visits) | {"visit_sequence": None}
+    tables = table_inputs(None if items is None else items.tables, visits)
+    tables |= {"visit_chunk": None, "visit_rows": None}
     return launch(
         name,
         functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
