@@ -26,7 +26,8 @@ copies and makes P, D and Dr for the next chunk.
 |-----------|------------------------------------------|---------------------------------------------------|
 | loaded_k  | bulk copies of k, gates and beta         | helper; state warpgroups unless rows are packed   |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                            |
-| loaded    | bulk copies of T, v or do                | state warpgroups; the helper if rows are packed   |
+| loaded    | bulk copies of T, v or do                | state warpgroups; the helper if rows are packed:  |
+|           |                                          | before P where it masks, else behind it           |
 | prepared  | helper: P, D and Dr are written          | state warpgroups                                  |
 | consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
 
@@ -150,6 +151,10 @@ class Cta:
         self.dev = Device(interpreted)
         self.dtype = gmem.k.dtype
         self.packed = gmem.cu_seqlens is not None
+        self.waits_for_helper = self.packed and (config.state_in_smem or sizes.float16)
+        """Whether packed rows wait for the helper alone, and it for all of a chunk. Else it waits for what it masks,
+        and makes P of the other chunks before their T, v or do have come; that takes a register more, which K > 128
+        and float16 lack."""
         self.num_state = config.state_warpgroups
         # The adjoints come first: their chunks take longer.
         adjoints = sizes.split.num_items * sizes.HO * sizes.tiles
@@ -280,14 +285,17 @@ def helper(cta: Cta) -> None:
     # With one stage it waits for the chunk that it has prepared, else for the one before.
     lag = int(stages > 1)
 
+    def is_shared(i):
+        return owned_rows(cta.span, cta.chunk_of(i))[2]
+
     def step(i, _):
         stage, key_stage = lax.rem(i, stages), lax.rem(i, key_stages)
         plgpu.barrier_wait(smem.loaded_k.at[key_stage])
         pl.when(cta.adjoint)(lambda: plgpu.barrier_wait(smem.loaded_q.at[key_stage]))
         if cta.packed:
-            is_shared = owned_rows(cta.span, cta.chunk_of(i))[2]
+            waits = (lambda f: f()) if cta.waits_for_helper else pl.when(is_shared(i))
 
-            @pl.when(is_shared)
+            @waits
             def _():
                 plgpu.barrier_wait(smem.loaded.at[stage])
                 _mask(cta, i, stage, key_stage)
@@ -295,10 +303,8 @@ def helper(cta: Cta) -> None:
         _prepare(cta, i, stage, key_stage)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.prepared.at[stage])
-        if (
-            cta.packed
-        ):  # every phase of a barrier is waited for, but this one only now where nothing is masked
-            pl.when(jnp.logical_not(is_shared))(lambda: plgpu.barrier_wait(smem.loaded.at[stage]))
+        if cta.packed and not cta.waits_for_helper:  # every phase of a barrier has to be waited for
+            pl.when(jnp.logical_not(is_shared(i)))(lambda: plgpu.barrier_wait(smem.loaded.at[stage]))
 
         @pl.when(i >= lag)
         def _():
@@ -344,17 +350,16 @@ def store_dv(cta: Cta, chunk, dv_t) -> None:
         return cta.gmem.dv.at[cta.span.row, tokens, cta.head, cta.rows]
 
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    store_owned(cta.span, chunk, dv_t, views(swizzled), None if plain is None else views(plain), destination)
-    if cta.packed:  # so that at most one store is on its way after this one, as where it is a single copy
-        is_shared = owned_rows(cta.span, chunk)[2]
-        pl.when(is_shared)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    flat = None if plain is None else views(plain)
+    store_owned(cta.span, chunk, dv_t, views(swizzled), flat, destination, waits_for_rows=True)
 
 
 def wait_loaded(cta: Cta, stage, key_stage) -> None:
     """Waits until a chunk has come, and in packed rows until it is masked."""
     if cta.packed:
-        plgpu.barrier_wait(cta.smem.prepared.at[stage])
-        return plgpu.barrier_wait(cta.smem.loaded.at[stage])
+        if not cta.waits_for_helper:
+            plgpu.barrier_wait(cta.smem.loaded.at[stage])
+        return plgpu.barrier_wait(cta.smem.prepared.at[stage])
     plgpu.barrier_wait(cta.smem.loaded_k.at[key_stage])
     plgpu.barrier_wait(cta.smem.loaded.at[stage])
 

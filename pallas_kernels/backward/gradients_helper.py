@@ -153,13 +153,13 @@ def helper(cta: Cta) -> None:
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages, parts[0]))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages, parts[1]))
 
-        def following():
+        def following() -> Place:
             """Place of the next step."""
-            return cta.parts_of(jnp.minimum(i + 1, steps - 1))[0] if cta.packed else None
+            return cta.parts_of(jnp.minimum(i + 1, steps - 1))[0]
 
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
-            place = following()
+            place = following() if cta.packed else None
             plgpu.barrier_wait(smem.consumed_qk)
             pair = lax.div(i, steps_per_pair) + 1
             pl.when(pair < pairs)(lambda: _load_qk(cta, pair, place))
