@@ -5,8 +5,9 @@ then each makes the gradients of its own 64 columns of K. The helper makes <h, d
 tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
-warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1807, in float16 1977). That
-is why the compute warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and
+warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1807, in float16 1977; with
+many items the loads that a step starts come to that, 170 more, and in packed rows what looks up and checks). That is
+why the compute warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and
 diagonals come from `Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to
 0.97 ms, for a reason not found (the log has them): time every change.
 
