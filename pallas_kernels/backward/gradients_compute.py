@@ -181,6 +181,14 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
     return dq, dk
 
 
+def _wait_for_products(cta: Cta) -> None:
+    """Where E K is in the tiles that dq and dk leave through, waits until both warpgroups have multiplied by it: what
+    is stored row by row takes both tiles as one plain array."""
+    if cta.packed and cta.sizes.float16:
+        plgpu.barrier_arrive(cta.smem.multiplied)
+        plgpu.barrier_wait(cta.smem.multiplied)
+
+
 def _stores(cta: Cta):
     """Runs a function where this warpgroup stores what it makes."""
     return pl.when(cta.own_number() == 0) if cta.sizes.K == WIDTH else lambda f: f()
@@ -200,9 +208,7 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
-        if cta.packed and cta.sizes.float16:  # what is stored row by row takes both tiles as one plain array
-            plgpu.barrier_arrive(cta.smem.multiplied)
-            plgpu.barrier_wait(cta.smem.multiplied)
+        _wait_for_products(cta)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
         return dk
 
@@ -232,5 +238,6 @@ def compute(cta: Cta) -> None:
     plgpu.set_max_registers(cta.config.compute_registers, action="increase")
     lax.fori_loop(0, cta.items, functools.partial(_add_item, cta), ())
     if cta.packed:
+        _wait_for_products(cta)
         lax.fori_loop(cta.items, cta.items_with_padding(), functools.partial(_clear_item, cta), ())
     plgpu.wait_smem_to_gmem(0)
