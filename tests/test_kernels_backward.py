@@ -452,8 +452,12 @@ def test_tables_are_the_same_in_numpy_and_traced(N):
     for a, b in zip(traced, known, strict=True):
         np.testing.assert_array_equal(a, b)
     visits = [(n, c) for n in range(N + 1) for c in _chunks(*(*cu, 2104)[n : n + 2])]
-    assert known.first_visit[-1] == len(visits) <= len(known.sequence)
-    np.testing.assert_array_equal(known.sequence[: len(visits)], [n for n, _ in visits])
+    assert known.first_visit[-1] == len(visits) <= len(known.chunk)
+    np.testing.assert_array_equal(known.chunk[: len(visits)], [c for _, c in visits])
+    ends = (*cu, 2104)
+    owned = [(max(ends[n] - 64 * c, 0), min(ends[n + 1] - 64 * c, 64)) for n, c in visits]
+    rows = known.rows[: len(visits)]
+    np.testing.assert_array_equal(np.stack([rows % 128, rows // 128], 1), owned)
     visit_of_token = jax.jit(lambda tables: work_tables.visit_of_token(2104, tables))
     for tables in (traced, known):
         visit, begin = visit_of_token(tables)

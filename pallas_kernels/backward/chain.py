@@ -26,7 +26,8 @@ copies and makes P, D and Dr for the next chunk.
 |-----------|------------------------------------------|---------------------------------------------------|
 | loaded_k  | bulk copies of k, gates and beta         | helper; state warpgroups unless rows are packed   |
 | loaded_q  | bulk copy of q (adjoints only)           | helper                                            |
-| loaded    | bulk copies of T, v or do                | state warpgroups; the helper if rows are packed   |
+| loaded    | bulk copies of T, v or do                | state warpgroups; the helper if rows are packed:  |
+|           |                                          | before P where it masks, else behind it           |
 | prepared  | helper: P, D and Dr are written          | state warpgroups                                  |
 | consumed  | each state warpgroup: chunk read         | helper, before it loads to where the chunk was    |
 
@@ -150,6 +151,10 @@ class Cta:
         self.dev = Device(interpreted)
         self.dtype = gmem.k.dtype
         self.packed = gmem.cu_seqlens is not None
+        self.waits_for_helper = self.packed and (config.state_in_smem or sizes.float16)
+        """Whether packed rows wait for the helper alone, and it for all of a chunk. Else it waits for what it masks,
+        and makes P of the other chunks before their T, v or do have come; that takes a register more, which K > 128
+        and float16 lack."""
         self.num_state = config.state_warpgroups
         # The adjoints come first: their chunks take longer.
         adjoints = sizes.split.num_items * sizes.HO * sizes.tiles
@@ -280,16 +285,26 @@ def helper(cta: Cta) -> None:
     # With one stage it waits for the chunk that it has prepared, else for the one before.
     lag = int(stages > 1)
 
+    def is_shared(i):
+        return owned_rows(cta.span, cta.chunk_of(i))[2]
+
     def step(i, _):
         stage, key_stage = lax.rem(i, stages), lax.rem(i, key_stages)
         plgpu.barrier_wait(smem.loaded_k.at[key_stage])
         pl.when(cta.adjoint)(lambda: plgpu.barrier_wait(smem.loaded_q.at[key_stage]))
         if cta.packed:
-            plgpu.barrier_wait(smem.loaded.at[stage])
-            _mask(cta, i, stage, key_stage)
+            waits = (lambda f: f()) if cta.waits_for_helper else pl.when(is_shared(i))
+
+            @waits
+            def _():
+                plgpu.barrier_wait(smem.loaded.at[stage])
+                _mask(cta, i, stage, key_stage)
+
         _prepare(cta, i, stage, key_stage)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.prepared.at[stage])
+        if cta.packed and not cta.waits_for_helper:  # every phase of a barrier has to be waited for
+            pl.when(jnp.logical_not(is_shared(i)))(lambda: plgpu.barrier_wait(smem.loaded.at[stage]))
 
         @pl.when(i >= lag)
         def _():
@@ -308,7 +323,7 @@ def helper(cta: Cta) -> None:
 def _store_state(cta: Cta, i, rounded, destination) -> None:
     """A rounded state to memory, through the tile that is also an operand with state_in_smem. The last output of the
     step before may still be on its way: only the state of that step must have left."""
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     cta.h_tile[...] = rounded
     plgpu.commit_smem()
     if destination is not None:
@@ -318,7 +333,7 @@ def _store_state(cta: Cta, i, rounded, destination) -> None:
 def store_output(cta: Cta, x_t, destination) -> None:
     """x_t transposed, [C, 64 columns of V], to memory."""
     tile = (cta.smem.out[0] if cta.packed else cta.smem.out).at[cta.wg]
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     transposed(tile)[...] = x_t
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, destination.at[:, cta.rows])
@@ -334,13 +349,16 @@ def store_dv(cta: Cta, chunk, dv_t) -> None:
     def destination(tokens):
         return cta.gmem.dv.at[cta.span.row, tokens, cta.head, cta.rows]
 
-    plgpu.wait_smem_to_gmem(0 if cta.packed else 1, wait_read_only=True)
-    store_owned(cta.span, chunk, dv_t, views(swizzled), None if plain is None else views(plain), destination)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    flat = None if plain is None else views(plain)
+    store_owned(cta.span, chunk, dv_t, views(swizzled), flat, destination, waits_for_rows=True)
 
 
 def wait_loaded(cta: Cta, stage, key_stage) -> None:
     """Waits until a chunk has come, and in packed rows until it is masked."""
     if cta.packed:
+        if not cta.waits_for_helper:
+            plgpu.barrier_wait(cta.smem.loaded.at[stage])
         return plgpu.barrier_wait(cta.smem.prepared.at[stage])
     plgpu.barrier_wait(cta.smem.loaded_k.at[key_stage])
     plgpu.barrier_wait(cta.smem.loaded.at[stage])
@@ -451,7 +469,8 @@ def start(
         kv_layout=kv_layout,
         float16=k.dtype == jnp.float16,
     )
-    tables = table_inputs(None if items is None else items.tables, visits) | {"visit_sequence": None}
+    tables = table_inputs(None if items is None else items.tables, visits)
+    tables |= {"visit_chunk": None, "visit_rows": None}
     return launch(
         name,
         functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),

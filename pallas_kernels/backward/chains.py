@@ -107,6 +107,7 @@ def _adjoints(cta: Cta) -> None:
 
 def _clear_padding(cta: Cta) -> None:
     def clear(i, _):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # no state is stored between
         store_dv(cta, cta.span.first_chunk + i, zeros((ROWS, CHUNK), cta.dtype))
         return ()
 
@@ -165,7 +166,7 @@ def chains(
     """
     inputs = {"q": q, "k": k, "v": v, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t}
     inputs |= {"h_0": h_0, "dh_T": dh_T}
-    num_visits = q.shape[0] * -(-q.shape[1] // CHUNK) if visits is None else visits.sequence.shape[0]
+    num_visits = q.shape[0] * -(-q.shape[1] // CHUNK) if visits is None else visits.chunk.shape[0]
 
     def outputs(sizes):
         HO, K, V, S = sizes.HO, sizes.K, sizes.V, jax.ShapeDtypeStruct

@@ -49,7 +49,7 @@ def _store(cta: Cta, place: Place, head, x, target) -> None:
     """The own columns of dq or dk to memory."""
     wg, own = cta.own_number(), cta.own_columns()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    x = jnp.where(place.span.is_padding, 0.0, x).astype(cta.dtype) if cta.packed else x.astype(cta.dtype)
+    x = x.astype(cta.dtype)
     tile, flat = cta.smem.out if cta.packed else (cta.smem.out, None)
 
     def destination(tokens):
@@ -181,11 +181,23 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
     return dq, dk
 
 
+def _wait_for_products(cta: Cta) -> None:
+    """Where E K is in the tiles that dq and dk leave through, waits until both warpgroups have multiplied by it: what
+    is stored row by row takes both tiles as one plain array."""
+    if cta.packed and cta.sizes.float16:
+        plgpu.barrier_arrive(cta.smem.multiplied)
+        plgpu.barrier_wait(cta.smem.multiplied)
+
+
+def _stores(cta: Cta):
+    """Runs a function where this warpgroup stores what it makes."""
+    return pl.when(cta.own_number() == 0) if cta.sizes.K == WIDTH else lambda f: f()
+
+
 def _add_item(cta: Cta, n, _):
     """dq and dk of the n-th item."""
     gmem, heads_per_query, query_heads = cta.gmem, cta.heads_per_query, cta.query_heads
-    place = cta.place_of(n)
-    stores = pl.when(cta.own_number() == 0) if cta.sizes.K == WIDTH else lambda f: f()
+    place, stores = cta.place_of(n), _stores(cta)
 
     def add_query(query, dk):
         def one(e, carry):
@@ -196,9 +208,7 @@ def _add_item(cta: Cta, n, _):
             return _add_head(cta, place, head, first_step, e == 0, is_last, lift, *carry)
 
         dq, dk = lax.fori_loop(0, heads_per_query, one, (zeros((CHUNK, WIDTH), jnp.float32), dk))
-        if cta.packed and cta.sizes.float16:  # what is stored row by row takes both tiles as one plain array
-            plgpu.barrier_arrive(cta.smem.multiplied)
-            plgpu.barrier_wait(cta.smem.multiplied)
+        _wait_for_products(cta)
         stores(lambda: _store(cta, place, place.key_head * query_heads + query, dq, gmem.dq))
         return dk
 
@@ -207,8 +217,27 @@ def _add_item(cta: Cta, n, _):
     return ()
 
 
+def _clear_item(cta: Cta, n, _):
+    """Zeros for dq and dk of the n-th item, which is padding: behind the loop, whose instructions have to be few."""
+    place, query_heads, nothing = cta.place_of(n), cta.query_heads, zeros((CHUNK, WIDTH), jnp.float32)
+
+    def clear_query(query, _):
+        _store(cta, place, place.key_head * query_heads + query, nothing, cta.gmem.dq)
+        return ()
+
+    def clear():
+        lax.fori_loop(0, query_heads, clear_query, ())
+        _store(cta, place, place.key_head, nothing, cta.gmem.dk)
+
+    _stores(cta)(clear)
+    return ()
+
+
 def compute(cta: Cta) -> None:
     """The role of a compute warpgroup."""
     plgpu.set_max_registers(cta.config.compute_registers, action="increase")
     lax.fori_loop(0, cta.items, functools.partial(_add_item, cta), ())
+    if cta.packed:
+        _wait_for_products(cta)
+        lax.fori_loop(cta.items, cta.items_with_padding(), functools.partial(_clear_item, cta), ())
     plgpu.wait_smem_to_gmem(0)

@@ -5,8 +5,9 @@ then each makes the gradients of its own 64 columns of K. The helper makes <h, d
 tokens (do, dv, u) further ahead than states (h, dh), since dP and dL need tokens only.
 
 Instructions: an SM keeps 2048 of them (32 KB). Past that an instruction takes 2.8 cycles instead of one, in all
-warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1807, in float16 1977). That
-is why the compute warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and
+warpgroups, so the loops of compute warpgroups and helper together must stay below (now 1807, in float16 1977; with
+many items the loads that a step starts come to that, 170 more, and in packed rows what looks up and checks). That is
+why the compute warpgroups share their code and hold 64 columns each, why <h, dh> is a trace, and why masks and
 diagonals come from `Device`. Spills of 600 bytes doubled the time. And variants alike in size and spills took 0.58 to
 0.97 ms, for a reason not found (the log has them): time every change.
 
@@ -43,7 +44,7 @@ from pallas_kernels.device.launch import NUM_SMS, check_registers, warpgroup_ind
 from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.operations import Device
-from pallas_kernels.work.spans import Span, dense_span, packed_span
+from pallas_kernels.work.spans import Span, dense_span, visit_span
 
 WIDTH = 64
 """Columns of V of one step, and of a tile."""
@@ -165,9 +166,17 @@ class Cta:
         self.steps_per_pair = self.heads_per_query * self.v_tiles
         self.wg = warpgroup_index()
         self.worker = lax.axis_index("cta").astype(jnp.int32)
-        visits = gmem.first_visit[sizes.N + 1] if self.packed else jnp.int32(sizes.visits)
-        rounds = jnp.maximum(visits * sizes.Hk + config.ctas - 1 - self.worker, 0)
-        self.items = lax.div(rounds, config.ctas)
+        self.items = self._items_of(gmem.first_visit[sizes.N] if self.packed else jnp.int32(sizes.visits))
+        """Items of this CTA. Those of the padding of packed rows come after them."""
+
+    def _items_of(self, visits):
+        """How many of this CTA's items are those of the first visits."""
+        rounds = jnp.maximum(visits * self.sizes.Hk + self.config.ctas - 1 - self.worker, 0)
+        return lax.div(rounds, self.config.ctas)
+
+    def items_with_padding(self):
+        """Items of this CTA and of the padding of packed rows."""
+        return self._items_of(self.gmem.first_visit[self.sizes.N + 1])
 
     def place_of(self, n) -> Place:
         """Where the n-th item lies."""
@@ -175,8 +184,8 @@ class Cta:
         item = self.worker + n * self.config.ctas
         visit, key_head = lax.div(item, sizes.Hk), lax.rem(item, sizes.Hk)
         if self.packed:
-            span = packed_span(gmem.visit_sequence[visit], sizes.T, sizes.N, gmem)
-            return Place(span, visit, span.first_chunk + visit - span.first_visit, key_head)
+            span = visit_span(visit, gmem)
+            return Place(span, visit, span.first_chunk, key_head)
         num_chunks = -(-sizes.T // CHUNK)
         span = dense_span(lax.div(visit, num_chunks), sizes.T)
         return Place(span, visit, lax.rem(visit, num_chunks), key_head)

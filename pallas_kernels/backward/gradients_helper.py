@@ -15,10 +15,11 @@ from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import mask_foreign
 
 
-def _load_qk(cta: Cta, pair) -> None:
-    """Starts the copies of a pair."""
+def _load_qk(cta: Cta, pair, place=None) -> None:
+    """Starts the copies of a pair. place: of its item, if known."""
     gmem, smem, sizes = cta.gmem, cta.smem, cta.sizes
-    place, query = cta.place_of(lax.div(pair, cta.query_heads)), lax.rem(pair, cta.query_heads)
+    place = cta.place_of(lax.div(pair, cta.query_heads)) if place is None else place
+    query = lax.rem(pair, cta.query_heads)
     q_head = lax.div(cta.head_of(place, query, 0), sizes.HO // sizes.Hq)
     row = place.span.row
     plgpu.copy_gmem_to_smem(cta.columns_of(gmem.q.at[row, place.tokens, q_head]), smem.q, smem.loaded_qk)
@@ -63,25 +64,22 @@ def _load_power(cta: Cta, n) -> None:
     plgpu.copy_gmem_to_smem(source, cta.power, cta.smem.loaded_power)
 
 
-def _mask_tokens(cta: Cta, step) -> None:
-    """Masks what a step holds of other sequences' tokens."""
-    smem = cta.smem
-    stage, slot, place = cta.token_stage(step), cta.slot_of(step), cta.parts_of(step)[0]
-    plgpu.barrier_wait(smem.loaded.at[stage])
-
-    @pl.when(lax.rem(step, cta.v_tiles) == 0)
-    def _():
-        plgpu.barrier_wait(smem.loaded_gates.at[slot])
-        mask_foreign(place.span, place.chunk, (), gates=cta.g2.at[slot])
-
-    mask_foreign(place.span, place.chunk, (smem.x.at[stage, 0], smem.x.at[stage, 1]))
-    plgpu.barrier_arrive(smem.masked.at[stage])
+def _mask_head(cta: Cta, first_step, place: Place) -> None:
+    """Masks what the steps of a head hold of other sequences' tokens."""
+    smem, slot = cta.smem, cta.slot_of(first_step)
+    stages = [cta.token_stage(first_step + t) for t in range(cta.v_tiles)]
+    plgpu.barrier_wait(smem.loaded_gates.at[slot])
+    for stage in stages:
+        plgpu.barrier_wait(smem.loaded.at[stage])
+    tiles = [smem.x.at[stage, i] for stage in stages for i in range(2)]  # do and dv
+    mask_foreign(place.span, place.chunk, tiles, gates=cta.g2.at[slot])
+    for stage in stages:
+        plgpu.barrier_arrive(smem.masked.at[stage])
 
 
-def _mask_qk(cta: Cta, pair) -> None:
+def _mask_qk(cta: Cta, place: Place) -> None:
     """Masks what a pair holds of other sequences' tokens."""
     plgpu.barrier_wait(cta.smem.loaded_qk)
-    place = cta.place_of(lax.div(pair, cta.query_heads))
     mask_foreign(place.span, place.chunk, (cta.smem.q, cta.smem.k))
     plgpu.barrier_arrive(cta.smem.masked_qk)
 
@@ -125,8 +123,6 @@ def helper(cta: Cta) -> None:
     release_registers(config.helper_registers, COMPUTE + 1)
     pairs = cta.items * cta.query_heads
     steps = pairs * steps_per_pair
-    # A compute warpgroup reads the tokens of all steps of a head before it releases the first: masks run ahead.
-    ahead = min(token_stages - 1, v_tiles)
 
     pl.when(pairs > 0)(lambda: _load_qk(cta, jnp.int32(0)))
     if float16:
@@ -137,41 +133,58 @@ def helper(cta: Cta) -> None:
         if j < state_stages:
             pl.when(j < steps)(functools.partial(_load_states, cta, jnp.int32(j)))
     if cta.packed:
-        for j in range(ahead):
-            pl.when(j < steps)(functools.partial(_mask_tokens, cta, jnp.int32(j)))
-        pl.when(pairs > 0)(lambda: _mask_qk(cta, jnp.int32(0)))
+
+        @pl.when(pairs > 0)
+        def _():
+            first = cta.place_of(jnp.int32(0))
+            _mask_head(cta, jnp.int32(0), first)
+            _mask_qk(cta, first)
 
     def step(i, carry):
         inner, decay = carry
+        parts = None, None
         if cta.packed:
-            pl.when(i + ahead < steps)(lambda: _mask_tokens(cta, i + ahead))
+            # Looked up in tables before anything waits, so that the loads follow their waits at once.
+            parts = [cta.parts_of(jnp.minimum(i + n, steps - 1)) for n in (state_stages, token_stages)]
         is_first = lax.rem(i, v_tiles) == 0
         decay = lax.cond(is_first, lambda: jnp.exp2(_last_gate(cta, i)), lambda: decay)
         inner = jnp.where(is_first, 0.0, inner) + _inner_product(cta, i)
-        parts = None, None
-        if cta.packed:  # looked up in tables before the wait, so that the loads follow it at once
-            parts = [cta.parts_of(jnp.minimum(i + n, steps - 1)) for n in (state_stages, token_stages)]
         plgpu.barrier_wait(smem.consumed.at[cta.state_stage(i)])
         pl.when(i + state_stages < steps)(lambda: _load_states(cta, i + state_stages, parts[0]))
         pl.when(i + token_stages < steps)(lambda: _load_tokens(cta, i + token_stages, parts[1]))
 
+        def following() -> Place:
+            """Place of the next step."""
+            return cta.parts_of(jnp.minimum(i + 1, steps - 1))[0]
+
         @pl.when(lax.rem(i + 1, steps_per_pair) == 0)
         def _():
+            place = following() if cta.packed else None
             plgpu.barrier_wait(smem.consumed_qk)
             pair = lax.div(i, steps_per_pair) + 1
-            pl.when(pair < pairs)(lambda: _load_qk(cta, pair))
+            pl.when(pair < pairs)(lambda: _load_qk(cta, pair, place))
 
         @pl.when(lax.rem(i + 1, v_tiles) == 0)
         def _():
+            # The next head's tokens, where they were loaded a head ago; else they are waited for behind dg.
+            masks_first = token_stages >= 2 * v_tiles
+
+            def mask_head():
+                if cta.packed:
+                    pl.when(i + 1 < steps)(lambda: _mask_head(cta, i + 1, following()))
+
+            if masks_first:
+                mask_head()
             _gate_gradient(cta, *cta.parts_of(i)[:2], inner * decay, i + 1 == steps)
             if float16:
                 pl.when(i + 1 < steps)(lambda: _load_power(cta, lax.div(i + 1, v_tiles)))
+            if not masks_first:
+                mask_head()
 
-        if (
-            cta.packed
-        ):  # after dg, which the compute warpgroups wait for first, while q and k are on their way
+        if cta.packed:
+            # Behind dg, which the compute warpgroups wait for first, while q and k are on their way.
             is_new = (lax.rem(i + 1, steps_per_pair) == 0) & (i + 1 < steps)
-            pl.when(is_new)(lambda: _mask_qk(cta, lax.div(i + 1, steps_per_pair)))
+            pl.when(is_new)(lambda: _mask_qk(cta, following()))
         return inner, decay
 
     lax.fori_loop(0, steps, step, (zeros((WIDTH,), jnp.float32, ROW), jnp.float32(0.0)))

@@ -414,7 +414,7 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
         return jnp.min(decay, axis=3, initial=MAX_LIFT).swapaxes(1, 2).reshape(-1, HO)
     visit, begin = visit_of_token(T64, tables)
     has_past = has_past & (token > begin) & (token < tables.cu_seqlens[-1])
-    least = jnp.full((tables.sequence.shape[0], HO), MAX_LIFT, g2_cum.dtype)
+    least = jnp.full((tables.chunk.shape[0], HO), MAX_LIFT, g2_cum.dtype)
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
 
 

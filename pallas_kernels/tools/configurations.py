@@ -125,7 +125,7 @@ def segment_case(K=128, V=128, backwards=False, pool_dtype: Any = None, kv_layou
 def _visits(packed: bool) -> tuple[int, VisitTables | None]:
     """Visits of 1024 tokens, and the tables of three packed sequences."""
     i32: Any = functools.partial(_shape, dtype=jnp.int32)
-    return (19, VisitTables(i32(4), i32(5), i32(19))) if packed else (16, None)
+    return (19, VisitTables(i32(4), i32(5), i32(19), i32(19))) if packed else (16, None)
 
 
 def chains_case(

@@ -62,6 +62,8 @@ def store_owned(
     tile: tuple[Any, Any],
     flat: tuple[Any, Any] | None,
     destination: Callable[[Any], Any],
+    *,
+    waits_for_rows: bool = False,
 ) -> None:
     """A tile of a chunk to memory, through shared memory: whole, or row by row those that the span owns.
 
@@ -72,6 +74,8 @@ def store_owned(
       tile: a reference to swizzled shared memory [C, columns], and the view of it into which x goes.
       flat: the same bytes as a plain array, likewise; None where rows are not packed.
       destination: from tokens of the row of the batch, a slice or a number, to where they go.
+      waits_for_rows: whether a chunk that goes row by row has left the tile at the end, so that behind any chunk one
+        store at most is on its way.
     """
 
     def whole():
@@ -93,6 +97,8 @@ def store_owned(
             return ()
 
         lax.fori_loop(begin, end, one, ())
+        if waits_for_rows:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.when(jnp.logical_not(is_shared))(whole)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device.layouts import CHUNK
-from pallas_kernels.work.tables import Split
+from pallas_kernels.work.tables import ROWS_BASE, Split
 
 
 class Span(NamedTuple):
@@ -21,8 +21,8 @@ class Span(NamedTuple):
 
     row: jax.Array
     """Row of the batch."""
-    sequence: jax.Array
-    """Number of the sequence; N or more for the padding past the last one."""
+    sequence: Any
+    """Number of the sequence; N or more for the padding past the last one. None where it is not looked up."""
     begin: jax.Array
     end: jax.Array
     first_chunk: jax.Array
@@ -63,6 +63,17 @@ def packed_span(n: jax.Array, T: int, N: int, gmem: Any) -> Span:
     chunks = jnp.where(end > begin, lax.div(end + CHUNK - 1, CHUNK) - first, 0)
     first_visit = None if gmem.first_visit is None else gmem.first_visit[jnp.minimum(n, N)]
     return Span(jnp.int32(0), n, begin, end, first, chunks, first_visit, is_padding)
+
+
+def visit_span(visit: jax.Array, gmem: Any) -> Span:
+    """The part of a sequence of packed rows that one visit is: a chunk, or what the sequence owns of it.
+
+    Two look-ups that do not wait for each other.
+    """
+    chunk, rows = gmem.visit_chunk[visit], gmem.visit_rows[visit]
+    begin, end = lax.rem(rows, ROWS_BASE), lax.div(rows, ROWS_BASE)
+    start = chunk * CHUNK
+    return Span(jnp.int32(0), None, start + begin, start + end, chunk, jnp.int32(1), visit, False)
 
 
 def segment_of(span: Span, segment: jax.Array, length: jax.Array | int) -> Span:

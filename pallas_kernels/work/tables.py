@@ -17,6 +17,9 @@ UNROLLED = 17
 """Borders of sequences up to which tables are element-wise expressions, one fusion each, without a reduction or a
 scan."""
 
+ROWS_BASE = 128
+"""Of the two numbers in `VisitTables.rows`; a power of two, more than a chunk has rows."""
+
 REDUCED = 64
 """Borders up to which every token is compared with all of them, in one reduction."""
 
@@ -56,8 +59,10 @@ class VisitTables(NamedTuple):
     cu_seqlens: Int[Array, " N1"]
     first_visit: Int[Array, " N2"]
     """First visit of each sequence and of the padding, and the number of visits."""
-    sequence: Int[Array, " visits"]
-    """Sequence of each visit."""
+    chunk: Int[Array, " visits"]
+    """Chunk of each visit."""
+    rows: Int[Array, " visits"]
+    """Rows [begin, end) of the chunk that are the visit's, as begin + ROWS_BASE end."""
 
 
 def table_inputs(items: ItemTables | None = None, visits: VisitTables | None = None) -> dict[str, Any]:
@@ -66,7 +71,8 @@ def table_inputs(items: ItemTables | None = None, visits: VisitTables | None = N
     return {
         "cu_seqlens": None if some is None else some.cu_seqlens,
         "first_visit": None if visits is None else visits.first_visit,
-        "visit_sequence": None if visits is None else visits.sequence,
+        "visit_chunk": None if visits is None else visits.chunk,
+        "visit_rows": None if visits is None else visits.rows,
         "item_sequence": None if items is None else items.sequence,
         "first_item": None if items is None else items.first_item,
     }
@@ -189,13 +195,22 @@ def visit_tables(cu_seqlens: Any, T: int) -> VisitTables:
     begin, end = ends[:-1], ends[1:]
     chunks = xp.where(end > begin, -(-end // CHUNK) - begin // CHUNK, 0)
     first = _running_sums(chunks)
-    sequence = xp.minimum(_staircase(first[1:], 1, -(-T // CHUNK) + N), N)
-    return VisitTables(cu_seqlens, first.astype(np.int32), sequence.astype(np.int32))
+    num_visits = -(-T // CHUNK) + N
+    sequence = xp.minimum(_staircase(first[1:], 1, num_visits), N)
+
+    def of_visits(table):
+        return table[sequence] if xp is np else jnp.take(table, sequence, mode="clip")
+
+    chunk = of_visits(begin // CHUNK - first[:-1]) + xp.arange(num_visits, dtype=np.int32)
+    first_row = xp.maximum(of_visits(begin) - chunk * CHUNK, 0)
+    end_row = xp.minimum(of_visits(end) - chunk * CHUNK, CHUNK)
+    rows = first_row + ROWS_BASE * end_row
+    return VisitTables(cu_seqlens, *(x.astype(np.int32) for x in (first, chunk, rows)))
 
 
 def visit_of_token(T: int, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
     """[T] visit of each token of packed rows, and where the token's sequence begins."""
-    cu, first_visit, _ = (jnp.asarray(t) for t in tables)
+    cu, first_visit = jnp.asarray(tables.cu_seqlens), jnp.asarray(tables.first_visit)
     chunk = jnp.arange(T, dtype=jnp.int32) // CHUNK
     ahead = _staircase(cu, _rises(first_visit[:-1] - cu // CHUNK), T)  # a chunk may be several visits
     return chunk + ahead, _staircase(cu, _rises(cu), T)
