@@ -39,6 +39,8 @@ class Case:
     """Tokens of each row, if they are given."""
     offsets: tuple[int, ...] | None = None
     """With T > 1, which of its states each row goes on from, if they are given."""
+    parents: tuple[tuple[int, ...], ...] | None = None
+    """Of the tokens of the first rows, if they are trees; the rows after these have the same ones again."""
     elsewhere: bool = False
     """Whether states are written to other slots than they are read from."""
     use_qk_l2norm: bool = True
@@ -95,6 +97,8 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
         "num_tokens": rng.integers(0, T + 1, N).astype(np.int32) if case.uneven else None,
         "num_accepted_tokens": offsets + 1,
     }
+    if case.parents is not None:
+        x["parents"] = np.array([case.parents[n % len(case.parents)] for n in range(N)], np.int32)
     if case.lengths is not None:
         x["num_tokens"] = np.array(case.lengths, np.int32)
     return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
@@ -115,7 +119,7 @@ def serve(case: Case, x: dict, **more) -> tuple:
     tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
     options = public_options(case, **gates, **more)
     if case.T > 1:
-        spans = {name: x[name] for name in ("num_accepted_tokens", "num_tokens")}
+        spans = {name: x.get(name) for name in ("num_accepted_tokens", "num_tokens", "parents")}
         return serving.verify(*tokens, x["pool"], state_slots=x["write_slots"], **spans, **options)
     write = x["write_slots"][:, 0] if case.elsewhere else None
     tokens = [y[:, 0] for y in tokens]
@@ -162,12 +166,13 @@ def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
     for n, slot in enumerate(read):
         if not is_slot(slot):
             continue
-        h = swap(before[slot])[None]
+        states = {-1: swap(before[slot])[None]}
         for t in range(case.T if x["num_tokens"] is None else int(x["num_tokens"][n])):
             token = [_f64(x[name])[n, t][None, None] for name in ("q", "k", "v")]
+            h = states[t - 1 if x.get("parents") is None else int(x["parents"][n, t])]
             options = dict(scale=case.K**-0.5, use_qk_l2norm=case.use_qk_l2norm, initial_state=h)
             out, h = oracle.forward(*token, g[n, t][None, None], beta[n, t][None, None], **options)
-            o[n, t] = out[0, 0]
+            o[n, t], states[t] = out[0, 0], h
             if is_slot(write[n, t]):
                 after[write[n, t]] = swap(h[0])
     return o, after
@@ -280,6 +285,9 @@ def assert_cursors(x: dict, before: serving.RingPool, after: serving.RingPool, c
         np.testing.assert_array_equal(want, new)
 
 
+TREES = ((-1, 0, 0, 1, 1), (-1, 0, -1, 2, 1), (-1, -1, -1, 1, 3))
+"""Parents: a binary tree, two branches that take turns, three roots."""
+
 CASES = (
     Case("plain"),
     Case("vk", kv_layout=False, pool_dtype="bfloat16"),
@@ -291,6 +299,10 @@ CASES = (
     Case("tokens-uneven", N=4, T=3, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16"),
     Case("tokens-kv-bfloat16", N=2, T=3, K=32, V=256, uneven=True, padding=False, pool_dtype="bfloat16"),
     Case("saturated-gate", V=32, gate_shift=200.0),
+    Case("tree", T=5, V=32, parents=TREES),
+    Case("tree-uneven", T=5, V=32, uneven=True, kv_layout=False, pool_dtype="bfloat16", parents=TREES),
+    Case("tree-kv-bfloat16", T=5, K=32, pool_dtype="bfloat16", parents=TREES[::-1]),
+    Case("tree-vk", T=5, K=64, V=32, kv_layout=False, padding=False, parents=TREES[1:]),
 )
 
 RING_CASES = (

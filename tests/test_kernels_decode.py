@@ -13,7 +13,7 @@ import numpy as np
 import pool_steps
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from pool_steps import CASES, DRAFT_CASES, RING_CASES, Case
+from pool_steps import CASES, DRAFT_CASES, RING_CASES, TREES, Case
 from tolerances import assert_close
 
 from gdn_jax import serving
@@ -49,7 +49,7 @@ def interpreted(monkeypatch, hopper):
     monkeypatch.setattr(kernels, "lax", choose)
 
 
-QUICK = ("plain", "vk", "float16-null-slot", "tokens-uneven", "saturated-gate")
+QUICK = ("plain", "vk", "float16-null-slot", "tokens-uneven", "saturated-gate", "tree-uneven")
 
 
 @pytest.mark.parametrize("case", harness.tiers(CASES, QUICK))
@@ -96,6 +96,18 @@ def test_requests_that_write_where_others_read():
         "write_slots": jnp.array([[5], [3], [0], [-1]], jnp.int32),
     }
     pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_one_token_of_a_tree():
+    """It follows no other."""
+    case = Case("one-of-a-tree", T=1, K=32, V=32)
+    x = pool_steps.draw(case)
+    tokens, gates = [x[name] for name in pool_steps.TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
+    spans = {"state_slots": x["write_slots"], "num_accepted_tokens": x["num_accepted_tokens"]}
+    parents = jnp.full((case.N, 1), -1)
+    o, pool = serving.verify(*tokens, x["pool"], **gates, **spans, parents=parents, **KERNELS)
+    pool_steps.assert_right(case, x | {"read_slots": x["write_slots"][:, 0]}, o, pool)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -166,7 +178,13 @@ IN_PLACE = ("stablehlo.custom_call", "stablehlo.reshape", "stablehlo.scatter", "
 @pytest.mark.usefixtures("hopper")
 def test_pools_are_updated_in_place():
     """Plain, with slots of its own to write, of a whole model, drafts, and on a ring."""
-    for case in (Case("in-place"), Case("elsewhere", elsewhere=True), Case("drafts", T=4, uneven=True)):
+    cases = (
+        Case("in-place"),
+        Case("elsewhere", elsewhere=True),
+        Case("drafts", T=4, uneven=True),
+        Case("trees", T=5, parents=TREES),
+    )
+    for case in cases:
         x = pool_steps.draw(case)
         pool = x.pop("pool")
         text = in_place(
@@ -295,13 +313,10 @@ def test_public_refusals_say_why():
     slots = {"read_slots": jnp.arange(3), "write_slots": jnp.arange(3, 6)}
     with pytest.raises(NotImplementedError, match="write_slots with a RingPool"):
         serving.decode(*tokens, ring, **gates, **slots, **KERNELS)
-    with pytest.raises(NotImplementedError, match="drafts that are a tree"):
-        spans = dict(state_slots=jnp.arange(3)[:, None], num_accepted_tokens=jnp.ones(3, int))
-        tree = jnp.full((3, 1), -1)
-        serving.verify(
-            *(x[name] for name in pool_steps.TOKENS), ring.state, **gates, **spans, parents=tree, **KERNELS
-        )
-    with pytest.raises(NotImplementedError, match="drafts that are a tree, or a ring for them"):
+    with pytest.raises(NotImplementedError, match="a tree of 33 drafts"):
+        many = dataclasses.replace(case, T=33, parents=(tuple(range(-1, 32)),))
+        pool_steps.serve(many, pool_steps.draw(many), **KERNELS)
+    with pytest.raises(NotImplementedError, match="a RingPool for trees of drafts"):
         trees = ring._replace(parents=jnp.zeros((len(ring.state), 16), int))
         serving.decode(*tokens, trees, **gates, read_slots=jnp.arange(3), **KERNELS)
 

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
-from pool_steps import CASES, DRAFT_CASES, LENGTH, RING_CASES, TOKENS, Case
+from pool_steps import CASES, DRAFT_CASES, LENGTH, RING_CASES, TOKENS, TREES, Case
 from tolerances import assert_close, rms_ratio
 
 from gdn_jax import serving
@@ -59,6 +59,24 @@ DRAFTS = tuple(
         (16, 4, HEADS, True, "float32"),
     )
 )
+TREE_BATCHES = tuple(
+    Case(
+        f"tree-{N}-{'kv' if kv else 'vk'}-{dtype}",
+        N,
+        7,
+        HEADS,
+        kv_layout=kv,
+        pool_dtype=dtype,
+        uneven=True,
+        parents=tuple((*tree, 2, 2) for tree in TREES),
+    )
+    for N, kv, dtype in (
+        (64, True, "float32"),
+        (64, True, "bfloat16"),
+        (16, False, "float32"),
+        (64, False, "bfloat16"),
+    )
+)
 UNEVEN = (
     Case("uneven-5-3-1", 3, 5, (2, 2, 4), padding=False, lengths=(5, 3, 1), offsets=(2, 0, 4)),
     Case(
@@ -71,6 +89,8 @@ WIDTHS = (
     Case("K256-V256-kv-bfloat16", K=256, V=256, pool_dtype="bfloat16"),
     Case("K256-V256-tokens", T=4, K=256, V=256),
     Case("K256-V256-tokens-bfloat16", T=4, K=256, V=256, pool_dtype="bfloat16"),
+    Case("tree-K256-V256-kv", T=5, K=256, V=256, parents=TREES),
+    Case("tree-K256-V256-kv-bfloat16", T=5, K=256, V=256, pool_dtype="bfloat16", parents=TREES),
     Case("K64-V128-kv", K=64, V=128, pool_dtype="bfloat16"),
     Case("K96-V192-vk", K=96, V=192, kv_layout=False),
 )
@@ -91,8 +111,7 @@ def some_rows(case: Case, x: dict, o, pool) -> tuple[Case, dict, np.ndarray, np.
         return jnp.asarray(np.where(np.isin(numbers, slots), np.searchsorted(slots, numbers), -1))
 
     by_row = {name: x[name][rows] for name in TOKENS}
-    if x["num_tokens"] is not None:
-        by_row["num_tokens"] = x["num_tokens"][rows]
+    by_row |= {name: x[name][rows] for name in ("num_tokens", "parents") if x.get(name) is not None}
     at = {"read_slots": renumbered(read), "write_slots": renumbered(write), "pool": x["pool"][slots]}
     return dataclasses.replace(case, N=len(rows)), x | by_row | at, o[rows], pool[slots]
 
@@ -116,7 +135,7 @@ def test_small(case):
     pool_steps.assert_right(case, x, *run(case, x))
 
 
-@pytest.mark.parametrize("case", BATCHES + DRAFTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BATCHES + DRAFTS + TREE_BATCHES, ids=lambda case: case.name)
 def test_batches(case):
     x = pool_steps.draw(case, on_device)
     o, pool = run(case, x)
@@ -301,7 +320,7 @@ def assert_nothing_is_copied(f, pool, x: dict) -> None:
 
 
 def test_a_given_pool_is_not_copied():
-    """In one call, with slots of its own to write, over the steps of a loop, with drafts, and on a ring."""
+    """In one call, with slots of its own to write, over the steps of a loop, with drafts and trees, and on a ring."""
 
     def once(pool, x, case):
         return pool_steps.serve(case, x | {"pool": pool}, **KERNELS)
@@ -310,8 +329,9 @@ def test_a_given_pool_is_not_copied():
         return lax.fori_loop(0, 3, lambda _, carry: once(carry[1], x, case), once(pool, x, case))
 
     plain = Case("in-place", N=4, heads=HEADS, slots=80)
-    elsewhere, drafts = (dataclasses.replace(plain, **change) for change in ({"elsewhere": True}, {"T": 4}))
-    for f, case in ((once, plain), (once, elsewhere), (many, plain), (once, drafts)):
+    changes = ({"elsewhere": True}, {"T": 4}, {"T": 5, "parents": TREES})
+    elsewhere, drafts, trees = (dataclasses.replace(plain, **change) for change in changes)
+    for f, case in ((once, plain), (once, elsewhere), (many, plain), (once, drafts), (once, trees)):
         x = pool_steps.draw(case, on_device)
         pool = x.pop("pool")
         assert_nothing_is_copied(partial(f, case=case), pool, x)
@@ -385,6 +405,7 @@ def test_heads_over_devices():
         Case("one", heads=HEADS),
         Case("elsewhere", heads=HEADS, elsewhere=True),
         Case("some", T=4, heads=HEADS),
+        Case("trees", T=5, heads=HEADS, parents=TREES),
     ):
         check(partial(pool_steps.serve, case, **KERNELS), pool_steps.draw(case))
     for case in (Case("ring", heads=HEADS), Case("drafts on a ring", T=4, heads=HEADS)):

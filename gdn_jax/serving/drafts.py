@@ -74,7 +74,9 @@ def verify(
       num_tokens: [N] integers from 0 to T, how many tokens of each request there are; the others are padding. By
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for
-        the last accepted one. By default each follows the one before. A `RingPool` has to be made for trees.
+        the last accepted one. By default each follows the one before. A `RingPool` has to be made for trees. To
+        the kernels a token that does not follow the one before it costs the arithmetic of its ancestors again, so
+        branches are best passed one behind the other.
       scale, use_qk_l2norm, allow_neg_eigval, state_layout, null_slot, layer, batch_invariant, implementation: as for
         `decode`.
 
@@ -87,7 +89,8 @@ def verify(
         padding.
       NotImplementedError: the named implementation cannot run this call, with the reason.
 
-    Numerics: as `decode`. The states between the tokens of a call are not rounded to the pool's dtype.
+    Numerics: as `decode`. The states between the tokens of a call are not rounded to the pool's dtype, along a branch
+      neither: no state that the call wrote is read again.
     Source: vLLM's `fused_recurrent_gated_delta_rule` with `ssm_state_indices` [N, 1 + gamma]; SGLang's
       `retrieve_parent_token`.
     """
@@ -224,7 +227,7 @@ def _verify_on_shard(options: Options, pool, raw: Raw, state_slots, num_accepted
     else:
         at, after = span_addresses(pool, state_slots, num_accepted, num_tokens, options.null_slot, layer)
         if by_kernels:
-            return kernels.verify(pool, raw, at, after, num_tokens, options)
+            return kernels.verify(pool, raw, at, after, num_tokens, parents, options)
         o, pool = _plain(pool, raw, at, after, parents, options)
     is_token = token_mask(num_tokens, options.dims.T) & at.is_slot[:, None]
     return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool

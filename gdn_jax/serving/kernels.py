@@ -32,14 +32,14 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
     from pallas_kernels.decode import ring_step, step
     from pallas_kernels.device.launch import device_reason
 
-    if is_tree or (isinstance(pool, RingPool) and pool.parents is not None):
-        return "drafts that are a tree, or a ring for them; the kernels take chains"
     if isinstance(pool, RingPool):
+        if pool.parents is not None:
+            return "a RingPool for trees of drafts; the kernels take rings for chains"
         if elsewhere:
             return "write_slots with a RingPool; the kernels write no other slot's state from a ring"
         reason = ring_step.check_supported(*raw[:3], pool.state, pool.k, pool.u, pool.g)
     else:
-        reason = step.check_supported(*raw[:3], pool)
+        reason = step.check_supported(*raw[:3], pool, is_tree=is_tree)
     if reason is None and accumulation_dtype(*raw) != jnp.float32:
         reason = "a gate is float64; the kernels compute in float32"
     return reason or _varying_reason(pool) or device_reason()
@@ -181,17 +181,25 @@ def _writes_where_another_reads(read: Address, write: Address) -> Array:
 
 
 def verify(
-    pool: Array, raw: Raw, start: Address, after: Address, num_tokens: Array | None, options: Options
+    pool: Array,
+    raw: Raw,
+    start: Address,
+    after: Address,
+    num_tokens: Array | None,
+    parents: Array | None,
+    options: Options,
 ) -> tuple[Array, Array]:
     """`serving.verify` on a pool with a state for each token. No request reads what another writes."""
     from pallas_kernels.decode.step import step
 
     at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot, "layer": start.layer}
+    if options.dims.T > 1:  # one token alone follows no other
+        at["parents"] = _int32_or_none(parents)
     return step(*raw[:5], pool, **_rule(raw, options), **at, num_tokens=_int32_or_none(num_tokens))
 
 
-def _int32_or_none(num_tokens: Array | None) -> Array | None:
-    return None if num_tokens is None else num_tokens.astype(jnp.int32)
+def _int32_or_none(x: Array | None) -> Array | None:
+    return None if x is None else x.astype(jnp.int32)
 
 
 def decode_on_ring(

@@ -4,12 +4,15 @@
     S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
 With T = 1 this is decoding. With more tokens it is verification of drafts: the state after token t goes to a slot of
-its own, and stays in float32 between the tokens.
+its own, and stays in float32 between the tokens. The tokens may be a tree: one that does not follow the token before
+it starts from the state at the start of the call, which waits in shared memory, and meets its ancestors once more. No
+state that was written is read again, so it does not matter which of them were rounded, dropped or overwritten: every
+token has the state and the output that its path alone would have.
 
 Inputs (GMEM): q [N, T, Hq K], k [N, T, Hk K], v [N, T, HV V] bfloat16, float16 or float32; a, b [N, T, HV] of any
 floating dtype; each may also be channels of an array [N, T, C], from one that `Channels` names on, so that one array
-can be several of them; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N]
-int32.
+can be several of them; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N] and
+parents [N, T] int32.
 In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; with an axis of layers after the
 first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
@@ -56,6 +59,9 @@ MAX_TILE = 128 * 128
 ALIGNED = 8
 """Channels that a thread reads at once at most: q, k and v begin at a multiple of them, in arrays of a multiple."""
 
+MAX_TREE = 32
+"""Tokens of a tree: an int32 has a bit for each of a token's ancestors."""
+
 POOL_DTYPES = ("float32", "bfloat16")
 """Of the states in a pool."""
 
@@ -82,8 +88,14 @@ class Config:
         return cls(block, across=kv_layout and is_half and T == 1)
 
 
-def check_supported(q, k, v, pool) -> str | None:
-    """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
+def check_supported(q, k, v, pool, *, is_tree: bool = False) -> str | None:
+    """Why the kernel cannot take a call, from its arrays or their shapes; None if it can.
+
+    Args:
+      is_tree: whether the tokens are given parents.
+    """
+    if is_tree and q.shape[1] > MAX_TREE:
+        return f"a tree of {q.shape[1]} drafts; the kernel takes trees of at most {MAX_TREE}"
     (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
     if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
         return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(POOL_DTYPES)}"
@@ -121,11 +133,13 @@ GROUP = 2
 """Tokens whose vectors are loaded together."""
 
 
-def memory(rule: Rule, config: Config, T: int, uneven: bool) -> Memory:
-    """Shared memory of a CTA: several tokens."""
+def memory(rule: Rule, config: Config, T: int, uneven: bool, tree_of: Any = None) -> Memory:
+    """Shared memory of a CTA: several tokens, and for trees the state from which they begin, of the pool's dtype."""
     if T == 1 and not uneven:
         return {}
+    shape = Tile(rule, config.block, 4).shape
     return {
+        "initial": None if tree_of is None else Buffer(shape, tree_of),
         "q": Buffer((T, rule.K)),
         "k": Buffer((T, rule.K)),
         "v": Buffer((T, config.block)),
@@ -195,7 +209,36 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, first: Ch
             for i, y in enumerate((alpha, beta, *tile.norms(q, k))):
                 smem.scalars[t, i] = jnp.float32(y)
 
+    def ancestors(t):
+        """Of a token, as bits; a parent that does not come before it is none."""
+
+        def up(i, carry):
+            found, wanted = carry
+            s = t - 1 - i
+            is_one = s == wanted
+            bit = lax.shift_left(jnp.int32(1), s)
+            return jnp.where(is_one, found | bit, found), jnp.where(is_one, gmem.parents[row, s], wanted)
+
+        return lax.fori_loop(0, t, up, (jnp.int32(0), gmem.parents[row, t]))[0]
+
+    def state_before(t):
+        """The state that a token of a tree follows, from that of the start of the call on."""
+        path = ancestors(t)
+
+        def follow(s, S):
+            alpha, beta, _, rk, _ = (smem.scalars[s, i] for i in range(SCALARS))
+            k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
+            return tile.follow(S, k, v, alpha, beta, rk)
+
+        def visit(s, S):
+            is_one = lax.shift_right_logical(path, s) & 1 == 1
+            return lax.cond(is_one, functools.partial(follow, s), lambda S: S, S)
+
+        return lax.fori_loop(0, t, visit, load(smem.initial, tile.layout).astype(jnp.float32))
+
     def token(t, S):
+        if gmem.parents is not None:
+            S = lax.cond(gmem.parents[row, t] == t - 1, lambda S: S, lambda _: state_before(t), S)
         to = write_slot(t)
         alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
         q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
@@ -209,6 +252,8 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, first: Ch
         # The state is on its way while the tokens are prepared.
         S = read()
         lax.fori_loop(0, -(-T // GROUP), prepare, None)
+        if gmem.parents is not None:
+            store_any(smem.initial, S)
         plgpu.commit_smem()
         lax.fori_loop(0, count, token, S.astype(jnp.float32))
 
@@ -258,6 +303,7 @@ def step_of_channels(
     read_slots: Int[Array, " N"] | None,
     write_slots: Int[Array, "N T"] | None,
     num_tokens: Int[Array, " N"] | None = None,
+    parents: Int[Array, "N T"] | None = None,
     scale: float,
     use_qk_l2norm: bool = True,
     allow_neg_eigval: bool = False,
@@ -282,6 +328,8 @@ def step_of_channels(
       write_slots: where the state after each token goes; padding: it is dropped. No slot twice, and none that another
         request reads. None, for one token: where the states were in the absence of read_slots.
       num_tokens: tokens that each request has; the others are padding. None for all.
+      parents: of two to `MAX_TREE` tokens, those that each one follows, which come before it; -1 for the state that
+        was read. None: each follows the one before.
       scale: factor of the output.
       use_qk_l2norm: whether q and k are normalised.
       allow_neg_eigval: beta = 2 sigmoid(b).
@@ -303,6 +351,7 @@ def step_of_channels(
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(K, V, pool.dtype, kv_layout, T)
+    assert parents is None or 1 < T <= MAX_TREE
     in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "decode_step",
@@ -318,11 +367,12 @@ def step_of_channels(
             "read_slots": read_slots,
             "write_slots": write_slots,
             "num_tokens": num_tokens,
+            "parents": parents,
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
             "pool": in_place,
         },
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
-        memory=memory(rule, config, T, num_tokens is not None),
+        memory=memory(rule, config, T, num_tokens is not None, None if parents is None else pool.dtype),
         ctas=N * HV * (V // config.block),
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,

@@ -203,6 +203,14 @@ class Tile:
         o = (self.rule.scale * rq) * (alpha * z + (rk * qk) * u)
         return S * alpha + self.over_v(k) * self.over_k(rk * u), o
 
+    def follow(
+        self, S: jax.Array, k: jax.Array, v: jax.Array, alpha: jax.Array, beta: jax.Array, rk: jax.Array
+    ) -> jax.Array:
+        """The state after a token whose output is not asked for, as of `update`."""
+        (y,) = self.products(S, [k])
+        u = beta * (v - (alpha * rk) * y)
+        return S * alpha + self.over_v(k) * self.over_k(rk * u)
+
     def norms(self, q: jax.Array, k: jax.Array) -> Norms:
         """Of whole vectors."""
         qk = jnp.sum(q * k)

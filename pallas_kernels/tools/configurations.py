@@ -258,7 +258,14 @@ def embedding_case():
 
 
 def step_case(
-    T=1, K=128, V=128, kv_layout=True, pool_dtype: Any = jnp.float32, dtype: Any = jnp.bfloat16, uneven=False
+    T=1,
+    K=128,
+    V=128,
+    kv_layout=True,
+    pool_dtype: Any = jnp.float32,
+    dtype: Any = jnp.bfloat16,
+    uneven=False,
+    tree=False,
 ):
     """A function and its argument shapes: step, with the pool in place."""
     N, Hk, HV, i32 = 4, 2, 4, functools.partial(_shape, dtype=jnp.int32)
@@ -266,13 +273,14 @@ def step_case(
     pool = _shape(8, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
     gates, heads = x(N, T, HV), _shape(HV)
 
-    def run(q, k, v, a, b, pool, A_log, dt_bias, read_slots, write_slots, num_tokens):
-        slots = dict(read_slots=read_slots, write_slots=write_slots, num_tokens=num_tokens)
+    def run(q, k, v, a, b, pool, A_log, dt_bias, read_slots, write_slots, num_tokens, parents):
+        slots = dict(read_slots=read_slots, write_slots=write_slots, num_tokens=num_tokens, parents=parents)
         static: Any = dict(scale=0.1, kv_layout=kv_layout)
         return step(q, k, v, a, b, pool, A_log=A_log, dt_bias=dt_bias, **slots, **static)
 
     vectors = (x(N, T, Hk, K), x(N, T, Hk, K), x(N, T, HV, V))
-    return run, (*vectors, gates, gates, pool, heads, heads, i32(N), i32(N, T), i32(N) if uneven else None)
+    spans = (i32(N), i32(N, T), i32(N) if uneven else None, i32(N, T) if tree else None)
+    return run, (*vectors, gates, gates, pool, heads, heads, *spans)
 
 
 def joined_step_case(pool_dtype: Any = jnp.float32):
@@ -333,6 +341,13 @@ CASES = {
     "verify, 4 tokens": functools.partial(step_case, T=4),
     "verify, 4 tokens, bfloat16": functools.partial(step_case, T=4, pool_dtype=jnp.bfloat16),
     "verify, 4 tokens, vk, uneven": functools.partial(step_case, T=4, kv_layout=False, uneven=True),
+    "verify, tree": functools.partial(step_case, T=8, tree=True),
+    "verify, tree, bfloat16": functools.partial(step_case, T=8, tree=True, pool_dtype=jnp.bfloat16),
+    "verify, tree, vk": functools.partial(step_case, T=8, tree=True, kv_layout=False),
+    "verify, tree, vk, bfloat16": functools.partial(
+        step_case, T=8, tree=True, kv_layout=False, pool_dtype=jnp.bfloat16
+    ),
+    "verify, tree, K 256": functools.partial(step_case, T=8, tree=True, K=256, V=256),
     "decode deferred": ring_case,
     "decode deferred, bfloat16": functools.partial(ring_case, pool_dtype=jnp.bfloat16),
     "decode deferred, vk": functools.partial(ring_case, kv_layout=False),
