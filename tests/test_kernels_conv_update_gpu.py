@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from pool_steps import Case
 from serving_cases import assert_same_bits
-from test_kernels_conv_update import BF16, CALLS, F32, Call, packed
+from test_kernels_conv_update import CALLS, F32, Call, packed
 from tolerances import assert_close
 
 from gdn_jax import serving
@@ -23,6 +23,7 @@ from gdn_jax.models.inference import for_inference
 pytestmark = pytest.mark.gpu
 
 HEADS = (16, 16, 32)
+NEIGHBOURS = dict(rtol=2**-7, atol=2**-8)  # sums a hair apart may be rounded to bfloat16 numbers side by side
 
 
 def assert_right(call: Call, arguments: dict, pool: jax.Array) -> None:
@@ -34,7 +35,7 @@ def assert_right(call: Call, arguments: dict, pool: jax.Array) -> None:
 
     want, plain = run("xla")
     y, new = run("mosaic_gpu")
-    bound = F32 if y.dtype == jnp.float32 else BF16
+    bound = F32 if y.dtype == jnp.float32 else NEIGHBOURS
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (want, y)), **bound)
     assert_same_bits(plain, new)
 
@@ -92,6 +93,7 @@ def test_tokens_of_a_model(rows):
         text = str(jax.make_jaxpr(write)(params, token, cache))
         assert ("conv_update" in text and "decode_step" in text) == (implementation is None)
         (caches[implementation],) = jax.jit(write)(params, token, cache)
-    bounds = 2**-8, BOUNDS["bfloat16"][0]["final_state"]  # inputs of the convolution are rounded once
+    # Inputs of the convolution are rounded once; either final state may be that far from the exact one.
+    bounds = 2**-8, 2 * BOUNDS["bfloat16"][0]["final_state"]
     for want, got, bound in zip(caches["chunked"], caches[None], bounds, strict=True):
         assert_close(np.asarray(want).astype(np.float64), np.asarray(got), bound)
