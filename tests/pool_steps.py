@@ -288,6 +288,30 @@ def assert_cursors(x: dict, before: serving.RingPool, after: serving.RingPool, c
 TREES = ((-1, 0, 0, 1, 1), (-1, 0, -1, 2, 1), (-1, -1, -1, 1, 3))
 """Parents: a binary tree, two branches that take turns, three roots."""
 
+
+def assert_forks_are_right(case: Case, call: Callable[..., tuple]) -> None:
+    """Rings written where others are read, by call(x, pool, write_slots) and by plain JAX: a request that is forked,
+    with a full ring and in another's place, a state that moves, padding, and a state that is dropped."""
+    assert case.N == 5 and not case.padding
+    x = draw_ring(case, [15, 0, 3, 7, 14])
+    pool, at = ring_pool(case, x), np.asarray(x["read_slots"])
+    free = np.setdiff1d(np.arange(len(pool.state)), at)
+    x["read_slots"] = jnp.asarray([at[0], at[0], at[2], -1, at[4]], jnp.int32)
+    write = jnp.asarray([at[2], free[0], at[4], free[1], -1], jnp.int32)
+    plain = jax.jit(lambda: serve_ring(case, x, pool, write_slots=write, implementation="xla"))
+    (want_o, want), (o, got) = plain(), call(x, pool, write)
+    assert_close(_f64(want_o), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], f"{case.name} o")
+    np.testing.assert_array_equal(want.cursors, got.cursors)
+    assert want.count[at[2]] == want.count[free[0]] == 0 and want.count[at[4]] == 4
+    written = np.asarray(write[:3])
+    states, expected = (present(case, *y[:4], y.count)[written] for y in (got, want))
+    assert_close(expected, states, BOUNDS["bfloat16"][0]["final_state"], f"{case.name} states", axis=1)
+    others = np.setdiff1d(np.arange(len(pool.state)), written)
+    for before, after in zip(pool[:5], got[:5], strict=True):
+        before, after = (np.asarray(y)[others].view(np.uint8) for y in (before, after))
+        assert (before == after).all(), f"{case.name}: another slot changed"
+
+
 CASES = (
     Case("plain"),
     Case("vk", kv_layout=False, pool_dtype="bfloat16"),

@@ -195,10 +195,15 @@ def test_pools_are_updated_in_place():
     x = pool_steps.draw(case)
     pool = jnp.stack([x.pop("pool")] * 2, 1)
     in_place(lambda pool, x: pool_steps.serve(case, x | {"pool": pool}, layer=1, **KERNELS), pool, x)
-    for case in (Case("ring"), Case("ring-drafts", T=4, uneven=True)):
+    elsewhere = {"write_slots": jnp.arange(3)}
+    for case, more in (
+        (Case("ring"), {}),
+        (Case("ring-elsewhere"), elsewhere),
+        (Case("ring-drafts", T=4, uneven=True), {}),
+    ):
         x = pool_steps.draw_ring(case, (0, 3, 15))
-        pool = pool_steps.ring_pool(case, x)
-        text = in_place(lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), pool, x)
+        pool, call = pool_steps.ring_pool(case, x), partial(pool_steps.serve_ring, case, **more, **KERNELS)
+        text = in_place(lambda pool, x, call=call: call(x, pool), pool, x)
         assert text.count("#stablehlo.output_operand_alias<") == 5
 
 
@@ -242,6 +247,17 @@ def test_deferred(case, counts):
     pool_steps.assert_ring_right(case, x, after, (o, *pool[:4]))
     starts = [-1 if m == 0 else n for n, m in zip(counts, after, strict=True)]
     pool_steps.assert_cursors(x, before, pool, after, starts)
+
+
+@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interpreted")
+def test_rings_that_are_written_where_others_are_read(pool_dtype):
+    case = Case(
+        "forks", N=5, K=32, V=32, pool_dtype=pool_dtype, kv_layout=pool_dtype == "float32", padding=False
+    )
+    pool_steps.assert_forks_are_right(
+        case, lambda x, pool, write: pool_steps.serve_ring(case, x, pool, write_slots=write, **KERNELS)
+    )
 
 
 @pytest.mark.parametrize(("case", "counts"), harness.tiers(DRAFT_CASES, ("drafts-no-room", "drafts-uneven")))
@@ -310,9 +326,6 @@ def test_public_refusals_say_why():
     x = pool_steps.draw_ring(case, (0, 3, 15))
     ring, gates = pool_steps.ring_pool(case, x), {name: x[name] for name in ("A_log", "dt_bias")}
     tokens = [x[name][:, 0] for name in pool_steps.TOKENS]
-    slots = {"read_slots": jnp.arange(3), "write_slots": jnp.arange(3, 6)}
-    with pytest.raises(NotImplementedError, match="write_slots with a RingPool"):
-        serving.decode(*tokens, ring, **gates, **slots, **KERNELS)
     with pytest.raises(NotImplementedError, match="a tree of 33 drafts"):
         many = dataclasses.replace(case, T=33, parents=(tuple(range(-1, 32)),))
         pool_steps.serve(many, pool_steps.draw(many), **KERNELS)

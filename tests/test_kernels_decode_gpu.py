@@ -184,6 +184,17 @@ def test_deferred(case, counts):
     pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
+@pytest.mark.parametrize(("kv_layout", "pool_dtype"), [(True, "float32"), (False, "bfloat16")])
+def test_rings_that_are_written_where_others_are_read(kv_layout, pool_dtype):
+    case = Case("forks", N=5, heads=HEADS, kv_layout=kv_layout, pool_dtype=pool_dtype, padding=False)
+
+    @jax.jit
+    def call(x, pool, write):
+        return pool_steps.serve_ring(case, x, pool, write_slots=write, **KERNELS)
+
+    pool_steps.assert_forks_are_right(case, call)
+
+
 @pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
 def test_verify_on_a_ring(case, counts):
     x = pool_steps.draw_ring(case, counts)
@@ -328,20 +339,18 @@ def test_a_given_pool_is_not_copied():
     def many(pool, x, case):
         return lax.fori_loop(0, 3, lambda _, carry: once(carry[1], x, case), once(pool, x, case))
 
-    plain = Case("in-place", N=4, heads=HEADS, slots=80)
+    plain = Case("in-place", N=4, heads=HEADS, slots=160)
     changes = ({"elsewhere": True}, {"T": 4}, {"T": 5, "parents": TREES})
     elsewhere, drafts, trees = (dataclasses.replace(plain, **change) for change in changes)
     for f, case in ((once, plain), (once, elsewhere), (many, plain), (once, drafts), (once, trees)):
         x = pool_steps.draw(case, on_device)
         pool = x.pop("pool")
         assert_nothing_is_copied(partial(f, case=case), pool, x)
-    for case in (plain, drafts):
+    for case, more in ((plain, {}), (drafts, {}), (plain, {"write_slots": jnp.arange(4)})):
         x = pool_steps.draw_ring(case, (0, 3, 15, 14))
-        ring = pool_steps.ring_pool(case, x)
+        ring, call = pool_steps.ring_pool(case, x), partial(pool_steps.serve_ring, case, **more, **KERNELS)
         x = {name: y for name, y in x.items() if name not in ("state", "ring_k", "ring_u", "ring_g")}
-        assert_nothing_is_copied(
-            lambda pool, x, case=case: pool_steps.serve_ring(case, x, pool, **KERNELS), ring, x
-        )
+        assert_nothing_is_copied(lambda pool, x, call=call: call(x, pool), ring, x)
 
 
 @pytest.mark.parametrize("HV, more_slots", [(8, 0), (16, 96), (32, 96)])

@@ -22,11 +22,10 @@ from gdn_jax.serving.tokens import Options, Raw
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
 
 
-def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool = False) -> str | None:
+def unsupported(raw: Raw, pool: Any, *, is_tree: bool = False) -> str | None:
     """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can.
 
     Args:
-      elsewhere: whether the call has write_slots.
       is_tree: whether it has parents.
     """
     from pallas_kernels.decode import ring_step, step
@@ -35,8 +34,6 @@ def unsupported(raw: Raw, pool: Any, *, elsewhere: bool = False, is_tree: bool =
     if isinstance(pool, RingPool):
         if pool.parents is not None:
             return "a RingPool for trees of drafts; the kernels take rings for chains"
-        if elsewhere:
-            return "write_slots with a RingPool; the kernels write no other slot's state from a ring"
         reason = ring_step.check_supported(*raw[:3], pool.state, pool.k, pool.u, pool.g)
     else:
         reason = step.check_supported(*raw[:3], pool, is_tree=is_tree)

@@ -150,10 +150,8 @@ def _block(B: int, pool: RingPool, options: Options) -> int:
     return 1 if options.batch_invariant else max(1, -(-B // pool.length))
 
 
-def decode(
-    pool: RingPool, raw: Raw, read: Address, write: Address | None, options: Options
-) -> tuple[Array, RingPool]:
-    """`step.decode` on a ring; with write, the present states go there and the slots that are read stay.
+def decode(pool: RingPool, raw: Raw, read: Address, options: Options) -> tuple[Array, RingPool]:
+    """`step.decode` on a ring, in the slots that are read.
 
     Where the new token fills the ring, the present state is made, takes the token as in plain decoding, and is
     written.
@@ -161,8 +159,6 @@ def decode(
     tokens = prepare(raw, pool.state, options)
     entry = _entry(pool, read, tokens.g.dtype, options.state_layout)
     is_full = (entry.count + 1 >= pool.length) & read.is_slot
-    if write is not None:
-        return _decode_elsewhere(pool, entry, tokens, write, options)
     x = Tokens(*(y[:, None] for y in tokens))
     out = by_row(partial(respond, options=options, ring_dtype=pool.k.dtype), options, entry, x)
     pool = _append(pool, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
@@ -184,11 +180,6 @@ def after_one_token(count: Array, length: int) -> tuple[Array, Array]:
     """`count` and `before` after a token, which is flushed with the ring that it fills."""
     is_full = count + 1 >= length
     return jnp.where(is_full, 0, count + 1), jnp.where(is_full, -1, count)
-
-
-def _decode_elsewhere(pool, entry, tokens, write, options):
-    h, o = by_row(lambda entry, x: step(entry.present(), x, options), options, entry, tokens)
-    return o, put_states(pool, write, options.swap(h))
 
 
 def verify(

@@ -19,7 +19,7 @@ from gdn_jax.serving.arguments import (
     token_dims,
 )
 from gdn_jax.serving.pools import RingPool, check_ring
-from gdn_jax.serving.slots import Indices
+from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, by_row, prepare, step
 
 Pool = Float[Array, "slots *state"] | RingPool
@@ -61,7 +61,7 @@ def decode(
       A_log, dt_bias: parameters of the decay [HO], see `log_decay`.
       read_slots: [B] integers, where the states are. -1 is padding: output 0, and nothing is read or written.
       write_slots: [B] integers, where the new states go; by default where they were. No slot twice. At -1 the output
-        is computed and the state dropped. A `RingPool` gets whole states there, beside empty rings.
+        is computed and the state dropped. A `RingPool` gets the rings there too, with the token in them.
       scale: factor of the output, K ** -0.5 by default.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6), in float32.
       allow_neg_eigval: beta = 2 sigmoid(b).
@@ -137,7 +137,7 @@ def decode_raw(
     )
     if write_slots is not None:
         check_slots("write_slots", write_slots, (dims.B,), "B", size, null_slot=null_slot, unique=True)
-    no_kernel = partial(kernels.unsupported, raw, pool, elsewhere=write_slots is not None)
+    no_kernel = partial(kernels.unsupported, raw, pool)
     options = Options(
         dims,
         check_scale(scale, dims),
@@ -167,14 +167,27 @@ def _decode_on_shard(options: Options, pool, raw: Raw, read_slots, write_slots, 
     by_kernels = options.implementation == "mosaic_gpu"
     if by_kernels and not isinstance(pool, RingPool):
         return kernels.decode(pool, raw, read_slots, write_slots, layer, options)
-    if by_kernels:
-        return kernels.decode_on_ring(pool, raw, read_slots, layer, options)
     read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
     if isinstance(pool, RingPool):
-        o, pool = ring.decode(pool, raw, read, None if write_slots is None else write, options)
+        if write_slots is not None:
+            return _decode_copies(pool, raw, read, write, options)
+        if by_kernels:
+            return kernels.decode_on_ring(pool, raw, read_slots, layer, options)
+        o, pool = ring.decode(pool, raw, read, options)
     else:
         o, pool = _plain(pool, raw, read, write, options)
     return jnp.where(read.is_slot[:, None, None], o, 0).astype(raw.v.dtype), pool
+
+
+def _decode_copies(pool: RingPool, raw: Raw, read: Address, write: Address, options: Options):
+    """The token on copies of the slots that are read, which then go where they are to be written.
+
+    So all is read before any is written, a slot may be read twice, and a request that is written nowhere has a place.
+    """
+    rows = jnp.where(read.is_slot, jnp.arange(options.dims.B, dtype=jnp.int32), slots.BEYOND)
+    copies = slots.take(pool, read)
+    o, copies = _decode_on_shard(options._replace(null_slot=None), copies, raw, rows, None, None)
+    return o, slots.put(pool, write, copies)
 
 
 def _plain(pool, raw, read, write, options):
