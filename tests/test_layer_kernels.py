@@ -310,18 +310,22 @@ def test_short_rows_of_the_convolution_have_strips_that_are_worth_their_sums():
 
 
 @pytest.mark.parametrize(
-    ("T", "V", "lead"),
-    [(136, 320, 0), pytest.param(264, 512, 1, marks=pytest.mark.slow)],
-    ids=["ends in tiles", "two"],
+    ("T", "V", "D", "lead"),
+    [
+        (136, 320, 64, 2),
+        pytest.param(264, 512, 64, 1, marks=pytest.mark.slow),
+        pytest.param(264, 512, 256, 1, marks=pytest.mark.slow),
+    ],
+    ids=["ends in tiles", "short tiles have no lead", "lead"],
 )
-def test_cross_entropy(T, V, lead):
+def test_cross_entropy(T, V, D, lead):
     """Words that end inside a tile; equal largest logits in one tile and in two; a target that there is not."""
     draw, rng = draws(V), np.random.default_rng(0)
-    x, weight, targets = draw(T, 64, dtype="bfloat16"), draw(V, 64, scale=0.4), rng.integers(0, V, T)
+    x, weight, targets = draw(T, D, dtype="bfloat16"), draw(V, D, scale=3.2 * D**-0.5), rng.integers(0, V, T)
     # Largest, and for every row: words 5 and 9 are equal, and 260 to both.
     x, weight = (
         x.at[:, 0].set(1.0),
-        weight.at[:, 0].set(0.0).at[jnp.array([5, 9, 260])].set(jnp.eye(64)[0] * 20),
+        weight.at[:, 0].set(0.0).at[jnp.array([5, 9, 260])].set(jnp.eye(D)[0] * 20),
     )
     weight = weight.astype(jnp.bfloat16)
     targets[:4] = 5, 9, 260, -1

@@ -137,8 +137,8 @@ def plain_kernels(monkeypatch):
         o, pool = serving_step._plain(pool, raw, read, write, options)
         return jnp.where(read.is_slot[:, None, None], o, 0).astype(raw.v.dtype), pool
 
-    def drafts_on_pool(pool, raw, start, after, num_tokens, options):
-        o, pool = drafts._plain(pool, raw, start, after, None, options)
+    def drafts_on_pool(pool, raw, start, after, num_tokens, parents, options):
+        o, pool = drafts._plain(pool, raw, start, after, parents, options)
         is_token = drafts.token_mask(num_tokens, options.dims.T) & start.is_slot[:, None]
         return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool
 

@@ -21,7 +21,7 @@ Barriers:
                   a tile
 
 The first warpgroup may be some steps ahead of the second, so that one multiplies while the other is busy with what it
-makes of its tile.
+makes of its tile. In tiles of few steps neither is.
 
 Hardware: compute capability 9.0. Limits: `check_supported`.
 """
@@ -149,7 +149,10 @@ class Cta:
         self.depth_steps, self.more_steps = pl.cdiv(D, DEPTH * parts), more_steps
         self.steps = self.depth_steps + more_steps
         """Steps of a tile."""
-        self.lead = min(config.lead, self.depth_steps)
+        lead = min(config.lead, self.depth_steps)
+        # A short tile has no lead: the first warpgroup could arrive for the next tile before the second one has seen
+        # that it arrived for this one, and that would wait for ever. Otherwise no slot is free so far ahead.
+        self.lead = lead if self.steps + lead > config.stages else 0
 
     def part(self, i) -> jax.Array:
         """Of which part of the sum the i-th tile of this CTA is."""
