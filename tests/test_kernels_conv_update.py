@@ -26,7 +26,7 @@ from pallas_kernels.device import launch
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 KERNELS = {"implementation": "mosaic_gpu"}
 F32 = dict(rtol=1e-6, atol=1e-6)  # as in test_conv.py: another order of the same roundings
-BF16 = dict(rtol=2**-8, atol=2**-8)  # one rounding
+BF16 = dict(rtol=2**-7, atol=1e-6)  # such sums may be rounded to numbers side by side: a step of bfloat16
 
 
 @pytest.fixture
