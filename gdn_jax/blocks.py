@@ -290,7 +290,7 @@ def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> 
     Args:
       part: the module.
       names: its projections.
-      unit: of so many outputs a multiple, the group has.
+      unit: the group is filled up with zeros to a multiple of so many outputs.
     """
     present = [name for name in names if type(getattr(part, name, None)) is nnx.Linear]
     linears = [getattr(part, name) for name in present]

@@ -15,19 +15,15 @@ from flax import nnx
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax import layers
-from gdn_jax.blocks import group_projections
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused import embedding as fused_embedding
 from gdn_jax.fused import joined as fused_joined
 from gdn_jax.fused import norms as fused_norms
 from gdn_jax.fused import swiglu as fused_swiglu
-from gdn_jax.fused import token as fused_token
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
-from gdn_jax.models import LanguageModel, ModelConfig, inference
-from pallas_kernels.decode import conv_update, step
+from gdn_jax.models import LanguageModel, ModelConfig
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     cross_entropy,
@@ -808,149 +804,3 @@ def test_model_uses_the_kernels(monkeypatch):
     one = ("short_conv", "gated_norm", "swiglu")
     expected = dict.fromkeys((*one, *(f"{name}_backward" for name in one), "embedding_gradient"), 1)
     assert got == expected | {"add_norm": 3, "add_norm_backward": 4}
-
-
-def token_layer(implementation=None, **options):
-    """A small layer whose token the kernel of decoding takes, and a function from its input and cache."""
-    sizes = dict(num_heads=2, num_v_heads=4, head_dim=32, expand_v=1.0, conv_bias=True)
-    layer = GatedDeltaNet(64, **sizes, **options, implementation=implementation, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
-    return params, lambda params, x, cache: nnx.merge(graphdef, params)(x, cache=cache)
-
-
-def token_inputs(params, B=3):
-    draw = draws(0)
-    layer = GatedDeltaNetCache(draw(B, 256, 3), draw(B, 4, 32, 32))
-    return params, draw(B, 1, 64), layer
-
-
-def believe_in_kernels(monkeypatch, whole):
-    """Kernels take the tokens of layers: the one of decoding alone, as on a mesh, or the convolution's too."""
-    monkeypatch.setattr(fused_token, "usable", lambda implementation, reason: reason is None)
-    monkeypatch.setattr(layers, "is_whole", lambda *arrays: whole)
-
-
-def interpret_tokens(monkeypatch) -> list[str]:
-    """The kernels of a token are interpreted; which of them were called."""
-    # Outside jit, inside which the interpreter hangs.
-    monkeypatch.setattr(fused_token, "run", lambda kernel, static, args, *_: kernel(static, *args))
-    calls = []
-
-    def told(name, kernel, *args, **options):
-        calls.append(name)
-        return kernel(*args, interpret=INTERPRET, **options)
-
-    for module, name in ((conv_update, "conv_update"), (step, "step_of_channels")):
-        monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
-    return calls
-
-
-ways = pytest.mark.parametrize(
-    "whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "parts"]
-)
-
-
-@ways
-@pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True, "use_gate": False}], ids=["", "options"])
-def test_token_of_a_layer(options, whole, monkeypatch):
-    """One token with a cache runs the kernels, interpreted here, and is that of the plain layer."""
-    params, plain = token_layer("chunked", **options)
-    args = token_inputs(params)
-    expected = jax.jit(plain)(*args)
-    believe_in_kernels(monkeypatch, whole)
-    calls = interpret_tokens(monkeypatch)
-    y, cache = token_layer(**options)[1](*args)
-    assert calls == ["conv_update"] * whole + ["step_of_channels"]
-    close(expected[0], y, "y")
-    close(expected[1].state, cache.state, "state")
-    np.testing.assert_array_equal(expected[1].conv, cache.conv)
-
-
-def grouped_layer():
-    """The layer as generation has it: all projections of its input are one product, and its kernels' channels."""
-    graphdef, params = nnx.split(GatedDeltaNet(64, num_heads=2, head_dim=32, expand_v=1.0, rngs=nnx.Rngs(0)))
-    layer = nnx.merge(graphdef, params)
-    group_projections(layer, inference.GROUPS[0], layer.head_v_dim)
-    return params, lambda params, *args: nnx.merge(graphdef, params)(*args[:1], cache=args[1]), layer
-
-
-def test_token_of_a_layer_with_one_product(monkeypatch):
-    """The kernels read every projection in the one product, and so does the gated norm; also the derivative."""
-    params, plain, layer = grouped_layer()
-    x, cache = draws(0)(3, 1, 64), GatedDeltaNetCache(draws(1)(3, 192, 3), draws(2)(3, 2, 32, 32))
-    expected = jax.jit(plain)(params, x, cache)
-    assert layer.g_proj.stop == layer.g_proj.group.weight[...].shape[0] == 288 and layer.b_proj.stop == 196
-    believe_in_kernels(monkeypatch, whole=True)
-    joined = fused_joined.gate_heads
-    gates = []
-    monkeypatch.setattr(
-        fused_joined, "gate_heads", lambda *args: gates.append(args[0].shape) or joined(*args)
-    )
-    calls = interpret_tokens(monkeypatch)
-    y, after = layer(x, cache=cache)
-    assert calls == ["conv_update", "step_of_channels"] and gates == [(3, 1, 288)]
-    close(expected[0], y, "y")
-    close(expected[1].state, after.state, "state")
-    np.testing.assert_array_equal(expected[1].conv, after.conv)
-    monkeypatch.setattr(fused_token, "_mix_by_kernels", fused_token._mix_token_plain)
-    dy = draws(3)(3, 1, 64), jax.tree.map(jnp.ones_like, cache)
-    _, want = fused_harness.compiled_vjp(lambda *args: plain(params, *args))(dy, x, cache)
-    graphdef, copy = nnx.split(layer)
-    _, got = fused_harness.compiled_vjp(lambda x, cache: nnx.merge(graphdef, copy)(x, cache=cache))(
-        dy, x, cache
-    )
-    for like, dx in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        close(like, dx, "derivative", sums=2e-6)
-
-
-def test_derivative_of_the_gates_in_one_product():
-    """What the norm's kernel leaves for the heads that are no gates does not count."""
-    _, back = jax.vjp(lambda x: fused_joined.gate_heads(x, 2, 4), jnp.ones((1, 1, 16)))
-    (dx,) = back(jnp.full((1, 1, 4, 4), jnp.nan).at[:, :, 2:].set(3.0))
-    np.testing.assert_array_equal(dx[0, 0], [0] * 8 + [3] * 8)
-
-
-@ways
-def test_derivative_of_a_token(whole, monkeypatch):
-    """Where the kernel runs, its derivative is that of the plain layer."""
-    params, plain = token_layer("chunked")
-    args = token_inputs(params)
-    dy = draws(1)(3, 1, 64), GatedDeltaNetCache(draws(2)(3, 256, 3), draws(3)(3, 4, 32, 32))
-    _, expected = fused_harness.compiled_vjp(plain)(dy, *args)
-    believe_in_kernels(monkeypatch, whole)
-    monkeypatch.setattr(fused_token, "_by_kernel", fused_token._plain)
-    monkeypatch.setattr(fused_token, "_mix_by_kernels", fused_token._mix_token_plain)
-    _, got = fused_harness.compiled_vjp(token_layer()[1])(dy, *args)
-    for (path, like), x in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
-        close(like, x, jax.tree_util.keystr(path), sums=2e-6)
-
-
-@pytest.mark.parametrize("why", ["mask", "rule", "head_dim", "implementation"])
-def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
-    """They run in plain JAX."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-    options = {"rule": {"rule": "delta"}, "implementation": {"implementation": "chunked"}}.get(why, {})
-    sizes = dict(num_heads=2, head_dim=24 if why == "head_dim" else 32, expand_v=1.0)
-    layer = GatedDeltaNet(64, **sizes, **options, rngs=nnx.Rngs(0))
-    mask = jnp.ones((2, 1), bool) if why == "mask" else None
-    x = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
-    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, cache=layer.init_cache(2), mask=mask))(x))
-    assert "decode_step" not in jaxpr
-
-
-def test_a_loop_of_tokens_changes_states_where_they_lie(monkeypatch):
-    """Lowered for a GPU, every layer's state is an alias of what the kernel returns."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-    monkeypatch.setattr(layers, "is_whole", lambda *arrays: True)
-    params, run = token_layer()
-
-    def loop(params, x, cache):
-        return jax.lax.fori_loop(0, 3, lambda i, carry: run(params, *carry), (x, cache))
-
-    args = jax.eval_shape(token_inputs, params)
-    text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    for state in ("3x256x3", "3x4x32x32"):
-        calls = [
-            line for line in text.splitlines() if "mosaic_gpu" in line and f"tensor<{state}xf32>" in line
-        ]
-        assert len(calls) == 1 and "output_operand_alias" in calls[0]
