@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.attention import attend, same_segment
-from gdn_jax.chunks.decay import chunk_cumsum
+from gdn_jax.chunks.decay import chunk_cumsum, no_gate
 from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import l2norm
 from gdn_jax.ops import gated_delta_step
@@ -83,7 +83,7 @@ def gated_linear_attention(
     counts = (q.shape[2], k.shape[2], v.shape[2], HO)
     dtype = accumulation_dtype(q, g, initial_state)
     numerics = Numerics.of(q.dtype, dtype)
-    g = jnp.zeros((B, T, HO), dtype) if g is None else g.astype(dtype)
+    g = no_gate(v, (B, T, HO), dtype) if g is None else g.astype(dtype)
 
     def to_chunks(x):  # [L, B, heads..., C, D]
         return split_heads(jnp.moveaxis(row_to_chunks(x, min(chunk_size, T)), 2, 3), 2, counts)
