@@ -22,7 +22,7 @@ from gdn_jax.hf.weights import (
     same,
     separate_experts,
 )
-from gdn_jax.layers import value_width
+from gdn_jax.layers.parameters import value_width
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 
 DEFAULTS = {

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.attention import attend, same_segment
 from gdn_jax.blocks import Initializer, RMSNorm, products
-from gdn_jax.layers import check_mask, run_of_tokens
+from gdn_jax.layers.padding import check_mask, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import rows_on_mesh
 from gdn_jax.shapes import check_array, check_floating
