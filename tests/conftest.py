@@ -95,6 +95,14 @@ def no_type_checks():
 
 
 @pytest.fixture
+def interpreted(monkeypatch):
+    """`gdn_jax.fused` takes the kernels, interpreted; the fixture's value counts the calls of each."""
+    from layer_kernels import interpret
+
+    return interpret(monkeypatch)
+
+
+@pytest.fixture
 def compile_as_users_do():
     """Compilation with all optimisations."""
     before = jax.config.read("jax_disable_most_optimizations")
