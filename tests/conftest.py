@@ -47,9 +47,9 @@ def _no_hopper() -> str | None:
 LONG = (
     "kernels_backward",
     "kernels",
-    "models",
-    "layer_kernels",
+    "models_scan",
     "sweep",
+    "sweep_programs",
     "notebooks",
     "chunked",
     "hybrid",

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from tiny_sweeps import options
 
 from gdn_jax import cli
 from gdn_jax.commands import versions
