@@ -1,6 +1,6 @@
 """What a run shows while it works: a bar on a terminal, plain lines in a file."""
 
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -38,7 +38,7 @@ class Bars:
             **options,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__[B: "Bars"](self: B) -> B:
         self.bars.start()
         return self
 
