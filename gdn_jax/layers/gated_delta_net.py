@@ -208,7 +208,7 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
         weight = weight if factor is None else factor[:, None] * weight
         y = x.astype(dtype) @ weight.astype(dtype)
-        options = dict(**self.key_heads(), behind=behind)
+        options = self.key_heads() | {"behind": behind}
         q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)
         v, y = (part.reshape(*x.shape[:2], -1, self.head_v_dim) for part in (v, y))
         a, b = jnp.split(gates[..., : 2 * HV], 2, axis=-1)

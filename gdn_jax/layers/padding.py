@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.shapes import check_array
 
@@ -20,8 +20,18 @@ def check_mask(mask: Bool[Array, "B T"], B: int, T: int) -> None:
             raise ValueError(f"mask: expected one run of tokens in each row, got a gap in row {row}")
 
 
-def clear_padding(x, mask, segment_ids, cu_seqlens):
-    """x with zeros at padding, and segment_ids in which padding has the id of the nearest token of its row."""
+def clear_padding(
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    cu_seqlens: Int[Array, " N1"] | None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"] | None]:
+    """x with zeros at padding, and segment_ids in which padding has the id of the nearest token of its row.
+
+    Args:
+      x: inputs of a layer.
+      mask, segment_ids, cu_seqlens: what it was called with; padding is False in mask, and behind cu_seqlens[-1].
+    """
     T = x.shape[1]
     if cu_seqlens is not None:
         x = jnp.where((jnp.arange(T) < cu_seqlens[-1])[:, None], x, 0)
@@ -34,7 +44,7 @@ def clear_padding(x, mask, segment_ids, cu_seqlens):
     return jnp.where(mask[..., None], x, 0), segment_ids
 
 
-def run_of_tokens(mask):
+def run_of_tokens(mask: Bool[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """First True and one past the last True of each row [B]; 0, 0 where there is none."""
     T = mask.shape[1]
     any_token = mask.any(axis=1)

@@ -1,7 +1,7 @@
 """What a GatedDeltaNet is made with: its options, which it checks, its parameters, and the cache of its past."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,18 +123,21 @@ class GatedDeltaNetParameters(nnx.Module):
             jnp.zeros((batch, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
         )
 
-    def project(self, x):
+    def project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T conv_dim"], Float[Array, "B T HO"], Float[Array, "B T HO"]]:
         """[q | k | v] before the convolution, and the raw inputs a and b of the gates."""
         groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
         qkv, gates = shared_products(x, groups, self.dtype)
-        return qkv, *jnp.split(gates, 2, axis=-1)
+        a, b = jnp.split(gates, 2, axis=-1)
+        return qkv, a, b
 
-    def filters(self):
+    def filters(self) -> tuple[Float[Array, "conv_dim W"], Float[Array, " conv_dim"] | None]:
         """Weight [conv_dim, W] and bias of the convolution, in a layer that has one."""
         assert self.conv_weight is not None
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
-    def key_heads(self):
+    def key_heads(self) -> dict[str, Any]:
         """How q and k lie in the first channels of the convolution."""
         return dict(heads=self.num_heads, width=self.head_dim, normalize=rules.wants_unit_length(self.rule))
 
