@@ -52,6 +52,10 @@ def chunked_rule(
     is computed in stretches one after another, each from the state the last one left, and in chunks of at most 32
     tokens (see `_stretch`).
 
+    Args: those of `reference.recurrent_rule`, and
+      chunk_size: tokens of a chunk, a power of two.
+      lanes: parts of a row's chunks, for rows without cu_seqlens.
+
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
 
@@ -108,6 +112,8 @@ def chunk_states_of(
     """State at the start of every chunk, in the dtype of g and computed in it; differentiable.
 
     With cu_seqlens the chunks are those of `packing.packed_chunks`; unused ones hold 0.
+
+    Args: those of `chunked_rule`.
     """
     numerics = Numerics(g.dtype, g.dtype, lax.Precision.HIGHEST)
     row = _Row(cu_seqlens, k.shape[0], k.shape[1], (k.shape[2], v.shape[2], g.shape[2]), chunk_size)

@@ -42,7 +42,13 @@ def max_packed_chunks(T: int, N: int, C: int) -> int:
 
 
 def packed_chunks(cu_seqlens: Int[Array, " N1"], T: int, C: int) -> PackedChunks:
-    """Chunk table of sequences [cu[n], cu[n + 1]) with chunks of C tokens; sizes are static, values traced."""
+    """Chunk table of packed sequences; its sizes are static, its values may be traced.
+
+    Args:
+      cu_seqlens: ascending borders; sequence n owns the tokens [cu_seqlens[n], cu_seqlens[n + 1]).
+      T: tokens of the row, padding included.
+      C: tokens of a chunk.
+    """
     cu = cu_seqlens.astype(jnp.int32)
     N = cu.shape[0] - 1
     L = max_packed_chunks(T, N, C)

@@ -31,6 +31,15 @@ def recurrent_step(
 ) -> tuple[Float[Array, "*H K V"], Float[Array, "*H V"]]:
     """One token of the rule. Leading axes broadcast: an input shared by several heads has size 1 there.
 
+        S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
+
+    Args:
+      S: states before the token [.., K, V], in the dtype that all is computed in.
+      q, k, v: query, key and value [.., K], [.., K] and [.., V].
+      g: log decay [..], <= 0; -inf clears the state.
+      beta: write strength [..].
+      scale: factor of the output.
+
     Returns:
       The new state and the output, in the dtype of S.
 
@@ -60,6 +69,13 @@ def recurrent_rule(
     A reset is a gate of -inf. With cu_seqlens (B = 1) the scan walks the packed tokens, loads a sequence's
     initial state at its first token and stores the running state as its final one; a sequence without
     tokens keeps its initial state, tokens past the last one give 0.
+
+    Args:
+      q, k, v: queries, keys and values, whose heads divide HO, of any floating dtype.
+      g, beta: log decay <= 0 and write strength [B, T, HO], both in the dtype that all is computed in.
+      initial_state: states before the first token, in the dtype of g; None: zeros.
+      scale: factor of the output.
+      cu_seqlens: where packed sequences begin, as for `gated_delta_rule`.
 
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.

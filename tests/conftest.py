@@ -47,9 +47,9 @@ def _no_hopper() -> str | None:
 LONG = (
     "kernels_backward",
     "kernels",
-    "models",
-    "layer_kernels",
+    "models_scan",
     "sweep",
+    "sweep_programs",
     "notebooks",
     "chunked",
     "hybrid",
@@ -92,6 +92,14 @@ def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`gdn_jax.fused` takes the kernels, interpreted; the fixture's value counts the calls of each."""
+    from layer_kernels import interpret
+
+    return interpret(monkeypatch)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; the data: test_tasks.py."""
+"""`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; data: test_*tasks.py."""
 
 import json
 import math

@@ -12,11 +12,11 @@ from flax import nnx
 from fused_harness import close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax import layers
 from gdn_jax.blocks import group_projections
 from gdn_jax.fused import joined as fused_joined
 from gdn_jax.fused import token as fused_token
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.layers import token as layer_token
 from gdn_jax.models import inference
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.device import launch
@@ -41,7 +41,7 @@ def token_inputs(params, B=3):
 def believe_in_kernels(monkeypatch, whole):
     """Kernels take the tokens of layers: the one of decoding alone, as on a mesh, or the convolution's too."""
     monkeypatch.setattr(fused_token, "usable", lambda implementation, reason: reason is None)
-    monkeypatch.setattr(layers, "is_whole", lambda *arrays: whole)
+    monkeypatch.setattr(layer_token, "is_whole", lambda *arrays: whole)
 
 
 def interpret_tokens(monkeypatch) -> list[str]:
@@ -155,7 +155,7 @@ def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
 def test_a_loop_of_tokens_changes_states_where_they_lie(monkeypatch):
     """Lowered for a GPU, every layer's state is an alias of what the kernel returns."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    monkeypatch.setattr(layers, "is_whole", lambda *arrays: True)
+    monkeypatch.setattr(layer_token, "is_whole", lambda *arrays: True)
     params, run = token_layer()
 
     def loop(params, x, cache):

@@ -13,7 +13,8 @@ from tolerances import FLOAT32, assert_close
 from gdn_jax import gates
 from gdn_jax.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
 from gdn_jax.checks import oracle
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, init_A_log, init_dt_bias
+from gdn_jax.gates import init_A_log, init_dt_bias
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.small_layer import SmallGatedDeltaNet
 
 # The layer is the rule between sums of at most 36 terms: the rule's own bound holds for y and the state.

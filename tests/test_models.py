@@ -1,6 +1,5 @@
 """The language model and its generation: with the cache and without, padded prompts and bare, packed and separate."""
 
-import collections
 import dataclasses
 import inspect
 
@@ -10,57 +9,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from programs import KERNELS, eqns
-from tolerances import FLOAT32, assert_close
+from small_models import BF16, F32, SIZES, Shift, call, continued, make, operations, tokens
+from tolerances import assert_close
 
 from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import step_bench
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import Block, LanguageModel, ModelConfig, generate, weight_decay_mask
 from gdn_jax.models.generate import _generate
-
-# Two blocks of float32 sums after the rule, whose bound is 1e-5; the residual stream adds their errors.
-F32 = 2 * FLOAT32["o"]
-# bfloat16 against float32: two blocks of some ten roundings of 2^-9 each (tests/test_layers.py), and a factor of 3.
-BF16 = 3e-2
-
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "num_layers": 2,
-    "num_heads": 2,
-    "head_dim": 6,
-    "expand_v": 1.5,
-    "implementation": "recurrent",  # compiles fast; tests/test_layers.py takes the chunked form too
-}
-
-
-def make(seed=0, **options):
-    return LanguageModel(ModelConfig(**{**SIZES, **options}), rngs=nnx.Rngs(seed))
 
 
 @pytest.fixture(scope="module")
 def model():
     return make()
-
-
-@nnx.jit(static_argnames="return_cache")
-def _call(model, tokens, **options):
-    return model(tokens, **options)
-
-
-def call(model, tokens, **options):
-    return jax.device_get(_call(model, tokens, **options))
-
-
-def tokens(*shape, seed=0):
-    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape).astype(np.int32)
-
-
-def continued(model, prompt, num_tokens, mask=None, **options):
-    """`generate` from NumPy arrays, which the type checks of the test run do not let in."""
-    mask = None if mask is None else jnp.asarray(mask)
-    return np.asarray(generate(model, jnp.asarray(prompt), num_tokens, mask=mask, **options))
 
 
 ROW = 16
@@ -75,19 +35,6 @@ def uncached(model, prompt, num_tokens):
     for t in range(T, T + num_tokens):
         row[:, t] = call(model, row)[0][:, t - 1].argmax(-1)
     return row[:, T : T + num_tokens]
-
-
-def loss_of(graphdef, row, **options):
-    def loss(params):
-        model = nnx.merge(graphdef, params)
-        return jnp.sum(jnp.sin(model(row, **options)[0]))
-
-    return loss
-
-
-def operations(f, *args):
-    """How many operations of every name the program of f holds; a loop's body counts once."""
-    return collections.Counter(eqn.primitive.name for eqn in eqns(jax.make_jaxpr(f)(*args).jaxpr))
 
 
 def test_generation_equals_the_uncached_loop(model):
@@ -282,18 +229,6 @@ def test_initialising_a_deeper_model_compiles_no_more_draws():
     )  # q k v a b g o, convolution, A_log, dt_bias, gate, up, down; embedding, head
 
 
-class Shift(nnx.Module):
-    """A mixer that is not a GatedDeltaNet: y_t = x_{t-1}; its cache is the last x."""
-
-    def __call__(self, x, *, cache=None, mask=None, segment_ids=None, return_cache=False):
-        first = jnp.zeros_like(x[:, :1]) if cache is None else cache
-        y = jnp.concatenate([first, x[:, :-1]], axis=1)
-        return y, x[:, -1:] if return_cache or cache is not None else None
-
-    def init_cache(self, batch):
-        return jnp.zeros((batch, 1, SIZES["hidden_size"]))
-
-
 @pytest.mark.slow
 def test_a_block_takes_any_mixer():
     model = make()
@@ -304,170 +239,6 @@ def test_a_block_takes_any_mixer():
     more, cache = call(model, row[:, 5:], cache=cache)
     assert_close(want, np.concatenate([got, more], axis=1), F32)
     assert continued(model, row, 3).shape == (2, 3)
-
-
-def deep(**options):
-    """A model of three blocks, split."""
-    init = (
-        nnx.initializers.lecun_normal()
-    )  # the default divides by the depth: an order of blocks would not show
-    config = ModelConfig(**{**SIZES, "num_layers": 3, **options})
-    return nnx.split(LanguageModel(config, out_kernel_init=init, rngs=nnx.Rngs(0)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat, masked", [("none", True), ("rule", True), ("full", False)])
-def test_a_scan_over_blocks_changes_nothing(remat, masked):
-    row, results = jnp.asarray(tokens(2, 16)), []
-    mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
-    options = {"mask": mask, "segment_ids": jnp.asarray(np.arange(32).reshape(2, 16) // 6)} if masked else {}
-    for scan in (False, True):
-        graphdef, params = deep(scan_layers=scan, remat=remat, implementation="chunked")
-        value, grads = jax.jit(jax.value_and_grad(loss_of(graphdef, row, **options)))(params)
-        results.append((value, nnx.to_pure_dict(grads)))
-    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), *results)
-
-
-@pytest.mark.slow
-def test_other_derivatives_of_a_scan_over_blocks():
-    """Forward mode, forward over reverse, and gradients side by side."""
-    row, results = jnp.asarray(tokens(2, 5)), []
-    for scan in (False, True):
-        graphdef, params = deep(scan_layers=scan, num_layers=2)
-        loss = loss_of(graphdef, row)
-        direction = jax.tree.map(jnp.cos, params)
-        both = jax.tree.map(lambda x, d: jnp.stack([x, x + 0.1 * d]), params, direction)
-        results.append(
-            jax.jit(
-                lambda params, direction, both, loss=loss: (
-                    jax.jvp(loss, (params,), (direction,)),
-                    jax.tree.leaves(jax.jvp(jax.grad(loss), (params,), (direction,))[1]),
-                    jax.tree.leaves(jax.vmap(jax.grad(loss))(both)),
-                )
-            )(params, direction, both)
-        )
-    jax.tree.map(lambda a, b: assert_close(a, b, F32), *results)
-
-
-@pytest.mark.slow
-def test_a_deeper_model_is_no_larger_a_program():
-    """Weights come in and gradients go out one by one, which costs a few operations each."""
-    row = jnp.asarray(tokens(2, 32))
-
-    def program(num_layers, **options):
-        graphdef, params = nnx.split(
-            nnx.eval_shape(lambda: make(num_layers=num_layers, implementation="chunked", **options))
-        )
-        return operations(jax.grad(loss_of(graphdef, row)), params)
-
-    shallow, deep, unrolled = program(8, scan_layers=True), program(16, scan_layers=True), program(8)
-    assert shallow["dot_general"] == deep["dot_general"] < unrolled["dot_general"] / 7
-    assert deep["slice"] == shallow["slice"]  # slices at known places: XLA compiles each
-    assert sum(deep.values()) < 2 * sum(shallow.values()) < sum(unrolled.values())
-
-
-def test_blocks_that_differ_are_not_scanned():
-    row = tokens(2, 8)
-    shifted = make(scan_layers=True)
-    shifted.blocks[1] = Block(shifted.config, Shift(), rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match=r"scan_layers: expected blocks that .*, got blocks that differ"):
-        call(shifted, row)
-    stateful = make(scan_layers=True)
-    stateful.blocks[1].seen = stateful.blocks[0].seen = nnx.BatchStat(jnp.zeros(()))
-    with pytest.raises(ValueError, match=r"scan_layers: .* got a block with state beside its parameters"):
-        call(stateful, row)
-
-
-def test_a_scanned_model_generates(model):
-    """With a cache the blocks are walked one by one: the weights are not copied for every token."""
-    prompt = tokens(3, 7)
-    scanned = make(scan_layers=True)
-    np.testing.assert_array_equal(continued(scanned, prompt, 9), continued(model, prompt, 9))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("compile_as_users_do")
-def test_what_remat_keeps():
-    """Bytes between the passes, and those of a compiled gradient, from below and from above: of two blocks, and what
-    a third one adds."""
-    B, T, D, HO, K = 2, 256, 64, 2, 32
-    row = jnp.asarray(tokens(B, T))
-
-    def bytes_of(num_layers, remat):
-        """What the passes hand over, and what a compiled gradient needs; and the weights but the embedding, of which
-        no derivative reads a number."""
-        sizes = {"hidden_size": D, "num_layers": num_layers, "num_heads": HO, "head_dim": K, "expand_v": 1.0}
-        config = ModelConfig(vocab_size=31, **sizes, implementation="chunked", remat=remat)
-        graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
-        loss = loss_of(graphdef, row)
-        arrays = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
-        compiled = jax.jit(jax.grad(loss)).lower(params).compile()
-        kept, weights = (
-            sum(x.size * x.dtype.itemsize for x in xs) for xs in (arrays, jax.tree.leaves(params))
-        )
-        return kept, compiled.memory_analysis().temp_size_in_bytes, weights - 31 * D * 4
-
-    two = {remat: bytes_of(2, remat) for remat in ("none", "rule", "full")}
-    more = {remat: np.subtract(bytes_of(3, remat), two[remat]) for remat in ("rule", "full")}
-    stream = B * T * D * 4
-    chunk = 32  # of the chunked form on a CPU; a block keeps a matrix [chunk, chunk] and a state for each
-    residuals = B * HO * (T // chunk) * (chunk * chunk + K * K) * 4
-    kept, temporaries, weights = ({remat: x[i] for remat, x in two.items()} for i in range(3))
-    # A block has two inputs, the stream and what is added to it; the first block has one.
-    least = weights["full"] + 3 * stream
-    assert least <= kept["full"] <= least + 4 * stream  # the last norm and the logits keep theirs
-    assert more["full"][0] == more["full"][2] + 2 * stream
-    for kept_by_rule, blocks in ((kept["rule"] - kept["full"], 2), (more["rule"][0] - more["full"][0], 1)):
-        assert blocks * residuals <= kept_by_rule <= 1.5 * blocks * residuals
-    assert kept["none"] > 8 * kept["rule"]
-    # Memory is fullest in the backward pass of one block, which holds its own residuals under either remat: what
-    # differs by a block is what each of the others keeps.
-    assert 0.8 * residuals <= more["rule"][1] - more["full"][1] <= 1.5 * residuals
-    assert 3 * stream <= temporaries["full"] <= 0.7 * temporaries["none"]
-
-
-@pytest.mark.parametrize(
-    "B, T",
-    [(1, 4096), pytest.param(64, 256, marks=pytest.mark.slow)],
-    ids=["cut into segments", "whole sequences"],
-)
-def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
-    """None of the rule's kernels. Those around it run again. The program on a GPU, traced only."""
-    from pallas_kernels.device import launch
-
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-    row = jax.ShapeDtypeStruct((B, T), jnp.int32)
-
-    def program(remat):
-        sizes = {"vocab_size": 31, "hidden_size": 64, "num_heads": 2, "head_dim": 32, "expand_v": 1.0}
-        config = ModelConfig(
-            **sizes, num_layers=1, dtype="bfloat16", implementation="mosaic_gpu", remat=remat
-        )
-        graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
-        traced = jax.make_jaxpr(jax.grad(lambda params, row: loss_of(graphdef, row)(params)))(params, row)
-        found = [eqn for eqn in eqns(traced.jaxpr) if eqn.primitive.name in KERNELS]
-        kernels = collections.Counter(eqn.params["name"].startswith(step_bench.RULE) for eqn in found)
-        products = sum(eqn.primitive.name == "dot_general" for eqn in eqns(traced.jaxpr))
-        return kernels[True], kernels[False], products
-
-    plain, kept, again = (np.array(program(remat)) for remat in ("none", "rule", "full"))
-    assert 0 < plain[0] == kept[0] < again[0]
-    assert np.all(plain[1:] < kept[1:]) and np.all(kept[1:] == again[1:])  # projections, convolution, norms
-
-
-def test_residual_stream_in_bfloat16():
-    """The stream between the blocks has the asked dtype; the float32 logits stay near those of a float32 stream."""
-    row, results = jnp.asarray(tokens(2, 9)), {}
-    for dtype in ("float32", "bfloat16"):
-        model = make(residual_dtype=dtype, scan_layers=True)
-        results[dtype] = call(model, row)[0]
-        graphdef, params = nnx.split(model)
-        program = jax.make_jaxpr(loss_of(graphdef, row))(params)
-        streams = [eqn.outvars[0].aval for eqn in eqns(program.jaxpr) if eqn.primitive.name == "scan"]
-        assert [x.dtype for x in streams if x.shape == (2, 9, SIZES["hidden_size"])] == [jnp.dtype(dtype)]
-    want, got = results.values()
-    assert got.dtype == np.float32 and np.any(want != got)
-    assert_close(want, got, BF16)
 
 
 def test_around_stands_in_the_place_of_every_mixer(model):

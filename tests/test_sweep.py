@@ -1,4 +1,4 @@
-"""`gdn sweep`: its grid, what a run is, its resume after a kill or Ctrl-C, its table and figure, its errors."""
+"""`gdn sweep`: its grid, its files, its resume after a kill or Ctrl-C, its configuration files, its errors."""
 
 import dataclasses
 import json
@@ -7,29 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import get_args
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
-from matplotlib.figure import Figure
+from tiny_sweeps import options
 
 from gdn_jax import cli
 from gdn_jax.commands import versions
-from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
-from gdn_jax.experiments import options as options_lib
 from gdn_jax.experiments import steps
-from gdn_jax.experiments.mixers import MIXERS
 from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.sweeps import figure as figure_lib
 from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import summary, sweep
-from gdn_jax.experiments.sweeps.scoring import shared
-from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.options import ParityOptions, RecallOptions
+from gdn_jax.experiments.sweeps import sweep
 from gdn_jax.experiments.tasks.table import make_task
 from gdn_jax.experiments.training import Trainer
 
@@ -62,22 +52,6 @@ def finished(tmp_path_factory):
     return out
 
 
-def options(**grid):
-    """Options of the tiny sweep."""
-    model = sweep_options.SizeOptions(
-        hidden_size=8,
-        num_layers=1,
-        num_heads=1,
-        head_dim=4,
-        expand_v=1.0,
-        dtype="float32",
-        implementation="recurrent",
-    )
-    task = ParityOptions(length=6, test_lengths=(6, 9), val_sequences=16)
-    grid = {"steps": 5, "batch_size": 8, "seeds": 2, "lrs": (0.01, 0.03)} | grid
-    return sweep_options.SweepOptions(task, sweep_options.GridOptions(**grid), model)
-
-
 def test_folder(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
         "config.json",
@@ -98,63 +72,6 @@ def test_folder(finished):
     table = (finished / "table.md").read_text()
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
     assert "mean ± standard error over 2 seeds" in table and "mean validation loss" in table
-
-
-def test_one_seed_has_no_spread(tmp_path):
-    """The table of a sweep with one seed says neither mean nor deviation."""
-    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
-    runs = [line("mamba2", 0.1, 0, 1.0, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
-    stored = options_lib.to_json(options(seeds=1, lrs=(0.1,), mixers=("mamba2",)))
-    config = {
-        "task": "sweep parity",
-        "options": stored,
-        "command": "gdn",
-        "versions": {"device": "a", "jax": "b"},
-    }
-    sizes = {1: options().model}
-    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
-    assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
-    assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
-    assert not {"±", "mean", "seeds"} & set(table.split())
-
-
-def test_table_of_several_scales():
-    """Every scale has a row with its size and the learning rate that is best for it."""
-    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
-    o = options(seeds=2, lrs=(0.1, 0.2), mixers=("mamba2",), scales=(1, 3), scaled="depth")
-    runs = [
-        line("mamba2", lr, seed, abs(lr - 0.1 * (1 + (scale == 3))), 0.1 * scale + 0.2 * seed)
-        | {"scale": scale, "parameters": 9 * scale, "wall": {"seconds": 1.0}}
-        for scale in (1, 3)
-        for lr in (0.1, 0.2)
-        for seed in (0, 1)
-    ]
-    config = {"task": "sweep parity", "options": options_lib.to_json(o), "command": "gdn"}
-    config["versions"] = {"device": "a", "jax": "b"}
-    sizes = {scale: sweep_options.scaled_model(o, scale) for scale in (1, 3)}
-    table = summary.markdown(
-        summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
-    )
-    assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
-    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
-    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table
-    assert "9 and 27 parameters in every model; softmax" in table
-
-
-@pytest.mark.parametrize(
-    ("scaled", "state", "changed"),
-    [
-        ("width", 3, {"hidden_size": 24, "num_heads": 3}),
-        ("depth", 3, {"num_layers": 3}),
-        ("state", 9, {"head_dim": 12}),
-    ],
-)
-def test_what_a_scale_multiplies(scaled, state, changed):
-    """The options that each choice multiplies, no others, and what becomes of the state."""
-    o = options(scales=(1, 3), scaled=scaled)
-    one, three = (sweep_options.scaled_model(o, scale) for scale in (1, 3))
-    assert one == o.model and three == dataclasses.replace(one, **changed)
-    assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
 
 
 def test_help_describes_every_group(capsys):
@@ -334,141 +251,12 @@ def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
     assert (out / "table.md").exists() and (out / "runs.jsonl").read_bytes() == before
 
 
-def line(mixer, lr, seed, loss, accuracy):
-    return {"mixer": mixer, "lr": lr, "seed": seed, "val_loss": loss, "val_accuracy": 0.0,
-            "test_accuracy": {"4": accuracy, "8": accuracy / 2}}  # fmt: skip
-
-
-def test_learning_rate_is_chosen_by_mean_validation_loss():
-    runs = [line("mamba2", 0.1, s, loss, 0.9) for s, loss in enumerate([1.0, 3.0])]
-    runs += [line("mamba2", 0.2, s, loss, acc) for s, (loss, acc) in enumerate([(1.5, 0.2), (1.6, 0.4)])]
-    runs += [line("mamba2", 0.3, 0, 0.1, 1.0), line("mamba2", 0.3, 1, None, 0.0)]  # one diverged
-    runs += [line("delta_net", 0.1, s, None, 0.5) for s in (0, 1)]
-    mamba, delta = summary.rows(runs, ["mamba2", "delta_net"])
-    assert mamba.mixer == "mamba2" and mamba.lr == 0.2 and delta.lr == 0.1
-    assert mamba.scores == {4: [0.2, 0.4], 8: [0.1, 0.2]}
-    assert mamba.mean(4) == pytest.approx(0.3)
-    assert mamba.error(8) == pytest.approx(np.std([0.1, 0.2], ddof=1) / 2**0.5)
-
-
-def test_figure(tmp_path, monkeypatch):
-    """Means, bars and dots are those of the seeds, the legend has mixers first, the training size is marked."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
-    rows = [
-        summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}),
-        summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}),
-    ]
-    figure_lib.draw_sweep(
-        tmp_path / "figure.png",
-        rows,
-        axis="tokens",
-        label="accuracy",
-        trained=8,
-        chance={"a guess": 0.25},
-        title="a task",
-    )
-    [figure] = figures
-    [axes], [legend] = figure.axes, figure.legends
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["DeltaNet", "Mamba2's rule", "a guess"]
-    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
-    assert ticks == ["4", "8\nlargest in training", "16"]
-    for row, container in zip(rows, axes.containers, strict=True):
-        line, _, [bars] = container.lines
-        values = 100 * np.array(list(row.scores.values()))
-        np.testing.assert_allclose(line.get_ydata(), values.mean(1))
-        np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
-        ends = [segment[:, 1] for segment in bars.get_segments()]
-        error = values.std(1, ddof=1) / 3**0.5
-        np.testing.assert_allclose(ends, np.stack([values.mean(1) - error, values.mean(1) + error], 1))
-    dots = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "."]
-    np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
-    # without colour: marker, filling and line differ
-    assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
-
-
-@pytest.mark.parametrize("trigram", [1.5, 3.5])
-def test_figure_of_losses(tmp_path, monkeypatch, trigram):
-    """A simple method above every loss is in the legend alone, with its loss; one among them is a line."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
-    figure_lib.draw_sweep(
-        tmp_path / "figure.png",
-        [summary.Row("mamba2", 0.1, {4: [2.0, 2.1], 16: [1.0, 1.1]})],
-        axis="bytes",
-        label="bits per byte",
-        trained=8,
-        chance={"bigram": 4.0, "trigram": trigram},
-        title="a text",
-        percent=False,
-    )
-    [figure] = figures
-    [axes], [legend] = figure.axes, figure.legends
-    lines = [line.get_ydata()[0] for line in axes.lines if line.get_label() in ("bigram", "trigram")]
-    said = legend.get_title().get_text()
-    assert lines == ([1.5] if trigram == 1.5 else [])
-    assert ("bigram 4.000" in said, "trigram 3.500" in said) == (True, trigram == 3.5)
-    assert axes.get_ylim()[1] < 2.5
-    assert axes.get_xlabel() == "place in a test sequence, up to so many bytes"
-
-
-def test_equal_parameters_and_initial_weights():
-    o = options()
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
-
-    def weights(mixer):
-        return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
-
-    alike = [mixer for mixer in MIXERS if not MIXERS[mixer].hybrid]
-    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
-    assert all(x == shapes[0] for x in shapes)
-    jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
-    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*figure_lib._STYLES}
-    assert set(alike) == set(o.sweep.mixers)
-    made = {(m.rule, m.allow_neg_eigval, m.hybrid) for m in MIXERS.values()}
-    assert len(made) == len(MIXERS)
-
-
-def test_time_step_scales_the_first_decays():
-    """Initial time steps are multiplied; every other weight stays, whatever the mixer."""
-    o = options()
-    slow = dataclasses.replace(o, model=dataclasses.replace(o.model, time_step=0.1))
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
-    for mixer in ("mamba2", "gated_delta_net"):
-        one, tenth = (
-            nnx.to_pure_dict(nnx.state(sweep.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
-        )
-        biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
-        steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
-        np.testing.assert_allclose(steps_of[1], 0.1 * steps_of[0], rtol=1e-5)
-        jax.tree.map(np.testing.assert_array_equal, one, tenth)
-
-
 def test_divergence_is_recorded(tmp_path):
     out = tmp_path / "run"
     assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0
     assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
     assert "| Mamba2's rule | 0.01 |" in (out / "table.md").read_text()
     assert (out / "figure.png").exists()
-
-
-def test_figure_over_scales(tmp_path, monkeypatch):
-    """A panel for each test, with what the scales mean along the axis, and the heading fits."""
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
-    rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
-    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task " * 25)
-    figure_lib.draw_sweep(
-        tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
-    )
-    [figure] = figures
-    assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
-    [heading] = figure.texts
-    assert heading.get_window_extent().width < figure.bbox.width
-    [line, *_] = figure.axes[0].containers[0].lines
-    np.testing.assert_allclose(line.get_xdata(), [64, 128])
-    np.testing.assert_allclose(line.get_ydata(), [15, 30])
 
 
 CONFIG = {
@@ -522,36 +310,6 @@ def test_hybrid_beside_another(folder, tmp_path):
     assert "in Gated DeltaNet and attention" in (out / "table.md").read_text()
 
 
-@pytest.mark.slow
-def test_turns_in_one_program():
-    """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
-    task_options = RecallOptions(
-        vocab_size=16, cases=("8:2", "12:3", "8:1", "8:2"), train_sequences=50, val_sequences=16
-    )
-    o = options(together=2)
-    o = dataclasses.replace(o, task=task_options)
-    trained = [
-        TrainOptions(
-            task_options,
-            RunOptions(steps=5, batch_size=8),
-            MIXERS["mamba2"].model(o.model),
-            OptimizerOptions(lr=lr),
-        )
-        for lr in (0.01, 0.03)
-    ]
-    task = make_task(trained[0])
-    runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
-    runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
-    for i, options_of in enumerate(trained):
-        trainer = Trainer.make(options_of, make_task(options_of))
-        for step in range(1, 6):
-            trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
-        got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
-            # float32 sums in another order, over five steps of Adam
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -574,77 +332,6 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
     assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-
-
-def test_other_seeds_run_at_the_best_learning_rate():
-    """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
-    o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
-    assert sweep.count(o) == 4
-    tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
-    assert sweep.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
-        sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
-    ]
-    all_runs = sweep.wanted(o, "mamba2", 1, tried, "accuracy")
-    assert all_runs[2:] == [sweep.Run("mamba2", 0.03, seed) for seed in (1, 2)]
-    worse = [line("mamba2", 0.03, seed, 9.0, 0.25 * seed) for seed in (1, 2)]
-    [row] = summary.rows(tried + worse, ["mamba2"])
-    assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]
-
-
-@pytest.mark.parametrize(
-    "tests, shapes", [((4, 6), [(8, 6)]), ((2, 3), [(8, 6)]), ((6, 30), [(2, 6), (2, 30)])]
-)
-def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
-    """One shape where that wastes little, at most so many tokens at a time; every sequence is scored once."""
-    monkeypatch.setattr(sweep, "_SCORED", 60)
-    o = options()
-    o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
-    scored = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
-    sets = {name: [x for x in scored if x.names == (name,)] for name in ("val", *map(str, tests))}
-    assert sum(map(len, sets.values())) == len(scored)
-    assert sorted({x.batch.tokens.shape for x in scored}) == shapes
-    whole = np.concatenate([batch.tokens for batch in task.test_batches(8)[tests[-1]]])[:, : tests[-1]]
-    read = np.concatenate([x.batch.tokens for x in sets[str(tests[-1])]])[:, : tests[-1]]
-    np.testing.assert_array_equal(read, whole)
-    assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
-
-
-def test_sets_with_the_same_sequences_are_read_once():
-    """Each counts by its own weights, also a set that has a batch twice; batches of a shape have as many weights."""
-    tokens, weights = np.arange(6).reshape(2, 3), np.eye(2, 3, dtype=np.float32)
-    one = Batch(tokens, tokens + 1, weights)
-    sets = {
-        "val": [one._replace(targets=tokens)],
-        "2": [one, one],
-        "3": [one._replace(weights=1 - weights), Batch(tokens[:, :2], tokens[:, :2], weights[:, :2])],
-    }
-    got = shared(sets)
-    assert [x.names for x in got] == [("val",), ("2", "3"), ("2",), ("3",)]
-    assert [x.weights.shape for x in got] == [(2, 2, 3)] * 3 + [(1, 2, 2)]
-    np.testing.assert_array_equal(got[1].weights, [weights, 1 - weights])
-    np.testing.assert_array_equal(got[0].weights, [weights, 0 * weights])
-
-    model = steps.make_model(MIXERS["mamba2"].model(options().model), 8, 0)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    sums = jax.jit(lambda params, *x: steps.sums_by_weights(graphdef, rest, params, *x))(
-        params, got[1].batch, got[1].weights
-    )
-    for i, wanted in enumerate(got[1].weights):
-        alone = steps.loss_sum(graphdef, rest, params, one._replace(weights=wanted))[1]
-        for x, y in zip(alone, sums, strict=True):
-            np.testing.assert_allclose(y[i], x, rtol=1e-6)
-
-
-def test_hybrid():
-    """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
-    o = options(mixers=("hybrid",))
-    for layers, attention in ((2, [1]), (8, [3, 7])):
-        size = dataclasses.replace(o.model, num_layers=layers)
-        kinds = options_lib.config_values(MIXERS["hybrid"].model(size))["layer_types"]
-        assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
-    with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
-        sweep_options.check(o)
 
 
 def test_commit(tmp_path, monkeypatch):

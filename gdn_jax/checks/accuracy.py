@@ -112,6 +112,11 @@ def worst_ratio(reference, x, head_axis: int | None = None) -> float:
 
     A head of fewer than 8 numbers has no rms of its own: the relative error of a single sum that happens to cancel
     has no bound.
+
+    Args:
+      reference: what is right, finite.
+      x: what came, of the same shape.
+      head_axis: axis of the heads, see `head_axis`; None: the tensor alone counts.
     """
     reference, x = np.asarray(reference), np.asarray(x)
     ratios = [rms_ratio(reference, x)]

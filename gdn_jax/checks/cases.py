@@ -45,10 +45,12 @@ class Case:
 
     @property
     def HO(self) -> int:
+        """Heads of the output."""
         return max(self.heads[0], self.heads[2])
 
     @property
     def N(self) -> int:
+        """Sequences."""
         return self.B if self.lengths is None else len(self.lengths)
 
     @property

@@ -39,6 +39,7 @@ class Numerics(NamedTuple):
     operand: jnp.dtype
     accumulate: jnp.dtype
     precision: lax.Precision
+    """Of products of float32 on hardware that could round their operands."""
 
     @classmethod
     def of(cls, dtype: jnp.dtype, accumulate: jnp.dtype) -> "Numerics":
@@ -84,6 +85,17 @@ def kkt(
     numerics: Numerics | None = None,
 ) -> Float[Array, "*R C C"]:
     """kkt_ij = beta_i k_i.k_j exp(G_i - G_j) for i > j, else 0.
+
+    Leading axes, such as rows, chunks and heads, broadcast; so they do in the other stages.
+
+    Args:
+      k: keys [.., C, K] of the tokens of a chunk, any floating dtype.
+      decay: `chunk_cumsum` of their log decays.
+      beta: write strengths [.., C], in [0, 1], or [0, 2] with negative eigenvalues.
+      numerics: how the products are computed; None: in float32, or float64 when an argument is.
+
+    Returns:
+      [.., C, C], strictly lower triangular, for `solve_tril`.
 
     Source: fla's `chunk_scaled_dot_kkt_fwd`. The paper's mask is strict here and inclusive in the output.
     """
@@ -166,6 +178,15 @@ def wy(
     """WY keys w = A (beta exp(G) k) and values u = A (beta v).
 
     The factors go onto the columns of A, which belong to one head, rather than onto k and v, which heads share.
+
+    Args:
+      A: (I + kkt)^-1, of `solve_tril` [.., C, C].
+      k, v: keys [.., C, K] and values [.., C, V].
+      decay, beta, numerics: as for `kkt`.
+
+    Returns:
+      w [.., C, K] and u [.., C, V]. What a chunk with the state h at its start writes is v_new = u - w h.
+
     Source: fla's `recompute_w_u_fwd`.
     """
     numerics = numerics or Numerics.full(A, k, v)
@@ -202,6 +223,17 @@ def chunk_output(
     """o = scale (exp(G) q h + lower(q k^T exp(G_i - G_j)) v_new).
 
     The mask decays: with a plain causal mask the output is wrong by half (the paper's equation as printed).
+
+    Args:
+      q, k: queries and keys [.., C, K].
+      v_new: what the chunk writes [.., C, V], u - w h of `wy`.
+      states: h, the state at the chunk's start [.., K, V].
+      decay, numerics: as for `kkt`.
+      scale: factor of the output, K ** -0.5 in `gated_delta_rule`.
+
+    Returns:
+      o [.., C, V].
+
     Source: fla's `chunk_fwd_o`.
     """
     numerics = numerics or Numerics.full(q, k, v_new, states)

@@ -34,7 +34,7 @@ from gdn_jax.experiments import steps
 from gdn_jax.experiments.options import ScheduleOptions
 from gdn_jax.experiments.placement import Placement
 from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.layers import value_width
+from gdn_jax.layers.parameters import value_width
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import exchange, sharding
 from gdn_jax.parallel.communication import Traffic, traffic

@@ -1,5 +1,7 @@
 """What a run shows while it works: a bar on a terminal, plain lines in a file."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -11,39 +13,53 @@ from rich.progress import (
 )
 
 
-class Reporter:
-    """Progress of a training loop on a console; a context manager."""
+class Bars:
+    """Bars on a terminal, and nothing elsewhere; a context manager.
 
-    def __init__(self, console: Console, steps: int, done: int):
+    Args:
+      console: where they are drawn.
+      before, behind: formats of what stands at either side of a bar, in rich's mark-up.
+      options: of `rich.progress.Progress`.
+    """
+
+    def __init__(self, console: Console, before: str, behind: str, **options: Any):
         self.console = console
-        self._bar = Progress(
-            TextColumn("training"),
+        self.bars = Progress(
+            TextColumn(before),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn(behind),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
             transient=True,
+            **options,
         )
-        self._task = self._bar.add_task("training", total=steps, completed=done, state="compiling")
 
-    def __enter__(self) -> "Reporter":
-        self._bar.start()
+    def __enter__[B: "Bars"](self: B) -> B:
+        self.bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self.bars.stop()
+
+
+class Reporter(Bars):
+    """Progress of a training loop on a console; a context manager."""
+
+    def __init__(self, console: Console, steps: int, done: int):
+        super().__init__(console, "training", "{task.fields[state]}")
+        self._task = self.bars.add_task("training", total=steps, completed=done, state="compiling")
 
     def step(self, done: int) -> None:
         """Moves the bar."""
-        self._bar.update(self._task, completed=done)
+        self.bars.update(self._task, completed=done)
 
     def state(self, loss: float, tokens_per_second: float) -> None:
         """Shows the mean loss since the last call, and the speed."""
-        self._bar.update(self._task, state=f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
+        self.bars.update(self._task, state=f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
 
     def line(self, text: str) -> None:
         """Prints a line that stays."""

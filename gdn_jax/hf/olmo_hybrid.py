@@ -7,11 +7,12 @@ Attention norms queries and keys over their full width; released models have no 
 from collections.abc import Iterator
 from typing import Any
 
+from gdn_jax.hf import own
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
-from gdn_jax.hf.qwen3_next import check_like, swiglu_weights
+from gdn_jax.hf.qwen3_next import swiglu_weights
 from gdn_jax.hf.weights import Weight, convolution, projection, same
-from gdn_jax.layers import value_width
+from gdn_jax.layers.parameters import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
 
 MIXER_NORM_EPS = 1e-5
@@ -74,36 +75,21 @@ def _config(fields: Fields) -> ModelConfig:
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
     wanted = {"rule": "gated_delta", "zero_centred_norms": False, "scale_embedding": False, "experts": None}
-    check_like(config, "OLMo-Hybrid", wanted | {"mixer_norm_eps": MIXER_NORM_EPS})
+    own.check_like(config, "OLMo-Hybrid", wanted | {"mixer_norm_eps": MIXER_NORM_EPS})
     a = config.attention
     if a is None or "gated_delta_net" not in config.types:
         raise NotImplementedError("layer_types: models of the family OLMo-Hybrid have layers of both types")
-    check_like(a, "OLMo-Hybrid", {"qk_norm": "width", "output_gate": False, "reordered_norm": True})
+    own.check_like(a, "OLMo-Hybrid", {"qk_norm": "width", "output_gate": False, "reordered_norm": True})
     if a.rotary_dim not in (0, a.head_dim):
         raise NotImplementedError(
             f"rotary_dim: OLMo-Hybrid rotates whole heads, {a.head_dim}, or nothing, got {a.rotary_dim}"
         )
+    rope = {"rope_type": "default", "rope_theta": a.rope_theta if a.rotary_dim else None}
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
+        **own.decoder_fields(config),
+        **own.attention_fields(a),
         "intermediate_size": config.mlp_size,
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [
-            "full_attention" if kind == "attention" else "linear_attention" for kind in config.types
-        ],
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_kv_heads or a.num_heads,
-        "head_dim": a.head_dim,
-        "attention_bias": a.bias,
-        "rope_parameters": {"rope_type": "default", "rope_theta": a.rope_theta if a.rotary_dim else None},
-        "linear_conv_kernel_dim": config.conv_size,
-        "linear_key_head_dim": config.head_dim,
-        "linear_value_head_dim": value_width(config.head_dim, config.expand_v),
-        "linear_num_key_heads": config.num_heads,
-        "linear_num_value_heads": config.num_v_heads or config.num_heads,
+        "rope_parameters": rope,
         "linear_allow_neg_eigval": config.allow_neg_eigval,
         # Without them transformers takes tokens of the released vocabulary, which ours may not have.
         "pad_token_id": None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gdn_jax.hf import own
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.weights import (
@@ -22,7 +23,7 @@ from gdn_jax.hf.weights import (
     same,
     separate_experts,
 )
-from gdn_jax.layers import value_width
+from gdn_jax.layers.parameters import value_width
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 
 DEFAULTS = {
@@ -112,56 +113,24 @@ def _config(fields: Fields) -> ModelConfig:
 def check_decoder(config: ModelConfig) -> None:
     """Raises NotImplementedError for the first option of a model that no hybrid model of Qwen has."""
     wanted = {"rule": "gated_delta", "allow_neg_eigval": False, "zero_centred_norms": True}
-    check_like(config, "Qwen", wanted | {"scale_embedding": False})
+    own.check_like(config, "Qwen", wanted | {"scale_embedding": False})
     if config.mixer_norm_eps not in (None, config.norm_eps):
         raise NotImplementedError("mixer_norm_eps: Qwen's models have the same epsilon in all norms")
     if config.attention is not None:
         wanted = {"qk_norm": "head", "output_gate": True, "reordered_norm": False}
-        check_like(config.attention, "Qwen", wanted)
+        own.check_like(config.attention, "Qwen", wanted)
         if not config.attention.rotary_dim:
             raise NotImplementedError("rotary_dim: Qwen's attention has rotary positions, got 0")
-
-
-def check_like(config: Any, family: str, wanted: dict[str, Any]) -> None:
-    """Raises NotImplementedError for the first option that is not what models of a family have."""
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            raise NotImplementedError(
-                f"{name}: models of the family {family} have {value!r}, got {getattr(config, name)!r}"
-            )
 
 
 def decoder_fields(config: ModelConfig) -> dict[str, Any]:
     """Fields of config.json of a model of our own, but for its feed-forward part."""
     check_decoder(config)
-    fields = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [
-            "full_attention" if kind == "attention" else "linear_attention" for kind in config.types
-        ],
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "linear_conv_kernel_dim": config.conv_size,
-        "linear_key_head_dim": config.head_dim,
-        "linear_value_head_dim": value_width(config.head_dim, config.expand_v),
-        "linear_num_key_heads": config.num_heads,
-        "linear_num_value_heads": config.num_v_heads or config.num_heads,
-    }
+    fields = own.decoder_fields(config)
     if (a := config.attention) is not None:
-        fields |= {
-            "num_attention_heads": a.num_heads,
-            "num_key_value_heads": a.num_kv_heads or a.num_heads,
-            "head_dim": a.head_dim,
-            "attention_bias": a.bias,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": a.rope_theta,
-                "partial_rotary_factor": a.rotary_dim / a.head_dim,
-            },
-        }
+        part = a.rotary_dim / a.head_dim
+        rope = {"rope_type": "default", "rope_theta": a.rope_theta, "partial_rotary_factor": part}
+        fields |= own.attention_fields(a) | {"rope_parameters": rope}
     return fields
 
 

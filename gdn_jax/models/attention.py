@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.attention import attend, same_segment
 from gdn_jax.blocks import Initializer, RMSNorm, products
-from gdn_jax.layers import check_mask, run_of_tokens
+from gdn_jax.layers.padding import check_mask, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import rows_on_mesh
 from gdn_jax.shapes import check_array, check_floating
@@ -269,7 +269,17 @@ def reserve(cache: AttentionCache, tokens: int) -> FixedAttentionCache:
 def rotate(
     x: Float[Array, "B T H D"], positions: Int[Array, "B1 T"], rotary_dim: int, theta: float
 ) -> Float[Array, "B T H D"]:
-    """Turns the pairs (j, j + rotary_dim / 2) of the first dimensions by position * theta^(-2 j / rotary_dim)."""
+    """Turns the pairs (j, j + rotary_dim / 2) of the first dimensions by position * theta^(-2 j / rotary_dim).
+
+    Args:
+      x: queries or keys.
+      positions: of the tokens, of every row or of all rows alike (B1 = 1).
+      rotary_dim: even number of dimensions that are turned; the others stay as they are.
+      theta: base of the wavelengths, above 1.
+
+    Returns:
+      The turned x in its dtype; angles and products are float32.
+    """
     half = rotary_dim // 2
     frequencies = (1.0 / theta ** (np.arange(half) * 2 / rotary_dim)).astype(np.float32)
     angles = (positions[..., None] * frequencies)[:, :, None]  # [B1, T, 1, half]

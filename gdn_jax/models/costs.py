@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gdn_jax.layers import value_width
+from gdn_jax.layers.parameters import value_width
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 
@@ -65,7 +65,12 @@ def active_parameters(config: ModelConfig) -> int:
 
 
 def attention_costs(config: ModelConfig, L: int) -> MixerCosts:
-    """Of an attention layer: every token meets all before it."""
+    """Costs of an attention layer, in which every token meets all before it.
+
+    Args:
+      config: of a model with attention.
+      L: tokens of the sequence.
+    """
     a = config.attention
     assert a is not None
     size, kv_heads = jnp.dtype(config.dtype).itemsize, a.num_kv_heads or a.num_heads
@@ -78,10 +83,14 @@ def attention_costs(config: ModelConfig, L: int) -> MixerCosts:
 
 
 def gated_delta_net_costs(config: ModelConfig, L: int) -> MixerCosts:
-    """Of a GatedDeltaNet layer: a token meets its chunk, and a state of fixed size.
+    """Costs of a GatedDeltaNet layer, in which a token meets its chunk, and a state of fixed size.
 
     Of a chunk of C tokens and a head: k k^T and q k^T (4 C^2 K), the corrected keys and values (2 C^2 (K + V)), the
     outputs inside it (2 C^2 V), and three products with the state (6 C K V).
+
+    Args:
+      config: of the model.
+      L: tokens of the sequence.
     """
     heads, K, V = (
         config.num_v_heads or config.num_heads,
@@ -106,6 +115,6 @@ COSTS: dict[str, Callable[[ModelConfig, int], MixerCosts]] = {
 
 
 def model_costs(config: ModelConfig, L: int) -> MixerCosts:
-    """Of all layers together."""
+    """Costs of the mixers of all layers together, for one sequence of L tokens."""
     layers = [COSTS[kind](config, L) for kind in config.types]
     return MixerCosts(*(sum(numbers) for numbers in zip(*layers, strict=True)))

@@ -53,7 +53,14 @@ def make_mixer(
     out_kernel_init: Initializer | None = None,
     rngs: nnx.Rngs,
 ) -> TokenMixer:
-    """The token mixer of a block: a GatedDeltaNet or an Attention with every option of the config that it knows."""
+    """The token mixer of a block: a GatedDeltaNet or an Attention with every option of the config that it knows.
+
+    Args:
+      config: of the model.
+      layer_type: "gated_delta_net", or "attention" in a model whose config has `attention`.
+      kernel_init, out_kernel_init: initialisers of its projections, see `GatedDeltaNet`.
+      rngs: source of the initial weights.
+    """
     inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
     if layer_type == "gated_delta_net":
         options = config.options_of(GatedDeltaNet.__init__) | _arithmetic(config)
@@ -72,7 +79,13 @@ def make_block(
     out_kernel_init: Initializer | None = None,
     rngs: nnx.Rngs,
 ) -> "Block":
-    """Block `layer`, counted from 0, of a model."""
+    """Block `layer`, counted from 0, of a model.
+
+    Args:
+      config: of the model; its `layer_types`, `experts` and `dense_layers` say what the block is made of.
+      layer: number of the block.
+      kernel_init, out_kernel_init, rngs: as for `make_mixer`, of all projections of the block.
+    """
     inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
     layer_type = config.types[layer]
     mixer = make_mixer(config, layer_type, **inits, rngs=rngs)
@@ -349,7 +362,13 @@ class LanguageModel(nnx.Module):
         return_cache: bool = False,
         around: Around | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """All but the output projection: [B, T, hidden_size] in the compute dtype, and the cache."""
+        """All but the output projection: [B, T, hidden_size] in the compute dtype, and the cache.
+
+        Args: those of a call of the model.
+
+        Raises:
+          ValueError: an argument is wrong; names it.
+        """
         check_array("tokens", tokens, (None, None), "B T")
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: expected an integer dtype, got {tokens.dtype}")

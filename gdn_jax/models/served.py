@@ -78,7 +78,16 @@ class ServedModel:
         has_initial_state: Bool[Array, " N"],
         pools: tuple,
     ) -> tuple[Int[Array, " N"], tuple]:
-        """Pieces of prompts: the token after each, and the pools."""
+        """Pieces of prompts, packed in one row: the likeliest token after each, and the pools.
+
+        Args:
+          params: `self.params`.
+          tokens: of all pieces, one behind the other.
+          cu_seqlens: where the pieces begin, and the end of the last one.
+          slots: of their requests; -1 for none, whose piece is padding.
+          has_initial_state: False where the slot holds nothing of the request yet.
+          pools: of `make_pools`, or of the call before.
+        """
         addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
 
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
@@ -105,7 +114,14 @@ class ServedModel:
     def decode(
         self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
     ) -> tuple[Int[Array, " B"], tuple]:
-        """One token of every request: the next ones, and the pools."""
+        """One token of every request: the likeliest next ones, and the pools.
+
+        Args:
+          params: `self.params`.
+          tokens: last token of each request.
+          slots: of the requests; -1 for none.
+          pools: of the call before.
+        """
 
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv = _project(mixer, x)[:, 0]
@@ -138,9 +154,11 @@ class ServedModel:
         """The last sampled token and drafts of every request: the likeliest token after each, and the pools.
 
         Args:
+          params: `self.params`.
           tokens: [N, T].
           state_slots: [N, T], see `serving.verify`. With rings the recurrent states use the first slot of a request.
           num_accepted_tokens: [N], of the call before.
+          pools: of the call before.
         """
         spans = dict(num_accepted_tokens=num_accepted_tokens)
 

@@ -138,19 +138,19 @@ FAULTS = (
         "the convolution forgets borders of segments just before a strip",
         "            past[:n] = _cut(strip.linked(strip.first - (WIDTH - 1) + n), past[:n])",
         "            past[:n] = past[:n]",
-        "tests/test_layer_kernels.py::test_short_conv",
+        "tests/test_layer_kernels_short_conv.py::test_short_conv",
     ),
     Fault(
         "the convolution's derivative forgets borders of segments just behind a strip",
         "                behind[n:] = _cut(strip.linked(strip.end + n), behind[n:])",
         "                behind[n:] = behind[n:]",
-        "tests/test_layer_kernels.py::test_short_conv",
+        "tests/test_layer_kernels_short_conv.py::test_short_conv",
     ),
     Fault(
         "tokens outside the vocabulary have a gradient",
         "    ids = jnp.where(ids < 0, V, ids)  # those that name no row come last\n",
         "    ids = jnp.maximum(ids, 0)\n",
-        "tests/test_layer_kernels.py::test_seam_of_embed",
+        "tests/test_layer_kernels_vocabulary.py::test_seam_of_embed",
     ),
     # Layers, models and experiments.
     Fault(
@@ -176,7 +176,7 @@ FAULTS = (
         "tokens, targets = text.windows(self.corpus.train, starts, self.length)",
         "both = np.concatenate([self.corpus.val, self.corpus.train])\n"
         "        tokens, targets = text.windows(both, starts, self.length)",
-        "tests/test_tasks.py::test_training_windows_lie_in_the_training_part",
+        "tests/test_text_tasks.py::test_training_windows_lie_in_the_training_part",
     ),
     Fault(
         "validation draws with the keys of training",

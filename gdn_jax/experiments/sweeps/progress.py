@@ -3,45 +3,19 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+from gdn_jax.experiments.progress import Bars
 
 
-class SweepReporter:
+class SweepReporter(Bars):
     """Progress of a sweep on a console: a bar for all runs and one for the group in progress; a context manager."""
 
     def __init__(self, console: Console, total: int, done: int, steps: int):
-        self.console = console
+        super().__init__(console, "{task.description}", "{task.fields[unit]}", speed_estimate_period=600)
         self._steps = steps
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            speed_estimate_period=600,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._all = self._bar.add_task("sweep", total=total * steps, completed=done * steps, unit="steps")
-        self._group = self._bar.add_task("compiling", total=steps, unit="steps")
+        self._all = self.bars.add_task("sweep", total=total * steps, completed=done * steps, unit="steps")
+        self._group = self.bars.add_task("compiling", total=steps, unit="steps")
         self._before, self._count = done * steps, 0
-
-    def __enter__(self) -> "SweepReporter":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
 
     def group(self, runs: Sequence[tuple[str, float, int, int]]) -> None:
         """Begins runs (mixer, learning rate, seed, scale) that advance side by side."""
@@ -50,12 +24,12 @@ class SweepReporter:
         mixer, lr, seed, scale = runs[0]
         name = f"{mixer} lr {lr:g} seed {seed}" if len(runs) == 1 else f"{mixer} x {len(runs)}"
         name += f" scale {scale}" if scale != 1 else ""
-        self._bar.update(self._group, description=name, completed=0)
+        self.bars.update(self._group, description=name, completed=0)
 
     def step(self, done: int) -> None:
         """Moves both bars: the runs of the group have made so many steps."""
-        self._bar.update(self._group, completed=done)
-        self._bar.update(self._all, completed=self._before + done * self._count)
+        self.bars.update(self._group, completed=done)
+        self.bars.update(self._all, completed=self._before + done * self._count)
 
     def done(
         self, run: tuple[str, float, int, int], validation: float | None, tests: dict[str, float | None]

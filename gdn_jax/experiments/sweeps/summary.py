@@ -56,7 +56,16 @@ def rows(
     scales: Sequence[int] = (1,),
     metric: str = "accuracy",
 ) -> list[Row]:
-    """One row a mixer and scale, in the order of both. A run that diverged counts as an infinite loss."""
+    """One row a mixer and scale, in the order of both.
+
+    A row's learning rate is the one with the lowest mean validation loss, over the seeds that all of them have tried.
+    A run that diverged counts as an infinite loss.
+
+    Args:
+      records: lines of runs.jsonl; each mixer and scale has at least one.
+      mixers, scales: of the rows.
+      metric: name of the scores, as in the records' `test_...`.
+    """
     out = []
     for mixer in mixers:
         for scale in scales:

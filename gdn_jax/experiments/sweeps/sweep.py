@@ -201,7 +201,14 @@ def count(options: SweepOptions) -> int:
 def wanted(
     options: SweepOptions, mixer: str, scale: int, records: list[dict[str, Any]], metric: str
 ) -> list[Run]:
-    """Runs of a mixer at a scale: those that try learning rates and, once their records are there, the others."""
+    """Runs of a mixer at a scale: those that try learning rates and, once their records are there, the others.
+
+    Args:
+      options: of the sweep.
+      mixer, scale: whose runs.
+      records: lines of runs.jsonl so far.
+      metric: as for `summary.rows`.
+    """
     o = options.sweep
     trying = o.seeds if o.lr_seeds is None else o.lr_seeds
     runs = [Run(mixer, lr, seed, scale) for lr in o.lrs for seed in range(trying)]

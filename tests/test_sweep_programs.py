@@ -1,0 +1,159 @@
+"""What a sweep trains and scores: its models, what a scale multiplies, runs in one program, the sets of sequences."""
+
+import dataclasses
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_sweeps import options
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import JsonLines
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments import steps
+from gdn_jax.experiments.mixers import MIXERS
+from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.experiments.sweeps import figure as figure_lib
+from gdn_jax.experiments.sweeps import options as sweep_options
+from gdn_jax.experiments.sweeps import sweep
+from gdn_jax.experiments.sweeps.scoring import shared
+from gdn_jax.experiments.tasks.batch import Batch
+from gdn_jax.experiments.tasks.options import RecallOptions
+from gdn_jax.experiments.tasks.table import make_task
+from gdn_jax.experiments.training import Trainer
+
+
+@pytest.mark.parametrize(
+    ("scaled", "state", "changed"),
+    [
+        ("width", 3, {"hidden_size": 24, "num_heads": 3}),
+        ("depth", 3, {"num_layers": 3}),
+        ("state", 9, {"head_dim": 12}),
+    ],
+)
+def test_what_a_scale_multiplies(scaled, state, changed):
+    """The options that each choice multiplies, no others, and what becomes of the state."""
+    o = options(scales=(1, 3), scaled=scaled)
+    one, three = (sweep_options.scaled_model(o, scale) for scale in (1, 3))
+    assert one == o.model and three == dataclasses.replace(one, **changed)
+    assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
+
+
+def test_equal_parameters_and_initial_weights():
+    o = options()
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+
+    def weights(mixer):
+        return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
+
+    alike = [mixer for mixer in MIXERS if not MIXERS[mixer].hybrid]
+    shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
+    assert all(x == shapes[0] for x in shapes)
+    jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
+    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*figure_lib._STYLES}
+    assert set(alike) == set(o.sweep.mixers)
+    made = {(m.rule, m.allow_neg_eigval, m.hybrid) for m in MIXERS.values()}
+    assert len(made) == len(MIXERS)
+
+
+def test_time_step_scales_the_first_decays():
+    """Initial time steps are multiplied; every other weight stays, whatever the mixer."""
+    o = options()
+    slow = dataclasses.replace(o, model=dataclasses.replace(o.model, time_step=0.1))
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    for mixer in ("mamba2", "gated_delta_net"):
+        one, tenth = (
+            nnx.to_pure_dict(nnx.state(sweep.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
+        )
+        biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
+        steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
+        np.testing.assert_allclose(steps_of[1], 0.1 * steps_of[0], rtol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, one, tenth)
+
+
+def test_hybrid():
+    """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
+    o = options(mixers=("hybrid",))
+    for layers, attention in ((2, [1]), (8, [3, 7])):
+        size = dataclasses.replace(o.model, num_layers=layers)
+        kinds = options_lib.config_values(MIXERS["hybrid"].model(size))["layer_types"]
+        assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
+    with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
+        sweep_options.check(o)
+
+
+@pytest.mark.slow
+def test_turns_in_one_program():
+    """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
+    task_options = RecallOptions(
+        vocab_size=16, cases=("8:2", "12:3", "8:1", "8:2"), train_sequences=50, val_sequences=16
+    )
+    o = options(together=2)
+    o = dataclasses.replace(o, task=task_options)
+    trained = [
+        TrainOptions(
+            task_options,
+            RunOptions(steps=5, batch_size=8),
+            MIXERS["mamba2"].model(o.model),
+            OptimizerOptions(lr=lr),
+        )
+        for lr in (0.01, 0.03)
+    ]
+    task = make_task(trained[0])
+    runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
+    runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
+    for i, options_of in enumerate(trained):
+        trainer = Trainer.make(options_of, make_task(options_of))
+        for step in range(1, 6):
+            trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+        got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
+            # float32 sums in another order, over five steps of Adam
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tests, shapes", [((4, 6), [(8, 6)]), ((2, 3), [(8, 6)]), ((6, 30), [(2, 6), (2, 30)])]
+)
+def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
+    """One shape where that wastes little, at most so many tokens at a time; every sequence is scored once."""
+    monkeypatch.setattr(sweep, "_SCORED", 60)
+    o = options()
+    o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
+    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    scored = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
+    sets = {name: [x for x in scored if x.names == (name,)] for name in ("val", *map(str, tests))}
+    assert sum(map(len, sets.values())) == len(scored)
+    assert sorted({x.batch.tokens.shape for x in scored}) == shapes
+    whole = np.concatenate([batch.tokens for batch in task.test_batches(8)[tests[-1]]])[:, : tests[-1]]
+    read = np.concatenate([x.batch.tokens for x in sets[str(tests[-1])]])[:, : tests[-1]]
+    np.testing.assert_array_equal(read, whole)
+    assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
+
+
+def test_sets_with_the_same_sequences_are_read_once():
+    """Each counts by its own weights, also a set that has a batch twice; batches of a shape have as many weights."""
+    tokens, weights = np.arange(6).reshape(2, 3), np.eye(2, 3, dtype=np.float32)
+    one = Batch(tokens, tokens + 1, weights)
+    sets = {
+        "val": [one._replace(targets=tokens)],
+        "2": [one, one],
+        "3": [one._replace(weights=1 - weights), Batch(tokens[:, :2], tokens[:, :2], weights[:, :2])],
+    }
+    got = shared(sets)
+    assert [x.names for x in got] == [("val",), ("2", "3"), ("2",), ("3",)]
+    assert [x.weights.shape for x in got] == [(2, 2, 3)] * 3 + [(1, 2, 2)]
+    np.testing.assert_array_equal(got[1].weights, [weights, 1 - weights])
+    np.testing.assert_array_equal(got[0].weights, [weights, 0 * weights])
+
+    model = steps.make_model(MIXERS["mamba2"].model(options().model), 8, 0)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    sums = jax.jit(lambda params, *x: steps.sums_by_weights(graphdef, rest, params, *x))(
+        params, got[1].batch, got[1].weights
+    )
+    for i, wanted in enumerate(got[1].weights):
+        alone = steps.loss_sum(graphdef, rest, params, one._replace(weights=wanted))[1]
+        for x, y in zip(alone, sums, strict=True):
+            np.testing.assert_allclose(y[i], x, rtol=1e-6)

@@ -1,0 +1,167 @@
+"""What a sweep's finished runs give: the learning rate that is chosen, the table, the figure."""
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from tiny_sweeps import options
+
+from gdn_jax.experiments import options as options_lib
+from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.experiments.sweeps import figure as figure_lib
+from gdn_jax.experiments.sweeps import options as sweep_options
+from gdn_jax.experiments.sweeps import summary, sweep
+from gdn_jax.experiments.tasks.options import ParityOptions
+from gdn_jax.experiments.tasks.table import make_task
+
+
+def test_one_seed_has_no_spread(tmp_path):
+    """The table of a sweep with one seed says neither mean nor deviation."""
+    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    runs = [line("mamba2", 0.1, 0, 1.0, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
+    stored = options_lib.to_json(options(seeds=1, lrs=(0.1,), mixers=("mamba2",)))
+    config = {
+        "task": "sweep parity",
+        "options": stored,
+        "command": "gdn",
+        "versions": {"device": "a", "jax": "b"},
+    }
+    sizes = {1: options().model}
+    table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
+    assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
+    assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
+    assert not {"±", "mean", "seeds"} & set(table.split())
+
+
+def test_table_of_several_scales():
+    """Every scale has a row with its size and the learning rate that is best for it."""
+    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    o = options(seeds=2, lrs=(0.1, 0.2), mixers=("mamba2",), scales=(1, 3), scaled="depth")
+    runs = [
+        line("mamba2", lr, seed, abs(lr - 0.1 * (1 + (scale == 3))), 0.1 * scale + 0.2 * seed)
+        | {"scale": scale, "parameters": 9 * scale, "wall": {"seconds": 1.0}}
+        for scale in (1, 3)
+        for lr in (0.1, 0.2)
+        for seed in (0, 1)
+    ]
+    config = {"task": "sweep parity", "options": options_lib.to_json(o), "command": "gdn"}
+    config["versions"] = {"device": "a", "jax": "b"}
+    sizes = {scale: sweep_options.scaled_model(o, scale) for scale in (1, 3)}
+    table = summary.markdown(
+        summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
+    )
+    assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
+    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
+    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table
+    assert "9 and 27 parameters in every model; softmax" in table
+
+
+def line(mixer, lr, seed, loss, accuracy):
+    return {"mixer": mixer, "lr": lr, "seed": seed, "val_loss": loss, "val_accuracy": 0.0,
+            "test_accuracy": {"4": accuracy, "8": accuracy / 2}}  # fmt: skip
+
+
+def test_learning_rate_is_chosen_by_mean_validation_loss():
+    runs = [line("mamba2", 0.1, s, loss, 0.9) for s, loss in enumerate([1.0, 3.0])]
+    runs += [line("mamba2", 0.2, s, loss, acc) for s, (loss, acc) in enumerate([(1.5, 0.2), (1.6, 0.4)])]
+    runs += [line("mamba2", 0.3, 0, 0.1, 1.0), line("mamba2", 0.3, 1, None, 0.0)]  # one diverged
+    runs += [line("delta_net", 0.1, s, None, 0.5) for s in (0, 1)]
+    mamba, delta = summary.rows(runs, ["mamba2", "delta_net"])
+    assert mamba.mixer == "mamba2" and mamba.lr == 0.2 and delta.lr == 0.1
+    assert mamba.scores == {4: [0.2, 0.4], 8: [0.1, 0.2]}
+    assert mamba.mean(4) == pytest.approx(0.3)
+    assert mamba.error(8) == pytest.approx(np.std([0.1, 0.2], ddof=1) / 2**0.5)
+
+
+def test_other_seeds_run_at_the_best_learning_rate():
+    """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
+    o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
+    assert sweep.count(o) == 4
+    tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
+    assert sweep.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
+        sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
+    ]
+    all_runs = sweep.wanted(o, "mamba2", 1, tried, "accuracy")
+    assert all_runs[2:] == [sweep.Run("mamba2", 0.03, seed) for seed in (1, 2)]
+    worse = [line("mamba2", 0.03, seed, 9.0, 0.25 * seed) for seed in (1, 2)]
+    [row] = summary.rows(tried + worse, ["mamba2"])
+    assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]
+
+
+def test_figure(tmp_path, monkeypatch):
+    """Means, bars and dots are those of the seeds, the legend has mixers first, the training size is marked."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    rows = [
+        summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}),
+        summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}),
+    ]
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png",
+        rows,
+        axis="tokens",
+        label="accuracy",
+        trained=8,
+        chance={"a guess": 0.25},
+        title="a task",
+    )
+    [figure] = figures
+    [axes], [legend] = figure.axes, figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["DeltaNet", "Mamba2's rule", "a guess"]
+    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert ticks == ["4", "8\nlargest in training", "16"]
+    for row, container in zip(rows, axes.containers, strict=True):
+        line, _, [bars] = container.lines
+        values = 100 * np.array(list(row.scores.values()))
+        np.testing.assert_allclose(line.get_ydata(), values.mean(1))
+        np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
+        ends = [segment[:, 1] for segment in bars.get_segments()]
+        error = values.std(1, ddof=1) / 3**0.5
+        np.testing.assert_allclose(ends, np.stack([values.mean(1) - error, values.mean(1) + error], 1))
+    dots = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "."]
+    np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
+    # without colour: marker, filling and line differ
+    assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
+
+
+@pytest.mark.parametrize("trigram", [1.5, 3.5])
+def test_figure_of_losses(tmp_path, monkeypatch, trigram):
+    """A simple method above every loss is in the legend alone, with its loss; one among them is a line."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png",
+        [summary.Row("mamba2", 0.1, {4: [2.0, 2.1], 16: [1.0, 1.1]})],
+        axis="bytes",
+        label="bits per byte",
+        trained=8,
+        chance={"bigram": 4.0, "trigram": trigram},
+        title="a text",
+        percent=False,
+    )
+    [figure] = figures
+    [axes], [legend] = figure.axes, figure.legends
+    lines = [line.get_ydata()[0] for line in axes.lines if line.get_label() in ("bigram", "trigram")]
+    said = legend.get_title().get_text()
+    assert lines == ([1.5] if trigram == 1.5 else [])
+    assert ("bigram 4.000" in said, "trigram 3.500" in said) == (True, trigram == 3.5)
+    assert axes.get_ylim()[1] < 2.5
+    assert axes.get_xlabel() == "place in a test sequence, up to so many bytes"
+
+
+def test_figure_over_scales(tmp_path, monkeypatch):
+    """A panel for each test, with what the scales mean along the axis, and the heading fits."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
+    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task " * 25)
+    figure_lib.draw_sweep(
+        tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
+    )
+    [figure] = figures
+    assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
+    [heading] = figure.texts
+    assert heading.get_window_extent().width < figure.bbox.width
+    [line, *_] = figure.axes[0].containers[0].lines
+    np.testing.assert_allclose(line.get_xdata(), [64, 128])
+    np.testing.assert_allclose(line.get_ydata(), [15, 30])
