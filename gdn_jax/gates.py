@@ -80,6 +80,15 @@ def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
     return jnp.exp(g.astype(jnp.promote_types(g.dtype, jnp.float32)))
 
 
+def no_gate(like: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
+    """Log decays of 0, on the devices of `like`.
+
+    XLA does not see that they are a constant: on a GPU it would add it up while compiling, for many seconds where it
+    is large.
+    """
+    return jax.lax.optimization_barrier(jnp.zeros_like(like, dtype, shape))
+
+
 def init_A_log(key: Array, num_heads: int) -> Float[Array, " HO"]:
     """Logarithm of decay rates A ~ U(0, 16) kept above 1e-4, float32 [num_heads].
 

@@ -24,9 +24,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.attention import attend, same_segment
-from gdn_jax.chunks.decay import chunk_cumsum, no_gate
+from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, chunk_output
-from gdn_jax.gates import l2norm
+from gdn_jax.gates import l2norm, no_gate
 from gdn_jax.ops import gated_delta_step
 from gdn_jax.packing import chunks_to_row, reset_at_segments, row_to_chunks
 from gdn_jax.parallel.rows_on_mesh import gated_delta_rule

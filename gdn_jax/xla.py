@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import chunked, gates, packing, reference
-from gdn_jax.chunks.decay import no_gate
 from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype, split_heads
 
 
@@ -82,7 +81,7 @@ def _full_gates(HO: int, x, g, beta, state) -> tuple[jax.Array, jax.Array]:
     """g and beta for HO heads as full arrays of the accumulation dtype; x is q or k."""
     dtype = accumulation_dtype(x, g, beta, state)
     shape = (*x.shape[:2], HO)
-    g = no_gate(x, shape, dtype) if g is None else g.astype(dtype)
+    g = gates.no_gate(x, shape, dtype) if g is None else g.astype(dtype)
     beta = jnp.ones_like(x, dtype, shape) if beta is None else beta.astype(dtype)
     return g, beta
 

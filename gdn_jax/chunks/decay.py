@@ -120,12 +120,3 @@ def chunk_cumsum(g: Float[Array, "*S C"]) -> ChunkDecay:
     sums = jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1), jnp.cumsum(reset.astype(jnp.int32), -1)
     # Without the barrier XLA's CPU computes these sums again for each of the C x C decays.
     return ChunkDecay(g, *lax.optimization_barrier(sums))
-
-
-def no_gate(like: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
-    """Log decays of 0, on the devices of `like`.
-
-    XLA does not see that they are a constant: on a GPU it would add it up while compiling, for many seconds where it
-    is large.
-    """
-    return lax.optimization_barrier(jnp.zeros_like(like, dtype, shape))
