@@ -92,7 +92,7 @@ class ServedModel:
 
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv, conv = serving.causal_conv1d(
-                _project(mixer, x), cu_seqlens, pools[i].conv, *_filter(mixer), **addresses
+                _project(mixer, x), cu_seqlens, pools[i].conv, *mixer.filters(), **addresses
             )
             o, state = serving.prefill(
                 *_heads(mixer, qkv),
@@ -125,7 +125,7 @@ class ServedModel:
 
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv = _project(mixer, x)[:, 0]
-            qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *_filter(mixer), read_slots=slots)
+            qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *mixer.filters(), read_slots=slots)
             o, state = serving.decode_packed(
                 qkv,
                 mixer.a_proj(x)[:, 0],
@@ -164,7 +164,7 @@ class ServedModel:
 
         def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv, conv = serving.causal_conv1d_verify(
-                _project(mixer, x), pools[i].conv, *_filter(mixer), state_slots=state_slots, **spans
+                _project(mixer, x), pools[i].conv, *mixer.filters(), state_slots=state_slots, **spans
             )
             is_ring = isinstance(pools[i].state, serving.RingPool)
             o, state = serving.verify(
@@ -189,12 +189,6 @@ class ServedModel:
 def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
     """Queries, keys and values of every token side by side, before the convolution."""
     return shared_products(x, [(mixer.q_proj, mixer.k_proj, mixer.v_proj)], mixer.dtype)[0]
-
-
-def _filter(mixer: GatedDeltaNet) -> tuple[Array, Array | None]:
-    """Weight and bias of the convolution."""
-    assert mixer.conv_weight is not None
-    return mixer.conv_weight[...], None if mixer.conv_bias is None else mixer.conv_bias[...]
 
 
 def _heads(mixer: GatedDeltaNet, qkv: Array) -> tuple[Array, Array, Array]:
