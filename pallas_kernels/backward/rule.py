@@ -29,6 +29,7 @@ from pallas_kernels.backward.gradients import MAX_LIFT, gradients, join_dbeta
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.device.ahead import ahead
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.residuals import Residuals, Segments
@@ -376,7 +377,7 @@ def _run_slices(
     return functools.reduce(lambda out, i: step(i, out), range(slices), zeros)
 
 
-_compiled = jax.jit(_run_slices, static_argnums=0)
+_compiled = jax.jit(ahead(_run_slices), static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.chunks import inverse as inverse_kernel
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.device.ahead import ahead
 from pallas_kernels.device.launch import NUM_SMS
 from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
 from pallas_kernels.device.memory import pad
@@ -318,7 +319,7 @@ def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO 
     )
 
 
-_compiled = jax.jit(_run, static_argnums=0)
+_compiled = jax.jit(ahead(_run), static_argnums=0)
 """So that a call outside jit compiles once, not every time."""
 
 
