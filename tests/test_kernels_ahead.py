@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead of the program they are in: the same ones, each once, and all before the program."""
+"""Kernels that are compiled ahead of the program that they are in: they are the same, and compiled before it is."""
 
 import threading
 

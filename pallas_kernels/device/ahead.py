@@ -1,13 +1,13 @@
-"""Compiles the kernels of a call side by side, while they are lowered, for a first call that takes less time.
+"""Compiles the kernels of a call side by side, while they are lowered, so that a first call takes less time.
 
-XLA compiles the kernels of a program one after another, when all of it is lowered. `ahead` traces a call twice instead.
-The first time a kernel only says what it is. Then kernels are lowered, each into a module of its own, the last of the
-call first, since these take longest; and while the next one is lowered a thread compiles each as a program by itself.
-The second time the call is traced with these modules. XLA then finds every kernel compiled: Mosaic GPU keeps the
-compiled kernels of a process by their contents, and the contents are the same bytes.
+XLA compiles the kernels of a program one after another, when all of it is lowered. `ahead` has a call traced twice
+instead. The first time every kernel only says what it is. Then the kernels are lowered, each into a module of its own
+and the last one first, because the last ones take longest to compile. As soon as one is lowered a thread compiles it,
+as a program by itself. The second time the call is traced with these modules. XLA then finds every kernel compiled:
+Mosaic GPU keeps the compiled kernels of a process by their contents, and the contents are the same bytes.
 
-What runs on the device is what would run without this. Nothing needs it either: a kernel that was not found, or that
-failed to compile, is compiled with the program, which then says what is wrong with it.
+The program and what it computes are the same as without this. A kernel that fails to compile here is compiled with the
+program, which then says what is wrong with it.
 """
 
 import dataclasses
@@ -91,17 +91,18 @@ def ahead(run: Callable[..., Any]) -> Callable[..., Any]:
 def call(
     identity: Hashable,
     kernel: Callable[..., Sequence[jax.Array]],
-    args: Sequence[jax.Array],
+    args: Sequence[Any],
     results: Sequence[jax.ShapeDtypeStruct],
 ) -> Sequence[jax.Array]:
-    """kernel(*args), or its place in a call that is traced to find its kernels.
+    """kernel(*args), or arrays of the same shapes while a call is traced to find its kernels.
 
     Args:
       identity: two kernels of a call with the same one are the same.
+      args: arrays, or references: a kernel with one of these is lowered with the program.
       results: shapes and dtypes of what the kernel gives.
     """
     plan = _plan.get()
-    if plan is None:
+    if plan is None or not all(isinstance(x, jax.Array) for x in args):
         return kernel(*args)
     if plan.lowered is None:
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)

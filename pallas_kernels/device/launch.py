@@ -104,9 +104,11 @@ def launch(
         {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
     )
     references = {key: jax.new_ref(x) for key, x in changed.items()}
+    args: tuple[Any, ...] = (*given.values(), *references.values())
+    outs: tuple[Any, ...] = tuple(results.values())
     kernel = plgpu.kernel(
         run,
-        out_type=tuple(results.values()),
+        out_type=outs,
         # In their order, where a dict's would be sorted: buffers lie in memory as they are declared.
         scratch_types=tuple(part.scratch_type() for part in scratch.values()),
         grid=(ctas,),
@@ -120,12 +122,12 @@ def launch(
         ),
         **options,
     )
-    if references or interpret is not None:
-        arrays = kernel(*given.values(), *references.values())
-    else:
+    if interpret is None:
         shapes = tuple((key, x.shape, jnp.dtype(x.dtype)) for key, x in (given | results).items())
-        identity = name, _identity(body), shapes, ctas, cluster, warpgroups, tuple(memory.items())
-        arrays = ahead.call(identity, kernel, tuple(given.values()), tuple(results.values()))
+        launched = ctas, cluster, warpgroups, auto_barriers, reduction_bytes, tuple(memory.items())
+        arrays = ahead.call((name, _identity(body), shapes, launched), kernel, args, outs)
+    else:
+        arrays = kernel(*args)
     varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
     made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
     return made | {key: jax.freeze(reference) for key, reference in references.items()}
