@@ -4,6 +4,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -126,3 +127,23 @@ def test_it_needs_one_gpu_and_several_processors(monkeypatch):
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert not ahead.pays()
+
+
+@pytest.mark.gpu
+def test_a_first_call_gives_what_it_gives_without(monkeypatch):
+    """Bit for bit, forward and gradients; and by the time that the program is lowered nothing is left to compile."""
+    if not ahead.pays():
+        pytest.skip("needs one GPU and several processors")
+    keys = jax.random.split(jax.random.key(0), 6)
+    arrays = [
+        0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, arguments(), strict=True)
+    ]
+    arrays[3] = -jnp.abs(arrays[3])
+    results = []
+    for switched_on in (True, False):
+        monkeypatch.setattr(ahead, "pays", lambda on=switched_on: on)
+        jax.clear_caches()
+        lowered = jax.jit(lambda *arrays: (forward(*arrays)[:2], gradients(*arrays))).lower(*arrays)
+        assert not ahead._running
+        results.append(lowered.compile()(*arrays))
+    jax.tree.map(np.testing.assert_array_equal, *results)

@@ -6,8 +6,8 @@ and the last one first, because the last ones take longest to compile. As soon a
 as a program by itself. The second time the call is traced with these modules. XLA then finds every kernel compiled:
 Mosaic GPU keeps the compiled kernels of a process by their contents, and the contents are the same bytes.
 
-The program and what it computes are the same as without this. A kernel that fails to compile here is compiled with the
-program, which then says what is wrong with it.
+The program and what it computes are the same as without this. A kernel that fails to compile here is compiled with
+the program, which then says what is wrong with it.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def pays() -> bool:
 
 
 def ahead(run: Callable[..., Any]) -> Callable[..., Any]:
-    """run(static, *args), with its kernels compiled ahead where that pays.
+    """run(static, *args), with its kernels compiled ahead where that pays, also where the call is only traced.
 
     Args:
       run: a function that JAX traces, of a static argument and pytrees of arrays.
