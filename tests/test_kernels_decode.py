@@ -20,7 +20,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels, shards
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import ring_step, step, tiles
+from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -39,6 +39,7 @@ def interpreted(monkeypatch, hopper):
     kernel_calls = (
         (step, "step"),
         (ring_step, "ring_step"),
+        (ring_drafts, "ring_drafts"),
     )
     for module, name in kernel_calls:
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
@@ -295,6 +296,39 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     results = ring_step.ring_step(*tokens, *pool[:5], **options)[:5]
     after = [n + 1 - 16 * (n == 15) if case.T == 1 else n * (n <= 16 - case.T) + case.T for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
+
+
+@pytest.mark.parametrize("states", [1, 2])
+def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
+    """Likewise by tensor cores."""
+    monkeypatch.setattr(ring_drafts, "NUM_SMS", 1)
+    case, counts = Case("drafts", T=4, K=64, V=64, pool_dtype="bfloat16"), (15, 3, 5)
+    x = pool_steps.draw_ring(case, counts)
+    names = ("A_log", "dt_bias", "read_slots", "num_tokens")
+    options = {name: x[name] for name in names} | case.options | {"interpret": INTERPRET}
+    options |= {"config": ring_drafts.Config(case.V, 1, states), "accepted": jnp.ones(case.N, jnp.int32)}
+    del options["kv_layout"]
+    tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
+    results = ring_drafts.ring_drafts(*tokens, *pool[:5], **options)[:5]
+    pool_steps.assert_ring_right(case, x, [4, 7, 9], results)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"kv_layout": False}, r"\[V, K\]"),
+        ({"pool_dtype": "float32"}, "states are float32"),
+        ({"K": 96}, "multiples of 64"),
+    ],
+)
+def test_what_tensor_cores_do_not_take(change, reason):
+    case = dataclasses.replace(Case("refused", pool_dtype="bfloat16"), **change)
+    S = jax.ShapeDtypeStruct
+    q, v = S((3, 4, 1, case.K), "bfloat16"), S((3, 4, 2, case.V), "bfloat16")
+    state, ring_k, ring_u = S((9, 2, case.K, case.V), case.pool_dtype), q, v
+    got = ring_drafts.check_supported(q, q, v, state, ring_k, ring_u, kv_layout=case.kv_layout)
+    assert got is None if reason is None else re.search(reason, str(got))
 
 
 @pytest.mark.parametrize(

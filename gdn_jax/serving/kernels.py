@@ -221,10 +221,15 @@ def verify_on_ring(
     pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
 ) -> tuple[Array, RingPool]:
     """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
-    from pallas_kernels.decode import ring_step
+    from pallas_kernels.decode import ring_drafts, ring_step
 
-    T = options.dims.T
+    T, rule = options.dims.T, _rule(raw, options)
     num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
+    if ring_drafts.check_supported(*raw[:3], *pool[:3], kv_layout=rule["kv_layout"]) is None:
+        del rule["kv_layout"]
+        spans: dict[str, Any] = {"accepted": accepted, "num_tokens": num_tokens, "layer": at.layer}
+        o, *arrays = ring_drafts.ring_drafts(*raw[:5], *pool[:5], read_slots=at.slot, **spans, **rule)
+        return o, RingPool._make((*arrays, pool.parents))
     arrays, outputs = list(pool[:5]), []
     for t in range(0, T, ring_step.MAX_TOKENS):
         some = slice(t, t + ring_step.MAX_TOKENS)
@@ -236,7 +241,7 @@ def verify_on_ring(
             accepted=None if t else accepted,
             num_tokens=None if num_tokens is None else num_tokens - t,
             layer=at.layer,
-            **_rule(raw, options),
+            **rule,
         )
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
