@@ -6,6 +6,7 @@ public call of them.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -141,8 +142,9 @@ def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
     tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
     options = public_options(case, **gates, **more)
     if case.T > 1:
-        spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"])
-        return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=jnp.ones(case.N, int))
+        spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"], parents=x.get("parents"))
+        accepted = x.get("accepted", jnp.ones(case.N, int))
+        return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=accepted)
     o, pool = serving.decode(*(y[:, 0] for y in tokens), pool, read_slots=x["read_slots"], **options)
     return o[:, None], pool
 
@@ -310,6 +312,35 @@ def assert_forks_are_right(case: Case, call: Callable[..., tuple]) -> None:
     for before, after in zip(pool[:5], got[:5], strict=True):
         before, after = (np.asarray(y)[others].view(np.uint8) for y in (before, after))
         assert (before == after).all(), f"{case.name}: another slot changed"
+
+
+def assert_trees_on_a_ring_are_right(run: Callable, steps: int, **sizes) -> None:
+    """Step after step of trees, of which some tokens are accepted, by run(call, x, pool), beside plain JAX. What
+    lies behind the tokens of a ring is not a number."""
+    case = Case("trees on a ring", N=3, T=5, pool_dtype="bfloat16", parents=TREES, uneven=True, **sizes)
+    first = draw_ring(case, [3, 0, 15])
+    start = ring_pool(case, first)._replace(parents=jnp.full((len(first["state"]), LENGTH), -1, jnp.int32))
+    plain, kernel = start, start
+    on_xla = jax.jit(partial(serve_ring, case, implementation="xla"))
+    accepted, rng = jnp.ones(case.N, jnp.int32), np.random.default_rng(0)
+    for i in range(steps):
+        x = draw(dataclasses.replace(case, seed=i, padding=False))
+        x = {name: y for name, y in x.items() if name not in ("pool", "write_slots", "num_accepted_tokens")}
+        x |= {"read_slots": first["read_slots"], "accepted": accepted}
+        (want_o, plain), (o, kernel) = (
+            on_xla(x, plain),
+            run(partial(serve_ring, case, implementation="mosaic_gpu"), x, kernel),
+        )
+        np.testing.assert_array_equal(plain.cursors, kernel.cursors)
+        np.testing.assert_array_equal(plain.parents, kernel.parents)
+        assert_close(_f64(want_o), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], f"step {i}: o")
+        states, expected = (
+            present(case, *y[:4], y.count)[first["read_slots"][::2]] for y in (kernel, plain)
+        )  # row 1 is padding
+        bound = 2 * BOUNDS["bfloat16"][0]["final_state"]
+        assert_close(expected, states, bound, f"step {i}: states", axis=1)
+        lengths = np.maximum(np.asarray(x["num_tokens"]), 1)
+        accepted = jnp.asarray(rng.integers(1, lengths + 1), jnp.int32)
 
 
 CASES = (

@@ -358,14 +358,21 @@ def test_ring_refusals_say_why(ring, change, reason):
 def test_public_refusals_say_why():
     case = Case("refused", K=32, V=32)
     x = pool_steps.draw_ring(case, (0, 3, 15))
-    ring, gates = pool_steps.ring_pool(case, x), {name: x[name] for name in ("A_log", "dt_bias")}
-    tokens = [x[name][:, 0] for name in pool_steps.TOKENS]
+    ring = pool_steps.ring_pool(case, x)
     with pytest.raises(NotImplementedError, match="a tree of 33 drafts"):
         many = dataclasses.replace(case, T=33, parents=(tuple(range(-1, 32)),))
         pool_steps.serve(many, pool_steps.draw(many), **KERNELS)
-    with pytest.raises(NotImplementedError, match="a RingPool for trees of drafts"):
+    with pytest.raises(NotImplementedError, match="a tree of drafts on a ring: the states are float32"):
+        many = dataclasses.replace(case, T=5, parents=(tuple(range(-1, 4)),))
         trees = ring._replace(parents=jnp.zeros((len(ring.state), 16), int))
-        serving.decode(*tokens, trees, **gates, read_slots=jnp.arange(3), **KERNELS)
+        pool_steps.serve_ring(many, pool_steps.draw_ring(many, (0, 3, 15)), trees, **KERNELS)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_trees_on_a_ring():
+    pool_steps.assert_trees_on_a_ring_are_right(
+        lambda call, *x: call(*x), steps=2, heads=(1, 1, 1), K=64, V=64
+    )
 
 
 def test_another_device_is_refused(monkeypatch):

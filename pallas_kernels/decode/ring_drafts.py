@@ -1,8 +1,8 @@
 """Drafts of every running request on bfloat16 states that are written once in many tokens, by tensor cores.
 
 What is computed is that of `ring_step` with drafts, for up to as many tokens as a ring holds, in one reading of the
-state. With X the keys and queries [2 T, K] of the tokens of a head, K0 and U0 the keys [L, K] and values [L, V] in its
-ring, and S0 its checkpoint,
+state. With X the keys and queries [2 T, K] of the tokens of a head, K0 and U0 the keys [L, K] and values [L, V] in
+its ring, and S0 its checkpoint,
 
     G = [K0; K] X^T,   W_jt = D_jt G_jt,   Y = D_t (S0^T X^T) + U0^T W
 
@@ -11,11 +11,12 @@ since the checkpoint. What is left is, on vectors along V,
 
     u_t = beta_t (v_t - Y_t - sum_{s < t} W_st u_s),   o_t = scale (Y'_t + sum_{s < t} W'_st u_s + (q_t . k_t) u_t)
 
-with ' the columns of queries. Where drafts find no room, the ring becomes part of the checkpoint first, by tensor
-cores too: S0 <- D S0 + K0^T (D_j U0).
+with ' the columns of queries. Where the tokens are a tree, D_st is 0 for a token s that is no ancestor of t. Where
+drafts find no room, the ring becomes part of the checkpoint first, by tensor cores too: S0 <- D S0 + K0^T (D_j U0).
 
 Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
-floating dtype; A_log, dt_bias [HV]; read_slots, accepted [N] int32; optionally num_tokens [N] int32.
+floating dtype; A_log, dt_bias [HV]; read_slots, accepted [N] int32; optionally num_tokens [N] and parents [N, T]
+int32.
 In place (GMEM): state [slots, HV, K, V] bfloat16; ring_k [slots, Hk, L, K], ring_u [slots, HV, L, V] bfloat16; ring_g
 [slots, HV, L] float32; cursors [slots, HV, 2] int32.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
@@ -133,7 +134,7 @@ class Sizes(NamedTuple):
         return cls(round_up(2 * T, 8))
 
 
-def memory(K: int, config: Config, T: int) -> Memory:
+def memory(K: int, config: Config, T: int, is_tree: bool) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup."""
     W, sizes, stages = config.warpgroups, Sizes.of(T), config.states * (K // GRANULE)
     return {
@@ -147,12 +148,13 @@ def memory(K: int, config: Config, T: int) -> Memory:
         "logs": Buffer((W, GRANULE)),
         "decayed": Buffer((W, sizes.half)),
         "own": Buffer((W, round_up(T, WARPS))),
+        "ancestors": Buffer((W, sizes.half), jnp.int32) if is_tree else None,
         "arrived": Barriers(1, W * stages),
     }
 
 
 def _bytes(config: Config, K: int, T: int) -> int:
-    return smem_bytes(memory(K, config, T), REDUCTION_BYTES)
+    return smem_bytes(memory(K, config, T, is_tree=True), REDUCTION_BYTES)
 
 
 def check_supported(q, k, v, state, ring_k, ring_u, *, kv_layout: bool) -> str | None:
@@ -192,6 +194,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
     chunks, operands, values = smem.state.at[wg], smem.operands.at[wg], smem.values.at[wg]
     weights, vectors, between = smem.weights.at[wg], smem.vectors.at[wg], smem.between.at[wg]
     sums, logs, decayed, own = smem.sums.at[wg], smem.logs.at[wg], smem.decayed.at[wg], smem.own.at[wg]
+    ancestors = None if smem.ancestors is None else smem.ancestors.at[wg]
     along_v = column_layout(block).reduce(0)
     # Entries of a ring, 8 neighbours to a thread.
     ring_layout = lane_layout(8, 8)
@@ -310,6 +313,15 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
             for i, term in enumerate(_two_terms(x)):
                 store_any(operands.at[pl.ds(LENGTH + i * half + r, 8)], term)
 
+    def follow(row, t):
+        """The log decay until the token that token t of a tree follows. Notes the ancestors of t, as bits."""
+        parent = gmem.parents[row, t]
+        has_one, at = (parent >= 0) & (parent < t), jnp.clip(parent, 0, T - 1)
+        bits = jnp.where(has_one, ancestors[at] | lax.shift_left(jnp.int32(1), at), 0) if t else jnp.int32(0)
+        ancestors[t] = bits
+        ancestors[T + t] = bits
+        return jnp.where(has_one, decayed[at], 0.0) if t else jnp.float32(0)
+
     def halves(x):
         """Sums of the two terms of columns."""
         return x[:, :half] + x[:, half:]
@@ -320,9 +332,13 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
         shape = (GRANULE, half)
         since = along_rows(load(logs, ROW), half) + along_columns(load(decayed, COL), GRANULE)
         row, column = iota(shape, 0), iota(shape, 1)
-        token = jnp.where(column < T, column, column - T)
         # Rows of the ring have their number, rows of tokens LENGTH more.
-        counts = (row < held.count) | ((row >= LENGTH) & (row - LENGTH < token))
+        if gmem.parents is None:
+            is_earlier = row - LENGTH < jnp.where(column < T, column, column - T)
+        else:
+            bits = along_columns(load(ancestors, COL), GRANULE)
+            is_earlier = lax.shift_right_logical(bits, jnp.maximum(row - LENGTH, 0)) & 1 == 1
+        counts = (row < held.count) | ((row >= LENGTH) & (row < LENGTH + T) & is_earlier)
         weight = jnp.where(counts, jnp.exp(since) * halves(product), 0.0)
         store_any(between, weight)
         store_any(weights, jnp.concatenate(_two_terms(weight), axis=1))
@@ -380,6 +396,8 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
         for t, (_, a, b) in enumerate(raw):
             gates.append(log_decay(a, A_log, dt_bias))
             betas.append(write_strength(b, rule.allow_neg_eigval))
+            if gmem.parents is not None:
+                log = follow(row, t)
             log = log + jnp.maximum(gates[-1], LOG_FLOOR)
             decayed[t] = log
             decayed[T + t] = log
@@ -499,6 +517,7 @@ def ring_drafts(
     read_slots: Int[Array, " N"],
     accepted: Int[Array, " N"],
     num_tokens: Int[Array, " N"] | None = None,
+    parents: Int[Array, "N T"] | None = None,
     scale: float,
     use_qk_l2norm: bool = True,
     allow_neg_eigval: bool = False,
@@ -516,6 +535,8 @@ def ring_drafts(
       read_slots, cursors: as for `ring_step`.
       accepted: how many of the last call's tokens stay.
       num_tokens: real tokens of each request; the others are padding. None for all.
+      parents: of tokens that are a tree, those that each one follows, which come before it; -1 for the last one in
+        the ring. None: each follows the one before.
     """
     N, T, Hq, K = q.shape
     HV, V = v.shape[2:]
@@ -542,11 +563,12 @@ def ring_drafts(
             "read_slots": read_slots,
             "accepted": accepted,
             "num_tokens": num_tokens,
+            "parents": parents,
             "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
         }
         | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        memory=memory(K, config, T),
+        memory=memory(K, config, T, parents is not None),
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,
