@@ -161,8 +161,12 @@ def _error(x: _Problem, line: Line, periods: list[np.ndarray], state_layout: str
 def _pool(options: DecodeBenchOptions, line: Line, x: _Problem) -> tuple[Any, np.ndarray]:
     """The pool, and where the requests are in it: slots [B], or [B, T] with a state for each of several tokens."""
     if line.deferred > 1:
-        ring = {"num_key_heads": options.heads[0], "length": line.deferred, "dtype": DTYPES[options.dtype]}
-        ring |= {"trees": line.drafts == "tree"}
+        ring: dict[str, Any] = {
+            "num_key_heads": options.heads[0],
+            "length": line.deferred,
+            "dtype": DTYPES[options.dtype],
+            "trees": line.drafts == "tree",
+        }
         states = jnp.asarray(x.states)
         return serving.make_ring_pool(states, state_layout=options.state_layout, **ring), x.slots
     if line.tokens == 1:

@@ -194,7 +194,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
     chunks, operands, values = smem.state.at[wg], smem.operands.at[wg], smem.values.at[wg]
     weights, vectors, between = smem.weights.at[wg], smem.vectors.at[wg], smem.between.at[wg]
     sums, logs, decayed, own = smem.sums.at[wg], smem.logs.at[wg], smem.decayed.at[wg], smem.own.at[wg]
-    ancestors = None if smem.ancestors is None else smem.ancestors.at[wg]
+    ancestors: Any = None if smem.ancestors is None else smem.ancestors.at[wg]
     along_v = column_layout(block).reduce(0)
     # Entries of a ring, 8 neighbours to a thread.
     ring_layout = lane_layout(8, 8)
@@ -245,34 +245,34 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
                     state.at[rows_of(c)], chunks.at[stage], smem.arrived.at[wg * C * config.states + stage]
                 )
 
+    def groups():
+        """The tokens, each a warp's where there are as many; where and in which layout. The others one by one."""
+        whole = vector_layout(K)
+        for t in range(0, T, WARPS):
+            if t + WARPS <= T:
+                yield pl.ds(t, WARPS), pl.ds(T + t, WARPS), some_layout
+            else:
+                yield from ((s, T + s, whole) for s in range(t, T))
+
     def take_tokens(row, head):
         """Normalised keys and queries in shared memory, float32."""
         q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
-        # All loads come before the first use of one.
-        found = []
-        for t in range(0, T, WARPS):
-            if t + WARPS <= T:
-                some = pl.ds(t, WARPS)
-                q, k = gmem.q.at[row, some, q_head], gmem.k.at[row, some, k_head]
-                found.append((some, some_layout, load(q, some_layout), load(k, some_layout)))
-                continue
-            for s in range(t, T):
-                q, k = gmem.q.at[row, s, q_head], gmem.k.at[row, s, k_head]
-                whole = vector_layout(K)
-                found.append((s, whole, load(q, whole), load(k, whole)))
+        found = [
+            (load(gmem.q.at[row, at, q_head], layout), load(gmem.k.at[row, at, k_head], layout))
+            for at, _, layout in groups()
+        ]
 
         def finish():
-            for at, layout, q, k in found:
-                q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+            for (of_k, of_q, layout), raw in zip(groups(), found, strict=True):
+                q, k = (x.astype(jnp.float32) for x in raw)
                 if rule.use_qk_l2norm:
                     q, k = (_normalised(x, layout) for x in (q, k))
-                to = pl.ds(T + at.start, WARPS) if isinstance(at, pl.Slice) else T + at
-                store_any(vectors.at[at], k)
-                store_any(vectors.at[to], q)
-                if isinstance(at, pl.Slice):
-                    store_any(own.at[at], jnp.sum(q * k, axis=1))
+                store_any(vectors.at[of_k], k)
+                store_any(vectors.at[of_q], q)
+                if q.ndim == 1:
+                    own[of_k] = jnp.sum(q * k)
                 else:
-                    own[at] = jnp.sum(q * k)
+                    store_any(own.at[of_k], jnp.sum(q * k, axis=1))
 
         return finish
 
@@ -457,14 +457,10 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
 
         @pl.when(writes_k)
         def _():
-            for t in range(0, T, WARPS):
-                if t + WARPS <= T:
-                    k = load(vectors.at[pl.ds(t, WARPS)], some_layout)
-                    store_any(at.k.at[pl.ds(held.count + t, WARPS)], k.astype(gmem.ring_k.dtype))
-                    continue
-                for s in range(t, T):
-                    k = load(vectors.at[s], vector_layout(K))
-                    store_any(at.k.at[held.count + s], k.astype(gmem.ring_k.dtype))
+            for at_k, _, layout in groups():
+                start = at_k if isinstance(at_k, int) else at_k.start
+                to = held.count + start if isinstance(at_k, int) else pl.ds(held.count + start, WARPS)
+                store_any(at.k.at[to], load(vectors.at[at_k], layout).astype(gmem.ring_k.dtype))
 
         # The next unit writes where this one reads.
         plgpu.commit_smem()
