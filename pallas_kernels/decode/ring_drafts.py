@@ -49,6 +49,7 @@ from pallas_kernels.decode.tiles import (
     WARPS,
     Rule,
     Tile,
+    across_layout,
     lane_layout,
     load,
     log_decay,
@@ -196,8 +197,8 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
     sums, logs, decayed, own = smem.sums.at[wg], smem.logs.at[wg], smem.decayed.at[wg], smem.own.at[wg]
     ancestors: Any = None if smem.ancestors is None else smem.ancestors.at[wg]
     along_v = column_layout(block).reduce(0)
-    # Entries of a ring, 8 neighbours to a thread.
-    ring_layout = lane_layout(8, 8)
+    # Entries of a ring, 8 neighbours to a thread, so that those of a warp fill whole tiles of shared memory.
+    key_layout, value_layout = lane_layout(8, 8), across_layout(GRANULE, 2)
     g_layout = lane_layout(8, LENGTH // 8)
     some_layout = lane_layout(WARP, 4 if K % 128 == 0 else 2)
     parts, share = rule.V // block, rule.HV // rule.Hk
@@ -277,33 +278,37 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
         return finish
 
     def take_ring(at: Slot, count, has_no_room):
-        """A ring in shared memory: keys, and values as they are or, before a flush, decayed."""
-        keys, u, g = load(at.k, ring_layout), load(at.u, ring_layout), load(at.g, g_layout.reduce(0))
+        """A ring in shared memory: first its log decays, then keys, and values as they are or, before a flush,
+        decayed."""
+        keys, u, g = load(at.k, key_layout), load(at.u, value_layout), load(at.g, g_layout.reduce(0))
 
-        def finish() -> Held:
-            position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=g_layout.reduce(0))
-            gates = jnp.where(position < count, g, 0.0)
+        def of_tokens(x, layout):
+            """0 behind the tokens."""
+            entry = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=layout.reduce(1))
+            return jnp.where(spread(entry < count, x.shape, 0, layout), x, jnp.zeros_like(x))
+
+        def log_decays() -> jax.Array:
+            entry = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=g_layout.reduce(0))
+            gates = jnp.where(entry < count, g, 0.0)
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, (LENGTH, LENGTH), i, layout=g_layout) for i in range(2)
             )
             later = jnp.where(column > row, spread(gates, (LENGTH, LENGTH), 1, g_layout), 0.0)
-            since, total = jnp.sum(later, axis=1), jnp.sum(gates)
-            store_any(logs.at[pl.ds(0, LENGTH)], since)
-            entry = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=ring_layout.reduce(1))
+            store_any(logs.at[pl.ds(0, LENGTH)], jnp.sum(later, axis=1))
+            return jnp.sum(gates)
 
-            def is_token(x):
-                return spread(entry < count, x.shape, 0, ring_layout)
-
-            store_any(operands.at[pl.ds(0, LENGTH)], jnp.where(is_token(keys), keys, jnp.zeros_like(keys)))
+        def tokens(total: jax.Array) -> Held:
+            store_any(operands.at[pl.ds(0, LENGTH)], of_tokens(keys, key_layout))
+            since = load(logs.at[pl.ds(0, LENGTH)], value_layout.reduce(1))
             factor = jnp.where(has_no_room, jnp.exp(since), 1.0)
-            decayed_u = jnp.where(is_token(u), u, jnp.zeros_like(u)).astype(jnp.float32)
-            decayed_u = decayed_u * spread(factor, u.shape, 0, ring_layout)
+            decayed_u = of_tokens(u, value_layout).astype(jnp.float32)
+            decayed_u = decayed_u * spread(factor, u.shape, 0, value_layout)
             for i, term in enumerate(_two_terms(decayed_u)):
                 store_any(values.at[pl.ds(i * LENGTH, LENGTH)], term)
             left = jnp.where(has_no_room, 0, count)
             return Held(jnp.where(has_no_room, 0.0, total), jnp.exp(total), left)
 
-        return finish
+        return log_decays, tokens
 
     def make_operands():
         """Keys and queries as sums of two terms, behind the keys of the ring."""
@@ -379,7 +384,7 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
         # All loads come before the first use of one.
         A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
         finish_tokens = take_tokens(row, head)
-        finish_ring = take_ring(at, count, has_no_room)
+        log_decays, tokens_of_ring = take_ring(at, count, has_no_room)
         raw = [
             (
                 load(gmem.v.at[row, t, head, entries], along_v),
@@ -389,8 +394,9 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, ctas: int
             for t in range(T)
         ]
         finish_tokens()
+        total = log_decays()
         plgpu.commit_smem()
-        held = finish_ring()
+        held = tokens_of_ring(total)
         make_operands()
         log, gates, betas = jnp.float32(0), [], []
         for t, (_, a, b) in enumerate(raw):
