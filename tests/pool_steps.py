@@ -6,6 +6,7 @@ public call of them.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -141,8 +142,9 @@ def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
     tokens, gates = [x[name] for name in TOKENS], {name: x[name] for name in ("A_log", "dt_bias")}
     options = public_options(case, **gates, **more)
     if case.T > 1:
-        spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"])
-        return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=jnp.ones(case.N, int))
+        spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"], parents=x.get("parents"))
+        accepted = x.get("accepted", jnp.ones(case.N, int))
+        return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=accepted)
     o, pool = serving.decode(*(y[:, 0] for y in tokens), pool, read_slots=x["read_slots"], **options)
     return o[:, None], pool
 
@@ -312,6 +314,35 @@ def assert_forks_are_right(case: Case, call: Callable[..., tuple]) -> None:
         assert (before == after).all(), f"{case.name}: another slot changed"
 
 
+def assert_trees_on_a_ring_are_right(run: Callable, steps: int, **sizes) -> None:
+    """Step after step of trees, of which some tokens are accepted, by run(call, x, pool), beside plain JAX. What
+    lies behind the tokens of a ring is not a number."""
+    case = Case("trees on a ring", N=3, T=5, pool_dtype="bfloat16", parents=TREES, uneven=True, **sizes)
+    first = draw_ring(case, [3, 0, 15])
+    start = ring_pool(case, first)._replace(parents=jnp.full((len(first["state"]), LENGTH), -1, jnp.int32))
+    plain, kernel = start, start
+    on_xla = jax.jit(partial(serve_ring, case, implementation="xla"))
+    accepted, rng = jnp.ones(case.N, jnp.int32), np.random.default_rng(0)
+    for i in range(steps):
+        x = draw(dataclasses.replace(case, seed=i, padding=False))
+        x = {name: y for name, y in x.items() if name not in ("pool", "write_slots", "num_accepted_tokens")}
+        x |= {"read_slots": first["read_slots"], "accepted": accepted}
+        (want_o, plain), (o, kernel) = (
+            on_xla(x, plain),
+            run(partial(serve_ring, case, implementation="mosaic_gpu"), x, kernel),
+        )
+        np.testing.assert_array_equal(plain.cursors, kernel.cursors)
+        np.testing.assert_array_equal(plain.parents, kernel.parents)
+        assert_close(_f64(want_o), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], f"step {i}: o")
+        states, expected = (
+            present(case, *y[:4], y.count)[first["read_slots"][::2]] for y in (kernel, plain)
+        )  # row 1 is padding
+        bound = 2 * BOUNDS["bfloat16"][0]["final_state"]
+        assert_close(expected, states, bound, f"step {i}: states", axis=1)
+        lengths = np.maximum(np.asarray(x["num_tokens"]), 1)
+        accepted = jnp.asarray(rng.integers(1, lengths + 1), jnp.int32)
+
+
 CASES = (
     Case("plain"),
     Case("vk", kv_layout=False, pool_dtype="bfloat16"),
@@ -347,4 +378,9 @@ DRAFT_CASES = (
     (Case("drafts-bfloat16", T=4, V=64, pool_dtype="bfloat16"), (13, 3, 15)),
     # More than one call of the kernel has.
     (Case("drafts-many", T=6, K=32, V=32, padding=False), (12, 0, 8)),
+    # By tensor cores, as "drafts-bfloat16" is: more tokens than four, a tile that is not full, two parts of a head.
+    (Case("drafts-tensor", T=6, K=64, V=64, uneven=True, pool_dtype="bfloat16", seed=2), (12, 0, 10)),
+    (Case("drafts-tensor-16", N=2, T=16, pool_dtype="bfloat16", padding=False, heads=(1, 1, 1)), (0, 15)),
+    (Case("drafts-tensor-parts", N=2, T=2, K=64, V=192, pool_dtype="bfloat16", padding=False), (3, 15)),
+    (Case("drafts-tensor-reset", T=4, K=64, V=64, pool_dtype="bfloat16", gate_shift=200.0), (3, 2, 15)),
 )

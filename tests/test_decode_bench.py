@@ -35,6 +35,21 @@ def test_steps_are_timed(tmp_path, capsys):
         assert r["terabytes_per_second"] == pytest.approx(moved / r["step_us"] * 1e-6)
 
 
+@pytest.mark.slow
+def test_trees_are_timed(capsys):
+    """With a state after each token and on rings; of four tokens three are on the path to the last."""
+    words = "--pools float32 --dtype float32 --batches 3 --tokens 4 --deferred 1 16 --drafts tree"
+    assert run(*words.split()) == 0
+    out = capsys.readouterr().out
+    assert "a tree, tokens 4, batch 3, float32 pool, a write in 16:" in out
+
+
+def test_periods_of_trees():
+    line = decode_bench.Line(None, 4, "float32", 16, 1, "tree")
+    assert line.accepted == [0, 1, 3] and line.steps == 5
+    assert line._replace(drafts="chain").steps == 4 and line._replace(deferred=1).steps == 1
+
+
 def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
     """States of another layout: the numbers are wrong, and no time is shown."""
     right = decode_bench.oracle.forward

@@ -20,7 +20,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving import drafts, kernels, shards
 from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import ring_step, step, tiles
+from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -39,6 +39,7 @@ def interpreted(monkeypatch, hopper):
     kernel_calls = (
         (step, "step"),
         (ring_step, "ring_step"),
+        (ring_drafts, "ring_drafts"),
     )
     for module, name in kernel_calls:
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
@@ -297,6 +298,39 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     pool_steps.assert_ring_right(case, x, after, results)
 
 
+@pytest.mark.parametrize("states", [1, 2])
+def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
+    """Likewise by tensor cores."""
+    monkeypatch.setattr(ring_drafts, "NUM_SMS", 1)
+    case, counts = Case("drafts", T=4, K=64, V=64, pool_dtype="bfloat16"), (15, 3, 5)
+    x = pool_steps.draw_ring(case, counts)
+    names = ("A_log", "dt_bias", "read_slots", "num_tokens")
+    options = {name: x[name] for name in names} | case.options | {"interpret": INTERPRET}
+    options |= {"config": ring_drafts.Config(case.V, 1, states), "accepted": jnp.ones(case.N, jnp.int32)}
+    del options["kv_layout"]
+    tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
+    results = ring_drafts.ring_drafts(*tokens, *pool[:5], **options)[:5]
+    pool_steps.assert_ring_right(case, x, [4, 7, 9], results)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"kv_layout": False}, r"\[V, K\]"),
+        ({"pool_dtype": "float32"}, "states are float32"),
+        ({"K": 96}, "multiples of 64"),
+    ],
+)
+def test_what_tensor_cores_do_not_take(change, reason):
+    case = dataclasses.replace(Case("refused", pool_dtype="bfloat16"), **change)
+    S = jax.ShapeDtypeStruct
+    q, v = S((3, 4, 1, case.K), "bfloat16"), S((3, 4, 2, case.V), "bfloat16")
+    state, ring_k, ring_u = S((9, 2, case.K, case.V), case.pool_dtype), q, v
+    got = ring_drafts.check_supported(q, q, v, state, ring_k, ring_u, kv_layout=case.kv_layout)
+    assert got is None if reason is None else re.search(reason, str(got))
+
+
 @pytest.mark.parametrize(
     ("ring", "change", "reason"),
     [
@@ -324,14 +358,21 @@ def test_ring_refusals_say_why(ring, change, reason):
 def test_public_refusals_say_why():
     case = Case("refused", K=32, V=32)
     x = pool_steps.draw_ring(case, (0, 3, 15))
-    ring, gates = pool_steps.ring_pool(case, x), {name: x[name] for name in ("A_log", "dt_bias")}
-    tokens = [x[name][:, 0] for name in pool_steps.TOKENS]
+    ring = pool_steps.ring_pool(case, x)
     with pytest.raises(NotImplementedError, match="a tree of 33 drafts"):
         many = dataclasses.replace(case, T=33, parents=(tuple(range(-1, 32)),))
         pool_steps.serve(many, pool_steps.draw(many), **KERNELS)
-    with pytest.raises(NotImplementedError, match="a RingPool for trees of drafts"):
+    with pytest.raises(NotImplementedError, match="a tree of drafts on a ring: the states are float32"):
+        many = dataclasses.replace(case, T=5, parents=(tuple(range(-1, 4)),))
         trees = ring._replace(parents=jnp.zeros((len(ring.state), 16), int))
-        serving.decode(*tokens, trees, **gates, read_slots=jnp.arange(3), **KERNELS)
+        pool_steps.serve_ring(many, pool_steps.draw_ring(many, (0, 3, 15)), trees, **KERNELS)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_trees_on_a_ring():
+    pool_steps.assert_trees_on_a_ring_are_right(
+        lambda call, *x: call(*x), steps=2, heads=(1, 1, 1), K=64, V=64
+    )
 
 
 def test_another_device_is_refused(monkeypatch):

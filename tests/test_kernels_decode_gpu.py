@@ -207,8 +207,14 @@ def test_verify_on_a_ring(case, counts):
     pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
+def test_trees_on_a_ring():
+    pool_steps.assert_trees_on_a_ring_are_right(lambda call, x, pool: jax.jit(call)(x, pool), steps=6)
+
+
 @pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize(("kv_layout", "pool_dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize(
+    ("kv_layout", "pool_dtype"), [(True, "float32"), (False, "bfloat16"), (True, "bfloat16")]
+)
 def test_a_ring_over_many_tokens(kv_layout, pool_dtype, T):
     """Forty tokens of a batch of 32, four of which are compared with float64; of four drafts all are accepted."""
     N, steps = 32, 40 // T

@@ -146,9 +146,9 @@ def plain_kernels(monkeypatch):
         plain = options._replace(implementation="xla")
         return serving_step._decode_on_shard(plain, pool, raw, read_slots, None, layer)
 
-    def drafts_on_ring(pool, raw, at, num_accepted, num_tokens, options):
+    def drafts_on_ring(pool, raw, at, num_accepted, num_tokens, parents, options):
         plain = options._replace(implementation="xla")
-        return drafts._verify_on_shard(plain, pool, raw, at.slot, num_accepted, num_tokens, None, at.layer)
+        return drafts._verify_on_shard(plain, pool, raw, at.slot, num_accepted, num_tokens, parents, at.layer)
 
     def convolve(static, pool, x, weight, bias, read_slots, write_slots, layer):
         arguments = (pool, x, weight, bias, read_slots, write_slots, layer, static, "xla")

@@ -1,9 +1,10 @@
 """`gdn bench --what decode`: tokens a second of serving over batch sizes, after a check of what is computed.
 
-A step is one token of every request, or several drafts of which all are accepted: from the projections' outputs, with
-gates and norms inside, from states in a pool to states in the same pool, in place. With deferred writes it is the
-mean over a period between two writes of a state. Bytes are those of the states alone, which a step has to move: once
-in and once for each token out, or with deferred writes once in and once in a period out.
+A step is one token of every request, or several drafts, of which all are accepted, or of a tree the path to its last
+one: from the projections' outputs, with gates and norms inside, from states in a pool to states in the same
+pool, in place. With deferred writes it is the mean over a period between two writes of a state. Bytes are those of
+the states alone, which a step has to move: once in and once for each token out, or with deferred writes once in and
+once in a period out.
 """
 
 import dataclasses
@@ -48,6 +49,8 @@ class DecodeBenchOptions:
     """Tokens between two writes of a state; 1 is a plain pool."""
     tokens: tuple[int, ...] = (1, 4)
     """Tokens of a step: 1 is `serving.decode`, more are `serving.verify`."""
+    drafts: tuple[Literal["chain", "tree"], ...] = ("chain",)
+    """Whether each of a step's tokens follows the one before, or token t token (t - 1) // 2."""
     heads: tuple[int, int] = (16, 32)
     """Key heads (and query heads) and value heads."""
     width: int = 128
@@ -74,11 +77,26 @@ class Line(NamedTuple):
     pool: str
     deferred: int
     batch: int
+    drafts: str = "chain"
+
+    @property
+    def parents(self) -> np.ndarray:
+        """Of a step's tokens [T]."""
+        t = np.arange(self.tokens, dtype=np.int32)
+        return t - 1 if self.drafts == "chain" else (t + 1) // 2 - 1
+
+    @property
+    def accepted(self) -> list[int]:
+        """Which of a step's tokens are accepted."""
+        path, parents = [self.tokens - 1], self.parents
+        while parents[path[0]] >= 0:
+            path.insert(0, int(parents[path[0]]))
+        return path
 
     @property
     def steps(self) -> int:
-        """Steps of a period."""
-        return max(1, self.deferred // self.tokens)
+        """Steps of a period: as many as a ring takes, whose room is for all drafts of a step."""
+        return max(1, (self.deferred - self.tokens) // len(self.accepted) + 1)
 
 
 class Result(NamedTuple):
@@ -89,6 +107,7 @@ class Result(NamedTuple):
     pool: str
     deferred: int
     batch: int
+    drafts: str = "chain"
     error: float = math.nan
     tokens_per_second: float = math.nan
     step_us: float = math.nan
@@ -123,15 +142,18 @@ def _draw(options: DecodeBenchOptions, line: Line) -> _Problem:
     return _Problem(tokens, A_log, dt_bias, states, rng.permutation(batch).astype(np.int32))
 
 
-def _error(x: _Problem, periods: list[np.ndarray], state_layout: str) -> float:
-    """Error of the outputs of the first and last request against float64; every period has the same tokens."""
-    rows = np.unique([0, len(x.slots) - 1])
-    o = np.concatenate([y[rows] for y in periods], 1)
-    q, k, v, a, b = (np.tile(y[rows].astype(np.float64), (1, 2, *(1,) * (y.ndim - 2))) for y in x.tokens)
+def _error(x: _Problem, line: Line, periods: list[np.ndarray], state_layout: str) -> float:
+    """Error of the accepted outputs of the first and last request against float64; every period has the same
+    tokens."""
+    rows = np.unique([0, len(x.slots) - 1])[:, None]
+    accepted = (np.arange(line.steps)[:, None] * line.tokens + line.accepted).ravel()
+    o = np.concatenate([y[rows, accepted] for y in periods], 1)
+    tokens = (y[rows, accepted].astype(np.float64) for y in x.tokens)
+    q, k, v, a, b = (np.tile(y, (1, 2, *(1,) * (y.ndim - 2))) for y in tokens)
     g = -np.exp(x.A_log.astype(np.float64)) * np.logaddexp(a + x.dt_bias, 0)
     options = {"use_qk_l2norm": True, "state_layout": state_layout}
     want, _ = oracle.forward(
-        q, k, v, g, 1 / (1 + np.exp(-b)), initial_state=x.states[x.slots[rows]], **options
+        q, k, v, g, 1 / (1 + np.exp(-b)), initial_state=x.states[x.slots[rows[:, 0]]], **options
     )
     return worst_ratio(want, o, 2)
 
@@ -139,12 +161,17 @@ def _error(x: _Problem, periods: list[np.ndarray], state_layout: str) -> float:
 def _pool(options: DecodeBenchOptions, line: Line, x: _Problem) -> tuple[Any, np.ndarray]:
     """The pool, and where the requests are in it: slots [B], or [B, T] with a state for each of several tokens."""
     if line.deferred > 1:
-        ring = {"num_key_heads": options.heads[0], "length": line.deferred, "dtype": DTYPES[options.dtype]}
+        ring: dict[str, Any] = {
+            "num_key_heads": options.heads[0],
+            "length": line.deferred,
+            "dtype": DTYPES[options.dtype],
+            "trees": line.drafts == "tree",
+        }
         states = jnp.asarray(x.states)
         return serving.make_ring_pool(states, state_layout=options.state_layout, **ring), x.slots
     if line.tokens == 1:
         return jnp.asarray(x.states), x.slots
-    # All drafts are accepted: a step goes on from the state after its last token.
+    # A step goes on from the state after its last token.
     T = line.tokens
     slots = x.slots[:, None] * T + np.arange(T, dtype=np.int32)
     return jnp.repeat(jnp.asarray(x.states), T, 0), slots
@@ -160,12 +187,13 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     )
     common: dict[str, Any] = {"A_log": jnp.asarray(x.A_log), "dt_bias": jnp.asarray(x.dt_bias)}
     common |= {"state_layout": options.state_layout, "implementation": line.implementation}
-    slots, all_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
+    slots, last_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
+    parents = jnp.tile(line.parents, (line.batch, 1)) if line.drafts == "tree" else None
 
     def step(pool, token):
         q, k, v, a, b = token
         if T > 1:
-            spans = {"state_slots": slots, "num_accepted_tokens": all_accepted}
+            spans = {"state_slots": slots, "num_accepted_tokens": last_accepted, "parents": parents}
             o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
             return pool, o
         o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
@@ -187,7 +215,7 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     for _ in range(2):  # the second period begins with what the first one left
         pool, o = run(pool, tokens)
         outputs.append(np.concatenate([np.asarray(y) for y in o], 1))
-    error = _error(x, outputs, options.state_layout)
+    error = _error(x, line, outputs, options.state_layout)
     result = Result(*line, error)
     if not error <= BOUNDS[options.dtype]:
         return result._replace(failure=f"wrong: error {error:.1e}, allowed {BOUNDS[options.dtype]:.1e}")
@@ -201,7 +229,7 @@ def measure(options: DecodeBenchOptions, line: Line) -> Result:
     us = timing.median_ms * 1e3 / steps
     writes = T if line.deferred == 1 else 1 / steps
     return result._replace(
-        tokens_per_second=line.batch * T / us * 1e6,
+        tokens_per_second=line.batch * len(line.accepted) / us * 1e6,
         step_us=us,
         fastest_us=timing.fastest_ms * 1e3 / steps,
         slowest_us=timing.slowest_ms * 1e3 / steps,
@@ -231,7 +259,8 @@ def check_options(options: Any, *counts: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a line for each implementation, number of tokens, dtype of the pool, length of the ring and batch."""
+    """Prints a line for each implementation, number of tokens, dtype of the pool, length of the ring, batch and kind
+    of drafts."""
     options = parse(DecodeBenchOptions, argv, "gdn bench --what decode", DecodeBenchOptions(), __doc__)
     check_options(options, "batches", "deferred", "tokens")
     if any(1 < ring < most for ring in options.deferred for most in options.tokens):
@@ -239,10 +268,15 @@ def main(argv: list[str] | None = None) -> int:
     console, results = Console(), []
     console.print(", ".join(f"{name} {value}" for name, value in versions().items()), highlight=False)
     implementations = options.implementations or (None,)
-    lines = itertools.product(
-        implementations, options.tokens, options.pools, options.deferred, options.batches
+    lines = itertools.starmap(
+        Line,
+        itertools.product(
+            implementations, options.tokens, options.pools, options.deferred, options.batches, options.drafts
+        ),
     )
-    for line in itertools.starmap(Line, lines):
+    for line in lines:
+        if line.tokens == 1 and line.drafts != options.drafts[0]:
+            continue  # one token alone follows no other
         try:
             result = measure(options, line)
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -251,7 +285,10 @@ def main(argv: list[str] | None = None) -> int:
         results.append(result)
         what = f"{result.tokens_per_second:.0f} tokens/s" if result.failure is None else result.failure
         name = "" if line.implementation is None else f"{line.implementation}, "
-        sizes = f"tokens {line.tokens}, batch {line.batch}, {line.pool} pool, a write in {line.deferred}"
+        kind = "a tree, " if line.drafts == "tree" else ""
+        sizes = (
+            f"{kind}tokens {line.tokens}, batch {line.batch}, {line.pool} pool, a write in {line.deferred}"
+        )
         console.print(f"{name}{sizes}: {what}", highlight=False)
         if options.json is not None:
             content = {"versions": versions(), "results": [result._asdict() for result in results]}
@@ -260,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(result.failure for result in results) else 0
 
 
-COLUMNS = ("by", "tokens", "pool", "write", "batch", "tokens/s", "us", "spread", "TB/s", "error")
+COLUMNS = ("by", "tokens", "drafts", "pool", "write", "batch", "tokens/s", "us", "spread", "TB/s", "error")
 """Tokens and time are those of a step; write: in how many tokens a state is written."""
 
 
@@ -274,6 +311,7 @@ def _table(results: list[Result]) -> Table:
             table.add_row(
                 r.implementation or "",
                 str(r.tokens),
+                r.drafts,
                 r.pool,
                 str(r.deferred),
                 str(r.batch),

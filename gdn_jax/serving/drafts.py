@@ -31,6 +31,7 @@ from gdn_jax.serving.arguments import (
 from gdn_jax.serving.pools import RingPool, check_ring
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.tokens import Options, Raw, Tokens, by_row, prepare, step
+from gdn_jax.shapes import STATE_LAYOUTS
 
 Pool = Float[Array, "slots *state"] | RingPool
 
@@ -107,7 +108,8 @@ def verify(
         if parents is not None and pool.parents is None:
             raise ValueError("parents: expected a ring that is made for trees, see make_ring_pool")
     raw = Raw(q, k, v, a, b, A_log, dt_bias)
-    no_kernel = partial(kernels.unsupported, raw, pool, is_tree=parents is not None)
+    kv_layout = state_layout == STATE_LAYOUTS[0]
+    no_kernel = partial(kernels.unsupported, raw, pool, is_tree=parents is not None, kv_layout=kv_layout)
     options = Options(
         dims,
         check_scale(scale, dims),
@@ -222,7 +224,11 @@ def _verify_on_shard(options: Options, pool, raw: Raw, state_slots, num_accepted
         at = Address.of(state_slots, pool, options.null_slot, layer)
         at = at.only((num_accepted >= 1) & (num_accepted <= options.dims.T))
         if by_kernels:
-            return kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, options)
+            if pool.parents is None:
+                return kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, None, options)
+            pool = ring.drop(pool, at, num_accepted)
+            o, pool = kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, parents, options)
+            return o, ring.put_parents(pool, at, parents, options.dims.T)
         o, pool = ring.verify(pool, raw, at, num_accepted, num_tokens, parents, options)
     else:
         at, after = span_addresses(pool, state_slots, num_accepted, num_tokens, options.null_slot, layer)

@@ -22,19 +22,21 @@ from gdn_jax.serving.tokens import Options, Raw
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
 
 
-def unsupported(raw: Raw, pool: Any, *, is_tree: bool = False) -> str | None:
+def unsupported(raw: Raw, pool: Any, *, is_tree: bool = False, kv_layout: bool = True) -> str | None:
     """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can.
 
     Args:
       is_tree: whether it has parents.
+      kv_layout: whether states are [K, V], of which trees on a ring have to be.
     """
-    from pallas_kernels.decode import ring_step, step
+    from pallas_kernels.decode import ring_drafts, ring_step, step
     from pallas_kernels.device.launch import device_reason
 
     if isinstance(pool, RingPool):
-        if pool.parents is not None:
-            return "a RingPool for trees of drafts; the kernels take rings for chains"
         reason = ring_step.check_supported(*raw[:3], pool.state, pool.k, pool.u, pool.g)
+        if reason is None and is_tree:
+            reason = ring_drafts.check_supported(*raw[:3], *pool[:3], kv_layout=kv_layout)
+            reason = reason and f"a tree of drafts on a ring: {reason}"
     else:
         reason = step.check_supported(*raw[:3], pool, is_tree=is_tree)
     if reason is None and accumulation_dtype(*raw) != jnp.float32:
@@ -218,13 +220,29 @@ def decode_on_ring(
 
 
 def verify_on_ring(
-    pool: RingPool, raw: Raw, at: Address, num_accepted: Array, num_tokens: Array | None, options: Options
+    pool: RingPool,
+    raw: Raw,
+    at: Address,
+    num_accepted: Array,
+    num_tokens: Array | None,
+    parents: Array | None,
+    options: Options,
 ) -> tuple[Array, RingPool]:
-    """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first."""
-    from pallas_kernels.decode import ring_step
+    """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first.
 
-    T = options.dims.T
+    Parents are those of the new tokens. Of the last call's, the first num_accepted in the ring stay, or all that are
+    left there.
+    """
+    from pallas_kernels.decode import ring_drafts, ring_step
+
+    T, rule = options.dims.T, _rule(raw, options)
     num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
+    if ring_drafts.check_supported(*raw[:3], *pool[:3], kv_layout=rule["kv_layout"]) is None:
+        del rule["kv_layout"]
+        spans: dict[str, Any] = {"accepted": accepted, "num_tokens": num_tokens, "layer": at.layer}
+        spans["parents"] = _int32_or_none(parents) if T > 1 else None  # one token alone follows no other
+        o, *arrays = ring_drafts.ring_drafts(*raw[:5], *pool[:5], read_slots=at.slot, **spans, **rule)
+        return o, RingPool._make((*arrays, pool.parents))
     arrays, outputs = list(pool[:5]), []
     for t in range(0, T, ring_step.MAX_TOKENS):
         some = slice(t, t + ring_step.MAX_TOKENS)
@@ -236,7 +254,7 @@ def verify_on_ring(
             accepted=None if t else accepted,
             num_tokens=None if num_tokens is None else num_tokens - t,
             layer=at.layer,
-            **_rule(raw, options),
+            **rule,
         )
         outputs.append(o)
     o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)

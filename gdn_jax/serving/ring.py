@@ -202,8 +202,7 @@ def verify(
     out = by_row(answer, options, entry, tokens, parents)
     pool = _append(pool, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
     if pool.parents is not None:
-        parents = _put_parents(pool, at, _chain(T) if parents is None else parents)
-        pool = pool._replace(parents=parents)
+        pool = put_parents(pool, at, parents, T)
     added = T if num_tokens is None else num_tokens.astype(jnp.int32)
     return out.o, put_counts(pool, at, entry.count + added, entry.count)
 
@@ -264,7 +263,7 @@ def _keep_path(
         return jax.vmap(lambda x, i: x[i])(jnp.moveaxis(ring, 2, 1), source)
 
     pool = _append(pool, at, position, *map(path, slots.take((pool.k, pool.u, pool.g), at)))
-    return pool._replace(parents=_put_parents(pool, at, _chain(pool.length))), length
+    return put_parents(pool, at, None, pool.length), length
 
 
 def _chain(T: int) -> Int[Array, " T"]:
@@ -272,10 +271,11 @@ def _chain(T: int) -> Int[Array, " T"]:
     return jnp.arange(-1, T - 1)
 
 
-def _put_parents(pool: RingPool, at: Address, parents: Int[Array, "*B T"]) -> Array:
-    """pool.parents with those of some slots' tokens; -1 behind them."""
-    rows = jnp.full((*at.slot.shape, pool.length), -1, jnp.int32).at[:, : parents.shape[-1]].set(parents)
-    return slots.put(pool.parents, at, rows)
+def put_parents(pool: RingPool, at: Address, parents: Int[Array, "B T"] | None, T: int) -> RingPool:
+    """The pool with pool.parents those of some slots' T tokens, None for a chain; -1 behind them."""
+    parents = _chain(T) if parents is None else parents
+    rows = jnp.full((*at.slot.shape, pool.length), -1, jnp.int32).at[:, :T].set(parents)
+    return pool._replace(parents=slots.put(pool.parents, at, rows))
 
 
 def _flush_rows(pool: RingPool, at: Address, state_layout: str, block: int) -> RingPool:

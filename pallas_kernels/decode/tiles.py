@@ -81,7 +81,7 @@ def lane_layout(lanes: int, width: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
-def _across_layout(columns: int, itemsize: int) -> Any:
+def across_layout(columns: int, itemsize: int) -> Any:
     """Of an array [rows, columns]: the warps lie beside each other, so that sums over rows need no other warp."""
     width = ACCESS_BYTES // itemsize
     lanes = columns // (WARPS * width)
@@ -141,7 +141,7 @@ class Tile:
         self.shape = (rule.K, block) if rule.kv_layout else (block, rule.K)
         self.width, self.lanes = threads_of_row(rule.kv_layout, self.shape[1], itemsize)
         self.layout = (
-            _across_layout(self.shape[1], itemsize) if across else lane_layout(self.lanes, self.width)
+            across_layout(self.shape[1], itemsize) if across else lane_layout(self.lanes, self.width)
         )
         self.k_layout, self.v_layout = self.layout.reduce(1 - self.k_axis), self.layout.reduce(self.k_axis)
 

@@ -15,6 +15,7 @@ from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.decode.conv_update import conv_update
+from pallas_kernels.decode.ring_drafts import ring_drafts
 from pallas_kernels.decode.ring_step import Drafts, ring_step
 from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.forward import outputs, transitions
@@ -330,6 +331,18 @@ def ring_case(T=1, **options):
     return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(4))
 
 
+def ring_drafts_case(T=4):
+    """A function and its argument shapes: ring_drafts, with the pool in place."""
+    arguments = step_case(T)[1]
+    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+
+    def run(tokens, ring, A_log, dt_bias, read_slots, accepted):
+        rest = dict(A_log=A_log, dt_bias=dt_bias, read_slots=read_slots, accepted=accepted)
+        return ring_drafts(*tokens, *ring, **rest, scale=0.1)
+
+    return run, (arguments[:5], _ring(pool_dtype=jnp.bfloat16), *arguments[6:8], i32(4), i32(4))
+
+
 CASES = {
     "decode": step_case,
     "decode, bfloat16": functools.partial(step_case, pool_dtype=jnp.bfloat16),
@@ -354,7 +367,9 @@ CASES = {
     "decode deferred, vk, bfloat16": functools.partial(ring_case, kv_layout=False, pool_dtype=jnp.bfloat16),
     "verify on a ring, 4 tokens": functools.partial(ring_case, T=4),
     "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, kv_layout=False),
-    "verify on a ring, 4 tokens, bfloat16": functools.partial(ring_case, T=4, pool_dtype=jnp.bfloat16),
+    "verify on a ring, tensor cores, 4 tokens": ring_drafts_case,
+    "verify on a ring, tensor cores, 8 tokens": functools.partial(ring_drafts_case, T=8),
+    "verify on a ring, tensor cores, 16 tokens": functools.partial(ring_drafts_case, T=16),
     "convolution of a token": conv_update_case,
     "convolution of a token, joined": functools.partial(conv_update_case, others=144, in_slots=False),
     "convolution of a token, float32": functools.partial(
