@@ -240,7 +240,7 @@ def _mask(cta: Cta, i, stage, key_stage) -> None:
     mask_foreign(
         cta.span,
         cta.chunk_of(i),
-        (smem.k.at[key_stage], smem.x.at[stage]),
+        (smem.k.at[key_stage], smem.x.at[stage], smem.t.at[stage]),
         tiles_if=(cta.adjoint, smem.q.at[key_stage]),
         square=smem.t.at[stage],
         gates=smem.g2.at[key_stage],

@@ -71,7 +71,7 @@ def _mask_head(cta: Cta, first_step, place: Place) -> None:
     plgpu.barrier_wait(smem.loaded_gates.at[slot])
     for stage in stages:
         plgpu.barrier_wait(smem.loaded.at[stage])
-    tiles = [smem.x.at[stage, 0:2] for stage in stages]  # do and dv
+    tiles = [smem.x.at[stage, i] for stage in stages for i in range(2)]  # do and dv
     mask_foreign(place.span, place.chunk, tiles, gates=cta.g2.at[slot])
     for stage in stages:
         plgpu.barrier_arrive(smem.masked.at[stage])

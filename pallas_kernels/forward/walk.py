@@ -205,7 +205,7 @@ def load(cta: Cta, i, stage) -> None:
 def mask(cta: Cta, i, stage) -> None:
     """Masks what the i-th chunk holds of other sequences."""
     smem = cta.smem
-    tiles = [smem.k.at[stage], smem.v.at[stage]]
+    tiles = [smem.k.at[stage], smem.v.at[stage], smem.t.at[stage]]
     if cta.gmem.q is not None:
         tiles.append(smem.q.at[stage])
     vectors = [ref.at[stage] for ref in (smem.beta, smem.k_rstd, smem.q_rstd) if ref is not None]

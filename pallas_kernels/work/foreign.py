@@ -4,7 +4,6 @@ In a chunk that a span shares with another sequence, the tokens of the others ar
 tokens, the nearest owned gate in g2_cum. That is exact.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns, along_rows
+from pallas_kernels.device.layouts import CHUNK, ROW, WGMMA, iota
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.work.spans import Span, owned_rows
 
@@ -32,9 +31,9 @@ def mask_foreign(
     """Replaces what a chunk in shared memory holds of other sequences' tokens, where it holds any.
 
     Args:
-      tiles: [C, columns], or n of them [n, C, columns]; rows of other tokens become 0.
+      tiles: [C, columns]; rows of other tokens become 0.
       tiles_if: a condition and one more tile, masked where the condition holds.
-      square: a [C, C] tile whose rows and columns are tokens.
+      square: a [C, C] tile whose columns are tokens too.
       gates: g2_cum [C]. All exponents stay <= 0.
       vectors: [C], 0 at other tokens.
     """
@@ -47,8 +46,8 @@ def mask_foreign(
         if tiles_if is not None:
             pl.when(tiles_if[0])(lambda: _keep_rows(tiles_if[1], begin, end))
         if square is not None:
-            owned = along_rows(_owned(ROW, begin, end), CHUNK) & along_columns(_owned(COL, begin, end), CHUNK)
-            _keep(square, owned)
+            x = plgpu.load(square, layout=WGMMA)
+            square[...] = jnp.where(_owned(1, begin, end), x, jnp.zeros((), x.dtype))
         if gates is not None:
             _keep_gates(gates, begin, end)
         for vector in vectors:
@@ -104,32 +103,18 @@ def store_owned(
     pl.when(jnp.logical_not(is_shared))(whole)
 
 
-def _owned(layout, begin, end) -> jax.Array:
-    """Which rows of a chunk are [begin, end), as a vector in a layout."""
-    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), layout)
-    return (row >= begin) & (row < end)
-
-
-def _keep(ref, owned) -> None:
-    """Zeroes what is not owned of a [C, C] tile."""
-    x = plgpu.load(ref, layout=WGMMA)
-    ref[...] = jnp.where(owned, x, jnp.zeros((), x.dtype))
+def _owned(dimension: int, begin, end) -> jax.Array:
+    """Which entries of a [C, C] array have an index of [begin, end) along a dimension."""
+    index = iota((CHUNK, CHUNK), dimension)
+    return (index >= begin) & (index < end)
 
 
 def _keep_rows(ref, begin, end) -> None:
-    """Zeroes the rows of tiles outside [begin, end), 64 columns at a time.
-
-    In a loop, because few chunks are shared and all that is unrolled here is compiled into every kernel.
-    """
-    columns = ref.shape[-1] // CHUNK
-
-    def one(i, _):
-        owned = along_rows(_owned(ROW, begin, end), CHUNK)
-        part = pl.ds(lax.rem(i, columns) * CHUNK, CHUNK)
-        _keep(ref.at[:, part] if len(ref.shape) == 2 else ref.at[lax.div(i, columns), :, part], owned)
-        return ()
-
-    lax.fori_loop(0, math.prod(ref.shape[:-2]) * columns, one, ())
+    """Zeroes the rows of a tile outside [begin, end), 64 columns at a time."""
+    for column in range(0, ref.shape[1], CHUNK):
+        part = ref.at[:, column : column + CHUNK]
+        x = plgpu.load(part, layout=WGMMA)
+        part[...] = jnp.where(_owned(0, begin, end), x, jnp.zeros((), x.dtype))
 
 
 def _keep_gates(gates, begin, end) -> None:
@@ -144,5 +129,6 @@ def _keep_gates(gates, begin, end) -> None:
 def _keep_vector(ref, begin, end) -> None:
     """Zeroes a vector outside [begin, end)."""
     x = plgpu.load(ref, layout=ROW)
+    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0), ROW)
     plgpu.commit_smem()  # every warp reads the vector, and one writes it
-    ref[...] = jnp.where(_owned(ROW, begin, end), x, 0.0)
+    ref[...] = jnp.where((row >= begin) & (row < end), x, 0.0)
