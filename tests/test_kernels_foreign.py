@@ -13,7 +13,7 @@ from pallas_kernels.work.spans import Span
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-SHAPES = {"tile": (64, 192), "tiles": (2, 64, 128), "square": (64, 64)}
+SHAPES = {"tile": (64, 192), "square": (64, 64)}
 
 
 def masked(arrays, begin: int, end: int):
@@ -25,7 +25,7 @@ def masked(arrays, begin: int, end: int):
         for name in SHAPES:
             plgpu.copy_gmem_to_smem(getattr(gmem, name), getattr(smem, name), smem.loaded)
         plgpu.barrier_wait(smem.loaded)
-        mask_foreign(span, zero, (smem.tile, smem.tiles), square=smem.square)
+        mask_foreign(span, zero, (smem.tile, smem.square), square=smem.square)
         for name in SHAPES:
             plgpu.copy_smem_to_gmem(getattr(smem, name), getattr(gmem, f"{name}_out"))
         plgpu.wait_smem_to_gmem(0)
@@ -50,7 +50,7 @@ def test_only_owned_rows_stay_and_in_a_square_only_owned_columns(begin, end):
     arrays = {name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in SHAPES.items()}
     row = np.arange(64)
     owned = (row >= begin) & (row < end)
-    keep = {"tile": owned[:, None], "tiles": owned[:, None], "square": owned[:, None] & owned}
+    keep = {"tile": owned[:, None], "square": owned[:, None] & owned}
     expected = {name: np.where(keep[name], np.asarray(x), 0) for name, x in arrays.items()}
     spoilt = {name: jnp.where(keep[name], x, jnp.nan) for name, x in arrays.items()}
     found = masked(spoilt, begin, end)
