@@ -116,12 +116,24 @@ def test_transforms(started, how):
     assert len(found) == (3 if how == "vmap" else 5)
 
 
-def test_it_needs_one_gpu_and_several_processors(monkeypatch):
+@pytest.fixture
+def kept_in():
+    """Sets where JAX keeps compiled programs; None is nowhere."""
+    before = jax.config.jax_compilation_cache_dir
+    yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_it_needs_one_gpu_and_several_processors_and_no_programs_on_disk(monkeypatch, kept_in, tmp_path):
+    kept_in(None)
     assert not ahead.pays()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(ahead.MIN_CPUS)), raising=False)
     assert ahead.pays()
+    kept_in(str(tmp_path))
+    assert not ahead.pays()
+    kept_in(None)
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert not ahead.pays()
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)

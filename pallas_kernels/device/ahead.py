@@ -62,8 +62,11 @@ _plan: ContextVar[_Plan | None] = ContextVar("kernels_ahead", default=None)
 def pays() -> bool:
     """Whether kernels are compiled ahead in this process.
 
-    With several devices XLA's partitioner has a call traced as a whole too, whose kernels never run.
+    With several devices XLA's partitioner has a call traced as a whole too, whose kernels never run. Where compiled
+    programs are kept on disk, a program found there needs none of its kernels compiled.
     """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        return False
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return jax.default_backend() == "gpu" and jax.device_count() == 1 and cpus >= MIN_CPUS
 
