@@ -83,8 +83,20 @@ def test_step(case):
 def test_default_tiles(K, V, pool_dtype, kv_layout, block):
     """The sizes that were fastest, as far as they divide V and registers hold them; the cases above run with them."""
     config = step.Config.default(K, V, pool_dtype, kv_layout)
-    assert config == step.Config(block, across=kv_layout and pool_dtype == "bfloat16")
+    is_half = kv_layout and pool_dtype == "bfloat16"
+    ahead = 132 * (3 if is_half else 1) if kv_layout else 0
+    assert config == step.Config(block, across=is_half, narrow=is_half, ahead=ahead)
     assert step.Config.default(K, V, pool_dtype, kv_layout, 4) == step.Config(block)
+
+
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("interpreted")
+def test_tiles_are_brought_near(monkeypatch, pool_dtype):
+    """As with more warpgroups than an H200 has at once; some of them are padding."""
+    monkeypatch.setattr(step, "NUM_SMS", 1)
+    case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype)
+    x = pool_steps.draw(case)
+    pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))
 
 
 @pytest.mark.usefixtures("interpreted")

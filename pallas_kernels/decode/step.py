@@ -17,8 +17,9 @@ In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat
 first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
-the bytes in flight are those of all the warpgroups that fit on an SM. Vectors, norms and gates of several tokens are
-worked out while the state is on its way, and wait in shared memory.
+the bytes in flight are those of all the warpgroups that fit on an SM and, with one token, of the tile that each brings
+into the L2 cache for a later one. Vectors, norms and gates of several tokens are worked out while the state is on its
+way, and wait in shared memory.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
 on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
@@ -46,8 +47,9 @@ from pallas_kernels.decode.tiles import (
     vector_layout,
     write_strength,
 )
-from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.operations import Device
 from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_K = 256
@@ -77,6 +79,11 @@ class Config:
     """Entries of V in a tile."""
     across: bool = False
     """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
+    narrow: bool = False
+    """Whether the tile of one token, of a bfloat16 pool, waits in 16 bits while sums are taken, and is widened twice:
+    registers then hold more tiles."""
+    ahead: int = 0
+    """Warpgroups between that of one token and the one whose tile it brings into the L2 cache; 0: it brings none."""
 
     @classmethod
     def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
@@ -85,7 +92,11 @@ class Config:
         if kv_layout:
             most = 128 if is_half else 64
         block = next(n for n in (128, 64, GRANULE) if n <= most and V % n == 0 and K * n <= MAX_TILE)
-        return cls(block, across=kv_layout and is_half and T == 1)
+        if not kv_layout or T > 1:
+            return cls(block)
+        # In warpgroups of every SM, of which three fit on one. 3 with float32 was slower than 0.
+        ahead = (3 if is_half else 1) * NUM_SMS
+        return cls(block, across=is_half, narrow=is_half, ahead=ahead)
 
 
 def check_supported(q, k, v, pool, *, is_tree: bool = False) -> str | None:
@@ -147,7 +158,17 @@ def memory(rule: Rule, config: Config, T: int, uneven: bool, tree_of: Any = None
     }
 
 
-def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, first: Channels) -> None:
+def _body(
+    gmem: Any,
+    smem: Any,
+    *,
+    rule: Rule,
+    config: Config,
+    tiles: int,
+    T: int,
+    first: Channels,
+    device: Device,
+) -> None:
     itemsize = gmem.pool.dtype.itemsize
     tile = Tile(rule, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
@@ -183,9 +204,30 @@ def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, first: Ch
     def read():
         return load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
 
+    def bring_near():
+        """Asks the L2 cache for the tile of a warpgroup that begins when some of those of today have ended."""
+        later = grid_index() + config.ahead
+
+        @pl.when(later < tiles)
+        def _():
+            row, head, entries = tile.where(later)
+            slot = row if gmem.read_slots is None else gmem.read_slots[row]
+
+            @pl.when(rule.is_slot(slot))
+            def _():
+                plgpu.async_prefetch(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries))
+
+    def again(S):
+        return device.unknown(S, tile.layout) if config.narrow else S
+
     def one(x: Vectors):
-        S, to = read(), write_slot(0)
-        S, o = tile.token(S, x, *gates(0))
+        S = read()
+        if 0 < config.ahead < tiles:
+            bring_near()
+        to = write_slot(0)
+        S, o = tile.token(S, x, *gates(0), again=again)
+        # Rounded outside of the branch: its registers are free earlier.
+        S = S.astype(gmem.pool.dtype)
         store_o(0, o)
         write(to, S)
 
@@ -352,10 +394,11 @@ def step_of_channels(
     rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(K, V, pool.dtype, kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
-    in_place = jax.new_ref(one_for_all_layers(pool, layer))
+    in_place, device = jax.new_ref(one_for_all_layers(pool, layer)), Device(interpret is not None)
+    tiles = N * HV * (V // config.block)
     results = launch(
         "decode_step",
-        functools.partial(_body, rule=rule, config=config, T=T, first=first),
+        functools.partial(_body, rule=rule, config=config, tiles=tiles, T=T, first=first, device=device),
         inputs={
             "q": q,
             "k": k,
@@ -373,7 +416,7 @@ def step_of_channels(
         },
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         memory=memory(rule, config, T, num_tokens is not None, None if parents is None else pool.dtype),
-        ctas=N * HV * (V // config.block),
+        ctas=tiles,
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,

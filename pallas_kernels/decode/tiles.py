@@ -179,11 +179,16 @@ class Tile:
         return [jnp.sum(S * self.over_v(x), axis=self.k_axis) for x in vectors]
 
     def token(
-        self, S: jax.Array, x: Vectors, alpha: jax.Array, beta: jax.Array
+        self,
+        S: jax.Array,
+        x: Vectors,
+        alpha: jax.Array,
+        beta: jax.Array,
+        again: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The state after a token, and its output along V; all float32."""
+        """The state after a token, and its output along V; all float32. again(S) is the S that is changed."""
         q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
-        return self.update(S, q, k, v, alpha, beta, lambda: self.norms(q_whole, k_whole))
+        return self.update(S, q, k, v, alpha, beta, lambda: self.norms(q_whole, k_whole), again)
 
     def update(
         self,
@@ -194,14 +199,14 @@ class Tile:
         alpha: jax.Array,
         beta: jax.Array,
         norms: Callable[[], Norms],
+        again: Callable[[jax.Array], jax.Array] = lambda S: S,
     ) -> tuple[jax.Array, jax.Array]:
         """The same from float32 vectors along the tile, and their norms."""
-        S = S.astype(jnp.float32)
-        y, z = self.products(S, [k, q])
+        y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)
         o = (self.rule.scale * rq) * (alpha * z + (rk * qk) * u)
-        return S * alpha + self.over_v(k) * self.over_k(rk * u), o
+        return again(S).astype(jnp.float32) * alpha + self.over_v(k) * self.over_k(rk * u), o
 
     def follow(
         self, S: jax.Array, k: jax.Array, v: jax.Array, alpha: jax.Array, beta: jax.Array, rk: jax.Array

@@ -98,6 +98,12 @@ class Device:
             return x.astype(jnp.float32)
         return _widen(x.shape, layout)(x)
 
+    def unknown(self, x, layout: Any) -> jax.Array:
+        """x of 16-bit numbers, of which compilers do not know that it is x: what is made of it, as of x, they make
+        twice, and do not keep. (`lax.optimization_barrier` leaves such numbers in another order: docs/log/decode.md.)
+        """
+        return x if self.interpreted else _unknown(x.shape, jnp.dtype(x.dtype).name, layout)(x)
+
     def reciprocal(self, x, layout: Any) -> jax.Array:
         """1 / x of float32 in one instruction instead of five; 0 where it is below 2^-126. Relative error 2^-23."""
         return 1.0 / x if self.interpreted else _reciprocal(x.shape, layout)(x)
@@ -210,6 +216,28 @@ def _widen(shape: tuple[int, int], layout: Any):
         return _registers(values, x)
 
     return widen
+
+
+@functools.cache
+def _unknown(shape: tuple[int, int], dtype: str, layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+    )
+    def unknown(ctx, x):
+        i32 = ir.IntegerType.get_signless(32)
+        values = []
+        for register in x.registers.flat:
+            words = ir.VectorType.get((ir.VectorType(register.type).shape[0] // 2,), i32)
+            moved: Any = [
+                llvm.inline_asm(i32, [word], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+                for word in _elements(vector.bitcast(words, register))
+            ]
+            values.append(vector.bitcast(register.type, vector.from_elements(words, moved)))
+        return _registers(values, x)
+
+    return unknown
 
 
 @functools.cache

@@ -269,7 +269,8 @@ def step_case(
     tree=False,
 ):
     """A function and its argument shapes: step, with the pool in place."""
-    N, Hk, HV, i32 = 4, 2, 4, functools.partial(_shape, dtype=jnp.int32)
+    # With one token, as many requests as have tiles that are brought into the L2 cache.
+    N, Hk, HV, i32 = 128 if T == 1 else 4, 2, 4, functools.partial(_shape, dtype=jnp.int32)
     x: Any = functools.partial(_shape, dtype=dtype)
     pool = _shape(8, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
     gates, heads = x(N, T, HV), _shape(HV)
@@ -286,7 +287,7 @@ def step_case(
 
 def joined_step_case(pool_dtype: Any = jnp.float32):
     """A function and its argument shapes: step_of_channels, one token whose row is its slot."""
-    (B, H, K), x = (4, 2, 128), functools.partial(_shape, dtype=jnp.bfloat16)
+    (B, H, K), x = (256, 2, 128), functools.partial(_shape, dtype=jnp.bfloat16)
     pool, heads = _shape(B, H, K, K, dtype=pool_dtype), _shape(H)
 
     def run(qkv, products, pool, A_log, dt_bias):
@@ -349,6 +350,8 @@ CASES = {
     "decode, vk": functools.partial(step_case, kv_layout=False),
     "decode, vk, bfloat16": functools.partial(step_case, kv_layout=False, pool_dtype=jnp.bfloat16),
     "decode, K 256": functools.partial(step_case, K=256),
+    "decode, K 256, bfloat16": functools.partial(step_case, K=256, V=256, pool_dtype=jnp.bfloat16),
+    "decode, K 32, bfloat16": functools.partial(step_case, K=32, V=32, pool_dtype=jnp.bfloat16),
     "decode, joined": joined_step_case,
     "decode, joined, bfloat16": functools.partial(joined_step_case, pool_dtype=jnp.bfloat16),
     "verify, 4 tokens": functools.partial(step_case, T=4),
@@ -367,6 +370,7 @@ CASES = {
     "decode deferred, vk, bfloat16": functools.partial(ring_case, kv_layout=False, pool_dtype=jnp.bfloat16),
     "verify on a ring, 4 tokens": functools.partial(ring_case, T=4),
     "verify on a ring, 4 tokens, vk": functools.partial(ring_case, T=4, kv_layout=False),
+    "verify on a ring, tensor cores, 2 tokens": functools.partial(ring_drafts_case, T=2),
     "verify on a ring, tensor cores, 4 tokens": ring_drafts_case,
     "verify on a ring, tensor cores, 8 tokens": functools.partial(ring_drafts_case, T=8),
     "verify on a ring, tensor cores, 16 tokens": functools.partial(ring_drafts_case, T=16),
