@@ -17,9 +17,9 @@ In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat
 first in a pool that serves a whole model.
 Outputs (GMEM): o [N, T, HV, V] in v's dtype.
 Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
-the bytes in flight are those of all the warpgroups that fit on an SM and, with one token, of the tile that each brings
-into the L2 cache for a later one. Vectors, norms and gates of several tokens are worked out while the state is on its
-way, and wait in shared memory.
+the bytes in flight are those of all the warpgroups that fit on an SM. With one token each also asks the L2 cache for
+the tile of a later one. Vectors, norms and gates of several tokens are worked out while the state is on its way, and
+wait in shared memory.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
 on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
 Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
