@@ -321,7 +321,7 @@ def _ring(kv_layout=True, pool_dtype: Any = jnp.float32):
 def ring_case(T=1, **options):
     """A function and its argument shapes: ring_step, with the pool in place."""
     arguments = step_case(T)[1]
-    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    of_requests = arguments[8]
 
     def run(tokens, ring, A_log, dt_bias, read_slots, accepted):
         static: Any = dict(scale=0.1, kv_layout=options.get("kv_layout", True))
@@ -329,19 +329,19 @@ def ring_case(T=1, **options):
         rest = dict(A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
         return ring_step(*tokens, *ring, **rest, **call, **static)
 
-    return run, (arguments[:5], _ring(**options), *arguments[6:8], i32(4), i32(4))
+    return run, (arguments[:5], _ring(**options), *arguments[6:8], of_requests, of_requests)
 
 
 def ring_drafts_case(T=4):
     """A function and its argument shapes: ring_drafts, with the pool in place."""
     arguments = step_case(T)[1]
-    i32: Any = functools.partial(_shape, dtype=jnp.int32)
+    of_requests = arguments[8]
 
     def run(tokens, ring, A_log, dt_bias, read_slots, accepted):
         rest = dict(A_log=A_log, dt_bias=dt_bias, read_slots=read_slots, accepted=accepted)
         return ring_drafts(*tokens, *ring, **rest, scale=0.1)
 
-    return run, (arguments[:5], _ring(pool_dtype=jnp.bfloat16), *arguments[6:8], i32(4), i32(4))
+    return run, (arguments[:5], _ring(pool_dtype=jnp.bfloat16), *arguments[6:8], of_requests, of_requests)
 
 
 CASES = {
