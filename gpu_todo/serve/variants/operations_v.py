@@ -1,0 +1,375 @@
+"""Device operations that Pallas does not have, or that its interpreter lacks."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
+
+
+class Device:
+    """The operations that Pallas' interpreter lacks: wgmma with operands or initial values in registers, and PTX.
+
+    Kernels call them here only. On the GPU each is one instruction or a few; interpreted, the same result is
+    computed with jnp. Everything else runs in both as it stands.
+    """
+
+    def __init__(self, interpreted: bool):
+        self.interpreted = interpreted
+
+    def issue(self, acc, a, b_ref):
+        """Starts acc + a @ b, asynchronously; a is an array in the WGMMA layout or a tile, b a tile."""
+        if self.interpreted and isinstance(a, jax.Array):
+            return jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+        plgpu.wgmma(acc, a, b_ref)
+        return acc
+
+    def collect(self, product, newer: int = 0) -> jax.Array:
+        """The value of an issued product, once at most `newer` younger products are still running."""
+        if isinstance(product, jax.Array):
+            return product
+        return product[...] if self.interpreted else plgpu.wgmma_accumulator_load(product, wait_n=newer)
+
+    def finish(self, newer: int) -> None:
+        """Waits for all but the `newer` youngest products of this warpgroup."""
+        if not self.interpreted:
+            plgpu.wgmma_wait(newer)
+
+    def release(self, barrier) -> None:
+        """Tells the producer of a stage that this warpgroup has read it, so that a bulk copy may overwrite it.
+
+        The arrival on the barrier does not wait for loads into registers whose values have not been used yet: these
+        then find rows of the next tile (one sum in 100000, H200, 2026-11-21). Use the values first, or commit_smem,
+        whose fence waits. The interpreter asks for a commit after every read.
+        """
+        if self.interpreted:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
+    def product(self, a, b_ref) -> jax.Array:
+        """a @ b in float32, waited for."""
+        shape = (a.shape[0], b_ref.shape[1])
+
+        def body(acc):
+            return self.collect(self.issue(acc, a, b_ref))
+
+        return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+    def accumulate(self, starts: list[jax.Array], body: Callable) -> list[jax.Array]:
+        """starts, with the products added that body(add) starts by add(n, a, b): a @ b to number n. They run beside
+        what else the body does, and are waited for at the end."""
+        if self.interpreted:
+            sums = list(starts)
+
+            def add(n, a, b):
+                sums[n] = sums[n] + self.product(a, b)
+
+            body(add)
+            return sums
+        accumulators: Any = [plgpu.ACC.init(x) for x in starts]
+        return pl.run_state(lambda accs: body(lambda n, a, b: plgpu.wgmma(accs[n], a, b)))(accumulators)
+
+    def row_minus_column(self) -> jax.Array:
+        """Row minus column numbers of a [64, 64] array in the WGMMA layout, for masks: one register and constants,
+        where the difference of two `iota` takes two registers an entry."""
+        if self.interpreted:
+            return iota((CHUNK, CHUNK), 0) - iota((CHUNK, CHUNK), 1)
+        return _row_minus_column()
+
+    def diagonal(self, x) -> jax.Array:
+        """Diagonal of [64, 64] in layout ROW. A warp has its part of it in 16 columns, which it selects first."""
+        if self.interpreted:
+            return jnp.diagonal(x)
+        return jnp.sum(jnp.where(_warp_row_minus_column() == 0, _own_columns(x), 0.0), axis=1)
+
+    def widen(self, x, layout: Any = WGMMA) -> jax.Array:
+        """bfloat16 in a layout with pairs of neighbours as float32, in two instructions a pair instead of three."""
+        if self.interpreted or x.dtype != jnp.bfloat16:
+            return x.astype(jnp.float32)
+        return _widen(x.shape, layout)(x)
+
+    def unknown(self, x, layout: Any) -> jax.Array:
+        """x of 16-bit numbers, of which compilers do not know that it is x: what is made of it, as of x, they make
+        twice, and do not keep. (`lax.optimization_barrier` leaves such numbers in another order: docs/log/decode.md.)
+        """
+        return x if self.interpreted else _unknown(x.shape, jnp.dtype(x.dtype).name, layout)(x)
+
+    def stream_in(self, ref, layout: Any) -> jax.Array:
+        if self.interpreted:
+            return ref[...]
+        return _stream_in(tuple(ref.shape), jnp.dtype(ref.dtype).name, layout)(ref)
+
+    def stream_out(self, ref, x, layout: Any) -> None:
+        if self.interpreted:
+            ref[...] = x
+        else:
+            _stream_out(layout)(ref, x)
+
+    def reciprocal(self, x, layout: Any) -> jax.Array:
+        """1 / x of float32 in one instruction instead of five; 0 where it is below 2^-126. Relative error 2^-23."""
+        return 1.0 / x if self.interpreted else _reciprocal(x.shape, layout)(x)
+
+    def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
+        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
+        if not self.interpreted:
+            return _blocks_multiply_add(c, a, b_t)
+        a, b_t = (x.astype(jnp.float32).reshape(4, 16, 16) for x in (a, b_t))
+        return c + jnp.einsum("wij,wkj->wik", a, b_t).reshape(64, 16)
+
+    def blocks_transpose(self, x) -> jax.Array:
+        """Transposes each 16x16 block of a float16 [64, 16] array."""
+        if not self.interpreted:
+            return _blocks_transpose(x)
+        return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
+
+
+def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragmented_array.FragmentedArray:
+    registers = np.empty(len(values), dtype=object)
+    registers[:] = values
+    registers = registers.reshape(like.registers.shape)
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Numbers of a thread's warp in the warpgroup and of the thread in the warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = utils.thread_idx()
+    lane, warp = arith.andi(thread, utils.c(31, i32)), arith.shrui(thread, utils.c(5, i32))
+    return arith.andi(warp, utils.c(3, i32)), lane
+
+
+def _differences(columns: int, of_warp: bool) -> fragmented_array.FragmentedArray:
+    """Row minus column of [64, columns] in the WGMMA layout, rows counted from the warp's first one or from 0."""
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((2,), i32)
+    warp, lane = _warp_and_lane()
+    row = arith.shrui(lane, utils.c(2, i32))
+    if not of_warp:
+        row = arith.addi(row, arith.shli(warp, utils.c(4, i32)))
+    first = arith.subi(row, arith.shli(arith.andi(lane, utils.c(3, i32)), utils.c(1, i32)))
+    shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, columns))
+    registers = np.empty(math.prod(shape), dtype=object)
+    # Eight columns after another, and of each the first and the last eight rows of a warp.
+    for n in range(len(registers)):
+        offsets = [n % 2 * 8 - n // 2 * 8 - i for i in (0, 1)]
+        registers[n] = vector.from_elements(pair, [arith.addi(first, utils.c(d, i32)) for d in offsets])
+    return fragmented_array.FragmentedArray(
+        _registers=registers.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=True
+    )
+
+
+@plgpu.inline_mgpu(
+    arg_types=(), return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.dtype(jnp.int32), WGMMA)
+)
+def _row_minus_column(ctx):
+    return _differences(CHUNK, of_warp=False)
+
+
+@plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.dtype(jnp.int32), WGMMA))
+def _warp_row_minus_column(ctx):
+    return _differences(16, of_warp=True)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((CHUNK, 16), jnp.dtype(jnp.float32), WGMMA)
+)
+def _own_columns(ctx, x):
+    """Columns 16 w to 16 w + 15 of the rows of warp w: four registers of its sixteen."""
+    i32 = ir.IntegerType.get_signless(32)
+    warp, _ = _warp_and_lane()
+    is_warp = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(w, i32)) for w in (1, 2, 3)]
+    registers = list(x.registers.flat)
+    chosen = np.empty(4, dtype=object)
+    chosen[:] = registers[:4]
+    for w in (1, 2, 3):
+        for n in range(4):
+            chosen[n] = arith.select(is_warp[w - 1], registers[4 * w + n], chosen[n])
+    shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, 16))
+    return fragmented_array.FragmentedArray(
+        _registers=chosen.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=None
+    )
+
+
+def _elements(register: ir.Value) -> list[ir.Value]:
+    """The numbers of a register of an array, which is a vector."""
+    positions = range(ir.VectorType(register.type).shape[0])
+    at = [ir.DenseI64ArrayAttr.get([i]) for i in positions]
+    return [vector.extract(register, dynamic_position=[], static_position=i) for i in at]
+
+
+@functools.cache
+def _widen(shape: tuple[int, int], layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+    )
+    def widen(ctx, x):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        values = []
+        for register in x.registers.flat:
+            numbers = ir.VectorType(register.type).shape[0]
+            numerals = []
+            for pair in _elements(vector.bitcast(ir.VectorType.get((numbers // 2,), i32), register)):
+                numerals += [arith.shli(pair, utils.c(16, i32)), arith.andi(pair, utils.c(-65536, i32))]
+            wide = [arith.bitcast(f32, y) for y in numerals]
+            values.append(vector.from_elements(ir.VectorType.get((numbers,), f32), wide))
+        return _registers(values, x)
+
+    return widen
+
+
+@functools.cache
+def _unknown(shape: tuple[int, int], dtype: str, layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout))
+    def unknown(ctx, x):
+        i32 = ir.IntegerType.get_signless(32)
+        values = []
+        for register in x.registers.flat:
+            words = ir.VectorType.get((ir.VectorType(register.type).shape[0] // 2,), i32)
+            moved: Any = [
+                llvm.inline_asm(i32, [word], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+                for word in _elements(vector.bitcast(words, register))
+            ]
+            values.append(vector.bitcast(register.type, vector.from_elements(words, moved)))
+        return _registers(values, x)
+
+    return unknown
+
+
+def _pointers(ref, layout, shape):
+    """A thread's first pointer, and bytes from there for each register."""
+    i64 = ir.IntegerType.get_signless(64)
+    ty = ir.MemRefType(ref.type)
+    strides, _ = ty.get_strides_and_offset()
+    itemsize = utils.bytewidth(ty.element_type)
+    pointer = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+    for i, st in zip(next(iter(layout.thread_idxs(shape))), strides):
+        pointer = arith.addi(pointer, arith.muli(arith.index_cast(i64, i), utils.c(st * itemsize, i64)))
+    tile_strides = layout.tiling.tile_strides((shape[1], 1))
+    offsets = []
+    for at in np.ndindex(tuple(layout.registers_shape(shape))):
+        row, column = divmod(sum(i * st for i, st in zip(at, tile_strides)), shape[1])
+        offsets.append((row * strides[0] + column * strides[1]) * itemsize)
+    return pointer, offsets
+
+
+@functools.cache
+def _stream_in(shape, dtype: str, layout: Any):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout))
+    def stream_in(ctx, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        lay = layout.to_mgpu()
+        element = ir.MemRefType(ref.type).element_type
+        n = lay.vector_length * utils.bytewidth(element) // 4
+        vec = ir.VectorType.get((lay.vector_length,), element)
+        registers = np.empty(lay.registers_shape(shape), dtype=object)
+        struct = ir.Type.parse("!llvm.struct<(" + ", ".join(["i32"] * n) + ")>")
+        outs = ", ".join(f"${i}" for i in range(n))
+        pointer, offsets = _pointers(ref, lay, shape)
+        for at, offset in zip(np.ndindex(registers.shape), offsets, strict=True):
+            got = llvm.inline_asm(struct, [pointer], f"ld.global.cs.v{n}.b32 {{{outs}}}, [${n}+{offset}];", ",".join(["=r"] * n) + ",l", has_side_effects=True)
+            words = [llvm.extractvalue(i32, got, [i]) for i in range(n)]
+            registers[at] = vector.bitcast(vec, vector.from_elements(ir.VectorType.get((n,), i32), words))
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=lay, _is_signed=None)
+
+    return stream_in
+
+
+@functools.cache
+def _stream_out(layout: Any):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def stream_out(ctx, ref, x):
+        i32 = ir.IntegerType.get_signless(32)
+        pointer, offsets = _pointers(ref, x.layout, x.shape)
+        for register, offset in zip(x.registers.flat, offsets, strict=True):
+            n = ir.VectorType(register.type).shape[0] * utils.bytewidth(x.mlir_dtype) // 4
+            words = _elements(vector.bitcast(ir.VectorType.get((n,), i32), register))
+            ins = ", ".join(f"${i + 1}" for i in range(n))
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer, *words], f"st.global.cs.v{n}.b32 [$0+{offset}], {{{ins}}};", "l" + ",r" * n, has_side_effects=True)
+
+    return stream_out
+
+
+@functools.cache
+def _reciprocal(shape: tuple[int, int], layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+    )
+    def reciprocal(ctx, x):
+        f32, instruction = ir.F32Type.get(), "rcp.approx.ftz.f32 $0, $1;"
+        values = []
+        for register in x.registers.flat:
+            inverse: Any = [
+                llvm.inline_asm(f32, [y], instruction, "=f,f", has_side_effects=False)
+                for y in _elements(register)
+            ]
+            values.append(vector.from_elements(register.type, inverse))
+        return _registers(values, x)
+
+    return reciprocal
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA, WGMMA, WGMMA),
+    return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
+)
+def _blocks_multiply_add(ctx, c, a, b_t):
+    """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
+    accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
+    b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
+
+    def element(register, i):
+        position = ir.DenseI64ArrayAttr.get([i])
+        return vector.extract(register, dynamic_position=[], static_position=position)
+
+    c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
+    results = []
+    for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
+        struct: Any = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+            [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+            has_side_effects=False,
+        )
+        out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
+        results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
+    return _registers(results, c)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float16), WGMMA)
+)
+def _blocks_transpose(ctx, x):
+    """Four movmatrix a warp, one for each 8x8 quarter; the off-diagonal quarters change places."""
+    i32 = ir.IntegerType.get_signless(32)
+    quarters = [utils.bitcast(r, i32) for r in x.registers.flat]
+    results: list[Any] = [
+        llvm.inline_asm(
+            i32,
+            [quarters[i]],
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            has_side_effects=False,
+        )
+        for i in (0, 2, 1, 3)
+    ]
+    return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)

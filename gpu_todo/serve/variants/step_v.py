@@ -1,0 +1,453 @@
+"""A few tokens of every running request, each state read once from its slot of a pool and written back in place.
+
+    g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
+    S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
+
+With T = 1 this is decoding. With more tokens it is verification of drafts: the state after token t goes to a slot of
+its own, and stays in float32 between the tokens. The tokens may be a tree: one that does not follow the token before
+it starts from the state at the start of the call, which waits in shared memory, and meets its ancestors once more. No
+state that was written is read again, so it does not matter which of them were rounded, dropped or overwritten: every
+token has the state and the output that its path alone would have.
+
+Inputs (GMEM): q [N, T, Hq K], k [N, T, Hk K], v [N, T, HV V] bfloat16, float16 or float32; a, b [N, T, HV] of any
+floating dtype; each may also be channels of an array [N, T, C], from one that `Channels` names on, so that one array
+can be several of them; A_log, dt_bias [HV]; read_slots [N], write_slots [N, T] int32; optionally num_tokens [N] and
+parents [N, T] int32.
+In place (GMEM): pool [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; with an axis of layers after the
+first in a pool that serves a whole model.
+Outputs (GMEM): o [N, T, HV, V] in v's dtype.
+Grid: a warpgroup for each (row, value head, tile of `block` entries of V), by itself. It holds its tile in registers:
+the bytes in flight are those of all the warpgroups that fit on an SM. Vectors, norms and gates of several tokens are
+worked out while the state is on its way, and wait in shared memory.
+Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
+on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
+Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from tiles_v import (
+    GRANULE,
+    Norms,
+    Rule,
+    Tile,
+    Vectors,
+    load,
+    log_decay,
+    vector_layout,
+    write_strength,
+)
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.memory import Buffer, Memory, store_any
+from operations_v import Device
+from pallas_kernels.work.slots import one_for_all_layers
+
+MAX_K = 256
+"""The registers of a warpgroup hold tiles of at most this many entries of K."""
+
+MAX_TILE = 128 * 128
+"""Entries of a tile by default: registers do not hold a larger one in float32."""
+
+ALIGNED = 8
+"""Channels that a thread reads at once at most: q, k and v begin at a multiple of them, in arrays of a multiple."""
+
+MAX_TREE = 32
+"""Tokens of a tree: an int32 has a bit for each of a token's ancestors."""
+
+POOL_DTYPES = ("float32", "bfloat16")
+"""Of the states in a pool."""
+
+REDUCTION_BYTES = 4096
+"""Shared memory for sums over warps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel runs, not what it computes."""
+
+    block: int
+    """Entries of V in a tile."""
+    across: bool = False
+    """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
+    narrow: bool = False
+    """Whether a bfloat16 tile waits in 16 bits while sums are taken, and is widened twice."""
+    warpgroups: int = 0
+    """Of a CTA, one to an SM, that take tile after tile; 0: a CTA of one warpgroup for each tile."""
+    bulk: bool = False
+    """Whether states pass through shared memory on their way out."""
+    stream: int = 0
+    """1: new states are streamed out; 2: states are streamed in too."""
+    ahead: int = 0
+    """How many warpgroups later the tile is needed that a warpgroup brings into the L2 cache beside its own."""
+
+    @classmethod
+    def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
+        """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
+        is_half, most = jnp.dtype(pool_dtype).itemsize == 2, 32
+        if kv_layout:
+            most = 128 if is_half else 64
+        block = next(n for n in (128, 64, GRANULE) if n <= most and V % n == 0 and K * n <= MAX_TILE)
+        return cls(block, across=kv_layout and is_half and T == 1)
+
+
+def check_supported(q, k, v, pool, *, is_tree: bool = False) -> str | None:
+    """Why the kernel cannot take a call, from its arrays or their shapes; None if it can.
+
+    Args:
+      is_tree: whether the tokens are given parents.
+    """
+    if is_tree and q.shape[1] > MAX_TREE:
+        return f"a tree of {q.shape[1]} drafts; the kernel takes trees of at most {MAX_TREE}"
+    (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
+    if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
+        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(POOL_DTYPES)}"
+    if not q.dtype == k.dtype == v.dtype or jnp.dtype(q.dtype).itemsize > 4:
+        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernel takes one dtype of at most 32 bits"
+    if K % GRANULE or V % GRANULE or not 0 < K <= MAX_K:
+        return f"K = {K}, V = {V}; the kernel takes multiples of {GRANULE}, K up to {MAX_K}"
+    if HV % Hq or HV % Hk:
+        return f"{HV} value heads, {Hq} and {Hk} of q and k; the kernel takes whole groups of value heads"
+    if pool.shape[-3] != HV:
+        return f"the pool is {pool.shape}; the kernel takes as many states as value heads, {HV}"
+    if not v.shape[0] or not pool.shape[0]:
+        return "there are no requests, or no slots"
+    return None
+
+
+class Channels(NamedTuple):
+    """Where the first head of each input of a token lies in its array."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    a: int = 0
+    b: int = 0
+
+
+ALONE = Channels()
+"""Each in an array of its own."""
+
+
+SCALARS = 5
+"""Of a token in shared memory: exp(g), beta, and the norms."""
+
+GROUP = 2
+"""Tokens whose vectors are loaded together."""
+
+
+def memory(rule: Rule, config: Config, T: int, uneven: bool, tree_of: Any = None) -> Memory:
+    """Shared memory of a CTA: several tokens, and for trees the state from which they begin, of the pool's dtype."""
+    if T == 1 and not uneven:
+        return {}
+    shape = Tile(rule, config.block, 4).shape
+    return {
+        "initial": None if tree_of is None else Buffer(shape, tree_of),
+        "q": Buffer((T, rule.K)),
+        "k": Buffer((T, rule.K)),
+        "v": Buffer((T, config.block)),
+        "scalars": Buffer((T, SCALARS)),
+    }
+
+
+def _body(gmem: Any, smem: Any, *, rule: Rule, config: Config, tiles: int, **options: Any) -> None:
+    def take(number):
+        _take_tile(gmem, smem, number, rule=rule, config=config, tiles=tiles, **options)
+
+    if not config.warpgroups:
+        take(grid_index())
+        return
+    first, stride = warpgroup_index() * NUM_SMS + grid_index(), config.warpgroups * NUM_SMS
+    number = lax.div(tiles - first + stride - 1, stride)
+    lax.fori_loop(0, number, lambda i, _: take(first + i * stride), None)
+
+
+def _take_tile(
+    gmem: Any,
+    smem: Any,
+    number: jax.Array,
+    *,
+    rule: Rule,
+    config: Config,
+    tiles: int,
+    T: int,
+    first: Channels,
+    device: Device,
+) -> None:
+    itemsize = gmem.pool.dtype.itemsize
+    tile = Tile(rule, config.block, itemsize, config.across)
+    row, head, entries = tile.where(number)
+    q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+    slot = row if gmem.read_slots is None else gmem.read_slots[row]
+    count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
+
+    def q_at(t):
+        return gmem.q.at[row, t, pl.ds(first.q + q_head * rule.K, rule.K)]
+
+    def k_at(t):
+        return gmem.k.at[row, t, pl.ds(first.k + k_head * rule.K, rule.K)]
+
+    def v_at(t):
+        return gmem.v.at[row, t, pl.ds(first.v + head * rule.V + entries.start, config.block)]
+
+    def store_o(t, o):
+        store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+
+    def gates(t):
+        alpha = jnp.exp(log_decay(gmem.a[row, t, first.a + head], gmem.A_log[head], gmem.dt_bias[head]))
+        return alpha, write_strength(gmem.b[row, t, first.b + head], rule.allow_neg_eigval)
+
+    def write_slot(t):
+        return row if gmem.write_slots is None else gmem.write_slots[row, t]
+
+    def write(to, S):
+        new = S.astype(gmem.pool.dtype)
+        if config.bulk:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store_any(smem.new, new)
+            plgpu.commit_smem()
+
+        @pl.when(rule.is_slot(to))
+        def _():
+            target = tile.state(gmem.pool, rule.place(to, gmem.layer), head, entries)
+            if config.bulk:
+                plgpu.copy_smem_to_gmem(smem.new, target)
+            elif config.stream:
+                device.stream_out(target, new, tile.layout)
+            else:
+                store_any(target, new)
+
+    def read():
+        source = tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries)
+        S = device.stream_in(source, tile.layout) if config.stream > 1 else load(source, tile.layout)
+        if config.ahead:
+            prefetch()
+        return S
+
+    def prefetch():
+        later = number + config.ahead
+
+        @pl.when(later < tiles)
+        def _():
+            row, head, entries = tile.where(later)
+            slot = row if gmem.read_slots is None else gmem.read_slots[row]
+
+            @pl.when(rule.is_slot(slot))
+            def _():
+                state = tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries)
+                plgpu.async_prefetch(state)
+
+    def again(S):
+        return device.unknown(S, tile.layout) if config.narrow and itemsize == 2 else S
+
+    def one(x: Vectors):
+        S, to = read(), write_slot(0)
+        S, o = tile.token(S, x, *gates(0), again=again)
+        store_o(0, o)
+        write(to, S)
+
+    def prepare(group, _):
+        """Tokens in shared memory, some at once; the last one several times if there are not as many."""
+        numbers = [jnp.minimum(group * GROUP + i, T - 1) for i in range(min(GROUP, T))]
+        whole = vector_layout(rule.K)
+        found = [
+            (
+                load(q_at(t), whole),
+                load(k_at(t), whole),
+                load(v_at(t), tile.v_layout),
+                *gates(t),
+            )
+            for t in numbers
+        ]
+        for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
+            q, k, v = (y.astype(jnp.float32) for y in vectors)
+            for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
+                store_any(ref.at[t], y)
+            for i, y in enumerate((alpha, beta, *tile.norms(q, k))):
+                smem.scalars[t, i] = jnp.float32(y)
+
+    def ancestors(t):
+        """Of a token, as bits; a parent that does not come before it is none."""
+
+        def up(i, carry):
+            found, wanted = carry
+            s = t - 1 - i
+            is_one = s == wanted
+            bit = lax.shift_left(jnp.int32(1), s)
+            return jnp.where(is_one, found | bit, found), jnp.where(is_one, gmem.parents[row, s], wanted)
+
+        return lax.fori_loop(0, t, up, (jnp.int32(0), gmem.parents[row, t]))[0]
+
+    def state_before(t):
+        """The state that a token of a tree follows, from that of the start of the call on."""
+        path = ancestors(t)
+
+        def follow(s, S):
+            alpha, beta, _, rk, _ = (smem.scalars[s, i] for i in range(SCALARS))
+            k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
+            return tile.follow(S, k, v, alpha, beta, rk)
+
+        def visit(s, S):
+            is_one = lax.shift_right_logical(path, s) & 1 == 1
+            return lax.cond(is_one, functools.partial(follow, s), lambda S: S, S)
+
+        return lax.fori_loop(0, t, visit, load(smem.initial, tile.layout).astype(jnp.float32))
+
+    def token(t, S):
+        if gmem.parents is not None:
+            S = lax.cond(gmem.parents[row, t] == t - 1, lambda S: S, lambda _: state_before(t), S)
+        to = write_slot(t)
+        alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
+        q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
+        v = load(smem.v.at[t], tile.v_layout)
+        S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
+        store_o(t, o)
+        write(to, S)
+        return S
+
+    def several():
+        # The state is on its way while the tokens are prepared.
+        S = read()
+        lax.fori_loop(0, -(-T // GROUP), prepare, None)
+        if gmem.parents is not None:
+            store_any(smem.initial, S)
+        plgpu.commit_smem()
+        lax.fori_loop(0, count, token, S.astype(jnp.float32))
+
+    if T == 1 and gmem.num_tokens is None:
+        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(q_at(0), k_at(0), v_at(0))))
+    else:
+        pl.when(rule.is_slot(slot))(several)
+    if config.bulk:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    # Padding tokens, or a padding row.
+    padding_from = jnp.where(rule.is_slot(slot), count, 0)
+    lax.fori_loop(padding_from, T, lambda t, _: store_o(t, tile.zeros()), None)
+
+
+def step(
+    q: Float[Array, "N T Hq K"],
+    k: Float[Array, "N T Hk K"],
+    v: Float[Array, "N T HV V"],
+    a: Float[Array, "N T HV"],
+    b: Float[Array, "N T HV"],
+    pool: Float[Array, "slots *layers HV rows columns"],
+    *,
+    kv_layout: bool = True,
+    **options: Any,
+) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
+    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
+
+    Args:
+      q, k, v, a, b, pool: inputs that `check_supported` accepts.
+      kv_layout, options: of `step_of_channels`.
+    """
+    heads = (q.shape[2], k.shape[2], v.shape[2])
+    q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+    return step_of_channels(q, k, v, a, b, pool, heads=heads, kv_layout=kv_layout, **options)
+
+
+def step_of_channels(
+    q: Float[Array, "N T Cq"],
+    k: Float[Array, "N T Ck"],
+    v: Float[Array, "N T Cv"],
+    a: Float[Array, "N T Ca"],
+    b: Float[Array, "N T Cb"],
+    pool: Float[Array, "slots *layers HV rows columns"],
+    *,
+    heads: tuple[int, int, int],
+    first: Channels = ALONE,
+    A_log: Float[Array, " HV"],
+    dt_bias: Float[Array, " HV"],
+    read_slots: Int[Array, " N"] | None,
+    write_slots: Int[Array, "N T"] | None,
+    num_tokens: Int[Array, " N"] | None = None,
+    parents: Int[Array, "N T"] | None = None,
+    scale: float,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    kv_layout: bool = True,
+    null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret=None,
+) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
+    """`step` of heads that lie side by side in arrays of channels, of which several may be one array.
+
+    The pool is updated in place where it is donated to the compiled function around this call; else XLA copies it.
+
+    Args:
+      q, k, v, a, b: arrays of channels, q, k and v of one dtype and with a multiple of `ALIGNED` channels.
+      pool: as of `check_supported`.
+      heads: Hq, Hk and HV.
+      first: where the heads of each begin in its array, for q, k and v a multiple of `ALIGNED`.
+      A_log, dt_bias: parameters of the decay.
+      read_slots: where each request's state is. One that is negative, past the pool or null_slot is padding: its
+        output is 0, and nothing is read or written. None: that of request i is in slot i.
+      write_slots: where the state after each token goes; padding: it is dropped. No slot twice, and none that another
+        request reads. None, for one token: where the states were in the absence of read_slots.
+      num_tokens: tokens that each request has; the others are padding. None for all.
+      parents: of two to `MAX_TREE` tokens, those that each one follows, which come before it; -1 for the state that
+        was read. None: each follows the one before.
+      scale: factor of the output.
+      use_qk_l2norm: whether q and k are normalised.
+      allow_neg_eigval: beta = 2 sigmoid(b).
+      kv_layout: whether states are [K, V]; else [V, K].
+      null_slot: a slot that is padding too.
+      layer: index of the second axis of a pool that serves a whole model.
+      config: None for the default.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      o [N, T, HV, V] in v's dtype, and the pool.
+    """
+    N, T = q.shape[:2]
+    Hq, Hk, HV = heads
+    K, V = pool.shape[-2:] if kv_layout else pool.shape[:-3:-1]
+    for x, start in zip((q, k, v), first[:3], strict=True):
+        assert x.shape[2] % ALIGNED == start % ALIGNED == 0, f"channels from {start} of {x.shape}"
+    slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
+    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
+    rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
+    config = config or Config.default(K, V, pool.dtype, kv_layout, T)
+    assert parents is None or 1 < T <= MAX_TREE
+    in_place, device = jax.new_ref(one_for_all_layers(pool, layer)), Device(interpret is not None)
+    tiles = N * HV * (V // config.block)
+    results = launch(
+        "decode_step",
+        functools.partial(
+            _body, rule=rule, config=config, tiles=tiles, T=T, first=first, device=device
+        ),
+        inputs={
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": a,
+            "b": b,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "read_slots": read_slots,
+            "write_slots": write_slots,
+            "num_tokens": num_tokens,
+            "parents": parents,
+            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+            "pool": in_place,
+        },
+        outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
+        memory=memory(rule, config, T, num_tokens is not None, None if parents is None else pool.dtype)
+        | ({"new": Buffer(Tile(rule, config.block, 4).shape, pool.dtype)} if config.bulk else {}),
+        ctas=NUM_SMS if config.warpgroups else tiles,
+        warpgroups=config.warpgroups or None,
+        auto_barriers=False,
+        reduction_bytes=REDUCTION_BYTES,
+        interpret=interpret,
+    )
+    return results["o"], jax.freeze(in_place).reshape(pool.shape)
