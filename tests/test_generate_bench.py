@@ -33,6 +33,7 @@ def run(*words):
     return cli.main(["bench", "--what", "generate", *TINY, *words])
 
 
+@pytest.mark.slow
 def test_reading_and_writing_are_timed(tmp_path, capsys):
     path, figure = tmp_path / "generate.json", tmp_path / "generate.png"
     assert run("--batches", "3", "--json", str(path), "--figure", str(figure)) == 0

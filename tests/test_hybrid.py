@@ -348,6 +348,7 @@ def test_every_fourth_layer_is_attention():
     assert ModelConfig(num_layers=8).types == ("gated_delta_net",) * 8
 
 
+@pytest.mark.slow
 def test_attention_layers_have_scales_of_their_own(monkeypatch):
     """Different in float64, and one in the float32 that cuDNN reads; of one place in its period under a scan."""
     given, attention = [], jax.nn.dot_product_attention

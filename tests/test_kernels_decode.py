@@ -380,6 +380,7 @@ def test_public_refusals_say_why():
         pool_steps.serve_ring(many, pool_steps.draw_ring(many, (0, 3, 15)), trees, **KERNELS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_trees_on_a_ring():
     pool_steps.assert_trees_on_a_ring_are_right(

@@ -72,6 +72,7 @@ def test_short_rows_of_the_convolution_have_strips_that_are_worth_their_sums():
     )  # more rows than run at once in any number of waves
 
 
+@pytest.mark.slow
 def test_seam_of_short_conv(interpreted):
     """Segments by their ids, and a final state through which gradients flow."""
     sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4))

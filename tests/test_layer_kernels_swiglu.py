@@ -103,6 +103,7 @@ def test_seam_of_swiglu(interpreted):
     assert interpreted == {"swiglu": 1, "swiglu_backward": 1}
 
 
+@pytest.mark.slow
 def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
     """Two rows of tokens, and columns that are filled up to whole groups."""
     monkeypatch.setattr(fused_swiglu, "MANY_ROWS", 16)

@@ -79,6 +79,7 @@ def test_cross_entropy(T, V, D, lead):
     close(np.where(here, logits[np.arange(T), targets], 0), got.of_target, "of_target")
 
 
+@pytest.mark.slow
 def test_seam_of_the_loss(interpreted):
     """As in plain JAX, but for numbers of the cotangent of the logits that are rounded otherwise, and once more."""
     draw, rng = draws(6), np.random.default_rng(0)
