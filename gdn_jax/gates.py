@@ -83,8 +83,13 @@ def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
 def no_gate(like: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
     """Log decays of 0, on the devices of `like`.
 
-    XLA does not see that they are a constant: on a GPU it would add it up while compiling, for many seconds where it
-    is large.
+    XLA does not see that they are a constant: on a GPU it would add it up while compiling, for seconds where it is
+    large.
+
+    Args:
+      like: an array of the call.
+      shape: of the result.
+      dtype: of the result.
     """
     return jax.lax.optimization_barrier(jnp.zeros_like(like, dtype, shape))
 

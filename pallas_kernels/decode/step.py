@@ -205,7 +205,7 @@ def _body(
         return load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
 
     def bring_near():
-        """Asks the L2 cache for the tile of a warpgroup that begins when some of those of today have ended."""
+        """Asks the L2 cache for the tile of a warpgroup that has no room on an SM yet."""
         later = grid_index() + config.ahead
 
         @pl.when(later < tiles)
