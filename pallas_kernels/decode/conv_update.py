@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode.tiles import load
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
-from pallas_kernels.work.slots import Slots, one_for_all_layers
+from pallas_kernels.work.slots import Slots, layer_input, one_for_all_layers
 
 LANES = 128
 """Threads of a warpgroup, which take as many channels at once."""
@@ -196,7 +196,7 @@ def conv_update(
             "bias": bias,
             "read_slots": read_slots,
             "write_slots": write_slots,
-            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+            "layer": layer_input(layer),
             "pool": in_place,
         },
         outputs={"y": jax.ShapeDtypeStruct((N, D), x.dtype)},

@@ -1,4 +1,4 @@
-"""A ring of tokens beside a state, in memory.
+"""A ring of tokens beside a state: in memory, and how a kernel is launched on a pool of them.
 
 A slot of a pool holds a checkpoint S0 and L entries (k_j, u_j, g_j), of which the first `count` are tokens:
 normalised keys, written values, log decays. They stand for the state
@@ -8,11 +8,16 @@ normalised keys, written values, log decays. They stand for the state
 where D_j = exp(g_j+1 + ... + g_count) is the decay since token j, and D that since the checkpoint.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.tiles import Tile
+from pallas_kernels.device.launch import launch
+from pallas_kernels.device.memory import Memory
+from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
 LENGTH = 16
 """L: entries of a ring."""
@@ -32,3 +37,51 @@ class Slot:
 COUNT, BEFORE = 0, 1
 """Cursors of a ring: how many entries are tokens, and how many were before the last call's. Each value head has those
 of its slot, as the warpgroup that works on the head reads and writes them: no other one reads what it writes."""
+
+
+class Results(NamedTuple):
+    """Outputs, and states and rings after them."""
+
+    o: Float[Array, "N T HV V"]
+    state: Float[Array, "slots *layers HV rows columns"]
+    ring_k: Float[Array, "slots *layers Hk L K"]
+    ring_u: Float[Array, "slots *layers HV L V"]
+    ring_g: Float[Array, "slots *layers HV L"]
+    cursors: Int[Array, "slots *layers HV 2"]
+
+
+def launch_in_place(
+    name: str,
+    body: Callable[..., None],
+    *,
+    inputs: Mapping[str, Any],
+    pool: tuple[jax.Array, ...],
+    layer: Any,
+    memory: Memory,
+    ctas: int,
+    warpgroups: int,
+    interpret: Any,
+) -> Results:
+    """Runs body(gmem, smem), which writes outputs, and states and rings in place.
+
+    Args:
+      name, body, memory, ctas, warpgroups, interpret: of `launch`.
+      inputs: the other inputs by name, `v` among them.
+      pool: state, ring_k, ring_u, ring_g and cursors.
+      layer: index of the second axis of a pool that serves a whole model, or None.
+    """
+    v, names = inputs["v"], Results._fields[1:]
+    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
+    results = launch(
+        name,
+        body,
+        inputs={**inputs, "layer": layer_input(layer), **dict(zip(names, in_place, strict=True))},
+        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        memory=memory,
+        ctas=ctas,
+        warpgroups=warpgroups,
+        auto_barriers=False,
+        interpret=interpret,
+    )
+    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
+    return Results(results["o"], *after)

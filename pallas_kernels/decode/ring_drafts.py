@@ -41,9 +41,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Slot
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results, Slot, launch_in_place
 from pallas_kernels.decode.ring_products import column_layout, spread
-from pallas_kernels.decode.ring_step import Results
 from pallas_kernels.decode.tiles import (
     WARP,
     WARPS,
@@ -56,7 +55,7 @@ from pallas_kernels.decode.tiles import (
     vector_layout,
     write_strength,
 )
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, grid_index, warpgroup_index
 from pallas_kernels.device.layouts import (
     COL,
     L2NORM_EPS,
@@ -79,7 +78,6 @@ from pallas_kernels.device.memory import (
     transposed,
 )
 from pallas_kernels.device.operations import Device
-from pallas_kernels.work.slots import one_for_all_layers
 
 GRANULE = 64
 """Rows of a wgmma and of a chunk, columns of a swizzled tile: K and V are multiples of it."""
@@ -548,11 +546,9 @@ def ring_drafts(
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, True, *span)
     config = config or Config.default(K, V, T)
-    pool = (state, ring_k, ring_u, ring_g, cursors)
-    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
     ctas = min(NUM_SMS, N * rule.Hk)
     device = Device(interpret is not None)
-    results = launch(
+    return launch_in_place(
         "verify_ring",
         functools.partial(_body, rule=rule, config=config, T=T, ctas=ctas, device=device),
         inputs={
@@ -567,15 +563,11 @@ def ring_drafts(
             "accepted": accepted,
             "num_tokens": num_tokens,
             "parents": parents,
-            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
-        }
-        | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
-        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        },
+        pool=(state, ring_k, ring_u, ring_g, cursors),
+        layer=layer,
         memory=memory(K, config, T, parents is not None),
         ctas=ctas,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
-    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
-    return Results(results["o"], *after)

@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import step
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Slot
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results, Slot, launch_in_place
 from pallas_kernels.decode.ring_products import (
     Held,
     Products,
@@ -64,7 +64,7 @@ from pallas_kernels.decode.tiles import (
     vector_layout,
     write_strength,
 )
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, grid_index, warpgroup_index
 from pallas_kernels.device.memory import (
     ALIGNMENT,
     REDUCTION_BYTES,
@@ -75,7 +75,6 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
-from pallas_kernels.work.slots import one_for_all_layers
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""
@@ -428,17 +427,6 @@ def _body(
     lax.fori_loop(0, number, turn, Place(slot, count_of(jnp.int32(0), slot), jnp.int32(0)))
 
 
-class Results(NamedTuple):
-    """Outputs, and states and rings after them."""
-
-    o: Float[Array, "N T HV V"]
-    state: Float[Array, "slots *layers HV rows columns"]
-    ring_k: Float[Array, "slots *layers Hk L K"]
-    ring_u: Float[Array, "slots *layers HV L V"]
-    ring_g: Float[Array, "slots *layers HV L"]
-    cursors: Int[Array, "slots *layers HV 2"]
-
-
 def ring_step(
     q: Float[Array, "N T Hq K"],
     k: Float[Array, "N T Hk K"],
@@ -488,11 +476,9 @@ def ring_step(
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(V)
-    pool = (state, ring_k, ring_u, ring_g, cursors)
-    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
     ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
     flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
-    results = launch(
+    return launch_in_place(
         "decode_deferred" if drafts is None else "verify_ring",
         functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas),
         inputs={
@@ -506,15 +492,11 @@ def ring_step(
             "read_slots": read_slots,
             "accepted": accepted,
             "num_tokens": num_tokens,
-            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
-        }
-        | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
-        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        },
+        pool=(state, ring_k, ring_u, ring_g, cursors),
+        layer=layer,
         memory=memory(rule, config, T, state.dtype, flushed),
         ctas=ctas,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
-    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
-    return Results(results["o"], *after)

@@ -50,7 +50,7 @@ from pallas_kernels.decode.tiles import (
 from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.operations import Device
-from pallas_kernels.work.slots import one_for_all_layers
+from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""
@@ -411,7 +411,7 @@ def step_of_channels(
             "write_slots": write_slots,
             "num_tokens": num_tokens,
             "parents": parents,
-            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+            "layer": layer_input(layer),
             "pool": in_place,
         },
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},

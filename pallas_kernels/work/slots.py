@@ -38,6 +38,11 @@ def one_for_all_layers(x: jax.Array, layer: Any) -> jax.Array:
     return x if layer is None else x.reshape(-1, *x.shape[2:])
 
 
+def layer_input(layer: Any) -> Int[Array, "1"] | None:
+    """The number of a layer as an input of a kernel, None where a pool has one layer."""
+    return None if layer is None else jnp.asarray(layer, jnp.int32)[None]
+
+
 class PoolStates(NamedTuple):
     """The states of sequences in a pool: where each begins, and where its last one goes.
 
@@ -82,7 +87,7 @@ class PoolStates(NamedTuple):
             read_slots,
             write_slots,
             None if has_initial_state is None else has_initial_state.astype(jnp.int32),
-            None if layer is None else jnp.asarray(layer, jnp.int32)[None],
+            layer_input(layer),
         )
 
     def put(self, final: Float[Array, "N HO _ _"]) -> Float[Array, "places HO _ _"]:
