@@ -1,0 +1,275 @@
+"""What `ring_step` has in registers: a ring, and sums of products with a state that comes in chunks.
+
+Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array
+from jaxlib.mlir.dialects import arith
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode.ring import LENGTH, Slot
+from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.operations import Device
+
+VECTOR_REGISTERS = 64
+"""That a thread has for vectors along K, beside states [V, K]."""
+
+ROW_ALIGNMENT = 16
+"""Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
+
+
+class Shape(NamedTuple):
+    """A state's tile in chunks."""
+
+    rows: int
+    """Of a chunk."""
+    columns: int
+    chunks: int
+
+    @classmethod
+    def of(cls, rule: Rule, block: int, chunk_bytes: int, itemsize: int) -> "Shape":
+        """Of `block` entries of V, in chunks of at most so many bytes."""
+        total, columns = (rule.K, block) if rule.kv_layout else (block, rule.K)
+        sizes = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
+        rows = max((n for n in sizes if n * columns * itemsize <= chunk_bytes), default=ROW_ALIGNMENT)
+        return cls(rows, columns, total // rows)
+
+
+class Slices(NamedTuple):
+    """How a warpgroup takes rows of a state: so many at once, in a layout."""
+
+    rows: int
+    layout: Any
+
+
+def row_slices(columns: int, lanes: int = WARP) -> Slices:
+    """Of four neighbours to a thread, at most so many threads along a row."""
+    lanes = math.gcd(columns // 4, lanes)
+    return Slices(WARPS * WARP // lanes, lane_layout(lanes, 4))
+
+
+def column_layout(columns: int) -> Any:
+    """Of [rows, columns]: a column to a thread where there are enough, so that sums over rows stay in a warp."""
+    lanes = math.gcd(columns // WARPS, WARP)
+    if lanes == WARP:
+        tiling = plgpu.Tiling(((1, WARPS * WARP), (WARP,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
+
+
+def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """A vector along `axis` of an array, repeated along the other axis."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
+
+
+class Held(NamedTuple):
+    """A ring in registers, zeros or ignored where there is no token."""
+
+    k: jax.Array
+    """[L, K], each row in a few lanes of a warp."""
+    u: jax.Array
+    """[L, block], float32, each column in a thread."""
+    since: jax.Array
+    """Log decays since each token [L]."""
+    total: jax.Array
+    """Log decay since the checkpoint."""
+    count: jax.Array
+
+    def emptied(self, now: jax.Array) -> "Held":
+        """Without tokens, if they are dropped now."""
+        u = jnp.where(now, jnp.zeros_like(self.u), self.u)
+        return self._replace(u=u, total=jnp.where(now, 0.0, self.total), count=jnp.where(now, 0, self.count))
+
+
+class Ring:
+    """The layouts of a ring, and what is done with it."""
+
+    LANES = 8
+    """Along a key."""
+
+    def __init__(self, K: int, block: int, itemsize: int):
+        lanes = math.gcd(K // 4, self.LANES)
+        self.k_layout = lane_layout(lanes, math.gcd(K // lanes, ACCESS_BYTES // itemsize))
+        self.u_layout = column_layout(block)
+        self.g_layout = lane_layout(lanes, LENGTH // lanes)
+        self.rows = self.k_layout.reduce(1)
+
+    def values(self, u: Any, count: jax.Array) -> jax.Array:
+        """Values of a ring, zeros where there is no token."""
+        u = load(u, self.u_layout)
+        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
+        return jnp.where(entry < count, u.astype(jnp.float32), 0.0)
+
+    def load(self, here: Slot, count: jax.Array, with_u: bool = True) -> Held:
+        along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
+        # All loads come before the first use of one.
+        k, g = load(here.k, self.k_layout), load(here.g, along)
+        u = load(here.u, self.u_layout) if with_u else None
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
+        g = jnp.where(position < count, g, 0.0)
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
+        since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
+        if with_u:
+            entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
+            u = jnp.where(entry < count, u.astype(jnp.float32), 0.0)
+        return Held(k, u, since, jnp.sum(g), count)
+
+    def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
+        """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
+        k = held.k.astype(jnp.float32)
+        products = jnp.sum(k * spread(x, k.shape, 1, self.k_layout), axis=1)
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
+        return jnp.where(position < held.count, jnp.exp(held.since + log_decay) * products, 0.0)
+
+    def spill(self, held: Held, log_decay: jax.Array, keys: Any, values: Any) -> None:
+        """Writes D_j k_j [L, K] and u_j [L, block] to shared memory's first L rows, zeros where there is no token.
+
+        Args:
+          log_decay: since the ring's last token.
+        """
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
+        decays = jnp.exp(held.since + log_decay)
+        is_token = spread(position < held.count, held.k.shape, 0, self.k_layout)
+        k = held.k.astype(jnp.float32) * spread(decays, held.k.shape, 0, self.k_layout)
+        store_any(keys.at[pl.ds(0, LENGTH)], jnp.where(is_token, k, 0.0))
+        store_any(values.at[pl.ds(0, LENGTH)], held.u)
+
+    def spill_raw(self, held: Held, log_decay: jax.Array, keys: Any, decays: Any) -> None:
+        """Writes k_j [L, K] and D_j to shared memory, zeros where there is no token."""
+        position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
+        store_any(decays, jnp.where(position < held.count, jnp.exp(held.since + log_decay), 0.0))
+        is_token = spread(position < held.count, held.k.shape, 0, self.k_layout)
+        store_any(keys.at[pl.ds(0, LENGTH)], jnp.where(is_token, held.k.astype(jnp.float32), 0.0))
+
+    def recall(self, held: Held, weights: Any) -> jax.Array:
+        """sum_j weights_j u_j along V."""
+        w = load(weights, self.u_layout.reduce(1))
+        return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
+
+
+def add_tokens(
+    source: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool, tall: bool = False, device: Any = None
+) -> jax.Array:
+    """decay source + sum_j keys_j values_j^T for some rows of a state, in its dtype.
+
+    Args:
+      source: the rows in memory, of [K, block] or [block, K].
+      first: the first one's number in the state.
+      keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
+    """
+    size = source.shape
+    layout, here = row_slices(size[1]).layout, pl.ds(first, size[0])
+    if tall:
+        layout = tall_layout(size[0])
+    x, y = (keys, values) if kv_layout else (values, keys)
+    S = load(source, layout)
+    S = (device.widen(S, layout) if device and tall else S.astype(jnp.float32)) * decay
+    for j in range(keys.shape[0]):
+        along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
+        S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
+    return S.astype(source.dtype)
+
+
+BLOCK_ROWS = 16
+"""That a warpgroup takes at once, four to a warp."""
+
+
+def tall_layout(rows: int) -> Any:
+    """Of [rows, 128]: a thread has four neighbours of each of its warp's rows, which lie below each other."""
+    tiling = plgpu.Tiling(((rows, 4 * WARP), (rows // WARPS, 4)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
+
+
+def sum_rows(x: jax.Array, interpreted: bool) -> jax.Array:
+    """Sums over a warp's rows, [WARPS, 128]."""
+    return x.reshape(WARPS, -1, x.shape[1]).sum(1) if interpreted else _sum_rows(x)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(tall_layout(BLOCK_ROWS),),
+    return_type=plgpu.ShapeDtypeStruct((WARPS, 4 * WARP), jnp.dtype(jnp.float32), lane_layout(WARP, 4)),
+)
+def _sum_rows(ctx, x):
+    rows = list(x.registers.flat)
+    assert len(rows) == BLOCK_ROWS // WARPS
+    total = rows[0]
+    for y in rows[1:]:
+        total = arith.addf(total, y)
+    registers = np.empty(1, dtype=object)
+    registers[0] = total
+    layout = lane_layout(WARP, 4)
+    layout = layout.to_mgpu() if hasattr(layout, "to_mgpu") else layout
+    shape = layout.registers_shape((WARPS, 4 * WARP))
+    return fragmented_array.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+
+class Products:
+    """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other."""
+
+    def __init__(self, rule: Rule, shape: Shape, sums: Any, vectors: Any, count: int, v_layout: Any, meet: Any = plgpu.commit_smem, flat: bool = False, blocks: bool = False, interpreted: bool = False):
+        self.meet, self.flat, self.blocks, self.interpreted = meet, flat, blocks, interpreted
+        self.kv, self.shape, self.v_layout = rule.kv_layout, shape, v_layout
+        self.sums, self.vectors = sums, vectors
+        # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
+        lanes = next(n for n in (8, 16, WARP) if n == WARP or rule.K // n * count <= VECTOR_REGISTERS)
+        self.slices = row_slices(shape.columns, WARP if self.kv else lanes)
+        self.count = count
+
+    def start(self) -> list[jax.Array]:
+        """What is carried from chunk to chunk: sums of [K, V], the vectors of [V, K]."""
+        layout = self.slices.layout
+        if not self.kv:
+            return [load(self.vectors.at[i], layout.reduce(0)) for i in range(self.count)]
+        rows = self.slices.rows
+        if self.blocks:
+            rows, layout = BLOCK_ROWS, tall_layout(BLOCK_ROWS)
+        zeros = jnp.zeros((rows, self.shape.columns), jnp.float32)
+        return [plgpu.layout_cast(zeros, layout) for _ in range(self.count)]
+
+    def add(self, chunk: Any, first_row: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
+        rows, layout = self.slices
+        if self.blocks:
+            rows, layout = BLOCK_ROWS, tall_layout(BLOCK_ROWS)
+        for i in range(0, self.shape.rows, rows):
+            s = load(chunk.at[pl.ds(i, rows)], layout)
+            s = Device(self.interpreted).widen(s, layout) if self.blocks else s.astype(jnp.float32)
+            here = pl.ds(first_row + i, rows)
+            if self.kv:
+                x = [load(self.vectors.at[j, here], layout.reduce(1)) for j in range(self.count)]
+                carry = [c + s * spread(y, s.shape, 0, layout) for c, y in zip(carry, x, strict=True)]
+            else:
+                for j, x in enumerate(carry):
+                    store_any(self.sums.at[j, here], jnp.sum(s * spread(x, s.shape, 1, layout), axis=1))
+        return carry
+
+    def of_token(self, t: int, carry: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """k^T S and q^T S of token t along V, after all chunks. It is called for one token after the other."""
+        if not self.kv:
+            if t == 0:
+                self.meet()
+            y, z = (load(self.sums.at[2 * t + i], self.v_layout.reduce(0)) for i in range(2))
+            return y, z
+        # The sums of warps meet in shared memory.
+        if self.blocks:
+            carry = [sum_rows(x, self.interpreted) for x in carry]
+        if self.flat:  # the fence: a bulk copy overwrites the ring's values that were read
+            plgpu.commit_smem()
+        else:
+            self.meet()
+        n = self.slices.rows
+        sums = [self.sums.at[pl.ds(i * n, n)] if self.flat else self.sums.at[i] for i in range(2)]
+        for i in range(2):
+            store_any(sums[i], carry[2 * t + i])
+        self.meet()
+        y, z = (jnp.sum(load(sums[i], self.v_layout), axis=0) for i in range(2))
+        return y, z

@@ -1,0 +1,637 @@
+"""A few tokens of every running request, on states that are written once in many tokens.
+
+A slot holds a checkpoint S0 and a ring of the tokens since: normalised keys k_j, written values u_j, log decays g_j.
+With D_j the decay since token j and D that since the checkpoint, both with the new token's gate,
+
+    u = beta (v - (D k^T S0 + sum_j D_j (k . k_j) u_j))
+    o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
+
+and (k, u, g) is appended to the ring. All tokens of a call share one reading of S0: their products with it are taken
+first, and what they say to each other is worked out on vectors afterwards.
+
+A decoded token that fills the ring is not appended: the ring and it become part of the checkpoint, in a second
+passage of the state through shared memory, which begins with the chunks that are still there. Drafts find
+
+    held = min(before + accepted, count)
+
+tokens, without those of the last call that were not accepted. Where they have no room behind these, the ring becomes
+part of the checkpoint first, chunk by chunk as the state passes: S0 <- D S0 + sum_j D_j k_j u_j^T.
+
+Inputs (GMEM): q [N, T, Hq, K], k [N, T, Hk, K], v [N, T, HV, V] bfloat16, float16 or float32; a, b [N, T, HV] of any
+floating dtype; A_log, dt_bias [HV]; read_slots [N] int32; optionally accepted [N], num_tokens [N] int32.
+In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
+ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32; cursors [slots, HV, 2] int32.
+Outputs (GMEM): o [N, T, HV, V] in v's dtype.
+Grid: one CTA to an SM, whose warpgroups each take value head after value head, and of it `block` entries of V after
+the others, by themselves: what belongs to a value head alone is read and written by one warpgroup. Of drafts it takes
+all value heads of a key head, and writes their keys with the last, as a flush needs those that they replace. A state
+passes through shared memory in chunks; the copies of the next chunks, also of the next state, are on their way while
+one is worked on and while a state's tokens are finished.
+Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
+Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
+Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
+most 4.
+"""
+
+from barriers_v import meet as _meet
+import ring_tensor_v as tensors
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode import step
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Slot
+from ring_products_v import (
+    Held,
+    Products,
+    Ring,
+    Shape,
+    add_tokens,
+    column_layout,
+    row_slices,
+    spread,
+)
+from pallas_kernels.decode.tiles import (
+    GRANULE,
+    Rule,
+    Tile,
+    load,
+    log_decay,
+    vector_layout,
+    write_strength,
+)
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.memory import (
+    ALIGNMENT,
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    store_any,
+)
+from pallas_kernels.device.operations import Device
+from pallas_kernels.work.slots import one_for_all_layers
+
+KEY_PAD = 8
+"""Numbers behind a key, so that a fragment's lie in different banks."""
+
+MAX_TOKENS = 4
+"""T: products of two vectors of each token with a state are summed in registers."""
+
+
+FLUSHED_ROWS = 8
+"""Of a chunk, at least, that take a ring at once before drafts. With more, registers spill (ptxas of 2026-11-23)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernel runs, not what it computes."""
+
+    block: int
+    """Entries of V that a warpgroup takes at once."""
+    warpgroups: int = 4
+    """Of a CTA."""
+    stages: int = 5
+    """Chunks of a state in shared memory, for each warpgroup; at most all of one state."""
+    chunk_bytes: int = 8192
+    """At most, of a chunk."""
+    meet: bool = False
+    """V1: warps meet without a fence where no bulk copy is concerned, and behind the stores of a flush."""
+    early: bool = False
+    """V2: the slot of the unit after next, and the next one's cursors, are loaded with the inputs of a unit."""
+    near: bool = False
+    """V3: the next unit's ring and vectors are brought into L2 when a unit begins."""
+    near_state: bool = False
+    """V4: those chunks of the next unit's state for which there is no stage are brought into L2 when a unit begins."""
+    tall: bool = False
+    """V5: a thread has rows below each other when it adds tokens to a state."""
+    late_u: bool = False
+    """V6: values of a ring come by a bulk copy and are read when they are needed; sums lie where values to flush do."""
+    blocks: bool = False
+    """V7: a thread has rows below each other when it meets the vectors too; bfloat16 is widened by two instructions."""
+    tensor: bool = False
+    """V8: a flush adds the ring to a state by tensor cores; needs late_u."""
+    floor: bool = False
+    """Copies of states alone: what reading them takes. Wrong results."""
+
+    @classmethod
+    def default(cls, V: int) -> "Config":
+        """Whole heads where V allows it."""
+        return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
+
+
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, flushed: int) -> Memory:
+    """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for.
+
+    Args:
+      flushed: tokens that become part of a state, at most.
+    """
+    shape, W = (
+        Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
+        config.warpgroups,
+    )
+    sums = (2, row_slices(config.block).rows, config.block) if rule.kv_layout else (2 * T, config.block)
+    others = {
+        "vectors": Buffer((W, 2 * T, rule.K)),
+        "weights": Buffer((W, 2 * T, LENGTH)),
+        "sums": Buffer((W, *sums)),
+        "keys": Buffer((W, flushed, rule.K)) if flushed else None,
+        "values": Buffer((W, flushed, config.block)) if flushed else None,
+    }
+    if config.late_u:
+        assert rule.kv_layout and flushed > LENGTH and T == 1
+        others["sums"] = None
+        others["ring_u"] = Buffer((W, LENGTH, config.block), jnp.bfloat16)
+    if config.tensor:
+        others["keys"] = Buffer((W, flushed, rule.K + KEY_PAD))
+    stage = Buffer((W, shape.rows, shape.columns), state_dtype)
+    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes({k: x for k, x in others.items() if x is not None}, REDUCTION_BYTES)) // stage.bytes
+    stages = min(config.stages, shape.chunks, room)
+    state = Buffer((W, stages, *stage.shape[1:]), state_dtype)
+    barriers = {"u_arrived": Barriers(1, W)} if config.late_u else {}
+    return others | {"state": state, "arrived": Barriers(1, W * stages)} | barriers
+
+
+RING_DTYPES = ("float32", "bfloat16")
+"""Of keys and values in a ring."""
+
+
+def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
+    """Why the kernel cannot take a call, from its arrays or their shapes; None if it can."""
+    length = ring_u.shape[-2]
+    if length != LENGTH:
+        return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
+    if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in RING_DTYPES:
+        return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(RING_DTYPES)}"
+    if ring_g.dtype != jnp.float32:
+        return f"the ring's log decays are {ring_g.dtype}; the kernel takes float32"
+    if q.ndim == 4 and q.shape[1] > LENGTH:
+        return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
+    return step.check_supported(q, k, v, state)
+
+
+class Token(NamedTuple):
+    """What is known of a token before the state is."""
+
+    q: jax.Array
+    """Normalised, whole in every warp, as k."""
+    k: jax.Array
+    stored_k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class Drafts(NamedTuple):
+    """Which of a request's drafts a call has: with several calls, each but the last has `MAX_TOKENS`."""
+
+    tokens: int
+    """Of all calls."""
+    offset: int = 0
+    """Those of the calls before."""
+
+
+class Place(NamedTuple):
+    """Where a warpgroup is."""
+
+    slot: jax.Array
+    """Of its next state."""
+    count: jax.Array
+    """Tokens in that one's ring."""
+    n: jax.Array
+    """Copies of chunks before the first one of that state."""
+    next_slot: jax.Array
+    """Of the one after it."""
+
+
+def _body(
+    gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, drafts: Drafts | None, ctas: int, interpreted: bool
+) -> None:
+    deferred, begins = drafts is None, drafts is not None and drafts.offset == 0
+    meet = plgpu.commit_smem if interpreted or not config.meet else _meet
+    shape = Shape.of(rule, config.block, config.chunk_bytes, gmem.state.dtype.itemsize)
+    tile = Tile(rule, config.block, gmem.state.dtype.itemsize)
+    ring = Ring(rule.K, config.block, gmem.ring_k.dtype.itemsize)
+    wg, C, stages = warpgroup_index(), shape.chunks, smem.state.shape[1]
+    chunks, vectors, weights = smem.state.at[wg], smem.vectors.at[wg], smem.weights.at[wg]
+    whole, v_layout = vector_layout(rule.K), column_layout(config.block)
+    sums = smem.values.at[wg] if config.late_u else smem.sums.at[wg]
+    products = Products(rule, shape, sums, vectors, 2 * T, v_layout, meet, config.late_u, config.blocks and rule.kv_layout, interpreted)
+    N, parts = gmem.read_slots.shape[0], rule.V // config.block
+    share, some_rows = rule.HV // rule.Hk, max(FLUSHED_ROWS, row_slices(shape.columns).rows)
+    # Tiles of one head, or of all that share a key.
+    together = parts if deferred else parts * share
+    first, stride = wg * ctas + grid_index(), config.warpgroups * ctas
+    number = lax.div(N * rule.HV * parts // together - first + stride - 1, stride) * together
+
+    def unit(i: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """Row, value head and entries of V of this warpgroup's i-th state."""
+        return tile.where((first + lax.div(i, together) * stride) * together + lax.rem(i, together))
+
+    def slot_of(i: jax.Array) -> jax.Array:
+        """Of the i-th unit; padding after the last one."""
+        row = jnp.minimum(unit(i)[0], N - 1)
+        return jnp.where(i < number, gmem.read_slots[row], -1)
+
+    def count_of(i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Tokens that the i-th unit finds in its ring; 0 for padding."""
+
+        def read():
+            row, head, _ = unit(i)
+            cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
+            if drafts is None:
+                return cursors[COUNT]
+            if begins:
+                return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
+            return cursors[BEFORE] + drafts.offset
+
+        return lax.cond(rule.is_slot(slot), read, lambda: jnp.int32(0))
+
+    def copy(i: jax.Array, c: jax.Array, n: jax.Array, slot: jax.Array) -> None:
+        """Starts the copy of chunk c of the i-th unit's state, the n-th copy of this warpgroup."""
+
+        @pl.when(rule.is_slot(slot))
+        def _():
+            (_, head, entries), stage = unit(i), lax.rem(n, stages)
+            state = tile.state(gmem.state, rule.place(slot, gmem.layer), head, entries)
+            rows = state.at[pl.ds(c * shape.rows, shape.rows)]
+            plgpu.copy_gmem_to_smem(rows, chunks.at[stage], smem.arrived.at[wg * stages + stage])
+
+    def in_smem() -> tuple[Any, Any]:
+        """Keys and values of a ring that becomes part of its state."""
+        return smem.keys.at[wg], smem.values.at[wg]
+
+    def is_last(entries: Any) -> jax.Array:
+        """Of a value head."""
+        return jnp.asarray(entries.start + config.block == rule.V)
+
+    def wait(n: jax.Array) -> Any:
+        """The chunk of the n-th copy, which has arrived."""
+        stage = lax.rem(n, stages)
+        plgpu.barrier_wait(smem.arrived.at[wg * stages + stage])
+        return chunks.at[stage]
+
+    def bring_near(i: jax.Array, slot: jax.Array) -> None:
+        """Asks L2 for what the i-th unit needs."""
+
+        @pl.when(rule.is_slot(slot))
+        def _():
+            row, head, entries = unit(i)
+            q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+            at = Slot(gmem, tile, rule.place(slot, gmem.layer), head, k_head, entries)
+            if config.near_state and C > stages:
+                plgpu.async_prefetch(at.state.at[pl.ds(stages * shape.rows, (C - stages) * shape.rows)])
+            if config.near:
+                for ref in (at.k, at.g) if config.late_u else (at.k, at.u, at.g):
+                    plgpu.async_prefetch(ref)
+                for t in range(T):
+                    plgpu.async_prefetch(gmem.q.at[row, t, q_head])
+                    plgpu.async_prefetch(gmem.k.at[row, t, k_head])
+                    plgpu.async_prefetch(gmem.v.at[row, t, head, entries])
+
+    def work(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
+        slot, count, n = here[:3]
+        second = slot_of(i + 2) if config.early else next_slot
+        row, head, entries = unit(i)
+        q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+        place = rule.place(slot, gmem.layer)
+        at = Slot(gmem, tile, place, head, k_head, entries)
+        is_full = count + 1 >= LENGTH if deferred else jnp.bool_(False)
+        has_no_room = count + drafts.tokens > LENGTH if drafts and begins else jnp.bool_(False)
+        # All loads come before the first use of one.
+        A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
+        raw = [
+            (
+                load(gmem.q.at[row, t, q_head], whole),
+                load(gmem.k.at[row, t, k_head], whole),
+                load(gmem.v.at[row, t, head, entries], v_layout.reduce(0)),
+                gmem.a[row, t, head],
+                gmem.b[row, t, head],
+            )
+            for t in range(T)
+        ]
+        if config.early:
+            next_count = count_now(i + 1, next_slot)
+        if config.near or config.near_state:
+            bring_near(i + 1, next_slot)
+        if config.late_u:
+            plgpu.copy_gmem_to_smem(at.u, smem.ring_u.at[wg], smem.u_arrived.at[wg])
+        held = ring.load(at, count, not config.late_u)
+        decay = jnp.exp(held.total)
+        if begins:
+            spill = functools.partial(ring.spill, held, jnp.float32(0), *in_smem())
+            pl.when(has_no_room)(spill)
+            held = held.emptied(has_no_room)
+        tokens = []
+        for t, (q, k, v, a, b) in enumerate(raw):
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            rq, rk, _ = tile.norms(q, k)
+            g = log_decay(a, A_log, dt_bias)
+            beta = write_strength(b, rule.allow_neg_eigval)
+            stored_k = (k * rk).astype(gmem.ring_k.dtype)
+            tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
+            # The state's products are with q and k as they lie here; every warp writes the same.
+            store_any(vectors.at[2 * t], k * rk)
+            store_any(vectors.at[2 * t + 1], q * rq)
+        meet()
+        decayed = jnp.float32(0)
+        for t, token in enumerate(tokens):
+            decayed = decayed + token.g
+            for j in (2 * t, 2 * t + 1):
+                x = load(vectors.at[j], ring.k_layout.reduce(0))
+                store_any(weights.at[j], ring.weights(held, x, decayed))
+
+        def chunk(c, carry):
+            s, row = wait(n + c), c * shape.rows
+            if begins:
+
+                @pl.when(has_no_room)
+                def _():
+                    # A few rows at once, as the sums of products are in registers, too.
+                    for r in range(0, shape.rows, some_rows):
+                        some = s.at[pl.ds(r, some_rows)]
+                        new = add_tokens(some, row + r, decay, *in_smem(), rule.kv_layout)
+                        store_any(at.state.at[pl.ds(row + r, some_rows)], new)
+                        store_any(some, new)
+                    plgpu.commit_smem()
+
+            carry = products.add(s, row, carry)
+            # All warps have read the chunk.
+            plgpu.commit_smem()
+            later = c + stages
+            copy(i, later, n + later, jnp.where(later < C, slot, -1))
+            copy(i + 1, later - C, n + later, jnp.where((later < C) | is_full, -1, next_slot))
+            return carry
+
+        carry = lax.fori_loop(0, C, chunk, products.start())
+        # It is on its way while this unit is finished.
+        if not config.early:
+            next_count = count_of(i + 1, next_slot)
+        *last, held = finish(row, head, entries, at, held, tokens, carry)
+        if deferred:
+            pl.when(is_full)(lambda: fold(i, here, at, held, *last, next_slot))
+        if deferred or begins:
+
+            @pl.when(is_last(entries))
+            def _():
+                if drafts is None:
+                    after = jnp.where(is_full, 0, count + 1), jnp.where(is_full, -1, count)
+                else:
+                    added = drafts.tokens if gmem.num_tokens is None else gmem.num_tokens[row]
+                    after = held.count + added, held.count
+                gmem.cursors[place, head, COUNT], gmem.cursors[place, head, BEFORE] = after
+
+        # A state that is flushed passes twice, but for the chunks that are still there after the first time.
+        return Place(next_slot, next_count, n + C + jnp.where(is_full, C - stages, 0), second)
+
+    def finish(
+        row, head, entries, at: Slot, held: Held, tokens: list[Token], carry
+    ) -> tuple[Token, jax.Array, Held]:
+        """Writes outputs, and what is appended to the ring. Returns the last token and what it wrote."""
+        present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
+        # What units share is written by the last of them.
+        writes_g = is_last(entries)
+        writes_k = writes_g & (lax.rem(head, share) == share - 1)
+        total, since, us, exact = held.total, [], [], []
+        if config.late_u:
+            plgpu.barrier_wait(smem.u_arrived.at[wg])
+            held = held._replace(u=ring.values(smem.ring_u.at[wg], held.count))
+        for t, token in enumerate(tokens):
+            total, since = total + token.g, [x + token.g for x in since]
+            decay = jnp.exp(total)
+            y, z = products.of_token(t, carry)
+            found = decay * y + ring.recall(held, weights.at[2 * t])
+            read = decay * z + ring.recall(held, weights.at[2 * t + 1])
+            for s, earlier in enumerate(tokens[:t]):
+                k = earlier.stored_k.astype(jnp.float32)
+                D = jnp.exp(since[s])
+                found = found + (D * jnp.sum(token.k * k)) * us[s]
+                read = read + (D * jnp.sum(token.q * k)) * us[s]
+            u = token.beta * (token.v - found)
+            o = rule.scale * (read + jnp.sum(token.q * token.k) * u)
+            stored_u = u.astype(gmem.ring_u.dtype)
+            exact.append(u)
+            us.append(stored_u.astype(jnp.float32))
+            since.append(jnp.float32(0))
+            is_real, position = t < present, held.count + t
+            o = jnp.where(is_real, o, jnp.zeros_like(o))
+            store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+            room = position + deferred < LENGTH
+
+            @pl.when(is_real & room)
+            def _(token=token, position=position, stored_u=stored_u):
+                store_any(at.u.at[position], stored_u)
+
+                @pl.when(writes_g)
+                def _():
+                    at.g[position] = token.g
+
+                @pl.when(writes_k)
+                def _():
+                    store_any(at.k.at[position], token.stored_k)
+
+        return tokens[-1], exact[-1], held
+
+    def fold(i, here: Place, at: Slot, held: Held, token: Token, u: jax.Array, next_slot: jax.Array) -> None:
+        """Writes the state with the ring and a token in it, which passes once more."""
+        keys, values = in_smem()
+        if config.late_u:
+            meet()  # sums have been read
+        tensor = config.tensor and not interpreted
+        if tensor:
+            keys_k = keys.at[:, pl.ds(0, rule.K)]
+            ring.spill_raw(held, token.g, keys_k, weights.at[0])
+            store_any(keys_k.at[LENGTH], token.k)
+            store_any(values.at[LENGTH], u)
+            meet()
+            decays = load(weights.at[0], ring.u_layout.reduce(1))
+            store_any(values.at[pl.ds(0, LENGTH)], held.u * spread(decays, held.u.shape, 0, ring.u_layout))
+            meet()
+            parts = tensors.fragments(gmem.state.dtype.itemsize)(values)
+        else:
+            if config.tensor:
+                keys = keys.at[:, pl.ds(0, rule.K)]
+            ring.spill(held, token.g, keys, values)
+            store_any(keys.at[LENGTH], token.k)
+            store_any(values.at[LENGTH], u)
+            meet()
+        decay, missing = jnp.exp(held.total + token.g), C - stages
+
+        def chunk(p, _):
+            # The last chunks are still there; the first ones come again.
+            c, n = lax.rem(missing + p, C), here.n + missing + p
+
+            @pl.when(p >= stages)
+            def _():
+                wait(n)
+
+            row = c * shape.rows
+            target = at.state.at[pl.ds(row, shape.rows)]
+            chunk = chunks.at[lax.rem(n, stages)]
+            if tensor:
+                layout = tensors.layout_of(chunk.dtype.itemsize)
+                S = load(chunk, layout)
+                S = Device(interpreted).widen(S, layout) * decay
+                last_k, last_u = load(keys_k.at[LENGTH, pl.ds(row, shape.rows)], layout.reduce(1)), load(values.at[LENGTH], layout.reduce(0))
+                S = S + spread(last_k, S.shape, 0, layout) * spread(last_u, S.shape, 1, layout)
+                here_keys = keys.at[:, pl.ds(row, shape.rows)]
+                S = tensors.add(shape.rows, chunk.dtype.itemsize)(S, parts, here_keys)
+                store_any(target, S.astype(chunk.dtype))
+            else:
+              store_any(target, add_tokens(chunk, row, decay, keys, values, rule.kv_layout, config.tall, Device(interpreted) if config.blocks else None))
+            # All warps have read the chunk, and after the last one the tokens. What they read is in what they store.
+            meet()
+            comes_again = p < missing
+            copy(i, p, n + stages, jnp.where(comes_again, here.slot, -1))
+            copy(i + 1, p - missing, n + stages, jnp.where(comes_again, -1, next_slot))
+
+        lax.fori_loop(0, C, chunk, None)
+
+    def count_now(i: jax.Array, slot: jax.Array) -> jax.Array:
+        """As `count_of`, of one token and without a branch."""
+        row, head, _ = unit(i)
+        is_slot = rule.is_slot(slot)
+        found = gmem.cursors[rule.place(jnp.where(is_slot, slot, 0), gmem.layer), head, COUNT]
+        return jnp.where(is_slot, found, 0)
+
+    def only_copies(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
+        slot, count, n = here[:3]
+        row, head, entries = unit(i)
+
+        def chunk(c, carry):
+            s = wait(n + c)
+            carry = carry + load(s.at[0], v_layout.reduce(0)).astype(jnp.float32)
+            plgpu.commit_smem()
+            later = c + stages
+            copy(i, later, n + later, jnp.where(later < C, slot, -1))
+            copy(i + 1, later - C, n + later, jnp.where(later < C, -1, next_slot))
+            return carry
+
+        zeros = plgpu.layout_cast(jnp.zeros((config.block,), jnp.float32), v_layout.reduce(0))
+        carry = lax.fori_loop(0, C, chunk, zeros)
+        store_any(gmem.o.at[row, 0, head, entries], carry.astype(gmem.o.dtype))
+        return Place(next_slot, count, n + C, next_slot)
+
+    def padding(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
+        row, head, entries = unit(i)
+        zeros = plgpu.layout_cast(jnp.zeros((config.block,), gmem.o.dtype), v_layout.reduce(0))
+        for t in range(T):
+            store_any(gmem.o.at[row, t, head, entries], zeros)
+        for c in range(stages):
+            copy(i + 1, jnp.int32(c), here.n + c, next_slot)
+        return Place(next_slot, count_of(i + 1, next_slot), here.n, slot_of(i + 2))
+
+    def turn(i, here):
+        next_slot = here.next_slot if config.early else slot_of(i + 1)
+        return lax.cond(
+            rule.is_slot(here.slot),
+            lambda: (only_copies if config.floor else work)(i, here, next_slot),
+            lambda: padding(i, here, next_slot),
+        )
+
+    slot = slot_of(jnp.int32(0))
+    second = slot_of(jnp.int32(1)) if config.early else slot
+    for c in range(stages):
+        copy(jnp.int32(0), jnp.int32(c), jnp.int32(c), slot)
+    lax.fori_loop(0, number, turn, Place(slot, count_of(jnp.int32(0), slot), jnp.int32(0), second))
+
+
+class Results(NamedTuple):
+    """Outputs, and states and rings after them."""
+
+    o: Float[Array, "N T HV V"]
+    state: Float[Array, "slots *layers HV rows columns"]
+    ring_k: Float[Array, "slots *layers Hk L K"]
+    ring_u: Float[Array, "slots *layers HV L V"]
+    ring_g: Float[Array, "slots *layers HV L"]
+    cursors: Int[Array, "slots *layers HV 2"]
+
+
+def ring_step(
+    q: Float[Array, "N T Hq K"],
+    k: Float[Array, "N T Hk K"],
+    v: Float[Array, "N T HV V"],
+    a: Float[Array, "N T HV"],
+    b: Float[Array, "N T HV"],
+    state: Float[Array, "slots *layers HV rows columns"],
+    ring_k: Float[Array, "slots *layers Hk L K"],
+    ring_u: Float[Array, "slots *layers HV L V"],
+    ring_g: Float[Array, "slots *layers HV L"],
+    cursors: Int[Array, "slots *layers HV 2"],
+    *,
+    A_log: Float[Array, " HV"],
+    dt_bias: Float[Array, " HV"],
+    read_slots: Int[Array, " N"],
+    drafts: Drafts | None,
+    accepted: Int[Array, " N"] | None = None,
+    num_tokens: Int[Array, " N"] | None = None,
+    scale: float,
+    use_qk_l2norm: bool = True,
+    allow_neg_eigval: bool = False,
+    kv_layout: bool = True,
+    null_slot: int | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret=None,
+) -> Results:
+    """T tokens of N requests: o, and the states and rings after them. All other slots keep their bits.
+
+    Args:
+      q, k, v, a, b, state: inputs that `check_supported` accepts.
+      ring_k, ring_u, ring_g: keys, values and log decays since the states, oldest first.
+      A_log, dt_bias, scale, use_qk_l2norm, allow_neg_eigval, kv_layout, null_slot, layer, config, interpret: as for
+        `step`.
+      read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
+      cursors: count and before of every ring, each value head's its slot's.
+      drafts: None for one token, which is decoded: the cursors after it are (count + 1, count), or (0, -1) where it
+        filled the ring. Else what the T tokens are of. The first call drops what was not accepted, flushes a ring
+        without room for the drafts of all calls, and sets the cursors to what they are after the last call.
+      accepted: with the first drafts, how many of the last call's tokens stay.
+      num_tokens: real tokens of each request from the first of the call on; the others are padding. None for all.
+    """
+    N, T, Hq, K = q.shape
+    HV, V = v.shape[2:]
+    assert T == 1 or drafts is not None
+    slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
+    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
+    rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
+    config = config or Config.default(V)
+    pool = (state, ring_k, ring_u, ring_g, cursors)
+    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
+    ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
+    flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
+    results = launch(
+        "decode_deferred" if drafts is None else "verify_ring",
+        functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas, interpreted=interpret is not None),
+        inputs={
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": a,
+            "b": b,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "read_slots": read_slots,
+            "accepted": accepted,
+            "num_tokens": num_tokens,
+            "layer": layer if layer is None else jnp.asarray(layer, jnp.int32)[None],
+        }
+        | dict(zip(("state", "ring_k", "ring_u", "ring_g", "cursors"), in_place, strict=True)),
+        outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        memory=memory(rule, config, T, state.dtype, flushed),
+        ctas=ctas,
+        warpgroups=config.warpgroups,
+        auto_barriers=False,
+        interpret=interpret,
+    )
+    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
+    return Results(results["o"], *after)
