@@ -289,7 +289,11 @@ def test_verify_on_a_ring(case, counts):
 
 @pytest.mark.parametrize(
     ("case", "counts"),
-    [pytest.param(RING_CASES[0][0], (15, 3, 5), marks=pytest.mark.slow), RING_CASES[1], (DRAFT_CASES[1][0], (12, 0, 5))],
+    [
+        pytest.param(RING_CASES[0][0], (15, 3, 5), marks=pytest.mark.slow),
+        RING_CASES[1],
+        (DRAFT_CASES[1][0], (12, 0, 5)),
+    ],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):

@@ -52,7 +52,6 @@ def finished(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_folder(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
         "config.json",
@@ -105,7 +104,6 @@ def test_full_disk(finished, tmp_path, monkeypatch, capsys):
     assert records(out) == records(finished)
 
 
-@pytest.mark.slow
 def test_lines_are_whole(finished, tmp_path, capsys):
     out = shutil.copytree(finished, tmp_path / "copy")
     with open(out / "runs.jsonl", "a") as file:
