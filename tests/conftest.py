@@ -54,9 +54,18 @@ LONG = (
     "chunked",
     "hybrid",
     "runs",
+    "parallel_training",
+    "kernels_decode",
+    "tasks",
+    "kernels_prefill",
+    "parallel_partitioning",
+    "hf",
+    "layers",
+    "transforms",
 )
-"""Files that take minutes with their slow tests. They are begun first, so that no process of the test run is left
-with one when the others have nothing to do; only how long the run takes hangs on this list."""
+"""Files that take minutes with their slow tests, then those whose quick tests take longest. They are begun first, so
+that no process of the test run is left with one when the others have nothing to do; only how long the run takes hangs
+on this list."""
 
 
 def pytest_collection_modifyitems(items):

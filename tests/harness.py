@@ -98,7 +98,6 @@ def tiers(parameters: Iterable, quick: Iterable[str]) -> list:
 QUICK = (
     "one-token",
     "chunk-and-one-l2norm-K96-V192",
-    "values-grouped-over-two-chunk-32",
     "no-gates-no-initial-state",
     "packed",
     "packed-nothing",

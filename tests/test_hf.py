@@ -110,9 +110,8 @@ def test_greedy_continuation(name):
     np.testing.assert_array_equal(got[2:], want["generated"])
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_5_moe_released", pytest.param("olmo_hybrid", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_moe_released", "olmo_hybrid"])
 def test_gradients_reach_every_parameter(name):
     model = load_hf(hf_checkpoints.FOLDER / name, implementation="recurrent")
     ids = jnp.asarray(hf_checkpoints.expected(name)["ids"][:, :33])

@@ -98,7 +98,7 @@ OVER_HEADS = (*(HEADS,) * 5, PartitionSpec(None, "shard"))
 @pytest.mark.parametrize(
     ("options", "sums"),
     [
-        pytest.param(dict(specs=(ROWS,) * 6), 0, id="rows"),
+        pytest.param(dict(specs=(ROWS,) * 6), 0, id="rows", marks=pytest.mark.slow),
         pytest.param(
             dict(specs=(ROWS,) * 6, transform=jax.vmap), 0, id="rows, vmap inside", marks=pytest.mark.slow
         ),
@@ -154,7 +154,14 @@ def expected_first_rows(cu: np.ndarray, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "cu", [[0, 100], [0, 64, 64, 64, 191], [0, *[200] * 90], [0, *range(5, 205)], [0, 0]]
+    "cu",
+    [
+        pytest.param([0, 100], marks=pytest.mark.slow),
+        [0, 64, 64, 64, 191],
+        pytest.param([0, *[200] * 90], marks=pytest.mark.slow),
+        [0, *range(5, 205)],
+        [0, 0],
+    ],
 )
 def test_tables_of_packed_rows_found_by_the_kernel_of_the_gates(cu):
     """Few and many sequences, empty ones, padding."""
@@ -299,7 +306,8 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
     check(case, config)
 
 
-@pytest.mark.parametrize("segment_chunks", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("segment_chunks", [0, 1])
 def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
     """Bit for bit, whatever their values are, with neighbours that do write, and from segment to segment."""
     config = dataclasses.replace(SMALL, segment_chunks=segment_chunks)

@@ -250,7 +250,7 @@ def test_refusals_say_why(change, reason):
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("case", "counts"), harness.tiers(RING_CASES, ("ring", "ring-wide-vk")))
+@pytest.mark.parametrize(("case", "counts"), harness.tiers(RING_CASES, ("ring-wide-vk",)))
 @pytest.mark.usefixtures("interpreted")
 def test_deferred(case, counts):
     x = pool_steps.draw_ring(case, counts)
@@ -289,7 +289,11 @@ def test_verify_on_a_ring(case, counts):
 
 @pytest.mark.parametrize(
     ("case", "counts"),
-    [(RING_CASES[0][0], (15, 3, 5)), RING_CASES[1], (DRAFT_CASES[1][0], (12, 0, 5))],
+    [
+        pytest.param(RING_CASES[0][0], (15, 3, 5), marks=pytest.mark.slow),
+        RING_CASES[1],
+        (DRAFT_CASES[1][0], (12, 0, 5)),
+    ],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
@@ -310,7 +314,7 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     pool_steps.assert_ring_right(case, x, after, results)
 
 
-@pytest.mark.parametrize("states", [1, 2])
+@pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
     """Likewise by tensor cores."""
     monkeypatch.setattr(ring_drafts, "NUM_SMS", 1)

@@ -178,11 +178,13 @@ def test_pools_are_updated_in_place():
     [
         ({}, {}, 1),
         ({"K": 96}, {}, 0),
-        ({"pool_dtype": "float16"}, {}, 0),
-        ({}, {"scale": 0.0}, 0),
+        pytest.param({"pool_dtype": "float16"}, {}, 0, marks=pytest.mark.slow),
+        pytest.param({}, {"scale": 0.0}, 0, marks=pytest.mark.slow),
         ({}, {"scale": 0.5}, 1),
-        ({}, {"batch_invariant": True}, 0),
-        ({}, {"checkpoint_every": 64, "checkpoint_slots": np.full((2, 1), -1)}, 0),
+        pytest.param({}, {"batch_invariant": True}, 0, marks=pytest.mark.slow),
+        pytest.param(
+            {}, {"checkpoint_every": 64, "checkpoint_slots": np.full((2, 1), -1)}, 0, marks=pytest.mark.slow
+        ),
         ({}, {"implementation": "chunked"}, 0),
         ({"crossed": True}, {}, 0),  # in segments alone all is read before any is written
         ({"dtype": "float32"}, {}, 0),

@@ -76,7 +76,8 @@ def test_lanes_of_packed_rows():
     harness.check(case, x, "float32", harness.named(value_and_gradients(x[:6], (x.do, x.dh_T))))
 
 
-@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
 def test_packed_equals_separate(implementation):
     """A packed call is its sequences called one by one: outputs, states, all gradients."""
     lengths = (40, 40, 65, 40, 65)

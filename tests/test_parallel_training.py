@@ -52,7 +52,6 @@ SHAPES = [
         "data=2,head=2,context=2,sharded",
     ),
 ]
-QUICK = ("data=2,head=2,context=2,sharded",)
 
 
 def three_steps(text, config=CONFIG):
@@ -83,16 +82,24 @@ def alone():
     return three_steps("data=1")
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=() if text in QUICK else pytest.mark.slow) for text in SHAPES]
-)
-def test_three_steps(text, alone):
+def check_same_steps(found, alone):
     """Losses, accuracies, gradient norms and the parameters after them."""
-    metrics, params, _ = three_steps(text)
-    np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
-    for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
+    np.testing.assert_allclose(found[0], alone[0], rtol=1e-5)
+    for got, expected in zip(jax.tree.leaves(found[1]), jax.tree.leaves(alone[1]), strict=True):
         # AdamW divides by the root of a square: where a gradient is next to nothing, its rounding is not.
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", SHAPES)
+def test_three_steps(text, alone):
+    check_same_steps(three_steps(text), alone)
+
+
+def test_three_steps_of_one_layer():
+    """On a mesh with all that there is."""
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    check_same_steps(three_steps(SHAPES[-1], config), three_steps("data=1", config))
 
 
 HYBRID = dataclasses.replace(
@@ -113,11 +120,7 @@ def hybrid_alone():
 def test_three_steps_of_a_hybrid_model(text, hybrid_alone):
     """Every other layer is attention, whose tokens are exchanged for heads."""
     metrics, params, sent = three_steps(text, HYBRID)
-    alone = hybrid_alone
-    np.testing.assert_allclose(metrics, alone[0], rtol=1e-5)
-    for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(alone[1]), strict=True):
-        # As in test_three_steps.
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+    check_same_steps((metrics, params), hybrid_alone)
     assert sent.count["all-to-all"] >= 8
 
 

@@ -151,7 +151,7 @@ def test_pieces(cuts):
     assert_close(want, np.asarray(pool)[READ], BOUND, "states", 1)
 
 
-@pytest.mark.parametrize("kind", ["pool", "ring", "batch_invariant"])
+@pytest.mark.parametrize("kind", [pytest.param("pool", marks=pytest.mark.slow), "ring", "batch_invariant"])
 def test_checkpoints(kind):
     """The state after every 64 tokens, where the sequence reaches so far: the last one is that of its end."""
     x, pool = tokens(), draw_pool(20)

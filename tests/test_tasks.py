@@ -147,7 +147,9 @@ def test_group_tables():
 
 
 @pytest.mark.parametrize("haystack", ["noise", "text"])
-@pytest.mark.parametrize("needle_length, size", [(1, 3), (2, 30), (3, 40)])
+@pytest.mark.parametrize(
+    "needle_length, size", [(1, 3), pytest.param(2, 30, marks=pytest.mark.slow), (3, 40)]
+)
 def test_needle(haystack, needle_length, size):
     o = NeedleOptions(haystack=haystack, needle_length=needle_length, length=20, num_values=8)
     task, tokens, targets, weights = draw(o, size, batch=256)
