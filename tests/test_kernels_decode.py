@@ -262,7 +262,8 @@ def test_deferred(case, counts):
     pool_steps.assert_cursors(x, before, pool, after, starts)
 
 
-@pytest.mark.parametrize("pool_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("interpreted")
 def test_rings_that_are_written_where_others_are_read(pool_dtype):
     case = Case(

@@ -63,17 +63,20 @@ def like(case: Case, name: str, **change) -> Case:
 
 
 CASES = (
-    slow(WHOLE, segment_chunks=0),
-    slow(like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(0, 1)), segment_chunks=0),
+    slow(
+        like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(1,), padding=(0, 4)),
+        segment_chunks=0,
+    ),
     slow(
         like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0
     ),
-    slow(like(WHOLE, "vk", kv_layout=False, padding=(0, 4)), segment_chunks=0),
     quick(like(WHOLE, "crossed", crossed=True, fresh=(1,), dropped=(4,)), segment_chunks=0),
-    quick(CUT, segment_chunks=2),
-    slow(like(CUT, "segments, new and padding", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
-    slow(like(CUT, "padding in segments", padding=(0,), pool_dtype="float32"), segment_chunks=1),
-    slow(like(CUT, "segments crossed", crossed=True, kv_layout=True, dropped=(2,)), segment_chunks=2),
+    slow(CUT, segment_chunks=2),
+    slow(like(CUT, "segments, new", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
+    slow(
+        like(CUT, "segments crossed", crossed=True, padding=(0,), dropped=(2,), pool_dtype="float32"),
+        segment_chunks=1,
+    ),
     slow(
         Case("full head", (30, 40), heads=(1, 2), K=128, V=128, pool_dtype="bfloat16", behind=0),
         segment_chunks=0,

@@ -325,6 +325,7 @@ def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
     assert counts == {"decode": (1, 1), "verify on a ring": (1, 5), "prefill": (3, 1)}[name]
 
 
+@pytest.mark.slow
 def test_shards_whose_types_name_mesh_axes(monkeypatch):
     """JAX lets no kernel write into such a pool: a step is plain JAX, or refused; prompts write to the pool behind
     their kernels."""
