@@ -248,7 +248,7 @@ CASES = (
         forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse),
     ),
     (
-        cases.Case("packed in segments", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 130, 1)),
+        cases.Case("packed in segments", T=280, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 200, 1)),
         forward_rule.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (

@@ -152,7 +152,7 @@ CASES = (
         lengths=(63, 1, 2, 70),
         initial_state=False,
     ),
-    C("packed, three tiles", T=70, B=1, heads=(1, 1, 1), K=64, V=192, lengths=(30, 34)),
+    C("packed, three tiles", T=70, B=1, heads=(2, 1, 1), K=64, V=192, lengths=(30, 34)),
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 
@@ -205,7 +205,7 @@ def test_gradients_in_the_interpreter(case):
 
 @pytest.mark.slow
 def test_two_state_warpgroups_in_the_interpreter():
-    case = C("packed, two tiles", T=100, B=1, heads=(1, 1, 1), K=128, V=128, lengths=(1, 0, 69, 20))
+    case = C("packed, two tiles, grouped", T=100, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(1, 0, 69, 20))
     check(case, dataclasses.replace(SMALL, state_warpgroups=2))
 
 
@@ -238,8 +238,8 @@ def test_join_of_the_ways_to_dbeta(dtype):
 SEGMENTED = (
     (C("four segments, no decay", T=200, B=1, heads=(1, 1, 1), K=64, V=64, g="zero"), 1),
     (C("two rows, vk", T=100, B=2, heads=(1, 1, 1), K=60, V=40, state_layout="vk"), 1),
-    (C("two tiles, no state", T=150, B=1, heads=(1, 1, 1), K=128, V=128, initial_state=False), 2),
-    (C("packed in segments", T=200, B=1, heads=(1, 1, 1), lengths=(0, 63, 130, 1)), 2),
+    (C("two tiles, no state", T=150, B=1, heads=(1, 1, 2), K=128, V=128, initial_state=False), 2),
+    (C("packed in segments", T=290, B=1, heads=(1, 1, 1), lengths=(0, 63, 200, 1)), 2),
 )
 
 
@@ -276,7 +276,7 @@ def test_open_adjoints_in_the_interpreter(monkeypatch):
 
 BARE = dict(g=None, beta=None, initial_state=False)
 SLICED = (
-    (C("segments, only q, k, v", T=66, B=1, heads=(2, 2, 2), K=40, V=64, **BARE), "bfloat16", 1),
+    (C("segments, only q, k, v", T=66, B=1, heads=(2, 2, 4), K=40, V=64, **BARE), "bfloat16", 1),
     (C("packed", T=40, B=1, heads=(2, 2, 2), lengths=(3, 30), state_layout="vk"), "float16", None),
 )
 

@@ -64,7 +64,7 @@ def like(case: Case, name: str, **change) -> Case:
 
 CASES = (
     slow(
-        like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(1,), padding=(0, 4)),
+        like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(1, 2), padding=(0, 4)),
         segment_chunks=0,
     ),
     slow(
