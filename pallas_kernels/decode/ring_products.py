@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.ring import LENGTH, Slot
 from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.operations import Device
 
 VECTOR_REGISTERS = 64
 """That a thread has for vectors along K, beside states [V, K]."""
@@ -53,6 +54,17 @@ def row_slices(columns: int, lanes: int = WARP) -> Slices:
     return Slices(WARPS * WARP // lanes, lane_layout(lanes, 4))
 
 
+TALL_ROWS = 16
+"""That a warpgroup takes at once where a thread has rows below each other: four to a thread."""
+
+
+def tall_layout(rows: int) -> Any:
+    """Of [rows, 128]: a thread has four neighbours of each of its warp's rows, which lie below each other. So numbers
+    that belong to its rows, neighbours in a vector, come in one access."""
+    tiling = plgpu.Tiling(((rows, 4 * WARP), (rows // WARPS, 4)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
+
+
 def column_layout(columns: int) -> Any:
     """Of [rows, columns]: a column to a thread where there are enough, so that sums over rows stay in a warp."""
     lanes = math.gcd(columns // WARPS, WARP)
@@ -73,8 +85,8 @@ class Held(NamedTuple):
 
     k: jax.Array
     """[L, K], each row in a few lanes of a warp."""
-    u: jax.Array
-    """[L, block], float32, each column in a thread."""
+    u: Any
+    """[L, block], float32, each column in a thread; None before `Ring.with_u`."""
     since: jax.Array
     """Log decays since each token [L]."""
     total: jax.Array
@@ -100,17 +112,26 @@ class Ring:
         self.g_layout = lane_layout(lanes, LENGTH // lanes)
         self.rows = self.k_layout.reduce(1)
 
-    def load(self, here: Slot, count: jax.Array) -> Held:
+    def load(self, here: Slot, count: jax.Array, with_u: bool) -> Held:
         along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
         # All loads come before the first use of one.
-        k, u, g = load(here.k, self.k_layout), load(here.u, self.u_layout), load(here.g, along)
+        k, u = load(here.k, self.k_layout), load(here.u, self.u_layout) if with_u else None
+        g = load(here.g, along)
         position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
         g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
         since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
-        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
-        u = jnp.where(entry < count, u.astype(jnp.float32), 0.0)
+        u = None if u is None else self._tokens_of(u, count)
         return Held(k, u, since, jnp.sum(g), count)
+
+    def with_u(self, held: Held, u: Any) -> Held:
+        """A ring and its values, which are in shared memory."""
+        return held._replace(u=self._tokens_of(load(u, self.u_layout), held.count))
+
+    def _tokens_of(self, u: jax.Array, count: jax.Array) -> jax.Array:
+        """In float32, zeros behind them."""
+        entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
+        return jnp.where(entry < count, u.astype(jnp.float32), 0.0)
 
     def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
         """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
@@ -139,7 +160,14 @@ class Ring:
 
 
 def add_tokens(
-    source: Any, first: jax.Array, decay: jax.Array, keys: Any, values: Any, kv_layout: bool
+    source: Any,
+    first: jax.Array,
+    decay: jax.Array,
+    keys: Any,
+    values: Any,
+    kv_layout: bool,
+    device: Device,
+    tall: bool = False,
 ) -> jax.Array:
     """decay source + sum_j keys_j values_j^T for some rows of a state, in its dtype.
 
@@ -147,11 +175,14 @@ def add_tokens(
       source: the rows in memory, of [K, block] or [block, K].
       first: the first one's number in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
+      tall: all rows lie below each other in a thread, where they have 128 columns.
     """
     size = source.shape
-    layout, here = row_slices(size[1]).layout, pl.ds(first, size[0])
+    tall = tall and size[1] == 4 * WARP
+    layout, here = tall_layout(size[0]) if tall else row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
-    S = load(source, layout).astype(jnp.float32) * decay
+    S = load(source, layout)
+    S = (device.widen(S, layout) if tall else S.astype(jnp.float32)) * decay
     for j in range(keys.shape[0]):
         along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
         S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
@@ -159,28 +190,47 @@ def add_tokens(
 
 
 class Products:
-    """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other."""
+    """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other.
 
-    def __init__(self, rule: Rule, shape: Shape, sums: Any, vectors: Any, count: int, v_layout: Any):
+    Args:
+      sums: shared memory that nothing else uses between `start` and the last `of_token`.
+      tall: rows lie below each other in a thread, where states [K, V] have 128 columns.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        shape: Shape,
+        sums: Any,
+        vectors: Any,
+        count: int,
+        v_layout: Any,
+        device: Device,
+        tall: bool,
+    ):
         self.kv, self.shape, self.v_layout = rule.kv_layout, shape, v_layout
-        self.sums, self.vectors = sums, vectors
+        self.sums, self.vectors, self.device = sums, vectors, device
+        self.tall = tall and self.kv and shape.columns == 4 * WARP
         # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
         lanes = next(n for n in (8, 16, WARP) if n == WARP or rule.K // n * count <= VECTOR_REGISTERS)
         self.slices = row_slices(shape.columns, WARP if self.kv else lanes)
+        if self.tall:
+            self.slices = Slices(TALL_ROWS, tall_layout(TALL_ROWS))
         self.count = count
 
     def start(self) -> list[jax.Array]:
         """What is carried from chunk to chunk: sums of [K, V], the vectors of [V, K]."""
-        layout = self.slices.layout
+        rows, layout = self.slices
         if not self.kv:
             return [load(self.vectors.at[i], layout.reduce(0)) for i in range(self.count)]
-        zeros = jnp.zeros((self.slices.rows, self.shape.columns), jnp.float32)
+        zeros = jnp.zeros((rows, self.shape.columns), jnp.float32)
         return [plgpu.layout_cast(zeros, layout) for _ in range(self.count)]
 
     def add(self, chunk: Any, first_row: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
         rows, layout = self.slices
         for i in range(0, self.shape.rows, rows):
-            s = load(chunk.at[pl.ds(i, rows)], layout).astype(jnp.float32)
+            s = load(chunk.at[pl.ds(i, rows)], layout)
+            s = self.device.widen(s, layout) if self.tall else s.astype(jnp.float32)
             here = pl.ds(first_row + i, rows)
             if self.kv:
                 x = [load(self.vectors.at[j, here], layout.reduce(1)) for j in range(self.count)]
@@ -198,9 +248,14 @@ class Products:
             y, z = (load(self.sums.at[2 * t + i], self.v_layout.reduce(0)) for i in range(2))
             return y, z
         # The sums of warps meet in shared memory.
+        own = carry[2 * t : 2 * t + 2]
+        if self.tall:
+            own = [self.device.sum_of_threads_rows(x, self.slices.layout, lane_layout(WARP, 4)) for x in own]
         plgpu.commit_smem()
-        for i in range(2):
-            store_any(self.sums.at[i], carry[2 * t + i])
+        rows = own[0].shape[0]
+        places = [self.sums.at[pl.ds(i * rows, rows)] for i in range(2)]
+        for place, x in zip(places, own, strict=True):
+            store_any(place, x)
         plgpu.commit_smem()
-        y, z = (jnp.sum(load(self.sums.at[i], self.v_layout), axis=0) for i in range(2))
+        y, z = (jnp.sum(load(place, self.v_layout), axis=0) for place in places)
         return y, z

@@ -26,8 +26,11 @@ Grid: one CTA to an SM, whose warpgroups each take value head after value head, 
 the others, by themselves: what belongs to a value head alone is read and written by one warpgroup. Of drafts it takes
 all value heads of a key head, and writes their keys with the last, as a flush needs those that they replace. A state
 passes through shared memory in chunks; the copies of the next chunks, also of the next state, are on their way while
-one is worked on and while a state's tokens are finished.
-Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits.
+one is worked on and while a state's tokens are finished. With a decoded token's inputs it loads what the states after
+it need first, so that it does not wait for that later: the slot after the next one, and the next one's cursors. The
+ring's values, which are needed last, come by a copy of their own.
+Barriers: arrived [warpgroups * stages]: the copy of a chunk arrives; its warpgroup waits. Of a decoded token also
+u_arrived [warpgroups]: the values of its ring arrive.
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
 Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32 up to 256 for each tile; L = 16; T at
 most 4.
@@ -75,6 +78,7 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
+from pallas_kernels.device.operations import Device
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""
@@ -97,35 +101,43 @@ class Config:
     chunk_bytes: int = 8192
     """At most, of a chunk."""
 
-    @classmethod
-    def default(cls, V: int) -> "Config":
-        """Whole heads where V allows it."""
-        return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
-
-def memory(rule: Rule, config: Config, T: int, state_dtype: Any, flushed: int) -> Memory:
+def memory(rule: Rule, config: Config, T: int, state_dtype: Any, ring_dtype: Any, flushed: int) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for.
 
     Args:
-      flushed: tokens that become part of a state, at most.
+      flushed: tokens that become part of a state, at most: more than a ring's of a decoded token alone.
     """
     shape, W = (
         Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
         config.warpgroups,
     )
-    sums = (2, row_slices(config.block).rows, config.block) if rule.kv_layout else (2 * T, config.block)
+    deferred, sums = flushed > LENGTH, 2 * row_slices(config.block).rows if rule.kv_layout else 2 * T
     others = {
         "vectors": Buffer((W, 2 * T, rule.K)),
         "weights": Buffer((W, 2 * T, LENGTH)),
-        "sums": Buffer((W, *sums)),
+        "sums": None if deferred else Buffer((W, sums, config.block)),
         "keys": Buffer((W, flushed, rule.K)) if flushed else None,
         "values": Buffer((W, flushed, config.block)) if flushed else None,
     }
+    if deferred:
+        # Sums have been read when values are written: one buffer for both.
+        others["values"] = Buffer((W, max(flushed, sums), config.block))
+        others["ring_u"] = Buffer((W, LENGTH, config.block), ring_dtype)
     stage = Buffer((W, shape.rows, shape.columns), state_dtype)
     room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
     stages = min(config.stages, shape.chunks, room)
     state = Buffer((W, stages, *stage.shape[1:]), state_dtype)
-    return others | {"state": state, "arrived": Barriers(1, W * stages)}
+    barriers = {"u_arrived": Barriers(1, W)} if deferred else {}
+    return others | {"state": state, "arrived": Barriers(1, W * stages)} | barriers
+
+
+def default_config(rule: Rule, T: int, state_dtype: Any, ring_dtype: Any, flushed: int) -> Config:
+    """Whole heads where V allows it; for a decoded token two chunks of 16 KB where both find room."""
+    config = Config(next(n for n in (128, 96, 64, GRANULE) if rule.V % n == 0))
+    large = dataclasses.replace(config, stages=2, chunk_bytes=16384)
+    state: Any = memory(rule, large, T, state_dtype, ring_dtype, flushed)["state"]
+    return large if flushed > LENGTH and state.shape[1] == large.stages else config
 
 
 RING_DTYPES = ("float32", "bfloat16")
@@ -176,10 +188,20 @@ class Place(NamedTuple):
     """Tokens in that one's ring."""
     n: jax.Array
     """Copies of chunks before the first one of that state."""
+    next_slot: jax.Array | None
+    """Of the state after it; None for drafts, which ask for it later."""
 
 
 def _body(
-    gmem: Any, smem: Any, *, rule: Rule, config: Config, T: int, drafts: Drafts | None, ctas: int
+    gmem: Any,
+    smem: Any,
+    *,
+    rule: Rule,
+    config: Config,
+    T: int,
+    drafts: Drafts | None,
+    ctas: int,
+    device: Device,
 ) -> None:
     deferred, begins = drafts is None, drafts is not None and drafts.offset == 0
     shape = Shape.of(rule, config.block, config.chunk_bytes, gmem.state.dtype.itemsize)
@@ -188,7 +210,8 @@ def _body(
     wg, C, stages = warpgroup_index(), shape.chunks, smem.state.shape[1]
     chunks, vectors, weights = smem.state.at[wg], smem.vectors.at[wg], smem.weights.at[wg]
     whole, v_layout = vector_layout(rule.K), column_layout(config.block)
-    products = Products(rule, shape, smem.sums.at[wg], vectors, 2 * T, v_layout)
+    sums = smem.values.at[wg] if deferred else smem.sums.at[wg]
+    products = Products(rule, shape, sums, vectors, 2 * T, v_layout, device, tall=deferred)
     N, parts = gmem.read_slots.shape[0], rule.V // config.block
     share, some_rows = rule.HV // rule.Hk, max(FLUSHED_ROWS, row_slices(shape.columns).rows)
     # Tiles of one head, or of all that share a key.
@@ -205,19 +228,28 @@ def _body(
         row = jnp.minimum(unit(i)[0], N - 1)
         return jnp.where(i < number, gmem.read_slots[row], -1)
 
+    def read_count(i: jax.Array, slot: jax.Array) -> jax.Array:
+        """Tokens that the i-th unit, which is no padding, finds in its ring."""
+        row, head, _ = unit(i)
+        cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
+        if drafts is None:
+            return cursors[COUNT]
+        if begins:
+            return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
+        return cursors[BEFORE] + drafts.offset
+
     def count_of(i: jax.Array, slot: jax.Array) -> jax.Array:
         """Tokens that the i-th unit finds in its ring; 0 for padding."""
+        return lax.cond(rule.is_slot(slot), lambda: read_count(i, slot), lambda: jnp.int32(0))
 
-        def read():
-            row, head, _ = unit(i)
-            cursors = gmem.cursors.at[rule.place(slot, gmem.layer), head]
-            if drafts is None:
-                return cursors[COUNT]
-            if begins:
-                return jnp.minimum(cursors[BEFORE] + gmem.accepted[row], cursors[COUNT])
-            return cursors[BEFORE] + drafts.offset
+    def early_count(i: jax.Array, slot: jax.Array, next_slot: jax.Array) -> jax.Array:
+        """That of the unit after the i-th, without a branch, behind which one waits: for padding any number."""
+        is_slot = rule.is_slot(next_slot)
+        return read_count(jnp.where(is_slot, i + 1, i), jnp.where(is_slot, next_slot, slot))
 
-        return lax.cond(rule.is_slot(slot), read, lambda: jnp.int32(0))
+    def slot_after(i: jax.Array) -> jax.Array | None:
+        """Of the unit after the next one, as far as it is asked for now."""
+        return slot_of(i + 2) if deferred else None
 
     def copy(i: jax.Array, c: jax.Array, n: jax.Array, slot: jax.Array) -> None:
         """Starts the copy of chunk c of the i-th unit's state, the n-th copy of this warpgroup."""
@@ -244,7 +276,8 @@ def _body(
         return chunks.at[stage]
 
     def work(i: jax.Array, here: Place, next_slot: jax.Array) -> Place:
-        slot, count, n = here
+        slot, count, n, _ = here
+        second = slot_after(i)
         row, head, entries = unit(i)
         q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
         place = rule.place(slot, gmem.layer)
@@ -263,7 +296,10 @@ def _body(
             )
             for t in range(T)
         ]
-        held = ring.load(at, count)
+        next_count = early_count(i, slot, next_slot) if deferred else jnp.int32(0)
+        if deferred:
+            plgpu.copy_gmem_to_smem(at.u, smem.ring_u.at[wg], smem.u_arrived.at[wg])
+        held = ring.load(at, count, with_u=not deferred)
         decay = jnp.exp(held.total)
         if begins:
             spill = functools.partial(ring.spill, held, jnp.float32(0), *in_smem())
@@ -297,7 +333,7 @@ def _body(
                     # A few rows at once, as the sums of products are in registers, too.
                     for r in range(0, shape.rows, some_rows):
                         some = s.at[pl.ds(r, some_rows)]
-                        new = add_tokens(some, row + r, decay, *in_smem(), rule.kv_layout)
+                        new = add_tokens(some, row + r, decay, *in_smem(), rule.kv_layout, device)
                         store_any(at.state.at[pl.ds(row + r, some_rows)], new)
                         store_any(some, new)
                     plgpu.commit_smem()
@@ -311,11 +347,11 @@ def _body(
             return carry
 
         carry = lax.fori_loop(0, C, chunk, products.start())
-        # It is on its way while this unit is finished.
-        next_count = count_of(i + 1, next_slot)
-        last = finish(row, head, entries, at, held, tokens, carry)
+        if not deferred:  # it is on its way while this unit is finished
+            next_count = count_of(i + 1, next_slot)
+        held, last, u = finish(row, head, entries, at, held, tokens, carry)
         if deferred:
-            pl.when(is_full)(lambda: fold(i, here, at, held, *last, next_slot))
+            pl.when(is_full)(lambda: fold(i, here, at, held, last, u, next_slot))
         if deferred or begins:
 
             @pl.when(is_last(entries))
@@ -328,17 +364,20 @@ def _body(
                 gmem.cursors[place, head, COUNT], gmem.cursors[place, head, BEFORE] = after
 
         # A state that is flushed passes twice, but for the chunks that are still there after the first time.
-        return Place(next_slot, next_count, n + C + jnp.where(is_full, C - stages, 0))
+        return Place(next_slot, next_count, n + C + jnp.where(is_full, C - stages, 0), second)
 
     def finish(
         row, head, entries, at: Slot, held: Held, tokens: list[Token], carry
-    ) -> tuple[Token, jax.Array]:
-        """Writes outputs, and what is appended to the ring. Returns the last token and what it wrote."""
+    ) -> tuple[Held, Token, jax.Array]:
+        """Writes outputs, and what is appended to the ring. Returns it, the last token and what that one wrote."""
         present = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
         # What units share is written by the last of them.
         writes_g = is_last(entries)
         writes_k = writes_g & (lax.rem(head, share) == share - 1)
         total, since, us, exact = held.total, [], [], []
+        if deferred:
+            plgpu.barrier_wait(smem.u_arrived.at[wg])
+            held = ring.with_u(held, smem.ring_u.at[wg])
         for t, token in enumerate(tokens):
             total, since = total + token.g, [x + token.g for x in since]
             decay = jnp.exp(total)
@@ -373,11 +412,12 @@ def _body(
                 def _():
                     store_any(at.k.at[position], token.stored_k)
 
-        return tokens[-1], exact[-1]
+        return held, tokens[-1], exact[-1]
 
     def fold(i, here: Place, at: Slot, held: Held, token: Token, u: jax.Array, next_slot: jax.Array) -> None:
         """Writes the state with the ring and a token in it, which passes once more."""
         keys, values = in_smem()
+        plgpu.commit_smem()  # all warps have read the sums, which lie where the values will
         ring.spill(held, token.g, keys, values)
         store_any(keys.at[LENGTH], token.k)
         store_any(values.at[LENGTH], u)
@@ -395,7 +435,7 @@ def _body(
             row = c * shape.rows
             target = at.state.at[pl.ds(row, shape.rows)]
             chunk = chunks.at[lax.rem(n, stages)]
-            store_any(target, add_tokens(chunk, row, decay, keys, values, rule.kv_layout))
+            store_any(target, add_tokens(chunk, row, decay, keys, values, rule.kv_layout, device, tall=True))
             # All warps have read the chunk, and after the last one the tokens.
             plgpu.commit_smem()
             comes_again = p < missing
@@ -411,10 +451,10 @@ def _body(
             store_any(gmem.o.at[row, t, head, entries], zeros)
         for c in range(stages):
             copy(i + 1, jnp.int32(c), here.n + c, next_slot)
-        return Place(next_slot, count_of(i + 1, next_slot), here.n)
+        return Place(next_slot, count_of(i + 1, next_slot), here.n, slot_after(i))
 
     def turn(i, here):
-        next_slot = slot_of(i + 1)
+        next_slot = here.next_slot if deferred else slot_of(i + 1)
         return lax.cond(
             rule.is_slot(here.slot),
             lambda: work(i, here, next_slot),
@@ -424,7 +464,8 @@ def _body(
     slot = slot_of(jnp.int32(0))
     for c in range(stages):
         copy(jnp.int32(0), jnp.int32(c), jnp.int32(c), slot)
-    lax.fori_loop(0, number, turn, Place(slot, count_of(jnp.int32(0), slot), jnp.int32(0)))
+    count = count_of(jnp.int32(0), slot)
+    lax.fori_loop(0, number, turn, Place(slot, count, jnp.int32(0), slot_after(jnp.int32(-1))))
 
 
 def ring_step(
@@ -475,12 +516,13 @@ def ring_step(
     slots, layers = state.shape[0], 1 if layer is None else state.shape[1]
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
-    config = config or Config.default(V)
     ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
     flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
+    sizes = T, state.dtype, ring_u.dtype, flushed
+    config, device = config or default_config(rule, *sizes), Device(interpret is not None)
     return launch_in_place(
         "decode_deferred" if drafts is None else "verify_ring",
-        functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas),
+        functools.partial(_body, rule=rule, config=config, T=T, drafts=drafts, ctas=ctas, device=device),
         inputs={
             "q": q,
             "k": k,
@@ -495,7 +537,7 @@ def ring_step(
         },
         pool=(state, ring_k, ring_u, ring_g, cursors),
         layer=layer,
-        memory=memory(rule, config, T, state.dtype, flushed),
+        memory=memory(rule, config, *sizes),
         ctas=ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

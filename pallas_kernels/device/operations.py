@@ -98,6 +98,18 @@ class Device:
             return x.astype(jnp.float32)
         return _widen(x.shape, layout)(x)
 
+    def sum_of_threads_rows(self, x, layout: Any, summed: Any) -> jax.Array:
+        """Sums of x [4 r, columns] over every r rows, which a thread has below each other: [4, columns].
+
+        Args:
+          layout, summed: of x and of the sums, float32. Each warp has r rows of x and one of the sums, and a thread
+            the same columns in both.
+        """
+        columns = x.shape[1]
+        if self.interpreted:
+            return x.reshape(4, -1, columns).sum(1)
+        return _sum_of_threads_rows(columns, layout, summed)(x)
+
     def unknown(self, x, layout: Any) -> jax.Array:
         """x of 16-bit numbers, of which compilers do not know that it is x: what is made of it, as of x, they make
         twice, and do not keep. (`lax.optimization_barrier` leaves such numbers in another order: docs/log/decode.md.)
@@ -216,6 +228,30 @@ def _widen(shape: tuple[int, int], layout: Any):
         return _registers(values, x)
 
     return widen
+
+
+@functools.cache
+def _sum_of_threads_rows(columns: int, layout: Any, summed: Any):
+    """The operation for arrays with so many columns."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((4, columns), jnp.dtype(jnp.float32), summed)
+    )
+    def sum_of_threads_rows(ctx, x):
+        # A register is what a thread has of a row.
+        total, *others = x.registers.flat
+        for row in others:
+            total = arith.addf(total, row)
+        registers = np.empty(1, dtype=object)
+        registers[0] = total
+        result = summed.to_mgpu() if hasattr(summed, "to_mgpu") else summed
+        return fragmented_array.FragmentedArray(
+            _registers=registers.reshape(result.registers_shape((4, columns))),
+            _layout=result,
+            _is_signed=None,
+        )
+
+    return sum_of_threads_rows
 
 
 @functools.cache
