@@ -32,6 +32,7 @@ class Case:
     kv_layout: bool = True
     dtype: str = "bfloat16"
     pool_dtype: str = "float32"
+    ring_dtype: str = "bfloat16"
     padding: bool = True
     """Whether row 1 is padding, and where states are not written to their own slots, one of row 0 is dropped."""
     uneven: bool = False
@@ -200,7 +201,7 @@ LENGTH = 16
 """Tokens of a ring."""
 
 
-def draw_ring(case: Case, counts: list[int], ring_dtype: str = "bfloat16") -> dict:
+def draw_ring(case: Case, counts: list[int]) -> dict:
     """Arguments of a kernel whose slots are states and rings; row n has counts[n] tokens in its ring.
 
     What lies behind a ring's tokens is not a number.
@@ -221,8 +222,8 @@ def draw_ring(case: Case, counts: list[int], ring_dtype: str = "bfloat16") -> di
     k, u = (np.where(left_over[..., None], np.nan, y) for y in (k, u))
     x |= {
         "state": x["pool"],
-        "ring_k": jnp.asarray(k, ring_dtype),
-        "ring_u": jnp.asarray(u, ring_dtype),
+        "ring_k": jnp.asarray(k, case.ring_dtype),
+        "ring_u": jnp.asarray(u, case.ring_dtype),
         "ring_g": jnp.asarray(np.where(left_over, np.nan, g), jnp.float32),
         "read_slots": jnp.asarray(read),
         "count": jnp.asarray(count),
@@ -367,6 +368,9 @@ RING_CASES = (
     (Case("ring-wide-vk", kv_layout=False, K=256, V=32, heads=(1, 1, 1), padding=False), (15, 2, 15)),
     # A value head in two parts, which one warpgroup takes one after the other.
     (Case("ring-parts", K=32, V=192, heads=(1, 1, 1)), (5, 3, 15)),
+    (Case("ring-float32", heads=(1, 1, 1), ring_dtype="float32"), (0, 2, 15)),
+    # Its sums take more rows than the tokens that are flushed.
+    (Case("ring-narrow", K=32, V=96, heads=(1, 1, 1), ring_dtype="float32"), (15, 2, 0)),
 )
 """With the tokens that each row's ring holds."""
 
