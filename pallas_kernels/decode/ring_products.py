@@ -86,7 +86,7 @@ class Held(NamedTuple):
     k: jax.Array
     """[L, K], each row in a few lanes of a warp."""
     u: Any
-    """[L, block], float32, each column in a thread; None before `Ring.with_u`."""
+    """[L, block], float32, each column in a thread; None before `Ring.with_values`."""
     since: jax.Array
     """Log decays since each token [L]."""
     total: jax.Array
@@ -124,7 +124,7 @@ class Ring:
         u = None if u is None else self._tokens_of(u, count)
         return Held(k, u, since, jnp.sum(g), count)
 
-    def with_u(self, held: Held, u: Any) -> Held:
+    def with_values(self, held: Held, u: Any) -> Held:
         """A ring and its values, which are in shared memory."""
         return held._replace(u=self._tokens_of(load(u, self.u_layout), held.count))
 

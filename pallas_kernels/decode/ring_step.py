@@ -377,7 +377,7 @@ def _body(
         total, since, us, exact = held.total, [], [], []
         if deferred:
             plgpu.barrier_wait(smem.u_arrived.at[wg])
-            held = ring.with_u(held, smem.ring_u.at[wg])
+            held = ring.with_values(held, smem.ring_u.at[wg])
         for t, token in enumerate(tokens):
             total, since = total + token.g, [x + token.g for x in since]
             decay = jnp.exp(total)
