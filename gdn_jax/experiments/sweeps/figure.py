@@ -61,8 +61,8 @@ def draw_sweep(
     else:
         name, values = along
         panels = [(f"{name}\n{n} {axis}", _over_scales(rows, values, n)) for n in tests]
-    columns = min(4, len(panels))
-    lines = -(-len(panels) // columns)
+    lines = -(-len(panels) // 4)
+    columns = -(-len(panels) // lines)
     figure = Figure(
         figsize=(7 if len(panels) == 1 else 1.2 + 2.9 * columns, 1 + 3.6 * lines),
         dpi=160,
