@@ -102,17 +102,30 @@ class Config:
     """At most, of a chunk."""
 
 
-def memory(rule: Rule, config: Config, T: int, state_dtype: Any, ring_dtype: Any, flushed: int) -> Memory:
+class Drafts(NamedTuple):
+    """Which of a request's drafts a call has: with several calls, each but the last has `MAX_TOKENS`."""
+
+    tokens: int
+    """Of all calls."""
+    offset: int = 0
+    """Those of the calls before."""
+
+
+def memory(
+    rule: Rule, config: Config, T: int, drafts: Drafts | None, state_dtype: Any, ring_dtype: Any
+) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup, and as many stages as there is room for.
 
     Args:
-      flushed: tokens that become part of a state, at most: more than a ring's of a decoded token alone.
+      drafts: as for `ring_step`: None for a decoded token.
     """
     shape, W = (
         Shape.of(rule, config.block, config.chunk_bytes, jnp.dtype(state_dtype).itemsize),
         config.warpgroups,
     )
-    deferred, sums = flushed > LENGTH, 2 * row_slices(config.block).rows if rule.kv_layout else 2 * T
+    deferred, sums = drafts is None, 2 * row_slices(config.block).rows if rule.kv_layout else 2 * T
+    # What may become part of a state at once: a ring and the token that fills it; the ring, before the first drafts.
+    flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
     others = {
         "vectors": Buffer((W, 2 * T, rule.K)),
         "weights": Buffer((W, 2 * T, LENGTH)),
@@ -132,12 +145,12 @@ def memory(rule: Rule, config: Config, T: int, state_dtype: Any, ring_dtype: Any
     return others | {"state": state, "arrived": Barriers(1, W * stages)} | barriers
 
 
-def default_config(rule: Rule, T: int, state_dtype: Any, ring_dtype: Any, flushed: int) -> Config:
+def default_config(rule: Rule, T: int, drafts: Drafts | None, state_dtype: Any, ring_dtype: Any) -> Config:
     """Whole heads where V allows it; for a decoded token two chunks of 16 KB where both find room."""
     config = Config(next(n for n in (128, 96, 64, GRANULE) if rule.V % n == 0))
     large = dataclasses.replace(config, stages=2, chunk_bytes=16384)
-    state: Any = memory(rule, large, T, state_dtype, ring_dtype, flushed)["state"]
-    return large if flushed > LENGTH and state.shape[1] == large.stages else config
+    state: Any = memory(rule, large, T, drafts, state_dtype, ring_dtype)["state"]
+    return large if drafts is None and state.shape[1] == large.stages else config
 
 
 RING_DTYPES = ("float32", "bfloat16")
@@ -168,15 +181,6 @@ class Token(NamedTuple):
     v: jax.Array
     g: jax.Array
     beta: jax.Array
-
-
-class Drafts(NamedTuple):
-    """Which of a request's drafts a call has: with several calls, each but the last has `MAX_TOKENS`."""
-
-    tokens: int
-    """Of all calls."""
-    offset: int = 0
-    """Those of the calls before."""
 
 
 class Place(NamedTuple):
@@ -517,8 +521,7 @@ def ring_step(
     norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
     rule = Rule(Hq, k.shape[2], HV, K, V, scale, *norm, kv_layout, *span)
     ctas = min(NUM_SMS, N * (HV if drafts is None else rule.Hk))
-    flushed = LENGTH + 1 if drafts is None else 0 if drafts.offset else LENGTH
-    sizes = T, state.dtype, ring_u.dtype, flushed
+    sizes = T, drafts, state.dtype, ring_u.dtype
     config, device = config or default_config(rule, *sizes), Device(interpret is not None)
     return launch_in_place(
         "decode_deferred" if drafts is None else "verify_ring",
