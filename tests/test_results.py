@@ -115,9 +115,9 @@ def derived(text):
         """Scores at one scale less those at another one, for every seed."""
         return np.subtract(seeds(name, mixer, size, last), seeds(name, mixer, size, first))
 
-    def gain(name, before, mixer, size, scale=1):
-        """Scores in one sweep less those in another one, for every seed."""
-        return np.subtract(seeds(name, mixer, size, scale), seeds(before, mixer, size, scale))
+    def gain(name, before, mixer, size, scale=1, other=None):
+        """Scores in one sweep less those in another one, there perhaps of another mixer, for every seed."""
+        return np.subtract(seeds(name, mixer, size, scale), seeds(before, other or mixer, size, scale))
 
     def sigmas(*which):
         """Standard errors between two mixers."""
