@@ -5,11 +5,13 @@ number of the text is an option or the chance of a sweep that its section links 
 
     <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
 
+A bound is rounded so that it is one: where the text says "at least 99.2", the comment begins with `at least 99.2:`.
 `seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
 scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
 scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
 seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` say the same in
-comments, `deeper` what a mixer has more at one scale than at another one, `gain` in one sweep than in another one;
+comments, `deeper` what a mixer has more at one scale than at another one, `gain` in one sweep than in another one,
+and `in_errors` how many standard errors the mean of such numbers is;
 `run`, `scores` and `config` give what the files have.
 """
 
@@ -100,7 +102,7 @@ def about(name):
 
 
 def derived(text):
-    """Numbers that comments of a text derive, and those whose derivation gives another one."""
+    """Numbers that comments of a text derive, with the word of a bound, and those that are not what is derived."""
 
     def seeds(name, mixer, size, scale=1):
         return scores(name)[mixer, scale][str(size)]
@@ -119,9 +121,13 @@ def derived(text):
         """Scores in one sweep less those in another one, there perhaps of another mixer, for every seed."""
         return np.subtract(seeds(name, mixer, size, scale), seeds(before, other or mixer, size, scale))
 
+    def in_errors(values):
+        """The mean, in its standard errors."""
+        return np.mean(values) / error(values)
+
     def sigmas(*which):
         """Standard errors between two mixers."""
-        return np.mean(differences(*which)) / error(differences(*which))
+        return in_errors(differences(*which))
 
     def run(name, mixer, lr, seed):
         [line] = [x for x in folder(name)[1] if (x["mixer"], x["lr"], x["seed"]) == (mixer, lr, seed)]
@@ -134,6 +140,7 @@ def derived(text):
     names = {
         "average": np.mean,
         "error": error,
+        "in_errors": in_errors,
         "differences": differences,
         "growth": growth,
         "deeper": deeper,
@@ -149,13 +156,15 @@ def derived(text):
         "others": lambda name, *but: {mixer for mixer, _ in scores(name)} - {*but},
     }
     right, wrong = set(), []
-    for said, expression in re.findall(r"<!-- ([\d.]+): (.*) -->", text):
+    for bound, said, expression in re.findall(r"<!-- (at least |at most |)([\d.]+): (.*) -->", text):
         value = eval(expression, names)  # of a file of this project
-        got = f"{value:.{len(said.partition('.')[2])}f}"
+        digits = len(said.partition(".")[2])
+        rounded = {"at least ": np.floor, "at most ": np.ceil, "": np.round}[bound]
+        got = f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
         if got == said:
-            right.add(said)
+            right.add(bound + said)
         else:
-            wrong.append((said, expression, got))
+            wrong.append((bound + said, expression, got))
     return right, wrong
 
 
@@ -209,9 +218,12 @@ def wrong_numbers(page):
                         wrong.append((linked, heading, got, wanted))
         for got in sorted(checked, key=len, reverse=True):
             text = text.replace(f"| {got} ", "| ") if got else text
-        said, failed = derived(text)
+        right, failed = derived(text)
         wrong += failed
+        said = {words.split()[-1] for words in right}
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+        bounds = re.findall(r"\b(at\s(?:least|most))\s(\d+(?:\.\d+)?)", text)
+        wrong += [(*bound, "no bound") for bound in bounds if " ".join(" ".join(bound).split()) not in right]
         text = LINK.sub(lambda link: link[1] if link[2].split("/")[0] in FOLDERS else "", text)
         text = re.sub(r"`[^`]*`", "", text)
         said = said.union(*(facts(name) for name in folders))
@@ -242,6 +254,8 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("by 7.1 at 128", "by 7.2 at 128"),  # between two scales
         ("1.420 against", "1.421 against"),  # a single run
         ("least 3.2 standard errors", "least 3.3 standard errors"),
+        ("least 99.2 % of 64 pairs", "least 99.3 % of 64 pairs"),  # rounded, but no bound
+        ("recall 80 to 93 %", "recall at least 80 %"),  # a number, but of no bound
         ("(4.7 standard errors)", "(4.6 standard errors)"),  # at a scale
         ("(5.8 standard errors)", "(5.9 standard errors)"),  # between two sweeps
         ("| **45.0 ± 6.8** |", "| 45.0 ± 6.8 |"),  # a claim that the page does not make
