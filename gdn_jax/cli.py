@@ -107,30 +107,30 @@ def _bench(argv: list[str]) -> int:
         return f"--what={what}" in argv or ("--what", what) in itertools.pairwise(argv)
 
     if asks("step"):  # another room's
-        from gdn_jax.experiments import step_bench
+        from gdn_jax.bench import step as step_bench
 
         return step_bench.main(argv)
     if asks("generate"):
-        from gdn_jax.experiments import generate_bench
+        from gdn_jax.bench import generate as generate_bench
 
         return generate_bench.main(argv)
     if asks("scale"):
-        from gdn_jax.experiments import scale_bench
+        from gdn_jax.bench import scale as scale_bench
 
         return scale_bench.main(argv)
     if asks("parts"):
-        from gdn_jax.experiments import parts_bench
+        from gdn_jax.bench import parts as parts_bench
 
         return parts_bench.main(argv)
     if asks("decode"):
-        from gdn_jax.checks import decode_bench
+        from gdn_jax.bench import decode as decode_bench
 
         return decode_bench.main(argv)
     if asks("prefill"):
-        from gdn_jax.checks import prefill_bench
+        from gdn_jax.bench import prefill as prefill_bench
 
         return prefill_bench.main(argv)
-    from gdn_jax.checks import bench
+    from gdn_jax.bench import rule as bench
 
     return bench.main(argv)
 
@@ -143,7 +143,7 @@ def _check(argv: list[str]) -> int:
 
 def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[str]) -> int:
     """Runs a command whose first word is a task."""
-    from gdn_jax.experiments.options import TASKS
+    from gdn_jax.training.options import TASKS
 
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -167,7 +167,7 @@ def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def _sample(argv: list[str]) -> int:
-    from gdn_jax.experiments.sample import SampleOptions, sample
+    from gdn_jax.training.sample import SampleOptions, sample
 
     path, rest = _on_run("sample", argv)
     options = parse(SampleOptions, rest, "gdn sample RUN", SampleOptions(), SampleOptions.__doc__)
@@ -175,7 +175,7 @@ def _sample(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
-    from gdn_jax.experiments.write import WriteOptions, write
+    from gdn_jax.training.write import WriteOptions, write
 
     path, rest = _on_run("generate", argv)
     options = parse(WriteOptions, rest, "gdn generate PATH", WriteOptions(), WriteOptions.__doc__)
@@ -185,7 +185,7 @@ def _generate(argv: list[str]) -> int:
 def _info(argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.experiments.info import InfoOptions, info
+    from gdn_jax.inspect.info import InfoOptions, info
 
     path, rest = _on_run("info", argv)
     options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), InfoOptions.__doc__)
@@ -193,7 +193,7 @@ def _info(argv: list[str]) -> int:
 
 
 def _eval(argv: list[str]) -> int:
-    from gdn_jax.experiments.evaluate import EvalOptions, evaluate
+    from gdn_jax.training.evaluate import EvalOptions, evaluate
 
     path, rest = _on_run("eval", argv)
     options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
@@ -203,7 +203,7 @@ def _eval(argv: list[str]) -> int:
 def _train(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.experiments import options as options_lib
+    from gdn_jax.training import options as options_lib
 
     default = options_lib.TASKS[task]
     options = _parse(options_lib.TrainOptions, default, argv, f"gdn train {task}")
@@ -214,7 +214,7 @@ def _train(task: str, argv: list[str]) -> int:
         options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
         options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
-    from gdn_jax.experiments.train import train
+    from gdn_jax.training.train import train
 
     return train(options, Console())
 
@@ -222,8 +222,8 @@ def _train(task: str, argv: list[str]) -> int:
 def _sweep(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.experiments import options as options_lib
-    from gdn_jax.experiments.sweeps import options as sweep_options
+    from gdn_jax.sweeps import options as sweep_options
+    from gdn_jax.training import options as options_lib
 
     prog, presets = f"gdn sweep {task}", sweep_options.PRESETS[task]
     options = _parse(sweep_options.SweepOptions, presets["small"], argv, prog)
@@ -243,14 +243,14 @@ def _sweep(task: str, argv: list[str]) -> int:
         )
         options = _parse(sweep_options.SweepOptions, default, argv, prog)
         sweep_options.check(options)
-    from gdn_jax.experiments.sweeps.sweep import sweep
+    from gdn_jax.sweeps.sweep import sweep
 
     return sweep(options, Console(), shlex.join(["gdn", "sweep", task, *argv]))
 
 
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
     """config.json of the run to resume."""
-    from gdn_jax.experiments.runs import RunFolder
+    from gdn_jax.training.runs import RunFolder
 
     _, config = RunFolder.open(out)
     if config.get("task") != task:
@@ -265,14 +265,14 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "train": ("gdn_jax.experiments.train", partial(_on_task, "train", _train)),
-    "sample": ("gdn_jax.experiments.sample", _sample),
-    "generate": ("gdn_jax.experiments.write", _generate),
-    "info": ("gdn_jax.experiments.info", _info),
-    "eval": ("gdn_jax.experiments.evaluate", _eval),
-    "sweep": ("gdn_jax.experiments.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
+    "train": ("gdn_jax.training.train", partial(_on_task, "train", _train)),
+    "sample": ("gdn_jax.training.sample", _sample),
+    "generate": ("gdn_jax.training.write", _generate),
+    "info": ("gdn_jax.inspect.info", _info),
+    "eval": ("gdn_jax.training.evaluate", _eval),
+    "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
     "check": ("gdn_jax.checks.check", _check),
-    "bench": ("gdn_jax.checks.bench", _bench),
+    "bench": ("gdn_jax.bench.rule", _bench),
 }
 """What runs a command, and the module that it takes longest to import."""
 

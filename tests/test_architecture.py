@@ -102,21 +102,34 @@ ROOMS: dict[str, set[str]] = {
     },
     "commands": set(),
     "hf": {"layers", "models", "commands"},
-    "checks": {"gdn_jax", "serving", "commands", *KERNELS},
-    "experiments": {
+    "checks": {"gdn_jax", "commands"},
+    "tasks": {"gdn_jax", "models", "commands", "training"},
+    "training": {
         "gdn_jax",
         "parallel",
-        "fused",
         "blocks",
-        "losses",
         "layers",
         "models",
         "hf",
         "commands",
-        "checks",
+        "tasks",
     },
-    "experiments.sweeps": {"gdn_jax", "models", "commands", "experiments"},
-    "cli": {"commands", "checks", "experiments", "experiments.sweeps"},
+    "sweeps": {"gdn_jax", "models", "commands", "tasks", "training"},
+    "inspect": {"gdn_jax", "parallel", "layers", "models", "hf", "commands", "tasks", "training"},
+    "bench": {
+        "gdn_jax",
+        "serving",
+        "parallel",
+        "fused",
+        "losses",
+        "models",
+        "commands",
+        "checks",
+        "tasks",
+        "training",
+        *KERNELS,
+    },
+    "cli": {"commands", "checks", "tasks", "training", "sweeps", "inspect", "bench"},
 }
 STANDARD = {*sys.stdlib_module_names}
 # Packages from outside: those that every room may import, and what some may import beside them.
@@ -136,8 +149,11 @@ OUTSIDE: dict[str, set[str]] = {
     "hf": {"flax", "tokenizers"},
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
-    "experiments": {"flax", "matplotlib", "optax", "orbax", "rich"},
-    "experiments.sweeps": {"flax", "matplotlib", "rich"},
+    "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
+    "sweeps": {"flax", "matplotlib", "rich"},
+    "tasks": {"flax"},
+    "inspect": {"flax", "rich"},
+    "bench": {"flax", "matplotlib", "ml_dtypes", "optax", "rich"},
     "cli": {"rich"},
 }
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
@@ -148,7 +164,7 @@ INSIDE_FUNCTIONS = {
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),
-    *(("cli", name) for name in ("checks", "experiments", "experiments.sweeps", "rich")),
+    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps", "inspect", "bench", "rich")),
 }
 
 

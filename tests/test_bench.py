@@ -12,13 +12,26 @@ from rich.console import Console
 
 import gdn_jax
 from gdn_jax import cli
-from gdn_jax.checks import bench, bench_table, device_time, kernel_bench, passes, peers
-from gdn_jax.checks import rows as bench_rows
+from gdn_jax.bench import (
+    device_time,
+    passes,
+    peers,
+)
+from gdn_jax.bench import (
+    kernels as kernel_bench,
+)
+from gdn_jax.bench import rows as bench_rows
+from gdn_jax.bench import (
+    rule as bench,
+)
+from gdn_jax.bench import (
+    table as bench_table,
+)
+from gdn_jax.bench.device_time import Timing
+from gdn_jax.bench.rows import Row
+from gdn_jax.bench.rule import BenchOptions
+from gdn_jax.bench.table import Result
 from gdn_jax.checks.accuracy import NAMES
-from gdn_jax.checks.bench import BenchOptions
-from gdn_jax.checks.bench_table import Result
-from gdn_jax.checks.device_time import Timing
-from gdn_jax.checks.rows import Row
 from gdn_jax.commands.errors import RunError
 
 TINY = (

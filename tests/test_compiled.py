@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from gdn_jax.experiments.compiled import keep_compiled
+from gdn_jax.training.compiled import keep_compiled
 
 SECONDS = "jax_persistent_cache_min_compile_time_secs"
 

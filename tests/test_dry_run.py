@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
-from gdn_jax.experiments.dry_run import dry_run
+from gdn_jax.inspect.dry_run import dry_run
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape

@@ -19,11 +19,11 @@ from tiny_runs import TINY, metrics, train
 import gdn_command
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
-from gdn_jax.experiments import memory, steps
-from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments.runs import RunFolder
-from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.options import TextOptions
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.tasks.options import TextOptions
+from gdn_jax.training import memory, steps
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.runs import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

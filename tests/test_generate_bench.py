@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from gdn_jax import cli
-from gdn_jax.experiments import generate_bench, peak
+from gdn_jax.bench import generate as generate_bench
 from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.costs import attention_costs, model_costs, parameters
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.training import peak
 
 TINY = "--model tiny --dtype float32 --prefill 16 --batches 1 3 --contexts 8 --tokens 4 --repeats 2".split()
 TINY += ["--options", "implementation=recurrent"]  # compiles fast

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from gdn_jax import cli
-from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments.load import load_run
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.save import own_family
 from gdn_jax.hf.text import Tokenizer, stop_tokens
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, costs, generate
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.load import load_run
 
 WORDS = [f"word{i}" for i in range(64)]
 
@@ -177,7 +177,7 @@ def test_costs_grow_as_they_should():
 
 def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
     """The bytes of a run, as they come; the model is a stand-in."""
-    from gdn_jax.experiments import write
+    from gdn_jax.training import write
 
     config = ModelConfig(hidden_size=16, num_layers=1, head_dim=4, implementation="recurrent")
     model = LanguageModel(config, rngs=nnx.Rngs(0))

@@ -11,12 +11,12 @@ from flax import nnx
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.experiments.steps import compiler_flags
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.decoder import ReorderedBlock, make_block
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.sampling import Sampling
+from gdn_jax.training.steps import compiler_flags
 
 F32 = 4 * FLOAT32["o"]  # four float32 layers, each within the bound of the rule; see tests/test_models.py
 CONTINUED = 1e-4  # absolute, of logits of unit size

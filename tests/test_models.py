@@ -12,10 +12,10 @@ from flax import nnx
 from small_models import BF16, F32, SIZES, Shift, call, continued, make, operations, tokens
 from tolerances import assert_close
 
-from gdn_jax.experiments import options as options_lib
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import Block, LanguageModel, ModelConfig, generate, weight_decay_mask
 from gdn_jax.models.generate import _generate
+from gdn_jax.training import options as options_lib
 
 
 @pytest.fixture(scope="module")

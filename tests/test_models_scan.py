@@ -11,7 +11,7 @@ from programs import KERNELS, eqns
 from small_models import BF16, F32, SIZES, Shift, call, continued, loss_of, make, operations, tokens
 from tolerances import assert_close
 
-from gdn_jax.experiments import step_bench
+from gdn_jax.bench import step as step_bench
 from gdn_jax.models import Block, LanguageModel, ModelConfig
 
 

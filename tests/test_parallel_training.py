@@ -17,15 +17,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from gdn_jax import cli
-from gdn_jax.experiments import steps
-from gdn_jax.experiments.options import ScheduleOptions
-from gdn_jax.experiments.placement import Placement
-from gdn_jax.experiments.tasks.batch import Batch
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import context, processes, rows_on_mesh, sharding
 from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.training import steps
+from gdn_jax.training.options import ScheduleOptions
+from gdn_jax.training.placement import Placement
 
 CONFIG = ModelConfig(
     vocab_size=32, hidden_size=16, num_layers=2, num_heads=8, head_dim=4, expand_v=1.0, intermediate_size=32,

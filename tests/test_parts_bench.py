@@ -8,8 +8,10 @@ import pytest
 from programs import KERNELS, eqns
 
 from gdn_jax import cli
-from gdn_jax.experiments import model_parts, parts_bench, step_bench
-from gdn_jax.experiments.parts_bench import PartsBenchOptions
+from gdn_jax.bench import model_parts
+from gdn_jax.bench import parts as parts_bench
+from gdn_jax.bench import step as step_bench
+from gdn_jax.bench.parts import PartsBenchOptions
 
 TINY = "--model tiny --tokens 128 --length 64 --calls 2 --repeats 2".split()
 CONFIG = step_bench.model_config("0.4b", (), dtype="bfloat16")
@@ -91,7 +93,7 @@ def test_wrong_options_are_one_line(options, message, capsys):
 
 def test_kernels_of_a_profile_are_summed(monkeypatch):
     """Those whose names begin as asked, call by call; a call with another number of them is refused."""
-    from gdn_jax.checks import device_time
+    from gdn_jax.bench import device_time
 
     runs = [("swiglu", 0, 2e6), ("nvjet", 2e6, 9e6), ("swiglu", 9e6, 10e6), ("swiglu", 20e6, 24e6)]
     runs += [("nvjet", 24e6, 25e6), ("swiglu", 25e6, 26e6)]

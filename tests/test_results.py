@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import summary, sweep
-from gdn_jax.experiments.tasks.table import make_task
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.sweeps import summary, sweep
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 
 RESULTS = Path(__file__).parent.parent / "results"
 FOLDERS = sorted(path.parent.name for path in RESULTS.glob("*/runs.jsonl"))

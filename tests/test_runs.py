@@ -14,9 +14,9 @@ from tiny_runs import TINY_TEXT, final_state, metrics, resume, train, tree
 
 from gdn_jax import cli
 from gdn_jax.commands import files
-from gdn_jax.experiments import steps
-from gdn_jax.experiments.tasks import text
-from gdn_jax.experiments.tasks.next_byte import BytesTask
+from gdn_jax.tasks import text
+from gdn_jax.tasks.next_byte import BytesTask
+from gdn_jax.training import steps
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

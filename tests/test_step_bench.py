@@ -7,8 +7,9 @@ import jax
 import pytest
 
 from gdn_jax import cli
-from gdn_jax.experiments import peak, step_bench
+from gdn_jax.bench import step as step_bench
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.training import peak
 
 TINY = "--model tiny --tokens 128 --dtype float32 --repeats 1".split()
 

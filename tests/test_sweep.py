@@ -16,12 +16,12 @@ from gdn_jax import cli
 from gdn_jax.commands import versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
-from gdn_jax.experiments import steps
-from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import sweep
-from gdn_jax.experiments.tasks.table import make_task
-from gdn_jax.experiments.training import Trainer
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.sweeps import sweep
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training import steps
+from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.trainer import Trainer
 
 TINY = (
     "--hidden-size 8 --num-layers 1 --num-heads 1 --head-dim 4 --dtype float32 --length 6 --test-lengths 6 9 "

@@ -11,18 +11,18 @@ from tiny_sweeps import options
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
-from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments import steps
-from gdn_jax.experiments.mixers import MIXERS
-from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.sweeps import figure as figure_lib
-from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import sweep
-from gdn_jax.experiments.sweeps.scoring import shared
-from gdn_jax.experiments.tasks.batch import Batch
-from gdn_jax.experiments.tasks.options import RecallOptions
-from gdn_jax.experiments.tasks.table import make_task
-from gdn_jax.experiments.training import Trainer
+from gdn_jax.sweeps import figure as figure_lib
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.sweeps import sweep
+from gdn_jax.sweeps.scoring import shared
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.tasks.options import RecallOptions
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training import options as options_lib
+from gdn_jax.training import steps
+from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(

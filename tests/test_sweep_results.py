@@ -5,13 +5,13 @@ import pytest
 from matplotlib.figure import Figure
 from tiny_sweeps import options
 
-from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
-from gdn_jax.experiments.sweeps import figure as figure_lib
-from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.sweeps import summary, sweep
-from gdn_jax.experiments.tasks.options import ParityOptions
-from gdn_jax.experiments.tasks.table import make_task
+from gdn_jax.sweeps import figure as figure_lib
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.sweeps import summary, sweep
+from gdn_jax.tasks.options import ParityOptions
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 
 
 def test_one_seed_has_no_spread(tmp_path):

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from gdn_jax import cli
-from gdn_jax.experiments.options import TASKS, RunOptions, TrainOptions
-from gdn_jax.experiments.tasks import recall, state_tracking, text
-from gdn_jax.experiments.tasks.options import (
+from gdn_jax.tasks import recall, state_tracking, text
+from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,
     PermutationOptions,
     RecallOptions,
 )
-from gdn_jax.experiments.tasks.table import make_task
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training.options import TASKS, RunOptions, TrainOptions
 
 
 @pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])

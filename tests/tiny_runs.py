@@ -5,11 +5,11 @@ import json
 import jax
 
 from gdn_jax import cli
-from gdn_jax.experiments import options as options_lib
-from gdn_jax.experiments.checkpoints import Checkpoints
-from gdn_jax.experiments.runs import RunFolder
-from gdn_jax.experiments.tasks.table import make_task
-from gdn_jax.experiments.training import Trainer
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.trainer import Trainer
 
 TINY = (
     "--hidden-size 16 --num-layers 1 --num-heads 1 --head-dim 8 --dtype float32 --implementation recurrent "

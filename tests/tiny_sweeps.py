@@ -1,7 +1,7 @@
 """Options of the smallest sweep, for tests of its parts."""
 
-from gdn_jax.experiments.sweeps import options as sweep_options
-from gdn_jax.experiments.tasks.options import ParityOptions
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.tasks.options import ParityOptions
 
 
 def options(**grid):

@@ -1,0 +1,1 @@
+"""Commands that time: the rule, its kernels, serving, training steps."""

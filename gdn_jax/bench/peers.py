@@ -1,0 +1,195 @@
+"""Other libraries' gated delta rule on the same inputs, timed as replays of a CUDA graph.
+
+They are looked for when asked and never needed: PyTorch with FlashQLA (flash_qla), flash-linear-attention (fla) and
+FlashInfer (flashinfer). Arrays pass without a copy (DLPack). A first call compiles and tunes: up to minutes.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gdn_jax.bench.device_time import Timing
+from gdn_jax.checks.accuracy import NAMES
+
+WARM_UP = 3
+"""Calls before the capture; the first compiles and tunes."""
+
+
+class Arguments(NamedTuple):
+    """One call as a peer gets it, in torch tensors on the GPU."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    initial_state: Any
+    do: Any
+    dh_T: Any
+    borders: Any
+    """cu_seqlens, int64 [N + 1], also for a single sequence."""
+    max_length: int
+
+    @property
+    def cu_seqlens(self) -> Any:
+        """None for a single sequence."""
+        return self.borders if len(self.borders) > 2 else None
+
+
+def _flash_qla(x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by FlashQLA."""
+    return import_module("flash_qla").chunk_gated_delta_rule(
+        *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
+    )
+
+
+def _fla(x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by flash-linear-attention."""
+    os.environ["FLA_FLASH_QLA"] = "0"  # else it hands the call to FlashQLA where that is installed
+    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule(
+        *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
+    )
+
+
+def _flashinfer(x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by FlashInfer, which has no batch axis and its states [N, HV, V, K]; g is exp(g)."""
+    o, final = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule(
+        *(t[0] for t in x[:5]),
+        initial_state=x.initial_state,
+        output_final_state=True,
+        output_state=x.initial_state.new_empty(x.initial_state.shape),
+        cu_seqlens=x.borders,
+        max_seqlen=x.max_length,
+    )
+    return o[None], final
+
+
+class Peer(NamedTuple):
+    """A library: how it is called, which modules it needs, and in what form it wants its arguments."""
+
+    name: str
+    modules: tuple[str, ...]
+    call: Callable[[Arguments], tuple[Any, Any]]
+    has_backward: bool = True
+    linear_alpha: bool = False
+    """exp(g) instead of g."""
+    v_first: bool = False
+    """States [N, HV, V, K]."""
+
+
+PEERS = (
+    Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), _flash_qla),
+    Peer("fla", ("torch", "triton", "fla"), _fla),
+    Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
+)
+"""Their names are the columns of rows.PEERS."""
+
+
+def missing(peer: Peer) -> str | None:
+    """Why a peer cannot be timed here; None if it can."""
+    absent = [module for module in peer.modules if importlib.util.find_spec(module) is None]
+    if absent:
+        return f"not installed ({', '.join(absent)} not found)"
+    return (
+        None
+        if jax.default_backend() == "gpu"
+        else f"needs a GPU, JAX's default device is a {jax.default_backend()}"
+    )
+
+
+class Measurement(NamedTuple):
+    """Time of a peer's call, and what it computed, with the names of `accuracy`."""
+
+    timing: Timing
+    results: dict[str, np.ndarray]
+
+
+def measure(
+    peer: Peer,
+    x: Any,
+    cu_seqlens: np.ndarray | None,
+    what: str,
+    part: Callable[[str, Any], Any],
+    repeats: int,
+) -> Measurement:
+    """Times a peer.
+
+    Args:
+      x: rows.Inputs, on the GPU.
+      cu_seqlens: borders of the sequences; None for a single one.
+      what: "forward", "backward" (given what the forward saved) or "training" (both).
+      part: function of a result's name and value for the part of it that is returned.
+      repeats: timed replays.
+    """
+    torch: Any = import_module("torch")
+    arguments = _arguments(peer, x, cu_seqlens, what != "forward")
+    primals = [arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta, arguments.initial_state]
+
+    def forward():
+        return peer.call(arguments)
+
+    def gradients(outputs):
+        return torch.autograd.grad(outputs, primals, (arguments.do, arguments.dh_T), retain_graph=True)
+
+    side: Any = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            outputs = forward()
+            if what != "forward":
+                gradients(outputs)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+    grads = ()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, stream=side):
+        outputs = forward()
+        if what == "training":
+            grads = gradients(outputs)
+    first.replay()
+    graph = first
+    if what == "backward":
+        with torch.cuda.graph(second, pool=first.pool(), stream=side):
+            grads = gradients(outputs)
+        graph = second
+    timing = _replays(graph, repeats)
+
+    results = {}
+    for name, tensor in zip(NAMES, (*outputs, *grads), strict=False):
+        tensor = tensor.detach()
+        if peer.v_first and name in ("final_state", "dh_0"):
+            tensor = tensor.transpose(-1, -2)
+        results[name] = part(name, tensor).float().cpu().numpy()
+    return Measurement(timing, results)
+
+
+def _arguments(peer: Peer, x: Any, cu_seqlens: np.ndarray | None, differentiable: bool) -> Arguments:
+    torch: Any = import_module("torch")
+    q, k, v, g, beta, state, do, dh_T = (torch.from_dlpack(a).clone() for a in jax.block_until_ready(x))
+    if peer.linear_alpha:
+        g = g.exp()
+    if peer.v_first:
+        state, dh_T = (s.transpose(-1, -2).contiguous() for s in (state, dh_T))
+    borders = np.array([0, q.shape[1]]) if cu_seqlens is None else cu_seqlens
+    for primal in (q, k, v, g, beta, state):
+        primal.requires_grad_(differentiable)
+    cu = torch.tensor(borders, dtype=torch.int64, device=q.device)
+    return Arguments(q, k, v, g, beta, state, do, dh_T, cu, int(np.diff(borders).max()))
+
+
+def _replays(graph: Any, repeats: int) -> Timing:
+    """Milliseconds between events around each replay, which the host queues ahead of the device."""
+    torch: Any = import_module("torch")
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(WARM_UP + repeats)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return Timing.of([start.elapsed_time(end) for start, end in events[WARM_UP:]])

@@ -1,0 +1,215 @@
+"""`gdn info`: what a checkpoint of Hugging Face's, the model of a run or a preset consists of and costs."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
+from gdn_jax.hf.families import describe
+from gdn_jax.hf.load import config_of, is_skipped, names_of
+from gdn_jax.hf.text import is_checkpoint
+from gdn_jax.inspect.dry_run import DryRun, dry_run
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
+from gdn_jax.models.presets import PRESETS
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.tasks.table import vocab_size
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.options import RunOptions
+from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.steps import compute_dtype
+
+NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
+
+
+@dataclasses.dataclass(frozen=True)
+class InfoOptions:
+    """What to compute for."""
+
+    context: int = 32768
+    """Tokens of a sequence."""
+    batch: int = 1
+    """Sequences side by side, each with a cache."""
+    mesh: str | None = None
+    """Compiles a training step of these sequences, in plain JAX and float32, for a mesh of devices that need not be
+    there, as in data=16,head=4,context=4,sharded, and says what each of them holds and sends. Takes a minute."""
+
+
+def info(path: Path, options: InfoOptions, console: Console) -> int:
+    """Prints layers, parameters, cache and costs; reads no weights. Returns the exit status.
+
+    Raises:
+      RunError: there is no such checkpoint, run or preset, or an option cannot be used.
+    """
+    for name in ("context", "batch"):
+        if getattr(options, name) < 1:
+            options_lib.fail(name, "1 or more", getattr(options, name))
+    try:
+        shape = None if options.mesh is None else MeshShape.parse(options.mesh)
+    except ValueError as error:
+        raise RunError(f"--{error}") from error
+    if shape is not None and os.environ.get("JAX_NUM_CPU_DEVICES") != str(shape.size):
+        return _with_devices(path, options, shape.size)
+    preset = str(path) in PRESETS and not path.exists()
+    try:
+        read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
+        title, config, skipped = read(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    console.print(f"{title}, weights {config.weight_dtype}", highlight=False, soft_wrap=True)
+    pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(_period(config.types)))
+    periods = len(config.types) // len(_period(config.types))
+    line = f"{config.num_layers} layers of width {config.hidden_size}: {periods} x ({pattern})"
+    console.print(line, highlight=False, soft_wrap=True)
+    if skipped:
+        console.print(
+            f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(_parameters(config))
+    console.print(_cache(config, options))
+    console.print(_costs(config, options.context))
+    if shape is not None:
+        _print_dry_run(console, dry_run(config, shape, options.batch, options.context), shape, options)
+    return 0
+
+
+def _with_devices(path: Path, options: InfoOptions, number: int) -> int:
+    """`info` in a process whose JAX begins with so many devices of the CPU. Returns the exit status."""
+    words = ["info", str(path)]
+    for field in dataclasses.fields(options):
+        words += [f"--{field.name}", str(getattr(options, field.name))]
+    known = {"JAX_NUM_CPU_DEVICES": str(number), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "gdn_jax.cli", *words]
+    return subprocess.run(command, env={**os.environ, **known}, check=False).returncode
+
+
+def _print_dry_run(console: Console, run: DryRun, shape: MeshShape, options: InfoOptions) -> None:
+    """Memory and traffic of one device, the latter beside the formulas."""
+    size = f"{options.batch} x {options.context:,} tokens"
+    lines = (
+        f"a training step of {size} on {shape}, {shape.size} devices; each of them",
+        f"holds {_bytes(run.state_bytes)} of weights, optimiser state and batch",
+        f"needs {_bytes(run.temporary_bytes)} beside, as XLA plans it for a CPU, in float32 and without kernels",
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    table = Table(title="sent by each device in a step", title_justify="left")
+    for name in ("kind", "operations", "compiled", "formulas", "of which"):
+        table.add_column(name, justify="left" if name in ("kind", "of which") else "right")
+    expected = {kind for part in run.expected.values() for kind, number in part.items() if number}
+    for kind in sorted({*run.sent.count, *expected}):
+        parts = {what: part[kind] for what, part in run.expected.items() if part.get(kind)}
+        table.add_row(
+            kind,
+            str(run.sent.count.get(kind, 0)),
+            _bytes(run.sent.sent.get(kind, 0)),
+            _bytes(sum(parts.values())),
+            ", ".join(f"{what} {_bytes(number)}" for what, number in parts.items()),
+        )
+    console.print(table)
+
+
+def _period(types: tuple[str, ...]) -> tuple[str, ...]:
+    n = len(types)
+    return next(types[:p] for p in range(1, n + 1) if n % p == 0 and types == types[:p] * (n // p))
+
+
+def _of_preset(path: Path) -> tuple[str, ModelConfig, list[str]]:
+    return f"{path}: a preset", PRESETS[str(path)], []
+
+
+def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str]]:
+    found = read_json(path / CONFIG)
+    described = describe(found, str(path / CONFIG))
+    tensors = read_tensors(path)
+    config = config_of(described, None, tensors, names_of(described, tensors))
+    return f"{path}: {found['model_type']}", config, [name for name in tensors if is_skipped(name)]
+
+
+def _of_run(path: Path) -> tuple[str, ModelConfig, list[str]]:
+    _, stored = RunFolder.open(path)
+    if stored["task"] not in options_lib.TASKS:
+        raise RunError(f"{path}: expected a run of gdn train, got one of the task {stored['task']}")
+    options = options_lib.from_json(stored["task"], stored["options"], RunOptions())
+    options_lib.check(options)
+    values = options_lib.config_values(options.model) | {"dtype": compute_dtype(options.model)}
+    return f"{path}: a run of {stored['task']}", ModelConfig(vocab_size=vocab_size(options), **values), []
+
+
+def _parameters(config: ModelConfig) -> Table:
+    table = Table(title="parameters", title_justify="left")
+    for name in ("part", "number", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    counts = parameters(config)
+    total = sum(counts.values())
+    for part, count in counts.items():
+        table.add_row(part, f"{count:,}", f"{count / total:.1%}")
+    table.add_row(
+        "all",
+        f"{total:,}",
+        f"{total * jnp.dtype(config.weight_dtype).itemsize / 2**30:.3f} GiB",
+        style="bold",
+    )
+    if config.experts is not None:
+        table.add_row(
+            "that a token meets", f"{active_parameters(config):,}", f"{active_parameters(config) / total:.1%}"
+        )
+    return table
+
+
+def _cache(config: ModelConfig, options: InfoOptions) -> Table:
+    table = Table(title=f"cache of {options.batch} x {options.context:,} tokens", title_justify="left")
+    for name in ("layers", "number", "of one layer and sequence", "together"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for kind in dict.fromkeys(config.types):
+        number, one = config.types.count(kind), COSTS[kind](config, options.context).cache_bytes
+        table.add_row(NAMES[kind], str(number), _bytes(one), _bytes(number * one * options.batch))
+    table.add_row(
+        "all", "", "", _bytes(model_costs(config, options.context).cache_bytes * options.batch), style="bold"
+    )
+    return table
+
+
+def _costs(config: ModelConfig, L: int) -> Table:
+    """The cost table of softmax attention against chunked Gated DeltaNet, for layers of this model."""
+    kinds = [*dict.fromkeys(config.types)]
+    columns = {NAMES[kind]: COSTS[kind](config, L) for kind in kinds} | {"the model": model_costs(config, L)}
+    table = Table(title=f"mixing tokens, without projections, at {L:,} tokens", title_justify="left")
+    table.add_column("cost")
+    for name in columns:
+        table.add_column(f"{name} layer" if name != "the model" else name, justify="right")
+    rows = {
+        "one pass": "prefill_flops",
+        "its activations": "activation_bytes",
+        "the next token": "decode_flops",
+        "kept for it": "cache_bytes",
+    }
+    assert {*rows.values()} == {*MixerCosts._fields}
+    for text, field in rows.items():
+        unit = _bytes if field.endswith("bytes") else _operations
+        table.add_row(text, *(unit(getattr(costs, field)) for costs in columns.values()))
+    return table
+
+
+def _bytes(number: int) -> str:
+    power = min(3, max(0, int(math.log2(max(number, 1))) // 10))
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _operations(number: int) -> str:
+    unit = next((unit for unit in ("T", "G", "M") if number >= _UNITS[unit]), "")
+    return f"{number / _UNITS[unit]:,.4g} {unit}FLOP" if unit else f"{number:,} FLOP"
+
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6}

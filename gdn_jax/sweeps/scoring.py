@@ -1,0 +1,52 @@
+"""Sets that share their sequences are read once: of a text, the places up to each length count in the same rows."""
+
+import hashlib
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from gdn_jax.tasks.batch import Batch
+
+
+class Scored(NamedTuple):
+    """Sequences, the sets that they are in, and what counts in each of these.
+
+    Fields:
+      names: of the sets.
+      batch: the sequences; its weights are of no use.
+      weights: of the predictions in each set; what is behind that of the last name is zero.
+    """
+
+    names: tuple[str, ...]
+    batch: Batch
+    weights: Float[Array, "S B T"] | np.ndarray
+
+
+def shared(sets: dict[str, list[Batch]]) -> list[Scored]:
+    """The batches of all sets, those with equal tokens and targets together.
+
+    Batches of one shape have as many weights each, so that a program is compiled once for them.
+    """
+    found: dict[bytes, list[tuple[str, Batch]]] = {}
+    for name, batches in sets.items():
+        before: dict[bytes, int] = {}  # a set that has a batch twice counts it twice
+        for batch in batches:
+            batch = jax.tree.map(np.asarray, batch)
+            digest = hashlib.sha256(batch.tokens.tobytes() + batch.targets.tobytes()).digest()
+            before[digest] = before.get(digest, 0) + 1
+            key = digest + repr((batch.tokens.shape, before[digest])).encode()
+            found.setdefault(key, []).append((name, batch))
+    most: dict[tuple[int, ...], int] = {}
+    for members in found.values():
+        shape = members[0][1].tokens.shape
+        most[shape] = max(most.get(shape, 0), len(members))
+    scored = []
+    for members in found.values():
+        batch = members[0][1]
+        weights = np.zeros((most[batch.tokens.shape], *batch.tokens.shape), np.float32)
+        for i, (_, member) in enumerate(members):
+            weights[i] = member.weights
+        scored.append(Scored(tuple(name for name, _ in members), batch, weights))
+    return scored

@@ -1,0 +1,151 @@
+"""Next-byte modelling of a text, as a task."""
+
+import copy
+import math
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from gdn_jax import models
+from gdn_jax.tasks import ngrams, text
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.tasks.options import TextOptions, prompt_bytes
+from gdn_jax.training.options import TrainOptions
+
+
+class BytesTask:
+    """Next-byte modelling of a text."""
+
+    vocab_size = 256
+    metric = "bpb"
+    label = "bits per byte"
+    lower_is_better = True
+    axis = "bytes"
+    turns = (0,)
+
+    def __init__(self, options: TrainOptions[TextOptions]):
+        self.options = options
+        o, self.length = options.task, options.task.length
+        self.size, self.tests = self.length, o.test_lengths or ()
+        longest = max((self.length, *self.tests))
+        self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+        self.data: PyTree = self.corpus.train
+        self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
+
+    def train_batch(self, step: int) -> Batch:
+        # Philox is a counter: key (seed, step) needs no state to be saved.
+        generator = np.random.Generator(np.random.Philox(key=[self.options.run.seed, step]))
+        high = self.corpus.train.size - self.length
+        starts = generator.integers(0, high, self.options.run.batch_size)
+        tokens, targets = text.windows(self.corpus.train, starts, self.length)
+        return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
+
+    def bound(self, data: PyTree) -> "BytesTask":
+        other = copy.copy(self)
+        other.data = data
+        return other
+
+    def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
+        """Windows drawn inside a program; other ones than those of `train_batch`."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
+        starts = jax.random.randint(
+            key, (self.options.run.batch_size, 1), 0, self.data.shape[0] - self.length
+        )
+        rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
+        return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((rows.shape[0], self.length), jnp.float32))
+
+    def val_batches(self, size: int) -> list[Batch]:
+        return batches(self.corpus.val, self.starts, self.length, size)
+
+    def test_batches(self, size: int) -> dict[int, list[Batch]]:
+        # Without --test-lengths the held-out text is the test.
+        made, before = {}, 0
+        for length in self.tests:
+            longest = self.tests[-1]
+            starts = text.window_starts(self.corpus.val.size, longest, self.options.task.val_bytes)
+            counts = (np.arange(longest) >= before) & (np.arange(longest) < length)
+            made[length] = [
+                batch._replace(weights=batch.weights * counts)
+                for batch in batches(self.corpus.val, starts, longest, size)
+            ]
+            before = length
+        return made
+
+    def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
+        del accuracy
+        return {"bpb": bits(loss)}
+
+    def baselines(self) -> dict[str, float]:
+        return self._tables
+
+    @cached_property
+    def _tables(self) -> dict[str, float]:
+        positions = (self.starts[:, None] + np.arange(1, self.length + 1)).reshape(-1)
+        return ngrams.bits_per_byte(self.corpus.train, self.corpus.val, positions)
+
+    def describe(self) -> dict[str, object]:
+        corpus = self.corpus
+        return {
+            "source": corpus.source,
+            "fingerprint": corpus.fingerprint,
+            "train_bytes": corpus.train.size,
+            "val_bytes": corpus.val.size,
+            "val_bytes_scored": len(self.starts) * self.length,
+            "train_files": len(corpus.train_files),
+            "val_files": self._held_out(),
+        }
+
+    def _held_out(self) -> list[str]:
+        """Names of the files that are held out, or of the packages."""
+        files = self.corpus.val_files
+        return sorted({name.split("/")[0] for name in files}) if self.options.task.packages else list(files)
+
+    def summary(self) -> str:
+        corpus = self.corpus
+        return (
+            f"{corpus.source}: "
+            f"{corpus.train.size / 1e6:.2f} MB to train on ({len(corpus.train_files)} files), "
+            f"{corpus.val.size / 1e6:.2f} MB held out ({len(corpus.val_files)} files)"
+        )
+
+    def sample(self, model: models.LanguageModel) -> str:
+        options = self.options.task
+        rng = jax.random.fold_in(jax.random.key(self.options.run.seed), 2)
+        prompt = encode(options.prompt)
+        out = models.generate(model, prompt, options.sample_bytes, rng=rng, temperature=options.temperature)
+        return decode(jnp.concatenate([prompt[0, 1:], out[0]]))
+
+
+def encode(prompt: str) -> Int[Array, "1 T"]:
+    """Tokens of the beginning of a file: a zero, and the bytes of the prompt.
+
+    Raises:
+      RunError: the prompt stands for no bytes.
+    """
+    return jnp.asarray(np.frombuffer(b"\0" + prompt_bytes(prompt), np.uint8).astype(np.int32))[None]
+
+
+def decode(tokens: Int[Array, " T"]) -> str:
+    """Readable text of bytes up to a zero, which ends a file; what is no text becomes U+FFFD."""
+    readable = bytes(np.asarray(tokens, np.uint8)).split(b"\0")[0].decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
+
+
+def batches(stream: np.ndarray, starts: np.ndarray, length: int, size: int) -> list[Batch]:
+    """Windows of a stream in batches of `size`; the last one is filled up with windows that do not count."""
+    made = []
+    for first in range(0, len(starts), size):
+        some = starts[first : first + size]
+        weights = np.zeros((size, length), np.float32)
+        weights[: len(some)] = 1
+        some = np.concatenate([some, np.zeros(size - len(some), some.dtype)])
+        made.append(Batch(*text.windows(stream, some, length), weights))
+    return made
+
+
+def bits(loss: float) -> float:
+    """Bits per byte of a mean loss in nats."""
+    return loss / math.log(2)

@@ -1,0 +1,194 @@
+"""Checkpoints by Orbax: the state of training and a small JSON of what goes with it."""
+
+import gc
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from gdn_jax.commands.errors import RunError, one_line, out_of_memory
+from gdn_jax.training.runs import RunFolder
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read.
+
+    damaged: later ones that could not be, with the reason.
+    """
+
+    step: int
+    state: Any
+    facts: dict[str, Any]
+    damaged: dict[int, str]
+
+
+class Checkpoints:
+    """Complete checkpoints of a run, the latest `keep` of them.
+
+    Orbax writes a checkpoint under a temporary name and renames it when everything is on disk: one cut
+    short by a crash is never listed, and is removed when the run is opened again.
+
+    Args:
+      run: the folder whose `checkpoints` they are.
+      keep: how many; None: they are only read, and the run may be at work.
+    """
+
+    def __init__(self, run: RunFolder, keep: int | None):
+        self._folder, self._damaged, self._reads = run.checkpoints.resolve(), run.damaged, keep is None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not self._reads,
+            create=not self._reads,
+            read_only=self._reads,
+            save_interval_steps=0 if self._reads else 1,
+        )
+        manager, failure = _attempt(lambda: ocp.CheckpointManager(self._folder, options=options))
+        if failure is not None:
+            raise OSError(f"cannot open {self._folder}: {failure}")
+        self._manager: ocp.CheckpointManager = manager
+
+    def latest(self) -> int | None:
+        """Step of the latest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, facts: dict[str, Any]) -> None:
+        """Writes arrays and facts; returns when they are on disk.
+
+        Raises:
+          OSError: they cannot be written.
+        """
+        saved = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts | {"digest": _digest(state)})
+        )
+        _, failure = _attempt(lambda: self._manager.save(step, args=saved, force=True))
+        if failure is not None:
+            raise OSError(f"cannot write the checkpoint of step {step}: {failure}")
+
+    def restore(self, like: Any) -> Restored | None:
+        """The latest checkpoint that is whole, in the structure, dtypes and placement of `like`; None without any.
+
+        Later ones that are damaged move to the folder `damaged` of the run, unless the folder is only read: they
+        would be in the way of the checkpoints to come.
+
+        Raises:
+          RunError: there are checkpoints, and none can be read.
+        """
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            found, failure = _attempt(partial(self._read, step, like))
+            if failure is not None:
+                damaged[step] = failure
+                continue
+            if not self._reads:
+                self._set_aside(damaged)
+            state, facts = found
+            return Restored(step, state, facts, damaged)
+        if damaged:
+            tried, (newest, reason) = ", ".join(map(str, damaged)), next(iter(damaged.items()))
+            raise RunError(
+                f"{self._folder}: expected a checkpoint that can be read, got none of {tried} "
+                f"(of step {newest}: {reason})"
+            )
+        return None
+
+    def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        # Without its list of arrays, or with arrays of other shapes, Orbax gives up many reads at once, which has
+        # ended the process.
+        if not (self._folder / str(step) / "state" / "manifest.ocdbt").exists():
+            raise ValueError("its list of arrays is missing")
+        _check_arrays(
+            ocp.PyTreeCheckpointer().metadata(self._folder / str(step) / "state").item_metadata, like
+        )
+        wanted = ocp.args.Composite(
+            state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
+            facts=ocp.args.JsonRestore(),
+        )
+        restored = self._manager.restore(step, args=wanted)
+        state, facts = restored["state"], dict(restored["facts"])
+        # The first checkpoints of this format had no digest.
+        if facts.pop("digest", None) not in (None, _digest(state)):
+            raise ValueError("the arrays are not those that were saved")
+        return state, facts
+
+    def _set_aside(self, steps: dict[int, str]) -> None:
+        for step in steps:
+            aside = self._damaged / str(step)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(exist_ok=True)
+            os.replace(self._folder / str(step), aside)
+        if steps:
+            self._manager.reload()
+
+    def close(self) -> None:
+        """Releases the threads of Orbax."""
+        self._manager.close()
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a call of Orbax returns, or its error in one line.
+
+    On a full disk and for a damaged file Orbax and its parts raise errors of many types. What they log of them, with
+    tracebacks, says no more; reads and writes that were given up do so when they are freed.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    hook = sys.unraisablehook
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        try:
+            return call(), None
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            failure = one_line(error)
+        with warnings.catch_warnings(
+            action="ignore", category=RuntimeWarning
+        ):  # tasks that were never awaited
+            gc.collect()
+        return None, failure
+    finally:
+        sys.unraisablehook = hook
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _check_arrays(found: Any, like: Any) -> None:
+    """Names and shapes, before any array is read: Orbax finds out in the middle, when other reads are under way.
+
+    Raises:
+      ValueError: they are not those of `like`.
+    """
+    wanted, got = (
+        {".".join(name): tuple(leaf.shape) for name, leaf in ocp.tree.to_flat_dict(tree).items()}
+        for tree in (like, found.tree)
+    )
+    if missing := sorted(wanted.keys() - got.keys()):
+        raise ValueError(f"expected {len(wanted)} arrays, got none of the name {missing[0]}")
+    if unknown := sorted(got.keys() - wanted.keys()):
+        raise ValueError(f"expected {len(wanted)} arrays, got one more of the name {unknown[0]}")
+    for name in wanted:
+        if wanted[name] != got[name]:
+            raise ValueError(f"expected {name} of shape {wanted[name]}, got {got[name]}")
+
+
+def _digest(state: Any) -> str:
+    """Of the bytes of all arrays: a changed bit in their file goes unnoticed otherwise."""
+    digest = hashlib.sha256()
+    for array in jax.tree.leaves(state):
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
+        digest.update(np.asarray(jax.device_get(array)).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,104 @@
+"""A trained run as an object: the model with its weights, its options, its text as tokens and back.
+
+run = load_run("runs/book")
+tokens = generate(run.model, run.encode("It was "), 200)
+print(run.decode(tokens[0]))
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Int
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.models import LanguageModel
+from gdn_jax.tasks import next_byte
+from gdn_jax.tasks.table import vocab_size
+from gdn_jax.training import options as options_lib
+from gdn_jax.training import steps
+from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.options import Implementation, RunOptions, TrainOptions
+from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.steps import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A run folder that was read.
+
+    Fields:
+      path: of the folder.
+      config: its config.json.
+      options: of the run.
+      step: optimiser steps behind the weights.
+      model: with these weights.
+      damaged: later checkpoints that could not be read, by step, with the reason.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    options: TrainOptions
+    step: int
+    model: LanguageModel
+    damaged: dict[int, str]
+
+    def encode(self, prompt: str) -> Int[Array, "1 T"]:
+        """Tokens of the beginning of a text: a zero byte, which begins every file, and the prompt in UTF-8.
+
+        Raises:
+          RunError: the run's task has no text.
+        """
+        self.check_text()
+        return next_byte.encode(prompt)
+
+    def decode(self, tokens: Int[Array, " T"]) -> str:
+        """Text of tokens, up to the zero byte that ends a file; what is not printable becomes U+FFFD.
+
+        Raises:
+          RunError: the run's task has no text.
+        """
+        self.check_text()
+        return next_byte.decode(tokens)
+
+    def check_text(self) -> None:
+        """Raises RunError unless the run's task is text."""
+        if self.options.task.task != "bytes":
+            raise RunError(f"{self.path}: expected a run of the task bytes, got {self.options.task.task}")
+
+
+def load_run(path: str | Path, *, implementation: Implementation | None = None) -> TrainedRun:
+    """Loads the latest whole checkpoint of a run; the folder is only read, and the run may still be at work.
+
+    The model computes in the dtype of the run; where that was "auto", in this device's.
+
+    Args:
+      path: run folder of `gdn train`.
+      implementation: of the rule, "auto" for the fastest on this device; None: that of the run.
+
+    Raises:
+      RunError: there is no such run, or no checkpoint that can be read.
+    """
+    folder, config = RunFolder.open(Path(path))
+    if config["task"] not in options_lib.TASKS:
+        raise RunError(f"{path}: expected a run of gdn train, got one of the task {config['task']}")
+    options = options_lib.from_json(config["task"], config["options"], RunOptions())
+    options_lib.check(options)
+    size = options.model
+    if implementation is not None:
+        size = dataclasses.replace(size, implementation=implementation)
+    model = steps.make_model(size, vocab_size(options), 0)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
+    restored = None
+    if folder.checkpoints.is_dir():
+        store = Checkpoints(folder, None)
+        try:
+            restored = store.restore(TrainState(params, optimizer.init(params)))
+        finally:
+            store.close()
+    if restored is None:
+        raise RunError(f"{path}: expected a run with a checkpoint, got none: it has not come so far")
+    trained = nnx.merge(graphdef, restored.state.params, rest)
+    return TrainedRun(folder.path, config, options, restored.step, trained, restored.damaged)

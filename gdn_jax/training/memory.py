@@ -1,0 +1,68 @@
+"""What a run needs at least of the device's memory: options that cannot fit are refused before anything is made."""
+
+import os
+
+import jax
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions, hybrid_values
+
+_GIB = 2**30
+_FLOAT = 4  # bytes of a float32 or an int32
+_HALF = 2  # bytes of a bfloat16, the narrowest that a residual stream can be
+
+
+def parameters(model: SizeOptions, vocab_size: int) -> int:
+    """Values of the embedding, the head and the projections of all layers, without norms, gates and convolutions.
+
+    The count is in Python's integers and makes no array, so that sizes beyond any memory have one too.
+    """
+    d, keys = model.hidden_size, model.num_heads * model.head_dim
+    values, inner = round(keys * model.expand_v), round(d * model.mlp_ratio)
+    layer = d * (2 * keys + 3 * values) + 3 * d * inner  # q, k; v, gate, o; the SwiGLU
+    layers = model.num_layers * layer
+    if isinstance(model, ModelOptions) and model.model == "hybrid":
+        hybrid = hybrid_values(model)
+        a, number = hybrid["attention"], hybrid["layer_types"].count("attention")
+        layers += number * d * (5 * a.num_heads * a.head_dim - 2 * keys - 3 * values)  # q, k, v, gate, o
+    return vocab_size * d * (1 if model.tie_embeddings else 2) + layers
+
+
+def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: int) -> int:
+    """Bytes that a training step cannot do without.
+
+    Args:
+      model, vocab_size: of the model.
+      batch, length: sequences of a step and their tokens.
+      piece: sequences whose activations are in memory together.
+    """
+    weights = 4 * _FLOAT * parameters(model, vocab_size)  # with the gradient and two moments of Adam
+    tokens = 3 * _FLOAT * batch * length  # with targets and weights
+    stream = _HALF * model.num_layers * model.hidden_size  # the input of each block, kept for the gradient
+    return weights + tokens + piece * length * stream
+
+
+def available() -> int:
+    """Bytes of the device's memory, of the machine where the device is its CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: int, runs: int = 1) -> None:
+    """Raises RunError where so many runs side by side cannot fit into memory; see `least`."""
+    needed, there = runs * least(model, vocab_size, batch, piece, length), available()
+    if needed > there:
+        weights = 4 * _FLOAT * runs * parameters(model, vocab_size)
+        raise RunError(
+            f"expected a run that fits into the {there / _GIB:.1f} GiB of this device's memory, got one that needs "
+            f"at least {needed / _GIB:.1f} GiB, {weights / _GIB:.1f} of them for the model and its optimiser and "
+            f"{(needed - weights) / _GIB:.1f} for a batch: make the larger one smaller"
+        )
+
+
+def check_run(options: TrainOptions, vocab_size: int) -> None:
+    """`check` of a run. Sequences have at least --length tokens in every task."""
+    batch = options.run.batch_size
+    check(options.model, vocab_size, batch, batch // options.run.accumulate, options.task.length)

@@ -1,0 +1,52 @@
+"""Token mixers by name: a rule, the range of its write strength, and whether attention stands beside it."""
+
+import dataclasses
+from typing import NamedTuple
+
+from gdn_jax.training.options import ModelOptions, RuleName, SizeOptions
+
+
+class Mixer(NamedTuple):
+    """A token mixer; see `gdn_jax.rules` for the rule.
+
+    Fields:
+      label: its name in words.
+      rule, allow_neg_eigval: as in `ModelOptions`.
+      hybrid: every fourth layer (of a shallower model the last one) is attention with rotary positions. Such a model
+        has about, not exactly, as many parameters as the others, and its embedding starts at unit size instead of
+        being scaled to it.
+    """
+
+    label: str
+    rule: RuleName
+    allow_neg_eigval: bool = False
+    hybrid: bool = False
+
+    def model(self, size: SizeOptions) -> ModelOptions:
+        """A model of that size with this mixer."""
+        options = ModelOptions(
+            **dataclasses.asdict(size), rule=self.rule, allow_neg_eigval=self.allow_neg_eigval
+        )
+        if not self.hybrid:
+            return options
+        every = min(options.attention_every, size.num_layers)
+        return dataclasses.replace(options, model="hybrid", attention_every=every)
+
+
+MIXERS: dict[str, Mixer] = {
+    "linear_attention": Mixer("linear attention", "linear_attention"),
+    "mamba2": Mixer("Mamba2's rule", "mamba2"),
+    "delta_net": Mixer("DeltaNet", "delta"),
+    "gated_delta_net": Mixer("Gated DeltaNet", "gated_delta"),
+    "gated_delta_net_neg": Mixer("Gated DeltaNet, beta to 2", "gated_delta", True),
+    "softmax_attention": Mixer("softmax attention", "softmax_attention"),
+    "hybrid": Mixer("Gated DeltaNet and attention", "gated_delta", hybrid=True),
+}
+
+
+def label(model: ModelOptions) -> str:
+    """Name of a model's mixer in words."""
+    if model.model == "hybrid":
+        return f"hybrid with attention in every {model.attention_every}th layer"
+    name = next(m.label for m in MIXERS.values() if m.rule == model.rule)
+    return f"{name}, beta to 2" if model.allow_neg_eigval and "delta" in model.rule else name

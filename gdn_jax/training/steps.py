@@ -1,0 +1,266 @@
+"""The pure functions of training: one optimiser step, one validation batch, and the optimiser they use."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
+
+from gdn_jax import blocks, models
+from gdn_jax.commands.errors import RunError
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.parallel.rows_on_mesh import linear_softmax_cross_entropy
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.training.options import ModelOptions, ScheduleOptions, config_values
+
+AT_ONCE = 64
+"""Arrays whose sums of squares are added by one kernel."""
+
+
+class TrainState(NamedTuple):
+    """All that an optimiser step changes."""
+
+    params: PyTree  # the nnx.Param of the model, an nnx.State
+    opt_state: optax.OptState
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, computed before its update."""
+
+    loss: Float[Array, ""]  # mean nats of a weighted prediction
+    accuracy: Float[Array, ""]
+    grad_norm: Float[Array, ""]  # before clipping
+
+
+class Sums(NamedTuple):
+    """Sums over the weighted predictions of a batch."""
+
+    loss: Float[Array, ""]
+    correct: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+class Functions(NamedTuple):
+    """Compiled functions of a run."""
+
+    train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[PyTree, Batch], Sums]
+
+
+def compute_dtype(options: ModelOptions) -> str:
+    """Dtype of activations: the one asked for, or bfloat16 unless the device is a CPU."""
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> models.LanguageModel:
+    """Language model of the options with fresh weights. The seed may be traced.
+
+    Raises:
+      RunError: the sizes do not make a model.
+    """
+    try:
+        values = config_values(options) | {"dtype": compute_dtype(options)}
+        config = models.ModelConfig(vocab_size=vocab_size, **values)
+        model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(str(error)) from error
+    if options.time_step != 1:
+        for block in model.blocks:
+            if not isinstance(block.mixer, GatedDeltaNet):
+                continue  # attention has no gates
+            step = options.time_step * jax.nn.softplus(block.mixer.dt_bias[...])
+            block.mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+    return model
+
+
+def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:
+    """Learning rate of the update with a given count (0 is the first): linear rise to lr, then half a cosine."""
+    rising = max(1, round(options.warmup * steps))
+    shape = optax.warmup_cosine_decay_schedule(
+        init_value=1 / (rising + 1),
+        peak_value=1.0,
+        warmup_steps=rising,
+        decay_steps=max(steps, rising + 1),
+        end_value=options.end_lr,
+    )
+    return lambda count: lr * shape(count)
+
+
+def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; what `blocks.weight_decay_mask` marks False does not decay.
+
+    The learning rate may be traced: runs that differ in it alone share their compiled step.
+    """
+    return optax.chain(
+        clip_by_global_norm(options.clip),
+        optax.adamw(
+            make_schedule(options, steps, lr),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=options.weight_decay,
+            mask=blocks.weight_decay_mask,
+        ),
+    )
+
+
+def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` by the `global_norm` below."""
+
+    def update(updates, state, params=None):
+        del params
+        norm = global_norm(updates)
+
+        def clip(g):
+            return jnp.where(norm < most, g, g / norm.astype(g.dtype) * most)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def global_norm(grads: PyTree) -> Float[Array, ""]:
+    """Square root of the sum of all squares.
+
+    The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
+    each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices it is one
+    number for each array all the same: to join the sums, XLA would gather the gradients.
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return optax.tree.norm(grads)
+    sums = [
+        jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
+        for g in jax.tree.leaves(grads)
+    ]
+    # The barrier, because the compiler would add the sums of each array by itself.
+    joined = (jnp.concatenate(sums[i : i + AT_ONCE]) for i in range(0, len(sums), AT_ONCE))
+    return jnp.sqrt(sum(jnp.sum(jax.lax.optimization_barrier(x)) for x in joined))
+
+
+def _sums(model: models.LanguageModel, x: Float[Array, "B T D"], batch: Batch) -> Sums:
+    sums = linear_softmax_cross_entropy(
+        x,
+        model.head_weight(),
+        jnp.asarray(batch.targets),
+        label_weights=jnp.asarray(batch.weights),
+        implementation=model.config.implementation,
+    )
+    return Sums(sums.loss, sums.correct, sums.weight)
+
+
+def loss_sum(
+    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch
+) -> tuple[Float[Array, ""], Sums]:
+    """Sum of the weighted losses of a batch, to be differentiated, and all sums."""
+    model = nnx.merge(graphdef, params, rest)
+    sums = _sums(model, model.hidden_states(jnp.asarray(batch.tokens))[0], batch)
+    return sums.loss, sums
+
+
+def sums_by_weights(
+    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch, weights: Float[Array, "S B T"]
+) -> Sums:
+    """Sums of a batch with each of several weights in the place of its own; the model reads it once.
+
+    Returns:
+      Sums of arrays [S].
+    """
+    model = nnx.merge(graphdef, params, rest)
+    x, _ = model.hidden_states(jnp.asarray(batch.tokens))
+    return jax.lax.map(lambda weights: _sums(model, x, batch._replace(weights=weights)), weights)
+
+
+def train_step(
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[TrainState, StepMetrics]:
+    """One optimiser step.
+
+    The loss is sum(weight * nll) / sum(weight) over the whole batch, also when the batch is cut into `accumulate`
+    pieces: gradients of the pieces are added in float32.
+
+    Args:
+      graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
+      optimizer: see `make_optimizer`.
+      accumulate: pieces; divides the batch size.
+      state: before the step.
+      batch: of the step.
+
+    Returns:
+      The state after the step, and its metrics.
+    """
+    gradient = jax.grad(partial(loss_sum, graphdef, rest), has_aux=True)
+    if accumulate == 1:
+        grads, sums = gradient(state.params, batch)
+    else:
+        pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+        def piece(total, part):
+            return jax.tree.map(jnp.add, total, gradient(state.params, part)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        start = (jax.tree.map(jnp.zeros_like, state.params), Sums(zero, zero, zero))
+        (grads, sums), _ = jax.lax.scan(piece, start, pieces)
+    grads = jax.tree.map(lambda g: g / sums.weight, grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, global_norm(grads))
+    return TrainState(params, opt_state), metrics
+
+
+def make_functions(
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    deterministic: bool = True,
+    shardings: TrainState | None = None,
+) -> Functions:
+    """Compiled step functions of a model.
+
+    Args:
+      graphdef, rest, optimizer, accumulate: see `train_step`.
+      shardings: of the state, which keeps them; None on one device.
+      deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
+        which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
+        it, jax 0.11.2, and do not without; a CPU agrees in any case.)
+    """
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        return train_step(graphdef, rest, optimizer, accumulate, state, batch)
+
+    def evaluate(params: PyTree, batch: Batch) -> Sums:
+        return loss_sum(graphdef, rest, params, batch)[1]
+
+    flags = compiler_flags(deterministic)
+    where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
+    return Functions(
+        jax.jit(train, donate_argnums=0, compiler_options=flags, **where),
+        jax.jit(evaluate, compiler_options=flags),
+    )
+
+
+def compiler_flags(deterministic: bool) -> dict[str, bool] | None:
+    """Options of `jax.jit` that make the present device repeat a run bit for bit."""
+    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
+
+
+def mean(sums: list[Sums]) -> tuple[float, float]:
+    """Mean loss in nats and mean accuracy over the weighted predictions of all batches."""
+    loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))
+    return loss / weight, correct / weight
+
+
+def validate(functions: Functions, params: PyTree, batches: Iterable[Batch]) -> tuple[float, float]:
+    """`mean` of the batches under the parameters."""
+    return mean([functions.evaluate(params, batch) for batch in batches])

@@ -1,0 +1,241 @@
+"""`gdn train`: from options to a finished run folder.
+
+A run folder has one owner at a time. What goes wrong on the way, a full disk too, leaves it as its last checkpoint
+and its lines of metrics describe it: the run can be resumed.
+"""
+
+import contextlib
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
+from gdn_jax.commands.files import write_text
+from gdn_jax.commands.interrupts import INTERRUPTED, listen
+from gdn_jax.commands.locks import owned
+from gdn_jax.commands.versions import versions
+from gdn_jax.parallel import processes
+from gdn_jax.tasks.table import check_same_data, make_task
+from gdn_jax.training import curves, mixers, steps
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.compiled import keep_compiled
+from gdn_jax.training.options import TrainOptions
+from gdn_jax.training.placement import Placement
+from gdn_jax.training.progress import Reporter
+from gdn_jax.training.runs import RunFolder, check_free
+from gdn_jax.training.trainer import Diverged, Trainer
+
+
+def train(options: TrainOptions, console: Console) -> int:
+    """Runs `gdn train`; returns the exit status.
+
+    Raises:
+      RunError: something asked for cannot be done; nothing was overwritten.
+    """
+    options_lib.check(options)
+    if options.run.mesh is not None:
+        try:
+            processes.join()
+        except ValueError as error:
+            raise RunError(str(error)) from error
+    compiled = keep_compiled(options.run.compilation_cache)
+    if compiled is not None:
+        console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
+    placement = Placement.on(options.run.mesh)
+    try:
+        if options.run.mesh is not None and not processes.is_first():
+            return _follow(options, placement)
+        return _lead(options, placement, console)
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        # The ordinary end would wait for the others, which may be gone or wait for this one.
+        _tell(
+            error, shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
+        )
+        processes.leave(1)
+
+
+def _tell(error: Exception, again: str) -> None:
+    """Prints why this process of several ends."""
+    reason = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(error):
+        reason = f"another process of the run is gone ({one_line(error)}); what was saved is kept"
+        reason += f"; continue with: {again}"
+    elif not isinstance(error, RunError):
+        traceback.print_exception(error)
+    print(f"gdn: process {jax.process_index()}: {' '.join(reason.split())}", file=sys.stderr)
+
+
+def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
+    """`train` in the first process, or the only one."""
+    if options.run.resume:
+        run, config = RunFolder.open(options.run.out)
+        with owned(run.path):
+            task = make_task(options)
+            check_same_data(config["data"], task)
+            trainer = Trainer.make(options, task, placement)
+            stored = config["options"] | options_lib.to_json(options)
+            if stored != config["options"]:  # where the data lies, or how many checkpoints are kept
+                config["options"] = stored
+                run.write_json("config.json", config)
+            processes.wait("the run is open")
+            return _work(trainer, run, config["versions"], console)
+    check_free(options.run.out)
+    if jax.process_count() > 1 and options.run.out is None:
+        raise RunError("--out: expected a folder that all processes share, got none")
+    task = make_task(options)
+    trainer = Trainer.make(options, task, placement)
+    config = {
+        "task": options.task.task,
+        "options": options_lib.to_json(options),
+        "data": task.describe(),
+        "parameters": trainer.parameters,
+        "compute_dtype": steps.compute_dtype(options.model),
+        "baselines": task.baselines(),
+        "versions": versions(),
+    }
+    run = RunFolder.create(options.run.out, options.task.task)
+    with owned(run.path):
+        run.write_json("config.json", config)
+        processes.wait("the run is open")
+        return _work(trainer, run, config["versions"], console)
+
+
+def _follow(options: TrainOptions, placement: Placement) -> int:
+    """`train` in the other processes: the same steps and checkpoints, and nothing else in the run folder."""
+    if options.run.out is None:
+        raise RunError("--out: expected a folder that all processes share, got none")
+    trainer = Trainer.make(options, make_task(options), placement)
+    processes.wait("the run is open")
+    with tempfile.TemporaryDirectory() as scratch:
+        run = RunFolder.follow(options.run.out, Path(scratch))
+        return _work(trainer, run, {}, Console(quiet=True))
+
+
+def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Console) -> int:
+    """Trains to the end or until stopped; returns the exit status. then: versions at the start of the run."""
+    o, name = trainer.options.run, trainer.options.task.task
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    again = shlex.join(["gdn", "train", name, "--out", str(run.path), "--resume"])
+    now = versions()
+    try:
+        store = Checkpoints(run, o.keep)
+        try:
+            if o.resume:
+                _restore(trainer, store, run, say)
+                for key, before in then.items():
+                    if before != now.get(key):
+                        say(f"note: {key} was {before}, is {now.get(key)}: numbers may differ")
+            say(trainer.task.summary())
+            dtype = steps.compute_dtype(trainer.options.model)
+            say(
+                f"{trainer.parameters / 1e6:.2f}M parameters, {dtype} on {now['device']}, run folder {run.path}"
+            )
+            with _drawing(trainer, run):
+                with listen() as asked, Reporter(console, o.steps, trainer.step) as reporter:
+                    why = trainer.loop(run, store, reporter, asked)
+                if why == "interrupted":
+                    say(f"saved step {trainer.step}; continue with: {again}")
+                    return INTERRUPTED
+                _finish(trainer, run, console, why)
+            if why is not None:
+                say(f"{why} after step {trainer.step}; continue with: {again}")
+            return 0
+        except Diverged as error:
+            kept = store.latest()
+            advice = (
+                "no checkpoint was written yet" if kept is None else f"the checkpoint of step {kept} is kept"
+            )
+            raise RunError(
+                f"{error}; stopped, {advice} in {run.path}; try a lower --lr in a new run"
+            ) from None
+        finally:
+            store.close()
+    except OSError as error:
+        raise RunError(
+            f"{run.path}: {os_line(error)}; what was saved is kept; continue with: {again}"
+        ) from error
+
+
+def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable[[str], None]) -> None:
+    """Takes a run up where its last whole checkpoint left it; says what is not as it was."""
+    damaged = trainer.restore(store)
+    run.rewind(trainer.step)
+    say(f"resuming {run.path} after step {trainer.step}")
+    for step, reason in damaged.items():
+        say(f"note: the checkpoint of step {step} is damaged, moved to {run.damaged / str(step)} ({reason})")
+    missing = {*trainer.lines()} - {record["step"] for record in run.records()}
+    if missing:
+        say(
+            f"note: metrics.jsonl lacks {len(missing)} lines from step {min(missing)} to step {max(missing)}, which "
+            f"no resume brings back"
+        )
+
+
+@contextlib.contextmanager
+def _drawing(trainer: Trainer, run: RunFolder) -> Iterator[None]:
+    """Draws the curves of what there is, however the block ends."""
+    task, label = trainer.task, mixers.label(trainer.options.model)
+    try:
+        yield
+    finally:
+        if run.records():
+            curves.draw_curves(
+                run.path / "curves.png",
+                run.records(),
+                task.baselines(),
+                metric=task.metric,
+                label=task.label,
+                title=f"{label}, {trainer.parameters / 1e6:.2f}M parameters, task {trainer.options.task.task}",
+                lower_is_better=task.lower_is_better,
+            )
+
+
+def _finish(trainer: Trainer, run: RunFolder, console: Console, why: str | None) -> None:
+    """Validates, tests, samples, and writes what came of the run."""
+    task, metric = trainer.task, trainer.task.metric
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    baselines = task.baselines()
+    last = (run.records() or [{}])[-1]
+    validation = (
+        {k: v for k, v in last.items() if k.startswith("val_")} if last.get("step") == trainer.step else {}
+    )
+    validation = validation or trainer.validate()
+    value = validation["val_" + metric]
+    table = Table(title=f"{task.label}, validation", title_justify="left")
+    table.add_column("method")
+    table.add_column(metric, justify="right")
+    for name, baseline in baselines.items():
+        table.add_row(name, f"{baseline:.3f}")
+    table.add_row(
+        f"{mixers.label(trainer.options.model)}, {trainer.step} steps", f"{value:.3f}", style="bold"
+    )
+    console.print(table)
+    tests = trainer.test()
+    for size, metrics in tests.items():
+        say(f"test, {size} {task.axis}: {metric} {metrics[metric]:.3f}")
+    sample = task.sample(trainer.model())
+    write_text(run.path / "sample.txt", sample)
+    result = {
+        "step": trainer.step,
+        **validation,
+        "test": tests,
+        "baselines": baselines,
+        "finished": why is None,
+    }
+    run.write_json("result.json", result | {"wall": {"seconds": round(trainer.seconds, 3)}})
+    console.rule("sample")
+    console.print(Text(sample), soft_wrap=True)
+    console.rule()
+    say(f"{trainer.seconds:.0f} s of training; results in {run.path}")

@@ -1,0 +1,248 @@
+"""A model in training: its state, its checkpoints, and the loop over the steps.
+
+Everything that enters a number is a function of the options and the step: batches, learning rate, the points
+at which a line is written. A checkpoint carries parameters, optimiser state, the step and the sums of the
+line in progress, so a resumed run writes the same metrics, bit for bit on the same machine.
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import PyTree
+
+from gdn_jax.commands.errors import RunError
+from gdn_jax.parallel import processes
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.tasks.table import Task
+from gdn_jax.training import memory, steps
+from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.options import TrainOptions
+from gdn_jax.training.peak import share_of_peak
+from gdn_jax.training.placement import Placement
+from gdn_jax.training.progress import Reporter
+from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.steps import Functions, StepMetrics, TrainState
+
+
+class Diverged(Exception):
+    """A loss or gradient that is not finite."""
+
+
+@dataclasses.dataclass
+class Tally:
+    """Sums of the metrics since the last line, part of a checkpoint."""
+
+    loss: float = 0.0
+    accuracy: float = 0.0
+    grad_norm: float = 0.0
+    count: int = 0
+
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Adds a step; waits for the device.
+
+        Raises:
+          Diverged: the step is not finite.
+        """
+        loss, accuracy, grad_norm = (float(x) for x in metrics)
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise Diverged(f"{name} is {value} at step {step}")
+        self.loss += loss
+        self.accuracy += accuracy
+        self.grad_norm += grad_norm
+        self.count += 1
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A model in training: everything the loop needs, and the loop."""
+
+    options: TrainOptions
+    task: Task
+    graphdef: nnx.GraphDef
+    rest: PyTree
+    functions: Functions
+    state: TrainState
+    placement: Placement
+    step: int = 0
+    tally: Tally = dataclasses.field(default_factory=Tally)
+    seconds: float = 0.0  # spent in the loop, over all resumptions
+
+    @classmethod
+    def make(cls, options: TrainOptions, task: Task, placement: Placement | None = None) -> "Trainer":
+        """A trainer at step 0. Traces the step, so that an unusable configuration fails here.
+
+        Raises:
+          RunError: the options do not make a model.
+        """
+        memory.check_run(options, task.vocab_size)
+        model = steps.make_model(options.model, task.vocab_size, options.run.seed)
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
+        placement = placement or Placement()
+        batch, accumulate = task.train_batch(1), options.run.accumulate
+        placement.check(model.config, batch.tokens.shape[0] // accumulate, batch.tokens.shape[1])
+        with placement.active():
+            state, shardings = placement.state(params, optimizer)
+            functions = steps.make_functions(
+                graphdef, rest, optimizer, accumulate, options.run.deterministic, shardings
+            )
+            try:
+                jax.eval_shape(functions.train, state, placement.batch(batch))
+            except (ValueError, NotImplementedError) as error:
+                raise RunError(str(error)) from error
+        return cls(options, task, graphdef, rest, functions, state, placement)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return sum(x.size for x in jax.tree.leaves(self.state.params))
+
+    def model(self) -> Any:
+        """The model with the present parameters, on one device."""
+        return nnx.merge(self.graphdef, self.placement.whole(self.state.params), self.rest)
+
+    def restore(self, store: Checkpoints) -> dict[int, str]:
+        """Takes over the latest checkpoint that is whole, if there is one; returns the damaged ones after it.
+
+        Raises:
+          RunError: there are checkpoints, and none can be read.
+        """
+        restored = store.restore(self.state)
+        if restored is None:
+            return {}
+        self.step, self.state, facts, damaged = restored
+        self.seconds, self.tally = facts["seconds"], Tally(**facts["tally"])
+        return damaged
+
+    def lines(self) -> list[int]:
+        """Steps up to the present one that a line of metrics is written at."""
+        o = self.options.run
+        at = {
+            *range(o.log_every, self.step + 1, o.log_every),
+            *range(o.eval_every, self.step + 1, o.eval_every),
+        }
+        return sorted(at | ({o.steps} if self.step == o.steps else set()))
+
+    def save(self, store: Checkpoints) -> None:
+        """Saves a checkpoint, but never a state that cannot take its next step.
+
+        Raises:
+          Diverged: the next step, tried on a copy, is not finite.
+        """
+        if store.latest() == self.step:
+            return
+        copy = jax.tree.map(jnp.copy, self.state)  # the step takes over the memory of its argument
+        _, metrics = self._train(copy, self.step + 1)
+        Tally().add(self.step + 1, metrics)
+        facts = {"seconds": self.seconds, "tally": dataclasses.asdict(self.tally)}
+        store.save(self.step, self.state, facts)
+
+    def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
+        with self.placement.active():
+            return self.functions.train(state, self.placement.batch(self.task.train_batch(step)))
+
+    def _validate(self, batches: list[Batch]) -> tuple[float, float]:
+        with self.placement.active():
+            return steps.validate(self.functions, self.state.params, map(self.placement.batch, batches))
+
+    def validate(self) -> dict[str, float]:
+        """Validation metrics, named val_*."""
+        size = self.options.run.batch_size // self.options.run.accumulate
+        loss, accuracy = self._validate(self.task.val_batches(size))
+        if not math.isfinite(loss):
+            raise Diverged(f"validation loss is {loss} after step {self.step}")
+        return {"val_loss": loss} | {"val_" + k: v for k, v in self.task.metrics(loss, accuracy).items()}
+
+    def test(self) -> dict[int, dict[str, float]]:
+        """Metrics of the tests by their size; none where the task has no tests."""
+        size = self.options.run.batch_size // self.options.run.accumulate
+        return {
+            at: self.task.metrics(*self._validate(batches))
+            for at, batches in self.task.test_batches(size).items()
+        }
+
+    def loop(
+        self, run: RunFolder, store: Checkpoints, reporter: Reporter, asked: threading.Event
+    ) -> str | None:
+        """Trains until the last step; returns why it stopped earlier, if it did.
+
+        Raises:
+          Diverged: a number is not finite; nothing was saved since.
+        """
+        o = self.options.run
+        schedule = steps.make_schedule(self.options.optimizer, o.steps, self.options.optimizer.lr)
+        limit = math.inf if o.max_minutes is None else 60 * o.max_minutes
+        tokens = int(np.prod(self.task.train_batch(1).tokens.shape))
+        before = self.seconds
+        begin = mark = time.monotonic()  # mark: start of the interval whose speed is reported
+        timed = 0
+        pending: StepMetrics | None = None  # settled one step late, so that the device never waits for us
+        first = self.step + 1
+        while self.step < o.steps:
+            self.state, metrics = self._train(self.state, self.step + 1)
+            if pending is not None:
+                self.tally.add(self.step, pending)
+            self.step, pending = self.step + 1, metrics
+            at = {
+                name: self.step % getattr(o, name) == 0 for name in ("log_every", "eval_every", "save_every")
+            }
+            last = self.step == o.steps
+            late, stop = time.monotonic() - begin > limit, asked.is_set()
+            if jax.process_count() > 1:  # all stop at the same step
+                late, stop = processes.any_process(late, stop) if at["log_every"] else (False, False)
+            if self.step == first or last or late or stop or any(at.values()):
+                self.tally.add(self.step, pending)
+                pending = None
+            self.seconds = before + time.monotonic() - begin
+            if self.step == first:
+                mark = time.monotonic()  # the first step compiles
+            else:
+                timed += tokens
+            reporter.step(self.step)
+            if at["log_every"] or at["eval_every"] or last:
+                speed = timed / (time.monotonic() - mark) if timed else None
+                validation = self.validate() if at["eval_every"] or last else {}
+                self._record(run, reporter, float(jnp.asarray(schedule(self.step - 1))), validation, speed)
+                mark, timed = time.monotonic(), 0
+            if at["save_every"] or last or late or stop:
+                pause = time.monotonic()
+                self.save(store)
+                mark += time.monotonic() - pause
+            if stop and not last:
+                return "interrupted"
+            if late and not last:
+                return f"stopped by --max-minutes {o.max_minutes:g}"
+        return None
+
+    def _record(
+        self, run: RunFolder, reporter: Reporter, lr: float, validation: dict[str, float], speed: float | None
+    ) -> None:
+        t, self.tally = self.tally, Tally()
+        loss = t.loss / t.count
+        metrics = {"loss": loss} | self.task.metrics(loss, t.accuracy / t.count)
+        wall = {"seconds": round(self.seconds, 3), "tokens_per_second": speed and round(speed, 1)}
+        record = {"step": self.step, **metrics, "grad_norm": t.grad_norm / t.count, "lr": lr}
+        run.append(record | validation | {"wall": wall})
+        reporter.state(loss, speed or 0.0)
+        if validation:
+            metric = self.task.metric
+            share = share_of_peak(self.parameters - self._embedding(), speed) if speed else None
+            reporter.line(
+                f"step {self.step:6d}   {metric} {metrics[metric]:.3f}   "
+                f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
+                + (f"   {speed:,.0f} tokens/s" if speed else "")
+                + (f"   {share:.0%} of peak" if share is not None else "")
+            )
+
+    def _embedding(self) -> int:
+        """Values of the embedding, where they only look up: not the output projection too."""
+        options = self.options.model
+        return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size

@@ -1,0 +1,159 @@
+"""`gdn generate`: text that a checkpoint of Hugging Face's, or a run of the task bytes, writes after a prompt."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdn_jax import models
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.interrupts import INTERRUPTED, listen
+from gdn_jax.hf.checkpoint import CONFIG, read_json
+from gdn_jax.hf.load import load_hf
+from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
+from gdn_jax.tasks import next_byte
+from gdn_jax.tasks.options import prompt_bytes
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.load import load_run
+from gdn_jax.training.options import Implementation
+
+BYTES = 256
+"""Vocabulary of a model of bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteOptions:
+    """What to write."""
+
+    prompt: str = ""
+    """Text to continue."""
+    tokens: int = 300
+    """Tokens to write at most: the model may end the text before."""
+    temperature: float = 0.7
+    """0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature)."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw among the fewest of the likeliest tokens that have this probability together."""
+    min_p: float | None = None
+    """Draw among tokens at least this many times as likely as the likeliest."""
+    seed: int = 0
+    """Seed of the draws."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of a checkpoint's weights and products. auto: that of its files."""
+    implementation: Implementation = "auto"
+    """Implementation of the rule. auto: the fastest on this device."""
+
+
+class Writer(NamedTuple):
+    """A model with its text.
+
+    Fields:
+      model: the model.
+      prompt: its tokens.
+      decode: from all new tokens to their text.
+      stops: tokens that end the text.
+    """
+
+    model: models.LanguageModel
+    prompt: list[int]
+    decode: Callable[[list[int]], str]
+    stops: tuple[int, ...]
+
+
+def write(path: Path, options: WriteOptions) -> int:
+    """Prints the prompt and, token by token, its continuation; returns the exit status.
+
+    Raises:
+      RunError: an option cannot be used, or the checkpoint or run.
+    """
+    options_lib.check_values(dataclasses.asdict(options))
+    prompt_bytes(options.prompt)
+    try:
+        writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
+        return _write(writer, options)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _open_checkpoint(path: Path, options: WriteOptions) -> Writer:
+    implementation = None if options.implementation == "auto" else options.implementation
+    dtype = None if options.dtype == "auto" else options.dtype
+    model = load_hf(path, dtype=dtype, implementation=implementation)
+    if (path / TOKENIZER).exists():
+        tokenizer = Tokenizer(path / TOKENIZER)
+        prompt, decode = tokenizer.encode(options.prompt), tokenizer.decode
+    elif model.config.vocab_size == BYTES:
+        print(f"gdn: note: {path} has no {TOKENIZER}; its 256 tokens are taken as bytes", file=sys.stderr)
+        prompt, decode = _bytes(options.prompt), _text
+    else:
+        raise RunError(
+            f"{path}: expected {TOKENIZER} for a vocabulary of {model.config.vocab_size}, got none"
+        )
+    if not prompt:
+        raise RunError("--prompt: expected a text of one token or more, got none")
+    check_text_only(read_json(path / CONFIG), prompt)
+    return Writer(model, prompt, decode, stop_tokens(path))
+
+
+def _open_run(path: Path, options: WriteOptions) -> Writer:
+    if options.dtype != "auto":
+        raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
+    run = load_run(path, implementation=options.implementation)
+    run.check_text()
+    for step in run.damaged:
+        print(f"gdn: note: the checkpoint of step {step} is damaged, using step {run.step}", file=sys.stderr)
+    return Writer(run.model, _bytes(options.prompt), _text, (0,))
+
+
+def _bytes(prompt: str) -> list[int]:
+    return [int(token) for token in np.asarray(next_byte.encode(prompt))[0]]
+
+
+def _text(tokens: list[int]) -> str:
+    return next_byte.decode(jnp.asarray(tokens, jnp.int32))
+
+
+def _write(writer: Writer, options: WriteOptions) -> int:
+    written: list[int] = []
+    shown = ""
+
+    def show(end: bool = False) -> None:
+        """Prints the text that is new; what may be the beginning of a character waits for its end."""
+        nonlocal shown
+        text = writer.decode(written)
+        whole = text if end else text.rstrip("\ufffd")
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shown, whole, strict=False))
+        print(whole[sum(1 for _ in same) :], end="", flush=True)
+        shown = whole
+
+    print(options.prompt, end="", flush=True)
+    with listen() as asked:
+
+        def on_token(new: np.ndarray) -> bool:
+            token = int(new[0])
+            if token not in writer.stops:
+                written.append(token)
+                show()
+            return asked.is_set()
+
+        draws: dict[str, Any] = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p}
+        models.generate(
+            writer.model,
+            jnp.asarray([writer.prompt], jnp.int32),
+            options.tokens,
+            rng=jax.random.key(options.seed),
+            temperature=options.temperature,
+            stop_tokens=writer.stops,
+            on_token=on_token,
+            **draws,
+        )
+        show(end=True)
+        print()
+        return INTERRUPTED if asked.is_set() else 0
