@@ -1,4 +1,4 @@
-"""`gdn bench --what scale`: how much faster several devices are than one, and what they send each other.
+"""`gdn bench --what scale`: how much faster several devices are than one.
 
 Times the rule, forward and backward, on meshes that split its rows, its heads or its tokens, beside one device on
 the same arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared
@@ -37,7 +37,6 @@ from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 from gdn_jax.models import LanguageModel
 from gdn_jax.parallel import context
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
@@ -99,8 +98,6 @@ class Result(NamedTuple):
     fastest_ms: float
     slowest_ms: float
     efficiency: float
-    sent_mib: float
-    collectives: dict[str, int]
     temporary_gib: float
     differs: float
     """Of the rule: the largest relative difference of an output or gradient from one device's, rms over rms."""
@@ -200,7 +197,6 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
         with jax.set_mesh(mesh):
             lowered = jax.jit(partial(_call, options, where)).lower(placed)
             compiled = lowered.compile(_compiler_options(options))
-        sent = traffic(compiled.as_text() or "")
         out = compiled(placed)
         first = jax.devices()[0]
         if where == one:
@@ -227,8 +223,6 @@ def measure(options: ScaleBenchOptions, shape: MeshShape, alone: dict, tokens: i
                     min(times),
                     max(times),
                     alone[key] / (where.size * ms),
-                    sent.total / 2**20,
-                    sent.count,
                     memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
                     differs,
                     _kernels(partial(compiled, placed), options),
@@ -267,7 +261,7 @@ def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Resul
 
         jax.block_until_ready(once())
         times, kernels = _time(once, options), _kernels(once, options)
-    ms, sent, memory = float(np.median(times)), traffic(compiled.as_text() or ""), compiled.memory_analysis()
+    ms, memory = float(np.median(times)), compiled.memory_analysis()
     return Result(
         f"step of {options.model}",
         str(shape),
@@ -278,8 +272,6 @@ def measure_step(options: ScaleBenchOptions, shape: MeshShape, alone: list[Resul
         min(times),
         max(times),
         alone[0].ms / ms if alone else 1.0,
-        sent.total / 2**20,
-        sent.count,
         memory.temp_size_in_bytes / 2**30 if memory else float("nan"),
         float("nan"),
         kernels,
@@ -370,7 +362,7 @@ def _table(results: list[Result]) -> Table:
     table = Table()
     for name in ("what", "mesh", "rows x tokens"):
         table.add_column(name, no_wrap=True)
-    for name in ("ms", "spread ms", "efficiency", "MiB sent", "collectives", "temporaries GiB", "differs"):
+    for name in ("ms", "spread ms", "efficiency", "temporaries GiB", "differs"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -380,8 +372,6 @@ def _table(results: list[Result]) -> Table:
             f"{r.ms:.3f}",
             f"{r.fastest_ms:.3f} to {r.slowest_ms:.3f}",
             f"{100 * r.efficiency:.1f} %",
-            f"{r.sent_mib:.2f}",
-            ", ".join(f"{n} {kind}" for kind, n in r.collectives.items()) or "none",
             f"{r.temporary_gib:.2f}",
             f"{r.differs:.1e}" if r.devices > 1 and r.what == "rule" else "",
         )
