@@ -103,7 +103,7 @@ ROOMS: dict[str, set[str]] = {
     "commands": set(),
     "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "commands"},
-    "tasks": {"gdn_jax", "models", "commands", "training"},
+    "tasks": {"models", "commands"},
     "training": {
         "gdn_jax",
         "parallel",

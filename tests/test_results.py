@@ -28,7 +28,6 @@ from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps import summary, sweep
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 
 RESULTS = Path(__file__).parent.parent / "results"
 FOLDERS = sorted(path.parent.name for path in RESULTS.glob("*/runs.jsonl"))
@@ -96,8 +95,7 @@ def about(name):
     options = sweep_options.from_json(
         config["task"].split()[1], config["options"], sweep_options.GridOptions()
     )
-    run = RunOptions(seed=options.sweep.data_seed, batch_size=options.sweep.batch_size)
-    task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
+    task = make_task(options.task, options.sweep.batch_size, options.sweep.data_seed)
     return summary.About.of(task)
 
 

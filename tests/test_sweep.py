@@ -147,7 +147,7 @@ def test_processes_at_once(finished, tmp_path, compile_once):
 def test_a_run_is_that_of_gdn_train(finished):
     """The same seed, learning rate and steps by the loop of `gdn train` end with the same parameters."""
     o = options()
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    task = make_task(o.task, 8)
     seed, lr = 1, 0.03
     trained = TrainOptions(
         o.task,
@@ -155,7 +155,7 @@ def test_a_run_is_that_of_gdn_train(finished):
         ModelOptions(**dataclasses.asdict(o.model), rule="mamba2"),
         OptimizerOptions(lr=lr),
     )
-    trainer = Trainer.make(trained, make_task(trained))
+    trainer = Trainer.make(trained, make_task(trained.task, 8, seed))
     for step in range(1, 6):
         trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
     loss, accuracy = steps.validate(trainer.functions, trainer.state.params, task.val_batches(8))

@@ -21,7 +21,7 @@ from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ def test_what_a_scale_multiplies(scaled, state, changed):
 
 def test_equal_parameters_and_initial_weights():
     o = options()
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    task = make_task(o.task, 8)
 
     def weights(mixer):
         return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
@@ -62,7 +62,7 @@ def test_time_step_scales_the_first_decays():
     """Initial time steps are multiplied; every other weight stays, whatever the mixer."""
     o = options()
     slow = dataclasses.replace(o, model=dataclasses.replace(o.model, time_step=0.1))
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    task = make_task(o.task, 8)
     for mixer in ("mamba2", "gated_delta_net"):
         one, tenth = (
             nnx.to_pure_dict(nnx.state(sweep.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
@@ -101,11 +101,11 @@ def test_turns_in_one_program():
         )
         for lr in (0.01, 0.03)
     ]
-    task = make_task(trained[0])
+    task = make_task(o.task, 8)
     runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
     runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
     for i, options_of in enumerate(trained):
-        trainer = Trainer.make(options_of, make_task(options_of))
+        trainer = Trainer.make(options_of, task)
         for step in range(1, 6):
             trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
         got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
@@ -122,7 +122,7 @@ def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
     monkeypatch.setattr(sweep, "_SCORED", 60)
     o = options()
     o = dataclasses.replace(o, task=dataclasses.replace(o.task, test_lengths=tests))
-    task = make_task(TrainOptions(o.task, RunOptions(batch_size=8), ModelOptions(), OptimizerOptions()))
+    task = make_task(o.task, 8)
     scored = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl")).sets
     sets = {name: [x for x in scored if x.names == (name,)] for name in ("val", *map(str, tests))}
     assert sum(map(len, sets.values())) == len(scored)

@@ -11,12 +11,11 @@ from gdn_jax.sweeps import summary, sweep
 from gdn_jax.tasks.options import ParityOptions
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
-from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 
 
 def test_one_seed_has_no_spread(tmp_path):
     """The table of a sweep with one seed says neither mean nor deviation."""
-    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    task = make_task(ParityOptions(), 4)
     runs = [line("mamba2", 0.1, 0, 1.0, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
     stored = options_lib.to_json(options(seeds=1, lrs=(0.1,), mixers=("mamba2",)))
     config = {
@@ -34,7 +33,7 @@ def test_one_seed_has_no_spread(tmp_path):
 
 def test_table_of_several_scales():
     """Every scale has a row with its size and the learning rate that is best for it."""
-    task = make_task(TrainOptions(ParityOptions(), RunOptions(), ModelOptions(), OptimizerOptions()))
+    task = make_task(ParityOptions(), 4)
     o = options(seeds=2, lrs=(0.1, 0.2), mixers=("mamba2",), scales=(1, 3), scaled="depth")
     runs = [
         line("mamba2", lr, seed, abs(lr - 0.1 * (1 + (scale == 3))), 0.1 * scale + 0.2 * seed)

@@ -18,7 +18,7 @@ from gdn_jax.tasks.options import (
     RecallOptions,
 )
 from gdn_jax.tasks.table import make_task
-from gdn_jax.training.options import TASKS, RunOptions, TrainOptions
+from gdn_jax.training.options import TASKS
 
 
 @pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])
@@ -60,7 +60,7 @@ def test_number_of_pairs():
     """Training with a fixed number or a varying one; tests have exactly theirs, in the places of the training."""
     for vary in (False, True):
         o = RecallOptions(vocab_size=16, num_pairs=4, length=24, test_pairs=(1, 3, 6), vary_pairs=vary)
-        task = make_task(TrainOptions(o, RunOptions(batch_size=64)))
+        task = make_task(o, 64)
         counts = np.asarray(task.train_batch(1).weights).sum(1)
         assert set(counts) == ({1, 2, 3, 4} if vary else {4})
         assert set(np.asarray(task.val_batches(64)[0].weights).sum(1)) == set(counts)
@@ -100,7 +100,7 @@ def test_recall_gaps_follow_the_power_law():
 
 def draw(task_options, size=None, batch=64, seed=5):
     """Tokens, targets and weights of fresh sequences, in NumPy, and the task."""
-    task = make_task(TrainOptions(task_options, RunOptions(batch_size=batch)))
+    task = make_task(task_options, batch)
     drawn = task.draw(jax.random.key(seed), batch, task.size if size is None else size)
     return task, *(np.asarray(x) for x in drawn)
 
@@ -223,7 +223,7 @@ SMALL = {
 @pytest.mark.parametrize("name", harness.tiers(SMALL, ("recall", "parity", "copy")))
 def test_batches_are_given_by_seed_and_step(name):
     def make(seed):
-        return make_task(TrainOptions(SMALL[name], RunOptions(seed=seed, batch_size=4)))
+        return make_task(SMALL[name], 4, seed)
 
     task, twin, other = make(0), make(0), make(1)
     one = task.train_batch(3).tokens
@@ -243,7 +243,7 @@ def test_batches_are_given_by_seed_and_step(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_sizes_and_padding(name):
-    task = make_task(TrainOptions(SMALL[name], RunOptions(batch_size=4)))
+    task = make_task(SMALL[name], 4)
     sets = task.test_batches(4)
     assert tuple(sets) == task.test_sizes
     assert len({batch.tokens.shape for batches in sets.values() for batch in batches}) == 1
@@ -316,7 +316,7 @@ def test_recall_of_several_cases():
     """Lengths and pairs take turns from step to step; the tests are of the same lengths; a look-up answers all."""
     cases = {2: 8, 3: 16, 5: 20}
     o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "20:5"), val_sequences=18)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=6)))
+    task = make_task(o, 6)
     assert (task.turns, task.size, task.test_sizes) == ((0, 1, 2), 5, (2, 3, 5))
     drawn = [task.train_batch(step) for step in range(1, 7)]
     assert [batch.tokens.shape[1] for batch in drawn] == [16, 20, 8] * 2
@@ -336,7 +336,7 @@ def test_recall_of_several_cases():
 def test_a_case_with_more_turns():
     """It is drawn in as many steps as it is named, tested once, and the validation set has all cases alike."""
     o = RecallOptions(vocab_size=64, cases=("8:2", "16:3", "8:2", "8:2"), val_sequences=16)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    task = make_task(o, 4)
     assert (task.turns, task.test_sizes) == ((0, 1, 0, 0), (2, 3))
     asked = [int(task.train_batch(step).weights[0].sum()) for step in range(8)]
     assert asked == [2, 3, 2, 2] * 2
@@ -348,7 +348,7 @@ def test_a_case_with_more_turns():
 def test_training_set_of_fixed_size():
     """So many sequences and no others, the same for every run; every turn has its own; tests are other ones."""
     o = RecallOptions(vocab_size=64, cases=("8:2", "16:3"), train_sequences=20, val_sequences=40)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=40, seed=7)))
+    task = make_task(o, 40, 7)
     draw = [jax.jit(lambda seed, step, turn=turn: task.seeded_batch(seed, step, turn)) for turn in (0, 1)]
 
     def rows(batch):

@@ -18,7 +18,6 @@ from gdn_jax.tasks.options import (
     TextOptions,
 )
 from gdn_jax.tasks.table import make_task
-from gdn_jax.training.options import RunOptions, TrainOptions
 
 
 def test_split_holds_out_whole_files_and_is_stable(folder):
@@ -84,8 +83,7 @@ def test_windows_predict_each_byte_at_most_once(size, length, most):
 
 def test_batches_depend_on_seed_and_step_alone(folder):
     def batch(seed, step):
-        o = TrainOptions(TextOptions(data=folder, length=32), RunOptions(seed=seed, batch_size=4))
-        return BytesTask(o).train_batch(step).tokens
+        return BytesTask(TextOptions(data=folder, length=32), 4, seed).train_batch(step).tokens
 
     np.testing.assert_array_equal(batch(1, 5), batch(1, 5))
     assert (batch(1, 5) != batch(1, 6)).any() and (batch(1, 5) != batch(2, 5)).any()
@@ -94,8 +92,7 @@ def test_batches_depend_on_seed_and_step_alone(folder):
 def test_training_windows_lie_in_the_training_part(tmp_path):
     """Training text and held-out text share no byte: what a batch holds tells where it was drawn."""
     (tmp_path / "text").write_bytes(b"a" * 900 + b"b" * 100)
-    o = TrainOptions(TextOptions(data=tmp_path / "text", length=32), RunOptions(batch_size=8))
-    task = BytesTask(o)
+    task = BytesTask(TextOptions(data=tmp_path / "text", length=32), 8, 0)
     drawn = {*np.unique([[b.tokens, b.targets] for b in map(task.train_batch, range(1, 40))]).tolist()}
     assert ord("a") in drawn and drawn <= {0, ord("a")}
     held_out = {*np.unique([[b.tokens, b.targets] for b in task.val_batches(1)]).tolist()}
@@ -103,8 +100,7 @@ def test_training_windows_lie_in_the_training_part(tmp_path):
 
 
 def test_validation_covers_the_windows_once(folder):
-    o = TrainOptions(TextOptions(data=folder, length=32, val_bytes=320))
-    task = BytesTask(o)
+    task = BytesTask(TextOptions(data=folder, length=32, val_bytes=320), 4, 0)
     batches = task.val_batches(4)
     rows = np.concatenate([b.targets[b.weights[:, 0] > 0] for b in batches])
     np.testing.assert_array_equal(rows, text.windows(task.corpus.val, task.starts, 32)[1])
@@ -159,7 +155,7 @@ def read_sentence(row, target, weight, value):
 def test_sentence(folder, haystack, value, digits):
     """What the sentence says of the word that is asked for is what must be answered; all else is the haystack."""
     o = SentenceOptions(haystack=haystack, value=value, data=folder, length=300, test_lengths=(256, 400))
-    task = make_task(TrainOptions(o, RunOptions(batch_size=16)))
+    task = make_task(o, 16)
     corpus = text.load(folder)
     places, values = set(), []
     draw = jax.jit(lambda one, two: (task.draw_training(one, 48), task.draw(two, 48, 256)))
@@ -186,7 +182,7 @@ def test_sentence(folder, haystack, value, digits):
 def test_weight_of_the_text(folder):
     """In training every byte counts a little; in validation and tests only the answer."""
     o = SentenceOptions(text_weight=0.25, length=256, test_lengths=(256,), val_sequences=4)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    task = make_task(o, 4)
     weights = np.asarray(task.train_batch(1).weights)
     np.testing.assert_array_equal(weights, [[0.25] * 249 + [1] * 7] * 4)
     for batch in (*task.val_batches(4), *task.test_batches(4)[256]):
@@ -222,7 +218,7 @@ def test_packages_are_held_out_whole_and_without_copies(site):
     shutil.copytree(site / "p1", alone / "p1")
     with pytest.raises(RunError, match="--packages: expected at least two packages, got p1"):
         text.load(alone, packages=True)
-    task = make_task(TrainOptions(TextOptions(data=site, glob="*.py", packages=True, length=16)))
+    task = make_task(TextOptions(data=site, glob="*.py", packages=True, length=16), 4)
     assert {*task.describe()["val_files"]} == sides[1]
 
 
@@ -237,7 +233,7 @@ def test_installed_packages_are_the_default(site, monkeypatch):
 def test_text_of_a_sweep(folder):
     """Windows drawn in a program lie in the training part, follow seed and step, and predict the next byte."""
     o = TextOptions(data=folder, length=32, test_lengths=(8, 32, 64), val_bytes=640)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=5)))
+    task = make_task(o, 5)
     draw = jax.jit(lambda seed, step, data: task.bound(data).seeded_batch(seed, step))
     one, other, third = (draw(seed, step, task.data) for seed, step in ((1, 2), (1, 3), (2, 2)))
     assert (one.tokens != other.tokens).any() and (one.tokens != third.tokens).any()
@@ -251,7 +247,7 @@ def test_text_of_a_sweep(folder):
 def test_text_by_position(folder):
     """The same held-out windows for every test; each place of a window is scored once."""
     o = TextOptions(data=folder, length=32, test_lengths=(8, 32, 64), val_bytes=640)
-    task = make_task(TrainOptions(o, RunOptions(batch_size=4)))
+    task = make_task(o, 4)
     tests = task.test_batches(4)
     assert [*tests] == [8, 32, 64] and task.test_batches(4)[8][0].tokens.shape == (4, 64)
     rows = {n: np.concatenate([b.tokens for b in batches]) for n, batches in tests.items()}

@@ -35,7 +35,7 @@ def final_state(out):
         json.loads((out / "config.json").read_text())["options"],
         options_lib.RunOptions(out=out, resume=True),
     )
-    trainer = Trainer.make(options, make_task(options))
+    trainer = Trainer.make(options, make_task(options.task, options.run.batch_size, options.run.seed))
     store = Checkpoints(RunFolder(out), None)
     trainer.restore(store)
     store.close()

@@ -144,7 +144,11 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str]]:
     options = options_lib.from_json(stored["task"], stored["options"], RunOptions())
     options_lib.check(options)
     values = options_lib.config_values(options.model) | {"dtype": compute_dtype(options.model)}
-    return f"{path}: a run of {stored['task']}", ModelConfig(vocab_size=vocab_size(options), **values), []
+    return (
+        f"{path}: a run of {stored['task']}",
+        ModelConfig(vocab_size=vocab_size(options.task), **values),
+        [],
+    )
 
 
 def _parameters(config: ModelConfig) -> Table:

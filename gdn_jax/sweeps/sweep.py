@@ -49,7 +49,6 @@ from gdn_jax.tasks.table import SweptTask, check_same_data, make_task
 from gdn_jax.training import memory, steps
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.runs import RunFolder, check_free
 from gdn_jax.training.steps import Sums, TrainState
 
@@ -347,8 +346,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     o, name = options.sweep, options.task.task
     if not o.resume:
         check_free(o.out)
-    run = RunOptions(seed=o.data_seed, batch_size=o.batch_size)
-    task = make_task(TrainOptions(options.task, run, ModelOptions(), OptimizerOptions()))
+    task = make_task(options.task, o.batch_size, o.data_seed)
     assert isinstance(task, SweptTask)
     largest = scaled_model(options, max(o.scales))
     memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)

@@ -22,7 +22,6 @@ from gdn_jax.tasks.options import (
     RecallOptions,
     SentenceOptions,
 )
-from gdn_jax.training.options import TrainOptions
 
 _TRAINING_SET = 2**16
 """Purpose of the keys of a training set of fixed size; those of its kinds of batches follow."""
@@ -34,6 +33,9 @@ class GeneratedTask[
     """A task of fresh sequences; a subclass says how they are drawn.
 
     Attributes:
+      o: options of the task.
+      batch_size: sequences of a training step.
+      seed: of the training batches and of the validation and test sets.
       size: of the training sequences, in the unit of `axis`.
       test_sizes: sizes that a trained model is tested at.
       data: arrays that sequences are made from, None without any.
@@ -48,9 +50,8 @@ class GeneratedTask[
     data: PyTree = None
     turns: tuple[int, ...] = (0,)
 
-    def __init__(self, options: TrainOptions[T]):
-        self.options = options
-        self.o = options.task
+    def __init__(self, options: T, batch_size: int, seed: int):
+        self.o, self.batch_size, self.seed = options, batch_size, seed
         self.size: int = self.o.length
         self.test_sizes: tuple[int, ...] = () if isinstance(self.o, RecallOptions) else self.o.test_lengths
 
@@ -80,20 +81,20 @@ class GeneratedTask[
         Of a training set of a fixed size every sequence is a function of its number and of the seed of the options,
         which the runs of a sweep share: it is drawn again whenever its number is.
         """
-        key, batch = self._key(seed, 0, step), self.options.run.batch_size
+        key, batch = self._key(seed, 0, step), self.batch_size
         if self.o.train_sequences is None:
             return self.draw_training(key, batch, kind)
         numbers = jax.random.randint(key, (batch,), 0, self.o.train_sequences)
-        keys = jax.vmap(partial(self._key, self.options.run.seed, _TRAINING_SET + kind))(numbers)
+        keys = jax.vmap(partial(self._key, self.seed, _TRAINING_SET + kind))(numbers)
         rows = jax.vmap(lambda key: self.draw_training(key, 1, kind))(keys)
         return jax.tree.map(lambda x: x[:, 0], rows)
 
     def train_batch(self, step: int) -> Batch:
-        return self.seeded_batch(self.options.run.seed, step, self.turns[step % len(self.turns)])
+        return self.seeded_batch(self.seed, step, self.turns[step % len(self.turns)])
 
     def _keys(self, purpose: int, batch: int) -> list[jax.Array]:
         count = max(1, self.o.val_sequences // batch)
-        return [self._key(self.options.run.seed, purpose, i) for i in range(count)]
+        return [self._key(self.seed, purpose, i) for i in range(count)]
 
     def val_batches(self, size: int) -> list[Batch]:
         kinds = max(self.turns) + 1
@@ -126,7 +127,7 @@ class GeneratedTask[
         raise NotImplementedError
 
     def sample(self, model: models.LanguageModel) -> str:
-        batch = self.draw(self._key(self.options.run.seed, 2, 0), 1, self.size)
+        batch = self.draw(self._key(self.seed, 2, 0), 1, self.size)
         graphdef, state = nnx.split(model)
         logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)[0])(state, batch.tokens)
         tokens, targets, weights = (np.asarray(x[0]) for x in batch)
@@ -144,8 +145,8 @@ class RecallTask(GeneratedTask[RecallOptions]):
     label = "accuracy at the queries"
     axis = "pairs"
 
-    def __init__(self, options: TrainOptions[RecallOptions]):
-        super().__init__(options)
+    def __init__(self, options: RecallOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
         self.vocab_size = self.o.vocab_size
         self.size, self.test_sizes = self.o.num_pairs, self.o.test_pairs
         pairs = self.o.parsed_cases()
@@ -197,8 +198,8 @@ class NeedleTask(GeneratedTask[NeedleOptions]):
 
     label = "accuracy at the question"
 
-    def __init__(self, options: TrainOptions[NeedleOptions]):
-        super().__init__(options)
+    def __init__(self, options: NeedleOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
         self.first_value, self.tokens = 0, self.o.noise_tokens
         if self.o.haystack == "text":
             self.data = jnp.asarray(text.load(None).train)
@@ -248,8 +249,8 @@ class SentenceTask(GeneratedTask[SentenceOptions]):
     axis = "bytes"
     vocab_size = 256
 
-    def __init__(self, options: TrainOptions[SentenceOptions]):
-        super().__init__(options)
+    def __init__(self, options: SentenceOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
         o, self.source = self.o, "repeated words"
         if o.haystack == "text":
             longest = max(o.length, *o.test_lengths)
@@ -314,8 +315,8 @@ class PermutationTask(GeneratedTask[PermutationOptions]):
 
     label = "accuracy of the running product"
 
-    def __init__(self, options: TrainOptions[PermutationOptions]):
-        super().__init__(options)
+    def __init__(self, options: PermutationOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
         group = state_tracking.elements({"S3": 3, "S5": 5}[self.o.group])
         letters = state_tracking.swaps(group) if self.o.elements == "swaps" else np.arange(len(group))
         self.letters, self.table = jnp.asarray(letters), jnp.asarray(state_tracking.products(group))
@@ -339,8 +340,8 @@ class CopyTask(GeneratedTask[CopyOptions]):
 
     label = "accuracy of the copy"
 
-    def __init__(self, options: TrainOptions[CopyOptions]):
-        super().__init__(options)
+    def __init__(self, options: CopyOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
         self.vocab_size = self.o.num_tokens + 1
 
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:

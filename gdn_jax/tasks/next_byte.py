@@ -13,7 +13,6 @@ from gdn_jax import models
 from gdn_jax.tasks import ngrams, text
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions, prompt_bytes
-from gdn_jax.training.options import TrainOptions
 
 
 class BytesTask:
@@ -26,9 +25,9 @@ class BytesTask:
     axis = "bytes"
     turns = (0,)
 
-    def __init__(self, options: TrainOptions[TextOptions]):
-        self.options = options
-        o, self.length = options.task, options.task.length
+    def __init__(self, options: TextOptions, batch_size: int, seed: int):
+        self.o, self.batch_size, self.seed = options, batch_size, seed
+        o, self.length = options, options.length
         self.size, self.tests = self.length, o.test_lengths or ()
         longest = max((self.length, *self.tests))
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
@@ -37,9 +36,9 @@ class BytesTask:
 
     def train_batch(self, step: int) -> Batch:
         # Philox is a counter: key (seed, step) needs no state to be saved.
-        generator = np.random.Generator(np.random.Philox(key=[self.options.run.seed, step]))
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         high = self.corpus.train.size - self.length
-        starts = generator.integers(0, high, self.options.run.batch_size)
+        starts = generator.integers(0, high, self.batch_size)
         tokens, targets = text.windows(self.corpus.train, starts, self.length)
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
@@ -51,9 +50,7 @@ class BytesTask:
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
         """Windows drawn inside a program; other ones than those of `train_batch`."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
-        starts = jax.random.randint(
-            key, (self.options.run.batch_size, 1), 0, self.data.shape[0] - self.length
-        )
+        starts = jax.random.randint(key, (self.batch_size, 1), 0, self.data.shape[0] - self.length)
         rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
         return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((rows.shape[0], self.length), jnp.float32))
 
@@ -65,7 +62,7 @@ class BytesTask:
         made, before = {}, 0
         for length in self.tests:
             longest = self.tests[-1]
-            starts = text.window_starts(self.corpus.val.size, longest, self.options.task.val_bytes)
+            starts = text.window_starts(self.corpus.val.size, longest, self.o.val_bytes)
             counts = (np.arange(longest) >= before) & (np.arange(longest) < length)
             made[length] = [
                 batch._replace(weights=batch.weights * counts)
@@ -101,7 +98,7 @@ class BytesTask:
     def _held_out(self) -> list[str]:
         """Names of the files that are held out, or of the packages."""
         files = self.corpus.val_files
-        return sorted({name.split("/")[0] for name in files}) if self.options.task.packages else list(files)
+        return sorted({name.split("/")[0] for name in files}) if self.o.packages else list(files)
 
     def summary(self) -> str:
         corpus = self.corpus
@@ -112,8 +109,8 @@ class BytesTask:
         )
 
     def sample(self, model: models.LanguageModel) -> str:
-        options = self.options.task
-        rng = jax.random.fold_in(jax.random.key(self.options.run.seed), 2)
+        options = self.o
+        rng = jax.random.fold_in(jax.random.key(self.seed), 2)
         prompt = encode(options.prompt)
         out = models.generate(model, prompt, options.sample_bytes, rng=rng, temperature=options.temperature)
         return decode(jnp.concatenate([prompt[0, 1:], out[0]]))

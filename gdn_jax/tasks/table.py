@@ -9,7 +9,7 @@ from gdn_jax import models
 from gdn_jax.commands.errors import RunError
 from gdn_jax.tasks import generated, next_byte
 from gdn_jax.tasks.batch import Batch
-from gdn_jax.training.options import TrainOptions
+from gdn_jax.tasks.options import TaskOptions
 
 
 @runtime_checkable
@@ -87,18 +87,23 @@ class SweptTask(Task, Protocol):
         ...
 
 
-def make_task(options: TrainOptions) -> Task:
-    """Task of the options, its data read.
+def make_task(options: TaskOptions, batch_size: int, seed: int = 0) -> Task:
+    """Makes the task of the options and reads its data.
+
+    Args:
+      options: of the task.
+      batch_size: sequences of a training step.
+      seed: of the training batches and of the validation and test sets.
 
     Raises:
       RunError: the data cannot be used.
     """
-    return _TASKS[options.task.task](options)
+    return _TASKS[options.task](options, batch_size, seed)
 
 
-def vocab_size(options: TrainOptions) -> int:
-    """Tokens of the task's model, without reading a text that may be elsewhere by now."""
-    return next_byte.BytesTask.vocab_size if options.task.task == "bytes" else make_task(options).vocab_size
+def vocab_size(options: TaskOptions) -> int:
+    """Returns how many tokens the task's model has, without reading a text that may be elsewhere by now."""
+    return next_byte.BytesTask.vocab_size if options.task == "bytes" else make_task(options, 1).vocab_size
 
 
 _TASKS: dict[str, type] = {

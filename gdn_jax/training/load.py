@@ -88,7 +88,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
     size = options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)
-    model = steps.make_model(size, vocab_size(options), 0)
+    model = steps.make_model(size, vocab_size(options.task), 0)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
     restored = None

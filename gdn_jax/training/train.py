@@ -82,7 +82,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
         with owned(run.path):
-            task = make_task(options)
+            task = make_task(options.task, options.run.batch_size, options.run.seed)
             check_same_data(config["data"], task)
             trainer = Trainer.make(options, task, placement)
             stored = config["options"] | options_lib.to_json(options)
@@ -94,7 +94,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
     check_free(options.run.out)
     if jax.process_count() > 1 and options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
-    task = make_task(options)
+    task = make_task(options.task, options.run.batch_size, options.run.seed)
     trainer = Trainer.make(options, task, placement)
     config = {
         "task": options.task.task,
@@ -116,7 +116,9 @@ def _follow(options: TrainOptions, placement: Placement) -> int:
     """`train` in the other processes: the same steps and checkpoints, and nothing else in the run folder."""
     if options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
-    trainer = Trainer.make(options, make_task(options), placement)
+    trainer = Trainer.make(
+        options, make_task(options.task, options.run.batch_size, options.run.seed), placement
+    )
     processes.wait("the run is open")
     with tempfile.TemporaryDirectory() as scratch:
         run = RunFolder.follow(options.run.out, Path(scratch))
