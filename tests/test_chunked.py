@@ -11,7 +11,9 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax import chunked
 from gdn_jax.checks import cases, oracle
+from gdn_jax.chunks import rows
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))
@@ -40,8 +42,8 @@ def test_many_chunks():
 @pytest.mark.slow
 def test_lanes(monkeypatch):
     """Long rows on a GPU are walked in lanes that are joined afterwards; here the same on any device."""
-    monkeypatch.setattr(gdn_jax.chunked, "_num_lanes", lambda *_, **__: 4)
-    monkeypatch.setattr(gdn_jax.chunked, "_stretch", lambda T, chunk_size, _: (T, chunk_size))
+    monkeypatch.setattr(rows, "num_lanes", lambda *_, **__: 4)
+    monkeypatch.setattr(chunked, "stretch_of", lambda T, chunk_size, _: (T, chunk_size))
     for T in (64, 270):  # 4 chunks, and 17 that do not fill 4 lanes
         case = cases.Case("lanes", T=T, chunk_size=16, V=16)
         x = cases.inputs(case)
@@ -61,9 +63,7 @@ STRETCHES = {
 @pytest.mark.parametrize("name", harness.tiers(STRETCHES, ("strong-decay-then-slow",)))
 def test_stretches(name, monkeypatch):
     """Long rows on a CPU are computed in stretches, each from the state of the last; here the same on any device."""
-    monkeypatch.setattr(
-        gdn_jax.chunked, "_stretch", lambda T, chunk_size, _: (64, 32)
-    )  # 64, 64 and 22 tokens
+    monkeypatch.setattr(chunked, "stretch_of", lambda T, chunk_size, _: (64, 32))  # 64, 64 and 22 tokens
     case = STRETCHES[name]
     x = cases.inputs(case)
     call = jax.jit(harness.value_and_gradients("chunked", case.options))
@@ -74,7 +74,7 @@ def test_stretch_sizes(monkeypatch):
     """Stretches hold whole chunks and cover the row, with less than a chunk each to spare; short rows are not cut."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     for T, chunk_size, width in itertools.product((1, 500, 2048, 2050, 5000), (16, 64), (1, 4, 12, 300)):
-        tokens, C = gdn_jax.chunked._stretch(T, chunk_size, width)
+        tokens, C = rows.stretch_of(T, chunk_size, width)
         if T * width <= 2048:
             assert (tokens, C) == (T, chunk_size)
             continue
@@ -83,7 +83,7 @@ def test_stretch_sizes(monkeypatch):
         stretches = -(-T // tokens)
         assert stretches * tokens - T < stretches * C
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert gdn_jax.chunked._stretch(5000, 64, 4) == (5000, 64)
+    assert rows.stretch_of(5000, 64, 4) == (5000, 64)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="stretches are for CPUs")

@@ -11,7 +11,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", section 3.3; fla's `ch
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,55 @@ STATES_NAME = "gdn_states"
 """`checkpoint_name`s of A and of h where the derivative is taken."""
 
 
-class Transition(NamedTuple):
-    """What a chunk does to the state, apart from what it writes: see `solve_states`."""
+@runtime_checkable
+class Transition(Protocol):
+    """What a chunk does to the state, apart from what it writes: all that `solve_states` asks of a rule.
+
+    Arrays have the axes L (chunks, walked in order), P (lanes, side by side) and those of the heads. An
+    implementation is a NamedTuple of arrays, so that JAX maps over its chunks; a tangent of one is one, too.
+    """
+
+    keep: Bool[Array, "L P ..."] | None
+    """False where nothing passes on to the next chunk, which starts from its forcing alone. None: True everywhere."""
+
+    def shape(self) -> tuple[int, ...]:
+        """(L, P, heads...), of every head's state."""
+        ...
+
+    def width(self) -> int:
+        """K, the rows of a state."""
+        ...
+
+    def replace_keep(self, keep: jax.Array) -> "Transition":
+        """The same transition with that `keep`."""
+        ...
+
+    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """The state at the chunk's end, from the one at its start and the values written; 0 where keep is False."""
+        ...
+
+    def select(self, new: jax.Array) -> jax.Array:
+        """new where keep is True; a selection, so that a NaN stops at the border of its sequence."""
+        ...
+
+    def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
+        """A (x - what the chunk's tokens find in h): the values that are really written. x of None is 0."""
+        ...
+
+    def found_tangent(self, d: "Transition", dx: jax.Array, h: jax.Array, numerics: Numerics) -> jax.Array:
+        """dx less the tangent of what the tokens find in h, along the tangent d of the transition."""
+        ...
+
+    def drive_tangent(self, d: "Transition", h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """Tangent of the state at the chunk's end for given h and v_new, along the tangent d."""
+        ...
+
+
+class HeadTransition(NamedTuple):
+    """A `Transition` with one decay a head:
+
+    found = read (k h);   h' = keep (total h + k^T (to_end v_new))
+    """
 
     total: Float[Array, "L P *H"]
     """exp(G_C): decay over the chunk."""
@@ -37,14 +84,20 @@ class Transition(NamedTuple):
     """beta exp(G): factor of what each token's key finds in the state."""
     k: Float[Array, "L P *Hk C K"]
     keep: Bool[Array, "L P ..."] | None = None
-    """False where nothing passes on to the next chunk, which starts from its forcing alone."""
+
+    def shape(self) -> tuple[int, ...]:
+        return self.total.shape
+
+    def width(self) -> int:
+        return self.k.shape[-1]
+
+    def replace_keep(self, keep: jax.Array) -> "HeadTransition":
+        return self._replace(keep=keep)
 
     def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        """total h + k^T (to_end v_new), the state at the chunk's end; 0 where keep is False."""
         return self.select(self.total[..., None, None] * h + self.write(v_new, numerics))
 
     def select(self, new: jax.Array) -> jax.Array:
-        """new where keep is True; a selection, so that a NaN stops at the border of its sequence."""
         return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
 
     def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
@@ -52,9 +105,66 @@ class Transition(NamedTuple):
         return numerics.einsum("...ck,...cv->...kv", self.k, self.to_end[..., None] * v_new)
 
     def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
-        """A (x - read (k h)): the values that are really written."""
         found = self.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
         return numerics.einsum("...ij,...jv->...iv", A, -found if x is None else x - found)
+
+    def found_tangent(
+        self, d: "HeadTransition", dx: jax.Array, h: jax.Array, numerics: Numerics
+    ) -> jax.Array:
+        dx = dx - d.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
+        return dx - self.read[..., None] * numerics.einsum("...ck,...kv->...cv", d.k, h)
+
+    def drive_tangent(
+        self, d: "HeadTransition", h: jax.Array, v_new: jax.Array, numerics: Numerics
+    ) -> jax.Array:
+        # One product for both tangents: in reverse mode, so are both cotangents.
+        dk_to_end = d.to_end[..., None] * self.k + self.to_end[..., None] * d.k
+        return d.total[..., None, None] * h + numerics.einsum("...ck,...cv->...kv", dk_to_end, v_new)
+
+
+class ChannelTransition(NamedTuple):
+    """A `Transition` with one decay for each key channel, which is inside the keys:
+
+    found = read_k h;   h' = keep (total h + write_k^T v_new)
+    """
+
+    total: Float[Array, "L P *H K"]
+    """exp(G_C): decay of each channel over the chunk."""
+    read_k: Float[Array, "L P *H C K"]
+    """beta e exp(G): erase keys, decayed from the chunk's start, times the write strength."""
+    write_k: Float[Array, "L P *H C K"]
+    """k exp(G_C - G): write keys, decayed until the chunk's end."""
+    keep: Bool[Array, "L P ..."] | None = None
+
+    def shape(self) -> tuple[int, ...]:
+        return self.total.shape[:-1]
+
+    def width(self) -> int:
+        return self.total.shape[-1]
+
+    def replace_keep(self, keep: jax.Array) -> "ChannelTransition":
+        return self._replace(keep=keep)
+
+    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        written = numerics.einsum("...ck,...cv->...kv", self.write_k, v_new)
+        return self.select(self.total[..., None] * h + written)
+
+    def select(self, new: jax.Array) -> jax.Array:
+        return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
+
+    def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
+        found = numerics.einsum("...ck,...kv->...cv", self.read_k, h)
+        return numerics.einsum("...ij,...jv->...iv", A, -found if x is None else x - found)
+
+    def found_tangent(
+        self, d: "ChannelTransition", dx: jax.Array, h: jax.Array, numerics: Numerics
+    ) -> jax.Array:
+        return dx - numerics.einsum("...ck,...kv->...cv", d.read_k, h)
+
+    def drive_tangent(
+        self, d: "ChannelTransition", h: jax.Array, v_new: jax.Array, numerics: Numerics
+    ) -> jax.Array:
+        return d.total[..., None] * h + numerics.einsum("...ck,...cv->...kv", d.write_k, v_new)
 
 
 class States(NamedTuple):
@@ -85,13 +195,13 @@ def _walk(numerics, A, transition, x, forcing, h):
 
 def _walk_lanes(numerics, A, transition, x, forcing, h0):
     """`solve_states` for a given inverse A, linear in (x, forcing, h0)."""
-    lanes = transition.total.shape[1]
+    lanes = transition.shape()[1]
     if lanes == 1:
         states = _walk(numerics, A, transition, x, forcing, h0[None])
         return states._replace(last=states.last[0])
     # Every lane from a zero state and, for what it does to a state, from the identity; then the lanes are
     # joined in order and walked once more from their true start states.
-    K = transition.k.shape[-1]
+    K = transition.width()
     shape = (lanes, *h0.shape)
     written = _walk(numerics, A, transition, x, forcing, jnp.zeros_like(h0, shape=shape)).last
     identity = jnp.zeros_like(h0, shape=(*shape[:-2], K, K)) + jnp.eye(K, dtype=h0.dtype)
@@ -111,17 +221,18 @@ def _walk_lanes(numerics, A, transition, x, forcing, h0):
 def solve_states(
     numerics: Numerics,
     kkt: Float[Array, "L P *H C C"],
-    transition: Transition,
+    transition: Any,
     x: Float[Array, "L P *H C V"],
     forcing: Float[Array, "L P *H K V"] | None,
     h0: Float[Array, "*H K V"],
 ) -> States:
     """Solves the recurrence over chunks, with A = (I + kkt)^-1:
 
-        v_new = A (x - read (k h));   h' = keep (total h + k^T (to_end v_new)) + forcing
+        v_new = A (x - found(h));   h' = keep (decayed(h) + written(v_new)) + forcing
 
-    Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on where lane 0
-    ends), walked side by side. One lane or many give the same states; many cost two more walks, all shorter.
+    where found, decayed and written are those of the transition. Axis 0 is walked in order; axis 1 holds the lanes
+    of a row one after another (lane 1 goes on where lane 0 ends), walked side by side. One lane or many give the
+    same states; many cost two more walks, all shorter.
 
     The equations are linear in (x, forcing, h0), so the derivative in any argument solves the same equations
     with another x and forcing, which are parallel over chunks. In reverse mode the adjoint state walks
@@ -136,19 +247,15 @@ def _solve_states_jvp(numerics, primals, tangents):
     kkt, transition, x, forcing, h0 = primals
     dkkt, d, dx, dforcing, dh0 = tangents
     wide = numerics.wide()
-    einsum = wide.einsum
     A = checkpoint_name(solve_tril(kkt), INVERSE_NAME)
     solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
     h = checkpoint_name(solution.h, STATES_NAME)
     # From h and not from the walk, so that the backward pass recomputes it without walking again.
     v_new = transition.v_new(A, x, h, wide).astype(numerics.kept)
 
-    dx = dx - d.read[..., None] * einsum("...ck,...kv->...cv", transition.k, h)
-    dx = dx - transition.read[..., None] * einsum("...ck,...kv->...cv", d.k, h)
-    dx = dx - einsum("...ij,...jv->...iv", dkkt, v_new)
-    # One product for both tangents: in reverse mode, so are both cotangents.
-    dk_to_end = d.to_end[..., None] * transition.k + transition.to_end[..., None] * d.k
-    drive = d.total[..., None, None] * h + einsum("...ck,...cv->...kv", dk_to_end, v_new)
+    dx = transition.found_tangent(d, dx, h, wide)
+    dx = dx - wide.einsum("...ij,...jv->...iv", dkkt, v_new)
+    drive = transition.drive_tangent(d, h, v_new, wide)
     drive = transition.select(drive)
     drive = drive if dforcing is None else drive + dforcing
     return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)

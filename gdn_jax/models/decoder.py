@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from gdn_jax import chunked, mosaic
+from gdn_jax import mosaic
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, transposed_product
+from gdn_jax.chunks import rows
 from gdn_jax.fused.embedding import embed
 from gdn_jax.fused.kernels import usable
 from gdn_jax.layers import GatedDeltaNet
@@ -23,7 +24,7 @@ Cache = tuple[Any, ...]
 """Cache of a LanguageModel: one entry per block, made by its mixer."""
 
 REMAT_POLICIES = {
-    "rule": jax.checkpoint_policies.save_only_these_names(*chunked.RESIDUAL_NAMES, *mosaic.RESIDUAL_NAMES),
+    "rule": jax.checkpoint_policies.save_only_these_names(*rows.RESIDUAL_NAMES, *mosaic.RESIDUAL_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What a block keeps beside its input, by `ModelConfig.remat`."""
