@@ -21,8 +21,7 @@ USAGE = """usage: gdn COMMAND ...
   gdn train TASK     train a model on a task
   gdn sample RUN     write with the model of a run folder of gdn train bytes
   gdn generate PATH  continue a prompt with a Hugging Face checkpoint of a hybrid model, or with such a run
-  gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset;
-                     (--mesh) what each device of a mesh would hold and send in training
+  gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition

@@ -91,6 +91,11 @@ def test_info_of_a_checkpoint(capsys, tmp_path):
     assert status == 1 and "--context: expected 1 or more, got 0" in err
 
 
+def test_info_of_a_preset(capsys):
+    status, out, _ = run(capsys, "info", "qwen3.5-small")
+    assert status == 0 and "qwen3.5-small: a preset, weights float32" in out
+
+
 def test_stop_tokens(tmp_path):
     for name, content, want in [
         ("config.json", {"text_config": {"eos_token_id": 5}}, (5,)),

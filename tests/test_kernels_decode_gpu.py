@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pool_steps
 import pytest
+from collectives import traffic
 from jax import lax
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
@@ -21,7 +22,6 @@ from tolerances import assert_close, rms_ratio
 from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.parallel.communication import traffic
 
 pytestmark = pytest.mark.gpu
 

@@ -6,6 +6,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from collectives import traffic
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tolerances import assert_close
@@ -13,7 +14,6 @@ from tolerances import assert_close
 import gdn_jax
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape
 
 B, T, WIDTH = 4, 32, 24

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import traffic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec, value_and_gradients
@@ -17,7 +18,6 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.parallel import context, conv, exchange, kernels
 from gdn_jax.parallel.borders import Borders
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import traffic
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel import channels_on_mesh
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape
 from pallas_kernels.device import launch
 from pallas_kernels.layer import short_conv as kernel

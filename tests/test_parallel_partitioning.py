@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+from collectives import traffic
 from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -28,7 +29,6 @@ from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import sharding
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.layer import weight_gradient

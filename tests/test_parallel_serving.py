@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+from collectives import traffic
 from jax import export
 from jax.sharding import NamedSharding
 from meshes import AUTO, EXPLICIT, mesh_of, spec
@@ -16,7 +17,6 @@ from serving_cases import draw, draw_pool
 
 import gdn_jax
 from gdn_jax import partitioning, serving
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.serving import conv as serving_conv
 from gdn_jax.serving import drafts, kernels, shards, slots
 from gdn_jax.serving import step as serving_step

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from collectives import traffic
 from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.parallel import channels_on_mesh
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
+from collectives import traffic
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -20,7 +21,6 @@ from gdn_jax import cli
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel import context, processes, rows_on_mesh, sharding
-from gdn_jax.parallel.communication import traffic
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps

@@ -2,9 +2,6 @@
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -17,11 +14,9 @@ from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import config_of, is_skipped, names_of
 from gdn_jax.hf.text import is_checkpoint
-from gdn_jax.inspect.dry_run import DryRun, dry_run
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
 from gdn_jax.models.presets import PRESETS
-from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.options import RunOptions
@@ -39,9 +34,6 @@ class InfoOptions:
     """Tokens of a sequence."""
     batch: int = 1
     """Sequences side by side, each with a cache."""
-    mesh: str | None = None
-    """Compiles a training step of these sequences, in plain JAX and float32, for a mesh of devices that need not be
-    there, as in data=16,head=4,context=4,sharded, and says what each of them holds and sends. Takes a minute."""
 
 
 def info(path: Path, options: InfoOptions, console: Console) -> int:
@@ -53,12 +45,6 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     for name in ("context", "batch"):
         if getattr(options, name) < 1:
             options_lib.fail(name, "1 or more", getattr(options, name))
-    try:
-        shape = None if options.mesh is None else MeshShape.parse(options.mesh)
-    except ValueError as error:
-        raise RunError(f"--{error}") from error
-    if shape is not None and os.environ.get("JAX_NUM_CPU_DEVICES") != str(shape.size):
-        return _with_devices(path, options, shape.size)
     preset = str(path) in PRESETS and not path.exists()
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
@@ -79,45 +65,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     console.print(_parameters(config))
     console.print(_cache(config, options))
     console.print(_costs(config, options.context))
-    if shape is not None:
-        _print_dry_run(console, dry_run(config, shape, options.batch, options.context), shape, options)
     return 0
-
-
-def _with_devices(path: Path, options: InfoOptions, number: int) -> int:
-    """`info` in a process whose JAX begins with so many devices of the CPU. Returns the exit status."""
-    words = ["info", str(path)]
-    for field in dataclasses.fields(options):
-        words += [f"--{field.name}", str(getattr(options, field.name))]
-    known = {"JAX_NUM_CPU_DEVICES": str(number), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "gdn_jax.cli", *words]
-    return subprocess.run(command, env={**os.environ, **known}, check=False).returncode
-
-
-def _print_dry_run(console: Console, run: DryRun, shape: MeshShape, options: InfoOptions) -> None:
-    """Memory and traffic of one device, the latter beside the formulas."""
-    size = f"{options.batch} x {options.context:,} tokens"
-    lines = (
-        f"a training step of {size} on {shape}, {shape.size} devices; each of them",
-        f"holds {_bytes(run.state_bytes)} of weights, optimiser state and batch",
-        f"needs {_bytes(run.temporary_bytes)} beside, as XLA plans it for a CPU, in float32 and without kernels",
-    )
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    table = Table(title="sent by each device in a step", title_justify="left")
-    for name in ("kind", "operations", "compiled", "formulas", "of which"):
-        table.add_column(name, justify="left" if name in ("kind", "of which") else "right")
-    expected = {kind for part in run.expected.values() for kind, number in part.items() if number}
-    for kind in sorted({*run.sent.count, *expected}):
-        parts = {what: part[kind] for what, part in run.expected.items() if part.get(kind)}
-        table.add_row(
-            kind,
-            str(run.sent.count.get(kind, 0)),
-            _bytes(run.sent.sent.get(kind, 0)),
-            _bytes(sum(parts.values())),
-            ", ".join(f"{what} {_bytes(number)}" for what, number in parts.items()),
-        )
-    console.print(table)
 
 
 def _period(types: tuple[str, ...]) -> tuple[str, ...]:

@@ -61,22 +61,6 @@ def pays(dims: Dims, itemsize: int, devices: int, head_slices: int = 1) -> bool:
     return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
 
 
-def expected_bytes(
-    rows: int, tokens: int, heads: tuple[int, int], widths: tuple[int, int], itemsize: int, devices: int
-) -> int | None:
-    """Bytes that a device sends for a rule whose heads are exchanged; None where states are handed over.
-
-    Args:
-      rows, tokens: of a device.
-      heads: of keys and of values.
-      widths: K and V.
-      itemsize, devices: of `sent_bytes`.
-    """
-    (H, HV), (K, V) = heads, widths
-    dims = Dims(B=rows, T=tokens, N=rows, Hq=H, Hk=H, HV=HV, HO=max(H, HV), K=K, V=V)
-    return sent_bytes(dims, itemsize, devices) if pays(dims, itemsize, devices) else None
-
-
 def gated_delta_rule(
     x: RuleArrays, dims: Dims, *, axis_name: str, **options: Any
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
