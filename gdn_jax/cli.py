@@ -19,8 +19,8 @@ from gdn_jax.commands.parsing import Help, Usage, parse
 USAGE = """usage: gdn COMMAND ...
 
   gdn train TASK     train a model on a task
-  gdn sample RUN     write with the model of a run folder of gdn train bytes
-  gdn generate PATH  continue a prompt with a Hugging Face checkpoint of a hybrid model, or with such a run
+  gdn generate PATH  continue a prompt with the model of a run folder of gdn train bytes, or with a Hugging Face
+                     checkpoint of a hybrid model
   gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
@@ -165,20 +165,12 @@ def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
     return Path(), argv
 
 
-def _sample(argv: list[str]) -> int:
-    from gdn_jax.training.sample import SampleOptions, sample
-
-    path, rest = _on_run("sample", argv)
-    options = parse(SampleOptions, rest, "gdn sample RUN", SampleOptions(), SampleOptions.__doc__)
-    return sample(path, options)
-
-
 def _generate(argv: list[str]) -> int:
-    from gdn_jax.training.write import WriteOptions, write
+    from gdn_jax.inspect.generate import GenerateOptions, generate
 
     path, rest = _on_run("generate", argv)
-    options = parse(WriteOptions, rest, "gdn generate PATH", WriteOptions(), WriteOptions.__doc__)
-    return write(path, options)
+    options = parse(GenerateOptions, rest, "gdn generate PATH", GenerateOptions(), GenerateOptions.__doc__)
+    return generate(path, options)
 
 
 def _info(argv: list[str]) -> int:
@@ -265,8 +257,7 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("gdn_jax.training.train", partial(_on_task, "train", _train)),
-    "sample": ("gdn_jax.training.sample", _sample),
-    "generate": ("gdn_jax.training.write", _generate),
+    "generate": ("gdn_jax.inspect.generate", _generate),
     "info": ("gdn_jax.inspect.info", _info),
     "eval": ("gdn_jax.training.evaluate", _eval),
     "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),

@@ -110,12 +110,11 @@ ROOMS: dict[str, set[str]] = {
         "blocks",
         "layers",
         "models",
-        "hf",
         "commands",
         "tasks",
     },
     "sweeps": {"gdn_jax", "models", "commands", "tasks", "training"},
-    "inspect": {"gdn_jax", "parallel", "layers", "models", "hf", "commands", "tasks", "training"},
+    "inspect": {"models", "hf", "commands", "tasks", "training"},
     "bench": {
         "gdn_jax",
         "serving",
@@ -152,7 +151,7 @@ OUTSIDE: dict[str, set[str]] = {
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich"},
     "tasks": {"flax"},
-    "inspect": {"flax", "rich"},
+    "inspect": {"rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "optax", "rich"},
     "cli": {"rich"},
 }

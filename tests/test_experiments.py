@@ -182,7 +182,7 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
             "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got poems",
         ),
         ("train", "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got none"),
-        ("fly", "expected a command train, sample, generate, info, eval, sweep, check or bench, got fly"),
+        ("fly", "expected a command train, generate, info, eval, sweep, check or bench, got fly"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):

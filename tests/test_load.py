@@ -88,16 +88,22 @@ def test_eval_of_the_held_out_text_is_the_validation(trained, folder, tmp_path, 
 
 
 @pytest.mark.slow
-def test_sample(trained, run, capsys):
-    def sample(*words):
-        assert cli.main(["sample", str(trained), "--tokens", "12", *words]) == 0
+def test_generate(trained, run, capsys):
+    """The command writes the prompt and what `models.generate` does behind it, drawn with the same key."""
+
+    def written(*words):
+        assert cli.main(["generate", str(trained), "--tokens", "12", "--prompt", "def ", *words]) == 0
         return capsys.readouterr().out
 
-    greedy = run.decode(generate(run.model, run.encode("def "), 12)[0])
-    assert sample("--prompt", "def ", "--temperature", "0") == greedy + "\n"
-    assert sample("--prompt", "def ", "--top-k", "1") == greedy + "\n"
-    hot = [sample("--prompt", "def ", "--temperature", "1.5", "--seed", seed) for seed in "112"]
+    def expected(**options):
+        return f"def {run.decode(generate(run.model, run.encode('def '), 12, **options)[0])}\n"
+
+    greedy = expected()
+    assert written("--temperature", "0") == greedy
+    assert written("--top-k", "1") == greedy
+    hot = [written("--temperature", "1.5", "--seed", seed) for seed in "112"]
     assert hot[0] == hot[1] != hot[2]
+    assert written() == expected(rng=jax.random.key(0), temperature=0.7)
 
 
 def test_a_run_is_read_while_it_is_at_work(trained, tmp_path, capsys):
@@ -114,7 +120,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(trained, tmp_path, capsys)
     copy = shutil.copytree(trained, tmp_path / "copy")
     (copy / "checkpoints" / "40" / "state" / "manifest.ocdbt").unlink()
     before = sorted(copy.rglob("*"))
-    assert cli.main(["sample", str(copy), "--tokens", "1"]) == 0
+    assert cli.main(["generate", str(copy), "--tokens", "1"]) == 0
     assert capsys.readouterr().err == "gdn: note: the checkpoint of step 40 is damaged, using step 36\n"
     assert sorted(copy.rglob("*")) == before
 
@@ -128,7 +134,7 @@ def test_another_task(tmp_path, capsys):
     logits = jax.jit(lambda tokens: run.model(tokens)[0])(np.zeros((1, 3), np.int32))
     assert run.model.config.vocab_size == 2 and logits.shape == (1, 3, 2)
     capsys.readouterr()
-    assert cli.main(["sample", str(out)]) == 1
+    assert cli.main(["generate", str(out)]) == 1
     assert capsys.readouterr().err == f"gdn: {out}: expected a run of the task bytes, got parity\n"
     with pytest.raises(RunError, match="expected a run of the task bytes, got parity"):
         run.decode(jnp.array([1]))
@@ -137,13 +143,13 @@ def test_another_task(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("sample {run} --tokens 0", "--tokens: expected a number above 0, got 0"),
-        ("sample {run} --temperature -1", "--temperature: expected 0 or more, got -1.0"),
-        ("sample {run} --temperature nan", "--temperature: expected a finite number, got nan"),
-        ("sample {run} --top-k 300", "--top-k: expected at most 256, got 300"),
-        ("sample {run} --seed -1", "--seed: expected 0 or more, got -1"),
-        ("sample {run} --implementation mosaic_gpu", "mosaic_gpu"),
-        ("sample /nowhere", "expected a run folder, got /nowhere: No such file or directory (config.json)"),
+        ("generate {run} --tokens 0", "--tokens: expected a number above 0, got 0"),
+        ("generate {run} --temperature -1", "--temperature: expected 0 or more, got -1.0"),
+        ("generate {run} --temperature nan", "--temperature: expected a finite number, got nan"),
+        ("generate {run} --top-k 300", "--top-k: expected at most 256, got 300"),
+        ("generate {run} --seed -1", "--seed: expected 0 or more, got -1"),
+        ("generate {run} --implementation mosaic_gpu", "mosaic_gpu"),
+        ("generate /nowhere", "expected a run folder, got /nowhere: No such file or directory (config.json)"),
         ("eval {run}", "--data: expected a file or a folder, got none"),
         (
             "eval {run} --data /nowhere",
@@ -173,9 +179,9 @@ def test_runs_that_hold_no_model(trained, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("sample", "gdn sample: expected a run folder, got none (see gdn sample --help)"),
+        ("generate", "gdn generate: expected a run folder, got none (see gdn generate --help)"),
         ("eval --data x", "gdn eval: expected the run folder before the options, got --data"),
-        ("sample run --length 3", "--length"),
+        ("generate run --length 3", "--length"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):
@@ -184,8 +190,10 @@ def test_misuse_is_one_line(capsys, words, message):
     assert error.count("\n") == 1 and message in error
 
 
-@pytest.mark.parametrize("command, option", [("sample", "--top-k"), ("eval", "--val-bytes")])
-def test_help(capsys, command, option):
+@pytest.mark.parametrize(
+    "command, path, option", [("generate", "PATH", "--top-k"), ("eval", "RUN", "--val-bytes")]
+)
+def test_help(capsys, command, path, option):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"usage: gdn {command} RUN [-h]") and option in text
+    assert text.startswith(f"usage: gdn {command} {path} [-h]") and option in text

@@ -1,4 +1,4 @@
-"""`gdn generate`: text that a checkpoint of Hugging Face's, or a run of the task bytes, writes after a prompt."""
+"""`gdn generate`: text that a Hugging Face checkpoint, or a run of the task bytes, writes after a prompt."""
 
 import dataclasses
 import itertools
@@ -24,15 +24,15 @@ from gdn_jax.training.load import load_run
 from gdn_jax.training.options import Implementation
 
 BYTES = 256
-"""Vocabulary of a model of bytes."""
+"""Vocabulary size of a model that reads and writes bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteOptions:
-    """What to write."""
+class GenerateOptions:
+    """The prompt, and how to draw what follows it."""
 
     prompt: str = ""
-    """Text to continue."""
+    """Text to continue, any bytes. The model of a run may begin with none: then it writes a new file."""
     tokens: int = 300
     """Tokens to write at most: the model may end the text before."""
     temperature: float = 0.7
@@ -47,8 +47,8 @@ class WriteOptions:
     """Seed of the draws."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of a checkpoint's weights and products. auto: that of its files."""
-    implementation: Implementation = "auto"
-    """Implementation of the rule. auto: the fastest on this device."""
+    implementation: Implementation | None = None
+    """Implementation of the rule. auto: the fastest on this device. None: that of the run; for a checkpoint auto."""
 
 
 class Writer(NamedTuple):
@@ -57,7 +57,7 @@ class Writer(NamedTuple):
     Fields:
       model: the model.
       prompt: its tokens.
-      decode: from all new tokens to their text.
+      decode: gives the text of all new tokens.
       stops: tokens that end the text.
     """
 
@@ -67,24 +67,26 @@ class Writer(NamedTuple):
     stops: tuple[int, ...]
 
 
-def write(path: Path, options: WriteOptions) -> int:
-    """Prints the prompt and, token by token, its continuation; returns the exit status.
+def generate(path: Path, options: GenerateOptions) -> int:
+    """Prints the prompt and, token by token, what the model writes after it; returns the exit status.
 
     Raises:
       RunError: an option cannot be used, or the checkpoint or run.
     """
     options_lib.check_values(dataclasses.asdict(options))
-    prompt_bytes(options.prompt)
+    prompt = prompt_bytes(options.prompt).decode(errors="replace")
     try:
         writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
-        return _write(writer, options)
+        if options.top_k is not None and options.top_k > writer.model.config.vocab_size:
+            options_lib.fail("top_k", f"at most {writer.model.config.vocab_size}", options.top_k)
+        return _write(writer, prompt, options)
     except ValueError as error:
         raise RunError(str(error)) from error
 
 
-def _open_checkpoint(path: Path, options: WriteOptions) -> Writer:
-    implementation = None if options.implementation == "auto" else options.implementation
-    dtype = None if options.dtype == "auto" else options.dtype
+def _open_checkpoint(path: Path, options: GenerateOptions) -> Writer:
+    given = options.dtype, options.implementation
+    dtype, implementation = (None if value == "auto" else value for value in given)
     model = load_hf(path, dtype=dtype, implementation=implementation)
     if (path / TOKENIZER).exists():
         tokenizer = Tokenizer(path / TOKENIZER)
@@ -102,7 +104,7 @@ def _open_checkpoint(path: Path, options: WriteOptions) -> Writer:
     return Writer(model, prompt, decode, stop_tokens(path))
 
 
-def _open_run(path: Path, options: WriteOptions) -> Writer:
+def _open_run(path: Path, options: GenerateOptions) -> Writer:
     if options.dtype != "auto":
         raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
     run = load_run(path, implementation=options.implementation)
@@ -120,7 +122,8 @@ def _text(tokens: list[int]) -> str:
     return next_byte.decode(jnp.asarray(tokens, jnp.int32))
 
 
-def _write(writer: Writer, options: WriteOptions) -> int:
+def _write(writer: Writer, prompt: str, options: GenerateOptions) -> int:
+    """Prints the prompt, which can be printed, and what follows it."""
     written: list[int] = []
     shown = ""
 
@@ -133,7 +136,7 @@ def _write(writer: Writer, options: WriteOptions) -> int:
         print(whole[sum(1 for _ in same) :], end="", flush=True)
         shown = whole
 
-    print(options.prompt, end="", flush=True)
+    print(prompt, end="", flush=True)
     with listen() as asked:
 
         def on_token(new: np.ndarray) -> bool:
