@@ -78,8 +78,21 @@ class RuleArrays(NamedTuple):
     segment_ids: Any
 
 
+class ArgumentError(ValueError):
+    """An argument that cannot be used.
+
+    Fields:
+      name: of the argument.
+      expected, got: what it may be, in words, and what it is.
+    """
+
+    def __init__(self, name: str, expected: str, got: object):
+        super().__init__(f"{name}: expected {expected}, got {got}")
+        self.name, self.expected, self.got = name, expected, got
+
+
 def _fail(name: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {expected}, got {got}")
+    raise ArgumentError(name, expected, got)
 
 
 def check_array(name: str, x: object, shape: tuple[int | None, ...], letters: str) -> None:

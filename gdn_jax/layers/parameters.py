@@ -15,7 +15,7 @@ from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears
 from gdn_jax.conv import MAX_WIDTH, MIN_WIDTH
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.ops import IMPLEMENTATIONS
-from gdn_jax.shapes import MAX_HEAD_DIM, check_choice
+from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -157,16 +157,16 @@ def check_options(
     """Raises ValueError for the first option that a `GatedDeltaNet` cannot have."""
     check_positive(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
     if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % num_heads):
-        raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        raise ArgumentError("num_v_heads", f"a multiple of num_heads = {num_heads}", num_v_heads)
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: expected a width up to {MAX_HEAD_DIM}, got {head_dim}")
+        raise ArgumentError("head_dim", f"a width up to {MAX_HEAD_DIM}", head_dim)
     V = value_width(head_dim, expand_v)
     if V > MAX_HEAD_DIM:
-        raise ValueError(f"expand_v: expected head_dim * expand_v up to {MAX_HEAD_DIM}, got {V}")
+        raise ArgumentError("expand_v", f"head_dim * expand_v up to {MAX_HEAD_DIM}", V)
     if not MIN_WIDTH <= conv_size <= MAX_WIDTH:
-        raise ValueError(f"conv_size: expected {MIN_WIDTH} to {MAX_WIDTH}, got {conv_size}")
+        raise ArgumentError("conv_size", f"{MIN_WIDTH} to {MAX_WIDTH}", conv_size)
     if not norm_eps > 0:
-        raise ValueError(f"norm_eps: expected a positive number, got {norm_eps}")
+        raise ArgumentError("norm_eps", "a positive number", norm_eps)
     check_choice("rule", rule, tuple(rules.RULES))
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
@@ -175,7 +175,7 @@ def check_positive(**sizes: int) -> None:
     """Raises ValueError for the first size that is not a positive integer."""
     for name, value in sizes.items():
         if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {value}")
+            raise ArgumentError(name, "a positive integer", value)
 
 
 def value_width(head_dim: int, expand_v: float) -> int:
@@ -186,5 +186,5 @@ def value_width(head_dim: int, expand_v: float) -> int:
     """
     width = head_dim * expand_v
     if not math.isfinite(width) or round(width) < 1 or not math.isclose(width, round(width), rel_tol=1e-9):
-        raise ValueError(f"expand_v: expected head_dim * expand_v to be whole and positive, got {width}")
+        raise ArgumentError("expand_v", "head_dim * expand_v to be whole and positive", width)
     return round(width)

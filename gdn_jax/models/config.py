@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gdn_jax.layers.parameters import check_options, check_positive
-from gdn_jax.shapes import check_choice
+from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "rule", "full")
@@ -54,16 +54,16 @@ class AttentionConfig:
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            raise ArgumentError(
+                "num_kv_heads", f"a divisor of num_heads = {self.num_heads}", self.num_kv_heads
             )
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ValueError(
-                f"rotary_dim: expected an even number up to head_dim = {self.head_dim}, got {self.rotary_dim}"
+            raise ArgumentError(
+                "rotary_dim", f"an even number up to head_dim = {self.head_dim}", self.rotary_dim
             )
         if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta: expected a positive number, got {self.rope_theta}")
+            raise ArgumentError("rope_theta", "a positive number", self.rope_theta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,7 @@ class ExpertsConfig:
             shared_size=self.shared_size,
         )
         if self.per_token > self.num_experts:
-            raise ValueError(
-                f"per_token: expected at most num_experts = {self.num_experts}, got {self.per_token}"
-            )
+            raise ArgumentError("per_token", f"at most num_experts = {self.num_experts}", self.per_token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +187,10 @@ class ModelConfig:
         if self.intermediate_size is not None:
             check_positive(intermediate_size=self.intermediate_size)
         elif not 0 < self.mlp_ratio < math.inf or self.mlp_size < 1:
-            raise ValueError(
-                f"mlp_ratio: expected a positive number that gives hidden_size = {self.hidden_size} an inner width "
-                f"of at least 1, got {self.mlp_ratio}"
+            raise ArgumentError(
+                "mlp_ratio",
+                f"a positive number that gives hidden_size = {self.hidden_size} an inner width of at least 1",
+                self.mlp_ratio,
             )
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("residual_dtype", self.residual_dtype, DTYPES)
@@ -203,8 +202,8 @@ class ModelConfig:
     def _check_layers(self):
         if self.layer_types is not None:
             if len(self.layer_types) != self.num_layers:
-                raise ValueError(
-                    f"layer_types: expected one for each of {self.num_layers} layers, got {len(self.layer_types)}"
+                raise ArgumentError(
+                    "layer_types", f"one for each of {self.num_layers} layers", len(self.layer_types)
                 )
             for layer_type in self.layer_types:
                 check_choice("layer_types", layer_type, LAYER_TYPES)
@@ -216,13 +215,11 @@ class ModelConfig:
         if (self.attention is not None) != attends:
             wanted, got = ("an AttentionConfig", "None") if self.attention is None else ("None", "one")
             layers = "an attention layer" if self.attention is None else "no attention layer"
-            raise ValueError(f"attention: expected {wanted} with {layers} in layer_types, got {got}")
+            raise ArgumentError("attention", f"{wanted} with {layers} in layer_types", got)
         if any(not 0 <= i < self.num_layers for i in self.dense_layers):
-            raise ValueError(
-                f"dense_layers: expected layers from 0 to {self.num_layers - 1}, got {self.dense_layers}"
-            )
+            raise ArgumentError("dense_layers", f"layers from 0 to {self.num_layers - 1}", self.dense_layers)
         if self.mixer_norm_eps is not None and not self.mixer_norm_eps > 0:
-            raise ValueError(f"mixer_norm_eps: expected a positive number, got {self.mixer_norm_eps}")
+            raise ArgumentError("mixer_norm_eps", "a positive number", self.mixer_norm_eps)
 
     @property
     def types(self) -> tuple[str, ...]:
