@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.fused.kernels import FEW_ROWS, usable
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
-from gdn_jax.parallel.channels_on_mesh import projections, splits_heads, swiglu
+from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -183,7 +183,7 @@ class SwiGLU(nnx.Module):
         x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, gate.dtype))
         if factor is not None:
             gate, up = (factor[:, None] * kernel for kernel in (gate, up))
-        return swiglu(x, gate, up, down, implementation=self.implementation)
+        return swiglu_on_mesh(x, gate, up, down, implementation=self.implementation)
 
 
 class ProjectionGroup(nnx.Module):
@@ -252,7 +252,7 @@ def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Fl
         return tuple(results)
 
     weights = [(y.kernel[...], None if y.bias is None else y.bias[...]) for y in own]
-    return projections(project, x, weights)
+    return projections_on_mesh(project, x, weights)
 
 
 def shared_products(

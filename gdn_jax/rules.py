@@ -29,7 +29,7 @@ from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import l2norm, no_gate
 from gdn_jax.ops import gated_delta_step
 from gdn_jax.packing import chunks_to_row, reset_at_segments, row_to_chunks
-from gdn_jax.parallel.rows_on_mesh import gated_delta_rule
+from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
 from gdn_jax.shapes import accumulation_dtype, split_heads
 
 
@@ -199,7 +199,7 @@ def _delta(q, k, v, g, beta, *, initial_state, cu_seqlens, segment_ids, implemen
         g = None if g is None else g[:, 0]
         o, state = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], g, beta[:, 0], initial_state)
         return o[:, None], state
-    return gated_delta_rule(
+    return gated_delta_rule_on_mesh(
         q,
         k,
         v,

@@ -16,7 +16,7 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.conv import causal_conv1d
-from gdn_jax.parallel import context, conv, exchange, kernels
+from gdn_jax.parallel import context, context_conv, context_kernels, exchange
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
@@ -237,7 +237,7 @@ def check_convolution(devices, T, W=4, D=3, state=True, bias=True, segments=None
 
     def local(x, weight, bias, state, cu, ids):
         rest = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids)
-        return conv.short_conv(x, weight, bias, axis_name="context", **rest)
+        return context_conv.causal_conv1d(x, weight, bias, axis_name="context", **rest)
 
     mesh = mesh_of((devices,), ("context",))
     specs = (TOKENS, WHOLE, WHOLE, WHOLE, WHOLE, TOKENS)
@@ -254,7 +254,7 @@ def test_the_convolution_sends_its_halo_alone():
     mesh = mesh_of((4,), ("context",))
 
     def run(T):
-        local = lambda x, w: conv.short_conv(x, w, axis_name="context")[0]  # noqa: E731
+        local = lambda x, w: context_conv.causal_conv1d(x, w, axis_name="context")[0]  # noqa: E731
         f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, WHOLE), out_specs=TOKENS)
         x, w = np.ones((1, T, 8), np.float32), np.ones((8, 4), np.float32)
         return traffic(value_and_gradients(lambda x: f(x, w)).lower((x,), x).compile().as_text())
@@ -265,7 +265,7 @@ def test_the_convolution_sends_its_halo_alone():
 
 def test_too_few_tokens_for_the_convolution():
     mesh = mesh_of((8,), ("context",))
-    local = functools.partial(conv.short_conv, axis_name="context")
+    local = functools.partial(context_conv.causal_conv1d, axis_name="context")
     f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, WHOLE), out_specs=(TOKENS, WHOLE))
     with pytest.raises(
         ValueError, match=r"x: expected at least W - 1 = 3 tokens on every device of 'context', got 2"
@@ -367,22 +367,22 @@ def test_kernels_interpreted(lengths):
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 
-    affine, rest = kernels.forward(locals_[0], state, borders[0], **options)
+    affine, rest = context_kernels.forward(locals_[0], state, borders[0], **options)
     crossing = affine.e
     o_0, final_0, saved_0 = rest(state)
     begins = borders[1].put(state, n, zeros, yes)
-    _, rest = kernels.forward(locals_[1], begins, borders[1], **options)
+    _, rest = context_kernels.forward(locals_[1], begins, borders[1], **options)
     o_1, final_1, saved_1 = rest(borders[1].put(state, n, crossing, yes))
     here = (
         np.array([1, 0, 0])[:, None, None, None] if lengths else 0
     )  # which sequences end on the first device
     dh_T = jnp.asarray(x.dh_T)
-    de, rest = kernels.backward(
+    de, rest = context_kernels.backward(
         saved_1, borders[1], halves[1][5], dh_T * (1 - here), head_slices=1, **options
     )
     gradients_1 = rest(dh_T * (1 - here))
     ends = borders[0].put(dh_T * here, n, zeros, yes)
-    _, rest = kernels.backward(saved_0, borders[0], halves[0][5], ends, head_slices=1, **options)
+    _, rest = context_kernels.backward(saved_0, borders[0], halves[0][5], ends, head_slices=1, **options)
     gradients_0 = rest(borders[0].put(dh_T * here, n, de, yes))
 
     got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.parallel import channels_on_mesh
+from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape
 from pallas_kernels.device import launch
 from pallas_kernels.layer import short_conv as kernel
@@ -102,7 +102,9 @@ def test_kernels_on_a_mesh(stand_ins, text, segments):
     mesh = shape.make(jax.devices()[: shape.size])
     tokens = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))
     with jax.set_mesh(mesh):
-        got, program = results(channels_on_mesh.short_conv, *given, where=lambda y: jax.device_put(y, tokens))
+        got, program = results(
+            head_shards.short_conv_on_mesh, *given, where=lambda y: jax.device_put(y, tokens)
+        )
     assert set(stand_ins) == {"forward", "backward"}
     for y, want in zip(got, expected, strict=True):
         y, want = (np.asarray(z, np.float64) for z in (y, want))
@@ -119,7 +121,7 @@ def test_layers_share_what_is_traced(stand_ins):
 
     def layers(x, weight):
         for scale in (1.0, 2.0, 3.0):
-            q, k, v, _ = channels_on_mesh.short_conv(scale * x, weight, heads=HEADS, width=WIDTH)
+            q, k, v, _ = head_shards.short_conv_on_mesh(scale * x, weight, heads=HEADS, width=WIDTH)
             x = jnp.concatenate([y.reshape(*x.shape[:2], -1) for y in (q, k, v)], -1)
         return jnp.sum(x.astype(jnp.float32))
 

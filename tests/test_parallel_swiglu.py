@@ -8,7 +8,7 @@ from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn_jax.fused.swiglu import swiglu
-from gdn_jax.parallel import channels_on_mesh
+from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 
 
@@ -33,7 +33,7 @@ def test_a_swiglu_on_parts_of_its_columns():
     with jax.set_mesh(mesh):
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         placed = jax.device_put((x, weights, dy), shardings)
-        compiled = run(channels_on_mesh.swiglu).lower(*placed).compile()
+        compiled = run(head_shards.swiglu_on_mesh).lower(*placed).compile()
         got = compiled(*placed)
     assert set(traffic(compiled.as_text()).count) == {"all-reduce"}
     for name, a, b in zip(SWIGLU_NAMES, run(swiglu)(x, weights, dy), got, strict=True):

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec
 from gdn_jax import cli
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel import context, processes, rows_on_mesh, sharding
+from gdn_jax.parallel import context, processes, sharding
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
@@ -147,7 +148,7 @@ def test_the_loss_of_more_tokens_than_a_tile():
     @jax.jit
     def loss(x, weight):
         known = dict(label_weights=weights, tile=4)
-        return rows_on_mesh.linear_softmax_cross_entropy(x, weight, targets, **known).loss
+        return loss_on_mesh(x, weight, targets, **known).loss
 
     expected = jax.value_and_grad(loss, (0, 1))(x, weight)
     shape = MeshShape(data=2, head=2, context=2)

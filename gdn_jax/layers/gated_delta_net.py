@@ -19,7 +19,7 @@ from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import token
 from gdn_jax.layers.padding import check_mask, clear_padding, run_of_tokens
 from gdn_jax.layers.parameters import GatedDeltaNetCache, GatedDeltaNetParameters
-from gdn_jax.parallel.channels_on_mesh import short_conv
+from gdn_jax.parallel.head_shards import short_conv_on_mesh
 from gdn_jax.shapes import check_array, check_floating
 
 
@@ -255,7 +255,9 @@ class GatedDeltaNet(GatedDeltaNetParameters):
             return *split_normalized(token.silu(qkv), **heads), state
         if mask is None:
             options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-            return short_conv(qkv, *self.filters(), **heads, **options, implementation=self.implementation)
+            return short_conv_on_mesh(
+                qkv, *self.filters(), **heads, **options, implementation=self.implementation
+            )
         begin, end = run_of_tokens(mask)
         position = jnp.arange(mask.shape[1])
         fresh = (position == 0) | (position == begin[:, None])

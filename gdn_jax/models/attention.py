@@ -14,7 +14,7 @@ from gdn_jax.attention import attend, same_segment
 from gdn_jax.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers.padding import check_mask, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.parallel import rows_on_mesh
+from gdn_jax.parallel.token_shards import attention_on_mesh
 from gdn_jax.shapes import check_array, check_floating
 
 
@@ -170,7 +170,7 @@ class Attention(nnx.Module):
         q, k, v = self.heads(x, past)
         if cache is None:
             lengths = None if mask is None else count
-            o = rows_on_mesh.attention(
+            o = attention_on_mesh(
                 partial(_attend_causally, layer=self.layer), q, k, v, lengths=lengths, segment_ids=segment_ids
             )
             cache = AttentionCache(k, v, count) if return_cache else None

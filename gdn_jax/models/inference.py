@@ -10,7 +10,7 @@ from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.lora import merge_lora
-from gdn_jax.parallel.channels_on_mesh import splits_heads
+from gdn_jax.parallel.head_shards import splits_heads
 
 
 def for_inference(model: LanguageModel) -> LanguageModel:

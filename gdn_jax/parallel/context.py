@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import xla
 from gdn_jax.ops import check_call
-from gdn_jax.parallel import exchange, kernels
+from gdn_jax.parallel import context_kernels, exchange
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
@@ -73,7 +73,7 @@ def gated_delta_rule(
     if by == "heads":
         if reason := exchange.reason_against(dims, devices, backward_head_slices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
-        return exchange.gated_delta_rule(
+        return exchange.rule_by_heads(
             arrays,
             dims,
             axis_name=axis_name,
@@ -151,7 +151,7 @@ def _rule_bwd(static: _Static, kept, cotangents):
         options = dict(
             scale=static.scale, use_qk_l2norm=static.use_qk_l2norm, head_slices=static.backward_head_slices
         )
-        de, rest = kernels.backward(saved, borders, do, ends, **options)
+        de, rest = context_kernels.backward(saved, borders, do, ends, **options)
     else:
         de = borders.pick(saved((do, ends))[5], borders.first)
 
@@ -175,7 +175,9 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
     """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
     begins = _beginning(x.initial_state, borders)
-    own, rest = kernels.forward(x, begins, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm)
+    own, rest = context_kernels.forward(
+        x, begins, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm
+    )
 
     def saved(start):
         o, final, saved = rest(start)

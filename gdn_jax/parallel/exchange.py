@@ -61,7 +61,7 @@ def pays(dims: Dims, itemsize: int, devices: int, head_slices: int = 1) -> bool:
     return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
 
 
-def gated_delta_rule(
+def rule_by_heads(
     x: RuleArrays, dims: Dims, *, axis_name: str, **options: Any
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`context.gated_delta_rule` by an exchange.

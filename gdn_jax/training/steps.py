@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PyTree
 from gdn_jax import blocks, models
 from gdn_jax.commands.errors import RunError
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.parallel.rows_on_mesh import linear_softmax_cross_entropy
+from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training.options import ModelOptions, ScheduleOptions, config_values
 
@@ -144,7 +144,7 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
 
 
 def _sums(model: models.LanguageModel, x: Float[Array, "B T D"], batch: Batch) -> Sums:
-    sums = linear_softmax_cross_entropy(
+    sums = loss_on_mesh(
         x,
         model.head_weight(),
         jnp.asarray(batch.targets),

@@ -4,7 +4,7 @@
 The devices of the head axis have some channels each, of what is projected, filtered and gated. XLA splits most of a
 model by itself; what it does not split well runs in a `jax.shard_map` over all axes of the mesh where a program is
 traced under `jax.set_mesh`. Elsewhere these functions are the operations themselves. Those of whole rows are in
-`rows_on_mesh`.
+`token_shards`.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,10 @@ from jaxtyping import Array, Float
 
 from gdn_jax.conv import causal_conv1d, last_inputs
 from gdn_jax.fused.kernels import usable
-from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.fused.swiglu import BRANCHES_NAME
-from gdn_jax.fused.swiglu import swiglu as fused_swiglu
+from gdn_jax.fused.short_conv import short_conv
+from gdn_jax.fused.swiglu import BRANCHES_NAME, swiglu
 from gdn_jax.gates import l2norm
-from gdn_jax.parallel.conv import short_conv as short_conv_over_tokens
-from gdn_jax.parallel.conv import short_conv_by_kernel
+from gdn_jax.parallel import context_conv
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 
@@ -41,7 +39,7 @@ def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
     return PartitionSpec(*axes, *[None] * (x.ndim - 1 - len(axes)))
 
 
-def projections(
+def projections_on_mesh(
     project: Callable[[jax.Array, Any], Any], x: Float[Array, "*S D"], weights: Any
 ) -> tuple[Float[Array, "*S _"], ...]:
     """project(x, weights): products of x with matrices whose last axis is split over head, as that of each result is.
@@ -65,7 +63,7 @@ def projections(
     return jax.checkpoint(jax.shard_map(local, **options))(x, weights)
 
 
-def swiglu(
+def swiglu_on_mesh(
     x: Float[Array, "*S D"],
     gate_kernel: Float[Array, "D F"],
     up_kernel: Float[Array, "D F"],
@@ -78,10 +76,10 @@ def swiglu(
     sizes, kernels = axes_set(), (gate_kernel, up_kernel, down_kernel)
     F = gate_kernel.shape[1]
     if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
-        return fused_swiglu(x, *kernels, implementation=implementation)
+        return swiglu(x, *kernels, implementation=implementation)
 
     def local(x, kernels):
-        y = fused_swiglu(*vary_alike((x, *kernels)), implementation=implementation)
+        y = swiglu(*vary_alike((x, *kernels)), implementation=implementation)
         return lax.psum(y, HEAD)
 
     tokens = _tokens(sizes, x)
@@ -92,7 +90,7 @@ def swiglu(
     return jax.checkpoint(run, policy=keep)(x, kernels)
 
 
-def short_conv(
+def short_conv_on_mesh(
     x,
     weight,
     bias=None,
@@ -108,7 +106,7 @@ def short_conv(
     sizes = axes_set()
     how = dict(heads=heads, width=width, normalize=normalize)
     if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
-        return fused_short_conv(x, weight, bias, **how, implementation=implementation, **arrays)
+        return short_conv(x, weight, bias, **how, implementation=implementation, **arrays)
     keys, past = heads * width, arrays.pop("initial_state", None)
     ends = (keys, 2 * keys)
     # Parts that are split from one array and never joined: XLA would send the cotangents of joined ones around.
@@ -158,8 +156,8 @@ def _kernel_over_tokens(lies: Lies, how: tuple[int, int, bool, bool], xs, weight
         xs, weights, ids = vary_alike((xs, weights, ids))
         x, weight = jnp.concatenate(xs, 2), jnp.concatenate(weights)
         if over_tokens:
-            return short_conv_by_kernel(x, weight, ids, axis_name=CONTEXT, **options)
-        return fused_short_conv(x, weight, segment_ids=ids, implementation="mosaic_gpu", **options)[:3]
+            return context_conv.short_conv_by_kernels(x, weight, ids, axis_name=CONTEXT, **options)
+        return short_conv(x, weight, segment_ids=ids, implementation="mosaic_gpu", **options)[:3]
 
     specs = (lies.tokens,) * 3, (PartitionSpec(HEAD),) * 3, PartitionSpec(lies.rows, CONTEXT)
     return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens,) * 3)(xs, weights, ids)
@@ -179,7 +177,7 @@ def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
 @partial(jax.jit, static_argnums=0)
 def _conv_over_tokens(lies: Lies, x, weight, bias, arrays):
     def local(x, weight, bias, arrays):
-        return short_conv_over_tokens(x, weight, bias, axis_name=CONTEXT, **arrays)
+        return context_conv.causal_conv1d(x, weight, bias, axis_name=CONTEXT, **arrays)
 
     channels = PartitionSpec(lies.heads)
     specs = (lies.tokens, channels, channels, lies.named(arrays))

@@ -24,7 +24,7 @@ from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tok
 from gdn_jax.partitioning import vary_alike
 
 
-def gated_delta_rule(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
+def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """`gdn_jax.gated_delta_rule`, over tokens too where the mesh that is set has a context axis."""
     sizes = axes_set()
     if sizes is None or sizes[CONTEXT] == 1:
@@ -48,7 +48,7 @@ def _rule_over_tokens(lies: Lies, options: tuple[tuple[str, Any], ...], tokens, 
     return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
 
 
-def attention(
+def attention_on_mesh(
     attend: Callable[..., jax.Array],
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T Hkv D"],
@@ -99,7 +99,7 @@ def _repeated(x: Float[Array, "B T H D"], parts: int) -> Float[Array, "B T HR D"
     return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
 
 
-def linear_softmax_cross_entropy(
+def loss_on_mesh(
     x: Float[Array, "B T D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "B T"],

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.conv import causal_conv1d, segment_starts
+from gdn_jax import conv
+from gdn_jax.conv import segment_starts
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous
 
 
-def short_conv(
+def causal_conv1d(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],
     bias: Float[Array, " D"] | None = None,
@@ -46,9 +47,9 @@ def short_conv(
     ends = slice(None, W - 1), slice(1 - W, None)
     head_ids, tail_ids = (None if segment_ids is None else segment_ids[:, end] for end in ends)
     # The first tokens apart: only they see the device before.
-    head, _ = causal_conv1d(x[:, : W - 1], weight, bias, initial_state=state, segment_ids=head_ids)
-    y, _ = causal_conv1d(x, weight, bias, segment_ids=segment_ids)
-    _, final = causal_conv1d(x[:, 1 - W :], weight, segment_ids=tail_ids)
+    head, _ = conv.causal_conv1d(x[:, : W - 1], weight, bias, initial_state=state, segment_ids=head_ids)
+    y, _ = conv.causal_conv1d(x, weight, bias, segment_ids=segment_ids)
+    _, final = conv.causal_conv1d(x[:, 1 - W :], weight, segment_ids=tail_ids)
     if initial_state is not None:
         final = final.astype(initial_state.dtype)
     return jnp.concatenate([head, y[:, W - 1 :]], 1), last_states(final, None, None, T, axis_name)
@@ -76,10 +77,10 @@ def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_
     if starts is None:
         starts = jnp.zeros_like(x, shape=(N, x.shape[2], weight.shape[1] - 1))
     # A sequence that leaves has W - 1 tokens here, or it begins here: its state does not depend on what enters.
-    _, states = causal_conv1d(x, weight, initial_state=starts, **options)
+    _, states = conv.causal_conv1d(x, weight, initial_state=starts, **options)
     crossing = previous(borders.pick(states, borders.last), axis_name)
     states = borders.put(starts, borders.first, crossing, borders.enters)
-    y, local = causal_conv1d(x, weight, bias, initial_state=states, **options)
+    y, local = conv.causal_conv1d(x, weight, bias, initial_state=states, **options)
     return y, last_states(local, initial_state, cu_seqlens, T, axis_name)
 
 
@@ -92,7 +93,7 @@ class _Static(NamedTuple):
     normalize: bool
 
 
-def short_conv_by_kernel(
+def short_conv_by_kernels(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D W"],
     segment_ids: Int[Array, "B T"] | None,
@@ -125,7 +126,7 @@ def _heads(static: _Static) -> dict[str, Any]:
 
 def _first(static: _Static, x, weight, state, segment_ids):
     """q, k and v of the first tokens, from the inputs before them."""
-    y, _ = causal_conv1d(x, weight, initial_state=state, segment_ids=segment_ids)
+    y, _ = conv.causal_conv1d(x, weight, initial_state=state, segment_ids=segment_ids)
     return split_normalized(y, **_heads(static))
 
 
