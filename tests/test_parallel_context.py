@@ -16,8 +16,9 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.conv import causal_conv1d
-from gdn_jax.parallel import context, context_conv, context_kernels, exchange
+from gdn_jax.parallel import context, context_conv, exchange
 from gdn_jax.parallel.borders import Borders
+from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
@@ -354,7 +355,7 @@ def test_kernels_interpreted(lengths):
     case = cases.Case("context kernels", T=devices * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
     x = cases.inputs(case, "bfloat16")
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    options = dict(scale=case.K**-0.5, use_qk_l2norm=False, interpret=plgpu.InterpretGPUParams())
+    kernels = Kernels(case.K**-0.5, False, head_slices=1, interpret=plgpu.InterpretGPUParams())
     state = jnp.asarray(x.initial_state)
     zeros = jnp.zeros((1, *state.shape[1:]))
     yes, no = jnp.asarray(True), jnp.asarray(False)
@@ -367,22 +368,20 @@ def test_kernels_interpreted(lengths):
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 
-    affine, rest = context_kernels.forward(locals_[0], state, borders[0], **options)
+    affine, rest = kernels.forward(locals_[0], state, borders[0])
     crossing = affine.e
-    o_0, final_0, saved_0 = rest(state)
+    (o_0, final_0), saved_0 = rest(state)
     begins = borders[1].put(state, n, zeros, yes)
-    _, rest = context_kernels.forward(locals_[1], begins, borders[1], **options)
-    o_1, final_1, saved_1 = rest(borders[1].put(state, n, crossing, yes))
+    _, rest = kernels.forward(locals_[1], begins, borders[1])
+    (o_1, final_1), saved_1 = rest(borders[1].put(state, n, crossing, yes))
     here = (
         np.array([1, 0, 0])[:, None, None, None] if lengths else 0
     )  # which sequences end on the first device
     dh_T = jnp.asarray(x.dh_T)
-    de, rest = context_kernels.backward(
-        saved_1, borders[1], halves[1][5], dh_T * (1 - here), head_slices=1, **options
-    )
+    de, rest = kernels.backward(saved_1, borders[1], halves[1][5], dh_T * (1 - here))
     gradients_1 = rest(dh_T * (1 - here))
     ends = borders[0].put(dh_T * here, n, zeros, yes)
-    _, rest = context_kernels.backward(saved_0, borders[0], halves[0][5], ends, head_slices=1, **options)
+    _, rest = kernels.backward(saved_0, borders[0], halves[0][5], ends)
     gradients_0 = rest(borders[0].put(dh_T * here, n, de, yes))
 
     got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}

@@ -1,15 +1,14 @@
 """The rule over tokens that are split over the devices of a mesh axis, exactly.
 
 Every device holds the same number of tokens, in order. It finds what its tokens do to a state, receives the state
-that enters (`prefix.entering`) and runs its own tokens from there. Only states travel: what is sent does not grow
-with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and
+that enters (`prefix.entering`) and runs its own tokens from there. Only states travel: the bytes that are sent do not
+grow with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and
 every device then differentiates its own tokens alone.
 
-The function is that of `gdn_jax` for use inside `jax.shard_map`, with the name of the mesh axis.
+One device's part has two forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import xla
 from gdn_jax.ops import check_call
-from gdn_jax.parallel import context_kernels, exchange
+from gdn_jax.parallel import exchange
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
+from gdn_jax.parallel.context_kernels import Kernels
+from gdn_jax.parallel.context_plain import Plain
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import RuleArrays, accumulation_dtype
@@ -50,8 +50,8 @@ def gated_delta_rule(
     Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
       initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
       axis_name: the mesh axis.
-      by: "states" hands over what tokens do to states, "heads" gives every device all tokens of some heads
-        (`exchange`). Default: what is predicted to take less time, `exchange.pays`.
+      by: "states" sends maps of states between devices, "heads" gives every device all tokens of some heads
+        (`exchange`). Default: the one that is predicted to take less time, `exchange.pays`.
 
     Returns:
       o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
@@ -104,63 +104,44 @@ def gated_delta_rule(
         borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
     x, borders = vary_alike((RuleArrays(q, k, v, g, beta, starts, local_cu, None), borders))
-    o, final = _rule(
-        _Static(axis_name, number, use_qk_l2norm, chunk_size, implementation, backward_head_slices),
-        x,
-        borders,
-    )
+    if implementation == "mosaic_gpu":
+        form = Kernels(number, use_qk_l2norm, backward_head_slices)
+    else:
+        form = Plain(number, use_qk_l2norm, chunk_size, implementation)
+    o, final = _rule(axis_name, form, x, borders)
     final = last_states(final, h_0, cu_seqlens, dims.T, axis_name)
     if factor is not None:
         o = (factor * o).astype(o.dtype)
     return o, final if state_layout == "kv" else jnp.swapaxes(final, -1, -2)
 
 
-class _Static(NamedTuple):
-    """Static options of a call."""
-
-    axis_name: str
-    scale: float
-    use_qk_l2norm: bool
-    chunk_size: int
-    implementation: str
-    backward_head_slices: int
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(static: _Static, x: RuleArrays, borders: Borders) -> tuple[jax.Array, jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rule(
+    axis_name: str, form: Plain | Kernels, x: RuleArrays, borders: Borders
+) -> tuple[jax.Array, jax.Array]:
     """o and the final states of this device's tokens. x.initial_state holds the states that start on this device."""
-    return _rule_fwd(static, x, borders)[0]
+    return _rule_fwd(axis_name, form, x, borders)[0]
 
 
-def _rule_fwd(static: _Static, x: RuleArrays, borders: Borders):
-    own, rest = (_forward_by_kernels if static.implementation == "mosaic_gpu" else _forward_by_xla)(
-        static, x, borders
-    )
+def _rule_fwd(axis_name: str, form: Plain | Kernels, x: RuleArrays, borders: Borders):
+    nothing = jnp.zeros_like(borders.pick(x.initial_state, borders.first))
+    begins = borders.put(x.initial_state, borders.first, nothing, borders.enters)
+    own, rest = form.forward(x, begins, borders)
     own = Affine(jnp.where(borders.leaves, own.e, 0), jnp.where(borders.passes, own.m, 0))
-    start = borders.put(x.initial_state, borders.first, entering(own, static.axis_name), borders.enters)
+    start = borders.put(x.initial_state, borders.first, entering(own, axis_name), borders.enters)
     outputs, saved = rest(start)
     return outputs, (saved, own.m, borders)
 
 
-def _rule_bwd(static: _Static, kept, cotangents):
+def _rule_bwd(axis_name: str, form: Plain | Kernels, kept, cotangents):
     saved, m, borders = kept
     do, dfinal = cotangents
     nothing = jnp.zeros_like(borders.pick(dfinal, borders.last))
     ends = borders.put(dfinal, borders.last, nothing, borders.leaves)
-    if static.implementation == "mosaic_gpu":
-        options = dict(
-            scale=static.scale, use_qk_l2norm=static.use_qk_l2norm, head_slices=static.backward_head_slices
-        )
-        de, rest = context_kernels.backward(saved, borders, do, ends, **options)
-    else:
-        de = borders.pick(saved((do, ends))[5], borders.first)
-
-        def rest(ends):
-            return saved((do, ends))
-
+    de, rest = form.backward(saved, borders, do, ends)
     own = Affine(jnp.where(borders.enters, de, 0), m)
-    behind = entering(own, static.axis_name, backwards=True)
-    # What is summed over the devices next waits for all gradients: a sum that begins before the last kernel holds
+    behind = entering(own, axis_name, backwards=True)
+    # The next sum over the devices waits for all gradients: a sum that begins before the last kernel holds
     # multiprocessors while it waits for the other devices, whose own kernel leaves none for it.
     *gradients, dstart = lax.optimization_barrier(
         rest(borders.put(dfinal, borders.last, behind, borders.leaves))
@@ -170,48 +151,3 @@ def _rule_bwd(static: _Static, kept, cotangents):
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)
-
-
-def _forward_by_kernels(static: _Static, x: RuleArrays, borders: Borders):
-    """What this device's tokens do to states that leave it; the outputs, and what is saved, from known states."""
-    begins = _beginning(x.initial_state, borders)
-    own, rest = context_kernels.forward(
-        x, begins, borders, scale=static.scale, use_qk_l2norm=static.use_qk_l2norm
-    )
-
-    def saved(start):
-        o, final, saved = rest(start)
-        return (o, final), saved
-
-    return own, saved
-
-
-def _forward_by_xla(static: _Static, x: RuleArrays, borders: Borders):
-    """The same in plain JAX: the rule from zeros beside the identity as one wide state, over values beside zeros."""
-    (HO, K, V), rest = (x.initial_state.shape[1], x.k.shape[3], x.v.shape[3]), x[6:]
-    start = _beginning(x.initial_state, borders)
-    identity = jnp.broadcast_to(jnp.eye(K, dtype=start.dtype), (start.shape[0], HO, K, K))
-    wide = x._replace(
-        v=jnp.concatenate([x.v, jnp.zeros_like(x.v, shape=(*x.v.shape[:3], K))], 3),
-        initial_state=jnp.concatenate([start, identity], 3),
-    )
-
-    def run(*primals):
-        return xla.rule(
-            RuleArrays._make((*primals, *rest)),
-            static.scale,
-            implementation=static.implementation,
-            use_qk_l2norm=static.use_qk_l2norm,
-            state_layout="kv",
-            chunk_size=static.chunk_size,
-        )
-
-    final = borders.pick(run(*wide[:6])[1], borders.last)
-    return Affine(final[..., :V], final[..., V:]), lambda start: jax.vjp(run, *x[:5], start)
-
-
-def _beginning(states: jax.Array, borders: Borders) -> jax.Array:
-    """The states of sequences that begin on this device, zeros where one enters."""
-    return borders.put(
-        states, borders.first, jnp.zeros_like(borders.pick(states, borders.first)), borders.enters
-    )

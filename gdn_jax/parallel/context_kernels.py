@@ -1,9 +1,10 @@
-"""The rule over split tokens by the GPU kernels: what tokens do to a state, and the rest from known states.
+"""The rule over split tokens by the GPU kernels, see `context`.
 
-The kernels cut long rows into segments anyway and find what each segment does to a state. Merged over a device's
-segments that is what the whole device does, so that splitting tokens costs hardly more than what is sent.
+The kernels cut long rows into segments anyway and find the map of states over each segment. The product of these maps
+is the map over the whole device, so that splitting tokens costs hardly more than sending the states.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,105 +20,103 @@ from gdn_jax.shapes import RuleArrays
 
 
 class Saved(NamedTuple):
-    """What the forward leaves for the backward."""
+    """Arrays that the forward pass keeps for the backward pass."""
 
     x: RuleArrays
-    """initial_state: what this device's tokens started from."""
+    """The tokens. initial_state holds the states that this device's tokens started from."""
     residuals: Any
 
 
-def _normalized(use_qk_l2norm: bool, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q and k as the kernels take them."""
-    return (gates.l2norm(q), gates.l2norm(k)) if use_qk_l2norm else (q, k)
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels with these options on one device's tokens; the same methods as `context_plain.Plain`."""
 
+    scale: float
+    use_qk_l2norm: bool
+    head_slices: int
+    interpret: Any = None
 
-def forward(
-    x: RuleArrays,
-    begins: Float[Array, "N HO K V"],
-    borders: Borders,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: Any = None,
-) -> tuple[Affine, Callable[[jax.Array], tuple[jax.Array, jax.Array, Saved]]]:
-    """The forward up to what enters, and the rest of it.
+    def forward(
+        self, x: RuleArrays, begins: Float[Array, "N HO K V"], borders: Borders
+    ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
+        """The forward pass up to the states that enter, and the rest of it.
 
-    Args:
-      x: this device's tokens; cu_seqlens is that of the tokens here.
-      begins: the states that sequences begin with here, zeros for one that enters.
-      borders: the sequences that cross its borders.
+        Args:
+          x: this device's tokens; cu_seqlens holds the offsets of their sequences on this device.
+          begins: the states that sequences begin with on this device, zeros for a sequence that enters.
+          borders: the sequences that cross the device's borders.
 
-    Returns:
-      What the tokens do to the states of sequences that leave: e from `begins`, m from the first segment of each that
-      lies here; and a function from the states that the tokens start from to o, the final states and what the
-      backward needs.
-    """
-    from pallas_kernels.forward import rule
+        Returns:
+          The map of states over this device's tokens, for sequences that leave: e from `begins`, m from the first
+          segment of each that lies here. And a function from the states that the tokens start from to (o, final
+          states) and what `backward` needs.
+        """
+        from pallas_kernels.forward import rule
 
-    q, k = _normalized(use_qk_l2norm, x.q, x.k)
-    options = dict(scale=scale, cu_seqlens=x.cu_seqlens, open_sequence=borders.last, interpret=interpret)
-    opened = rule.prepare_open(q, k, x.v, x.g, x.beta, **options)
-    items, m_t = opened.prepared.items, opened.prepared.m_t
-    assert m_t is not None
-    _, end = _items_of(items, borders.last, x.k.shape[0])
-    K, V = x.k.shape[3], x.v.shape[3]
-    leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment behind
+        q, k = self._normalized(x.q, x.k)
+        options = self._options(x.cu_seqlens)
+        opened = rule.prepare_open(q, k, x.v, x.g, x.beta, open_sequence=borders.last, **options)
+        items, m_t = opened.prepared.items, opened.prepared.m_t
+        assert m_t is not None
+        _, end = _items_of(items, borders.last, x.k.shape[0])
+        K, V = x.k.shape[3], x.v.shape[3]
+        leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment behind
 
-    def rest(start: jax.Array) -> tuple[jax.Array, jax.Array, Saved]:
-        o, final, residuals = opened.finish(start)
-        return o, final, Saved(x._replace(initial_state=start), residuals)
+        def rest(start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Saved]:
+            o, final, residuals = opened.finish(start)
+            return (o, final), Saved(x._replace(initial_state=start), residuals)
 
-    return Affine(leaves[..., :K, :V], _transition(m_t, items, borders.last, x.k.shape)[..., :K, :K]), rest
+        m = _transition(m_t, items, borders.last, x.k.shape)
+        return Affine(leaves[..., :K, :V], m[..., :K, :K]), rest
 
+    def backward(
+        self, saved: Saved, borders: Borders, do: jax.Array, ends: jax.Array
+    ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Any, ...]]]:
+        """The backward pass up to the cotangents that enter from the device behind, and the rest of it.
 
-def backward(
-    saved: Saved,
-    borders: Borders,
-    do,
-    ends,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    head_slices: int,
-    interpret=None,
-) -> tuple[jax.Array, Callable[[jax.Array], tuple[Any, ...]]]:
-    """The backward up to what enters from behind, and the rest of it.
+        Args:
+          ends: cotangents of the final states, zeros for a sequence that leaves.
 
-    Args:
-      ends: cotangents of the final states, zeros for a sequence that leaves.
+        Returns:
+          The cotangent of the states that entered. And a function from the cotangents of all final states to those
+          of q, k, v, g, beta and the states that the tokens started from.
+        """
+        from pallas_kernels.backward import rule
 
-    Returns:
-      The cotangent of the states that entered; and a function from the cotangents of all final states to those of q,
-      k, v, g, beta and the states that the tokens started from.
-    """
-    from pallas_kernels.backward import rule
+        x, residuals = saved
+        (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
+        options = self._options(x.cu_seqlens)
+        e, at_ends = rule.open_adjoints(q, k, do, residuals, ends, **options)
+        segments, rows = residuals.segments, x.k.shape[0]
+        first, end = _items_of(segments.items, borders.first, rows)
+        m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
+        over_first = jnp.einsum("rhvk,rhjk->rhvj", at_ends[first], m_t, precision=lax.Precision.HIGHEST)
+        ends_in_first = (end - first == 1)[:, None, None, None]  # whose e holds the part of the end already
+        de = jnp.swapaxes(e[first] + jnp.where(ends_in_first, 0, over_first), -1, -2)
 
-    x, residuals = saved
-    (q, k), through_norm = jax.vjp(lambda q, k: _normalized(use_qk_l2norm, q, k), x.q, x.k)
-    options = dict(scale=scale, cu_seqlens=x.cu_seqlens, interpret=interpret)
-    e, at_ends = rule.open_adjoints(q, k, do, residuals, ends, **options)
-    segments, rows = residuals.segments, x.k.shape[0]
-    first, end = _items_of(segments.items, borders.first, rows)
-    m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
-    over_first = jnp.einsum("rhvk,rhjk->rhvj", at_ends[first], m_t, precision=lax.Precision.HIGHEST)
-    ends_in_first = (end - first == 1)[:, None, None, None]  # whose e holds the part of the end already
-    de = jnp.swapaxes(e[first] + jnp.where(ends_in_first, 0, over_first), -1, -2)
+        def rest(ends: jax.Array) -> tuple[Any, ...]:
+            behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
+            K64, V64 = e.shape[-1], e.shape[-2]
+            behind = jnp.pad(behind, ((0, 0), (0, 0), (0, V64 - behind.shape[2]), (0, K64 - behind.shape[3])))
+            _, end = _items_of(segments.items, borders.last, rows)
+            arguments = q, k, *x[2:6], residuals, do, ends
+            config = rule.Config(segments=True, head_slices=self.head_slices)
+            out = rule.backward(*arguments, config=config, adjoints=e.at[end - 1].set(behind), **options)
+            return *through_norm((out.dq, out.dk)), *out[2:]
 
-    def rest(ends: jax.Array) -> tuple[Any, ...]:
-        behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
-        K64, V64 = e.shape[-1], e.shape[-2]
-        behind = jnp.pad(behind, ((0, 0), (0, 0), (0, V64 - behind.shape[2]), (0, K64 - behind.shape[3])))
-        _, end = _items_of(segments.items, borders.last, rows)
-        arguments = q, k, *x[2:6], residuals, do, ends
-        config = rule.Config(segments=True, head_slices=head_slices)
-        out = rule.backward(*arguments, config=config, adjoints=e.at[end - 1].set(behind), **options)
-        return *through_norm((out.dq, out.dk)), *out[2:]
+        return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
 
-    return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
+    def _normalized(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """q and k as the kernels take them."""
+        return (gates.l2norm(q), gates.l2norm(k)) if self.use_qk_l2norm else (q, k)
+
+    def _options(self, cu_seqlens: jax.Array | None) -> dict[str, Any]:
+        return dict(scale=self.scale, cu_seqlens=cu_seqlens, interpret=self.interpret)
 
 
 def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[jax.Array, jax.Array]:
-    """First item and end of the items of sequences that cross a border: of every row, or of one packed sequence."""
+    """First item, and the one behind the last, of each sequence that crosses a border: every row, or one that is
+    packed."""
     if sequence is None:
         per_row = items.split.num_items // rows
         first = jnp.arange(rows) * per_row
@@ -129,7 +128,7 @@ def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[j
 def _transition(
     m_t: Any, items: Any, sequence: Int[Array, ""] | None, shape: tuple[int, ...]
 ) -> Float[Array, "R HO K64 K64"]:
-    """The product of the maps of all segments of sequences that leave, the empty one behind them apart.
+    """The product of the maps of all segments of sequences that leave, without the empty segment behind them.
 
     Neighbours are merged, level by level, in float32.
 
@@ -139,7 +138,7 @@ def _transition(
     """
     first, end = _items_of(items, sequence, shape[0])
     number = items.split.num_items // shape[0]
-    if sequence is not None:  # at most so many of one sequence
+    if sequence is not None:  # one sequence has at most so many
         number = min(number, -(-shape[1] // (64 * items.split.segment_chunks)) + 2)
     index = jnp.minimum(first, items.split.num_items - number)[:, None] + jnp.arange(number)
     inside = ((index >= first[:, None]) & (index < end[:, None] - 1))[..., None, None, None]
