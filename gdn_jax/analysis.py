@@ -1,4 +1,4 @@
-"""What a gated delta rule does: attention maps, half-lives, retrieval, spectra, gates in use, Householder geometry.
+"""Views of a gated delta rule at work: attention maps, half-lives, retrieval, spectra, gates, Householder geometry.
 
 Pure functions of arrays, computed in float32 (float64 when an argument is). Pictures of the results are drawn by
 `gdn_jax.plots`.
@@ -198,7 +198,7 @@ def effective_rank(singular_values: Float[Array, "*S R"]) -> Float[Array, "*S"]:
 
 
 def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
-    """What a `gdn_jax.layers.GatedDeltaNet` feeds the rule for inputs x (whole rows, no padding, no cache).
+    """Returns the inputs of the rule in a `gdn_jax.layers.GatedDeltaNet` (whole rows x, no padding, no cache).
 
     q and k have unit length: `gated_delta_rule(*inputs)` is the rule's output before norm and output gate.
 
@@ -216,7 +216,7 @@ def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
 
 
 def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[RuleInputs]:
-    """What every layer of a `gdn_jax.models.LanguageModel` feeds the rule on a batch of tokens, first layer first.
+    """Returns the inputs of the rule in every layer of a `gdn_jax.models.LanguageModel`, first layer first.
 
     Args:
       model: the model; all its blocks mix by GatedDeltaNet.

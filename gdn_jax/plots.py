@@ -183,7 +183,7 @@ def spectrum_over_time(singular_values: ArrayLike, tokens: ArrayLike, *, ax: Any
 
 
 def householder_plane(angle: float, x: tuple[float, float], beta: float, *, ax: Any = None) -> Any:
-    """What H = I - beta k k^T does to a vector in the plane; the dashed line is orthogonal to k.
+    """Draws how H = I - beta k k^T moves a vector in the plane; the dashed line is orthogonal to k.
 
     Args:
       angle: of the unit key k, in degrees from the first axis.

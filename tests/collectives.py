@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its text."""
+"""Collectives of a compiled program, and the bytes that they send, read from its text."""
 
 import math
 import re
@@ -28,7 +28,7 @@ _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 
 
 class Traffic(NamedTuple):
-    """What one device sends."""
+    """The operations by which one device sends, and their bytes."""
 
     count: dict[str, int]
     """Operations by kind; in a loop whose length the compiler knows, as often as it runs."""
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(program: str) -> Traffic:
-    """What one device sends in a run of a compiled program.
+    """Reads from a compiled program what one device sends in a run of it.
 
     Bytes are those of the cheapest known algorithm for n devices and an array of N bytes on each: N for
     `collective-permute`, (n - 1) N for `all-gather` of parts of N, (n - 1) / n N for `reduce-scatter` and

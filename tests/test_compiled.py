@@ -1,4 +1,4 @@
-"""Where `gdn train` keeps compiled programs."""
+"""The folder in which `gdn train` keeps compiled programs."""
 
 from pathlib import Path
 

@@ -66,7 +66,7 @@ def check(text, config, **options):
     ],
 )
 def test_tokens_are_exchanged_for_heads(text, heads):
-    """As one device, and in the compiled program all-to-alls of q, k, v and o, forward and backward."""
+    """Results are those of one device; the compiled program has all-to-alls of q, k, v and o, in both directions."""
     shape, D = MeshShape.parse(text), 4
     config = AttentionConfig(*heads, D, qk_norm="head", rotary_dim=4, output_gate=True)
     sent = check(text, config)

@@ -139,7 +139,7 @@ def test_rule_by_the_recurrence(name):
 
 @pytest.mark.slow
 def test_a_scale_that_is_an_array():
-    """Which has a gradient."""
+    """An array of a scale has a gradient."""
     case = cases.Case("context scale", T=16, B=1, **SMALL)
     x = cases.inputs(case)
     mesh = mesh_of((4,), ("context",))
@@ -157,7 +157,7 @@ def test_a_scale_that_is_an_array():
 
 @functools.cache
 def sent_by(devices, T):
-    """What a device sends for a forward and a backward whose final state nobody reads."""
+    """Returns what a device sends for a forward and a backward whose final state nobody reads."""
     case = cases.Case("context sent", B=1, T=T, heads=(1, 1, 2), K=8, V=4, chunk_size=16)
     x = cases.inputs(case)
     call = on_mesh(mesh_of((devices,), ("context",)), case, x, "recurrent")
@@ -182,7 +182,7 @@ def test_what_is_sent_grows_with_the_logarithm_of_the_devices():
 
 
 def borders_of(cu, T, devices):
-    """What `Borders.of_packed` finds on each device, as rows of numbers."""
+    """Returns what `Borders.of_packed` finds on each device, as rows of numbers."""
     mesh = mesh_of((devices,), ("context",))
 
     def local(cu):

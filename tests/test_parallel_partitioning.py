@@ -107,7 +107,7 @@ def stand_ins_on_one_device(name, slices):
 
 
 def check_same(got, expected, dtype="float32"):
-    """Of every output and gradient: within what the same sums in another order may differ by."""
+    """Compares every output and gradient, within what the same sums in another order may differ by."""
     for name, y in got.items():
         assert_close(np.asarray(expected[name], np.float64), y, tolerance(name, dtype), name, head_axis(name))
 
@@ -404,7 +404,7 @@ def test_fused_parts_run_on_the_shards(kind, name, monkeypatch):
 )
 @pytest.mark.usefixtures("no_launch")
 def test_fused_parts_run_on_parts_of_the_heads(name, result):
-    """What is summed over heads is the gradient of the norm's weight, and what is projected."""
+    """The gradient of the norm's weight and the projected result are sums over heads."""
     mesh = mesh_of((8,), ("d",))
     f, arrays, split = fused_part(name)
     weights = [spec("d") if x.ndim == 2 else spec() for x in arrays[split:]]
@@ -447,7 +447,7 @@ def test_other_operations_run_on_the_shards(kind):
 
 
 def test_the_kernels_lower_for_a_gpu_mesh(monkeypatch):
-    """As an operation that XLA splits, once forward and once backward."""
+    """It is one operation that XLA splits, once forward and once backward."""
     monkeypatch.setattr(device_launch, "device_reason", lambda: None)
     mesh = mesh_of((8,), ("d",))
     rows = NamedSharding(mesh, spec("d"))

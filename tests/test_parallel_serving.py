@@ -42,7 +42,7 @@ HEADS = {"tokens": 2, "gates": 0, "pool": 1, "ring": 1, "trees": 1, "channels": 
 
 
 def arrays(heads=(8, 16), width=8, length=4) -> dict:
-    """What the calls take; a ring holds two tokens of each of its slots."""
+    """Arguments of the calls; a ring holds two tokens of each of its slots."""
     rng, size = np.random.default_rng(0), (width, width)
     x = draw(3, 3, heads=heads, widths=size)
     pool = jnp.asarray(draw_pool(14, HV=heads[1], widths=size))
@@ -172,7 +172,7 @@ def plain_kernels(monkeypatch):
 
 
 ON_ONE_DEVICE = {}
-"""What `check_calls` found on one device, by the calls: compiled once for all settings."""
+"""Results of `check_calls` on one device, by the calls: compiled once for all settings."""
 
 
 def check_calls(calls, setting):
@@ -273,7 +273,7 @@ def test_a_pool_split_by_slots_is_gathered(shardy):
 )
 @pytest.mark.usefixtures("plain_kernels")
 def test_a_split_pool_is_not_copied(pool, call):
-    """What is donated is changed in place, on every device in its own part."""
+    """Donated arrays are changed in place, on every device in its own part."""
     mesh, x, slots = mesh_of((8,), ("d",)), arrays(), 4096
     donated = {pool: jax.tree.map(lambda y: jnp.repeat(y[:1], slots, 0), x.pop(pool))}
     donated, rest = place(mesh, donated), place(mesh, x)
@@ -288,7 +288,7 @@ def test_a_split_pool_is_not_copied(pool, call):
 
 @pytest.mark.slow
 def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
-    """What every device of a mesh of GPUs runs: the real kernels on one key head and two states, changed in place."""
+    """Every device of a mesh of GPUs runs the real kernels on one key head and two states, changed in place."""
     programs = []
 
     def lowered(compiled, static, args, mesh):

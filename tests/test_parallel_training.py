@@ -356,7 +356,7 @@ def test_a_process_that_dies(tmp_path, folder):
 
 
 def test_the_environment_of_several_processes(monkeypatch):
-    """What is missing or impossible is said before anything waits for it."""
+    """Missing or impossible settings are refused before anything waits for them."""
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
     with pytest.raises(
         ValueError, match="JAX_NUM_PROCESSES: expected a value beside JAX_COORDINATOR_ADDRESS"

@@ -1,4 +1,4 @@
-"""Which family a config.json belongs to, and what it says of the decoder."""
+"""The families of checkpoints, and how a config.json is read by its family."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ OTHERS = {
 
 
 class Described(NamedTuple):
-    """What a config.json says.
+    """A config.json as it was read.
 
     Fields:
       family: of the checkpoint.

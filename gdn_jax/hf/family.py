@@ -1,4 +1,4 @@
-"""What a file of a family of checkpoints says, and which family a model_type belongs to."""
+"""The record that a file of a family of checkpoints fills in."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -27,7 +27,7 @@ _SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a tensor is of a part that our language models do not have: images, or several tokens at once."""
+    """Tells whether a tensor belongs to a part that our models do not have: images, or several tokens at once."""
     return _SKIPPED.match(name) is not None
 
 
@@ -114,7 +114,7 @@ def config_of(
 
 
 def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
-    """Whether a checkpoint that says its embedding is tied has another head all the same: transformers uses it."""
+    """Tells whether a checkpoint with a "tied" embedding has a head of its own, which transformers then uses."""
     if head is None or embedding is None:
         return False
     return head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())
@@ -169,7 +169,7 @@ def _place(
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Where a parameter lies: cut along its longest axis that the devices divide, or whole on each.
+    """Returns where a parameter lies: cut along its longest axis that the devices divide, or whole on each.
 
     The axes of the mesh are left to the compiler (`AxisType.Auto`).
     """

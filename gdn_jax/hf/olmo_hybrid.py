@@ -16,7 +16,7 @@ from gdn_jax.layers.parameters import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
 
 MIXER_NORM_EPS = 1e-5
-"""Of the norm at the output of a GatedDeltaNet, whatever rms_norm_eps is."""
+"""Epsilon of the norm at the output of a GatedDeltaNet, whatever rms_norm_eps is."""
 
 DEFAULTS = {
     "hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""Where a loaded model comes from, which `save_hf` follows."""
+"""The origin of a loaded model, which `save_hf` follows."""
 
 import dataclasses
 from pathlib import Path

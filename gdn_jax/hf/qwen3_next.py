@@ -159,7 +159,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
-    """Of an attention layer: q_proj holds queries and gate of each head in turn."""
+    """Weights of an attention layer. q_proj holds queries and gate of each head in turn."""
     a, hidden = config.attention, config.hidden_size
     assert a is not None
     width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
@@ -179,7 +179,7 @@ def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterato
 
 
 def gated_delta_net_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
-    """Of a GatedDeltaNet, but for the projections that come in."""
+    """Weights of a GatedDeltaNet, without those of the projections of its input."""
     heads, width = config.num_v_heads or config.num_heads, value_width(config.head_dim, config.expand_v)
     channels = 2 * config.num_heads * config.head_dim + heads * width
     yield convolution({f"{tensors}.conv1d.weight": channels}, f"{params}.conv_weight", config.conv_size)
@@ -192,13 +192,13 @@ def gated_delta_net_weights(config: ModelConfig, tensors: str, params: str) -> I
 
 
 def swiglu_weights(tensors: str, params: str, hidden: int, inner: int) -> Iterator[Weight]:
-    """Of a SwiGLU."""
+    """Weights of a SwiGLU."""
     for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
         yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
 
 
 def mlp_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weight]:
-    """Of the feed-forward part of a layer: a SwiGLU or experts, in one tensor each or together."""
+    """Weights of the feed-forward part of a layer: a SwiGLU or experts, in one tensor each or together."""
     tensors, params, hidden = f"{names.prefix}layers.{layer}.mlp", f"blocks.{layer}.mlp", config.hidden_size
     if not config.has_experts(layer):
         yield from swiglu_weights(tensors, params, hidden, config.mlp_size)
@@ -217,7 +217,7 @@ def mlp_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weigh
 
 
 def norm_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weight]:
-    """Of the two norms of a block."""
+    """Weights of the two norms of a block."""
     tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
     yield same(f"{tensors}.input_layernorm.weight", f"{params}.mixer_norm.weight", config.hidden_size)
     yield same(f"{tensors}.post_attention_layernorm.weight", f"{params}.mlp_norm.weight", config.hidden_size)

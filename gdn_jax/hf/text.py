@@ -61,7 +61,7 @@ def check_text_only(config: dict[str, Any], tokens: list[int]) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has the config.json of a checkpoint: one with a model_type."""
+    """Tells whether a folder has the config.json of a checkpoint: one with a model_type."""
     try:
         return "model_type" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):

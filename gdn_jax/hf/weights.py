@@ -1,4 +1,4 @@
-"""How tensors of a checkpoint and parameters of a model hold the same numbers in another layout.
+"""Tensors of a checkpoint and parameters of a model that hold the same numbers in another layout.
 
 Hugging Face's projections are [outputs, inputs], ours [inputs, outputs]. Some of theirs are several of ours.
 """

@@ -1,4 +1,4 @@
-"""`gdn info`: what a checkpoint of Hugging Face's, the model of a run or a preset consists of and costs."""
+"""`gdn info`: parts, sizes and costs of a Hugging Face checkpoint, of the model of a run or of a preset."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
 
 @dataclasses.dataclass(frozen=True)
 class InfoOptions:
-    """What to compute for."""
+    """The sequences that costs are computed for."""
 
     context: int = 32768
     """Tokens of a sequence."""
@@ -134,7 +134,7 @@ def _cache(config: ModelConfig, options: InfoOptions) -> Table:
 
 
 def _costs(config: ModelConfig, L: int) -> Table:
-    """The cost table of softmax attention against chunked Gated DeltaNet, for layers of this model."""
+    """Makes the table of costs: softmax attention against chunked Gated DeltaNet, for layers of this model."""
     kinds = [*dict.fromkeys(config.types)]
     columns = {NAMES[kind]: COSTS[kind](config, L) for kind in kinds} | {"the model": model_costs(config, L)}
     table = Table(title=f"mixing tokens, without projections, at {L:,} tokens", title_justify="left")

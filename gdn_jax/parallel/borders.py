@@ -1,4 +1,4 @@
-"""How sequences lie across the borders of a device's tokens, which are split over a mesh axis in order."""
+"""Sequences that cross from one device's tokens to the next, where tokens are split over a mesh axis in order."""
 
 from typing import NamedTuple
 
@@ -9,28 +9,28 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Borders(NamedTuple):
-    """Sequences that cross the borders of this device's tokens: every row, or at most one of a packed row."""
+    """Sequences that cross the first and last border of this device's tokens: every row, or one that is packed."""
 
     first: Int[Array, ""] | None
-    """Packed rows: the sequence that the token before the first one belongs to, or any where none crosses."""
+    """In packed rows, the number of the sequence that crosses the first border; any number where none does."""
     last: Int[Array, ""] | None
-    """Packed rows: the sequence of the last token, or any."""
+    """In packed rows, the number of the sequence that crosses the last border; any number where none does."""
     enters: Bool[Array, ""]
-    """Whether the first sequence goes on from the device before."""
+    """True where a sequence crosses the first border: it comes from the device before."""
     leaves: Bool[Array, ""]
-    """Whether the last sequence goes on at the device behind."""
+    """True where a sequence crosses the last border: it goes on at the device behind."""
     passes: Bool[Array, ""]
-    """Whether the two are one sequence, which both enters and leaves."""
+    """True where one sequence crosses both borders."""
 
     @classmethod
     def of_rows(cls, axis_name: str) -> "Borders":
-        """Rows that are one sequence each."""
+        """The borders of rows that are one sequence each."""
         index, last = lax.axis_index(axis_name), lax.axis_size(axis_name) - 1
         return cls(None, None, index > 0, index < last, (index > 0) & (index < last))
 
     @classmethod
     def of_packed(cls, cu_seqlens: Int[Array, " N1"], T: int, axis_name: str) -> "Borders":
-        """Sequences [cu[n], cu[n + 1]) of one row, of which this device holds T tokens."""
+        """The borders of sequences [cu[n], cu[n + 1]) of one row, of which this device holds T tokens."""
         begin = lax.axis_index(axis_name) * T
         N = cu_seqlens.shape[0] - 1
 
@@ -45,11 +45,22 @@ class Borders(NamedTuple):
         return cls(first, last, enters, leaves, enters & leaves & (first == last))
 
     def pick(self, states: Array, sequence: Int[Array, ""] | None) -> Array:
-        """The states of sequences that cross a border: of all rows, or [1, ...] of one sequence."""
+        """Takes the states of the sequences that cross a border: all rows, or [1, ...] of one packed sequence.
+
+        Args:
+          states: [N, ...], one for each sequence.
+          sequence: `first` or `last`.
+        """
         return states if sequence is None else lax.dynamic_slice_in_dim(states, sequence, 1)
 
     def put(self, states: Array, sequence: Int[Array, ""] | None, crossing: Array, crosses: Array) -> Array:
-        """The states with those that cross a border in their places, if any does."""
+        """Puts states of the sequences that cross a border back in their places, where any does.
+
+        Args:
+          states, sequence: those of `pick`.
+          crossing: the states to put there, as `pick` returns them.
+          crosses: `enters` or `leaves`; where it is False, states are returned as they are.
+        """
         if sequence is None:
             return jnp.where(crosses, crossing, states)
         own = lax.dynamic_slice_in_dim(states, sequence, 1)
@@ -57,7 +68,7 @@ class Borders(NamedTuple):
 
 
 def local_offsets(cu_seqlens: Int[Array, " N1"], T: int, axis_name: str) -> Int[Array, " N1"]:
-    """The part of packed sequences that lies on this device, of T tokens; sequences of other devices are empty."""
+    """Offsets of packed sequences in the T tokens of this device; sequences of other devices are empty there."""
     return jnp.clip(cu_seqlens - lax.axis_index(axis_name) * T, 0, T)
 
 
@@ -68,9 +79,10 @@ def last_states(
     T: int,
     axis_name: str,
 ) -> Float[Array, "N ..."]:
-    """Final states of whole sequences, on every device, from those of this device's tokens.
+    """Gives every device the final states of whole sequences, from the states after each device's own tokens.
 
-    A sum over the devices, one of which holds the end of each sequence; nothing is sent where nobody reads it.
+    One device holds the end of a sequence, so that a sum over the devices is a choice. XLA sends nothing where nobody
+    reads the result.
     """
     index = lax.axis_index(axis_name)
     if cu_seqlens is None:
@@ -100,5 +112,5 @@ def reset_across(
 
 
 def previous(x: jax.Array, axis_name: str) -> jax.Array:
-    """x of the device before this one, zeros at the first."""
+    """Gives each device the x of the device before it, and zeros to the first."""
     return lax.ppermute(x, axis_name, [(d, d + 1) for d in range(lax.axis_size(axis_name) - 1)])

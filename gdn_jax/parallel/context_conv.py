@@ -1,4 +1,7 @@
-"""The short convolution over tokens that are split over a mesh axis: W - 1 tokens cross each border."""
+"""The short convolution over tokens that are split over a mesh axis: W - 1 tokens cross each border.
+
+`causal_conv1d` is the operation in plain JAX, `short_conv_by_kernels` the fused one by its kernels.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,7 +59,7 @@ def causal_conv1d(
 
 
 def _entering(x, W: int, axis_name: str, initial_state, segment_ids) -> jax.Array:
-    """The W - 1 inputs before this device's tokens [B, D, W - 1], zeros where they belong to another segment."""
+    """Receives the W - 1 inputs before this device's tokens [B, D, W - 1], zeros where a segment ends between."""
     state = jnp.swapaxes(previous(x[:, 1 - W :], axis_name), 1, 2)
     if segment_ids is not None:
         ids = jnp.concatenate([previous(segment_ids[:, 1 - W :], axis_name), segment_ids[:, :1]], 1)
@@ -105,8 +108,8 @@ def short_conv_by_kernels(
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
     """q, k and v of `gdn_jax.fused.short_conv.short_conv` by its kernels, of tokens split over a mesh axis in order.
 
-    The kernels take a device's tokens as whole rows. Its first W - 1 are made again from what enters, in plain JAX,
-    and put in their places. Differentiable once, in reverse.
+    The kernels take a device's tokens as whole rows. The first W - 1 outputs are made again in plain JAX, from the
+    inputs that enter from the device before, and put in their places. Differentiable once, in reverse.
 
     Args: those of `gdn_jax.fused.short_conv.short_conv`, inside `jax.shard_map`. x and segment_ids are this device's
       tokens, which the kernels accept; everything varies over the axis.
@@ -125,7 +128,7 @@ def _heads(static: _Static) -> dict[str, Any]:
 
 
 def _first(static: _Static, x, weight, state, segment_ids):
-    """q, k and v of the first tokens, from the inputs before them."""
+    """Computes q, k and v of the first tokens, from the inputs before them."""
     y, _ = conv.causal_conv1d(x, weight, initial_state=state, segment_ids=segment_ids)
     return split_normalized(y, **_heads(static))
 

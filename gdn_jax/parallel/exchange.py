@@ -1,7 +1,7 @@
 """The rule over tokens that are split over a mesh axis, by an exchange: every device gets all tokens of some heads.
 
-Beside handing over states (`context`), whose cost does not grow with a device's tokens but with the logarithm of the
-devices. An exchange sends every token, and one is enough for any number of devices: it is faster for short shards.
+The other way is to hand over states (`context`). Its cost grows with the logarithm of the devices and not with their
+tokens. An exchange sends every token, but takes one step for any number of devices: it is faster for short shards.
 
 Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
@@ -25,7 +25,7 @@ and every MiB of an exchange 5.2 (docs/parallel.md)."""
 
 
 def steps(devices: int) -> int:
-    """Log steps in which devices merge their maps of states, `prefix.entering`: ceil(log2(devices - 1))."""
+    """Number of steps in which devices merge their maps of states, `prefix.entering`: ceil(log2(devices - 1))."""
     return (devices - 2).bit_length()
 
 
@@ -42,7 +42,7 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int) -> int:
 
 
 def reason_against(dims: Dims, devices: int, head_slices: int = 1) -> str | None:
-    """Why heads cannot be exchanged; None if they can.
+    """Returns the reason why heads cannot be exchanged; None if they can.
 
     Args:
       head_slices: parts that the heads of a device must still divide into.
@@ -55,7 +55,7 @@ def reason_against(dims: Dims, devices: int, head_slices: int = 1) -> str | None
 
 
 def pays(dims: Dims, itemsize: int, devices: int, head_slices: int = 1) -> bool:
-    """Whether an exchange is predicted to take less time than handing over states."""
+    """Predicts whether an exchange takes less time than handing over states."""
     if reason_against(dims, devices, head_slices) is not None:
         return False
     return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
@@ -89,7 +89,7 @@ def rule_by_heads(
 
 
 def _to_heads(arrays: tuple[jax.Array | None, ...], axis_name: str) -> tuple[Any, ...]:
-    """All tokens of this device's heads, from its tokens of all heads; arrays travel together."""
+    """Exchanges this device's tokens of all heads for all tokens of its heads, all arrays in one all-to-all."""
     given = [x for x in arrays if x is not None]
     if not given:
         return arrays
@@ -106,5 +106,5 @@ def _to_heads(arrays: tuple[jax.Array | None, ...], axis_name: str) -> tuple[Any
 
 
 def _to_tokens(x: Float[Array, "B T h V"], axis_name: str) -> Float[Array, "B t H V"]:
-    """This device's tokens of all heads, from all tokens of its heads."""
+    """Exchanges all tokens of this device's heads for its tokens of all heads."""
     return lax.all_to_all(x, axis_name, 1, 2, tiled=True)

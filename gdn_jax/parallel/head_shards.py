@@ -1,10 +1,10 @@
-"""What a model calls in the place of operations over channels: the same on one device and on a mesh of
-`MeshShape.make`.
+"""A model's operations over channels, on one device and on a mesh of `MeshShape.make`.
 
-The devices of the head axis have some channels each, of what is projected, filtered and gated. XLA splits most of a
-model by itself; what it does not split well runs in a `jax.shard_map` over all axes of the mesh where a program is
-traced under `jax.set_mesh`. Elsewhere these functions are the operations themselves. Those of whole rows are in
-`token_shards`.
+Each device of the head axis has some of the channels that are projected, filtered and gated. XLA splits most of a
+model by itself. The functions of this file are for the parts that it splits badly: where a program is traced under
+`jax.set_mesh`, they run in a `jax.shard_map` over all axes of the mesh. Elsewhere they are the operations themselves.
+
+`token_shards` has the operations over the tokens of a row.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from gdn_jax.partitioning import vary_alike
 
 
 def splits_heads() -> bool:
-    """Whether the mesh that is set has a head axis: then what holds the channels of q, k and v is best left apart."""
+    """Tells whether the mesh that is set has a head axis. Then q, k and v are best kept in arrays of their own."""
     sizes = axes_set()
     return sizes is not None and sizes[HEAD] > 1
 
 
 def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
-    """How rows and tokens of [B, T, .., D] lie."""
+    """The PartitionSpec of the rows and tokens of an array [B, T, .., D]."""
     axes = [dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), x.shape[:-1], strict=False)]
     return PartitionSpec(*axes, *[None] * (x.ndim - 1 - len(axes)))
 
@@ -42,9 +42,9 @@ def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
 def projections_on_mesh(
     project: Callable[[jax.Array, Any], Any], x: Float[Array, "*S D"], weights: Any
 ) -> tuple[Float[Array, "*S _"], ...]:
-    """project(x, weights): products of x with matrices whose last axis is split over head, as that of each result is.
+    """Computes project(x, weights), products of x with matrices. Their last axis and the results' are split over head.
 
-    The cotangent of x is summed over the head axis once. XLA by itself would sum what each product adds to it.
+    The cotangent of x is summed over the head axis once. XLA by itself would sum the part of each product.
 
     Args:
       weights: a pytree of arrays.
@@ -71,8 +71,11 @@ def swiglu_on_mesh(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*S E"]:
-    """`gdn_jax.fused.swiglu.swiglu`; on a mesh with a head axis its devices share the columns of the branches, and
-    their results and the cotangents of x are summed over it once."""
+    """`gdn_jax.fused.swiglu.swiglu`, on a mesh too.
+
+    The devices of the head axis share the columns of the branches. Their results and the cotangents of x are summed
+    over the axis once.
+    """
     sizes, kernels = axes_set(), (gate_kernel, up_kernel, down_kernel)
     F = gate_kernel.shape[1]
     if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
@@ -101,8 +104,7 @@ def short_conv_on_mesh(
     implementation=None,
     **arrays: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`gdn_jax.fused.short_conv.short_conv`; on a mesh with a head or context axis every device filters its channels
-    of its tokens."""
+    """`gdn_jax.fused.short_conv.short_conv`, on a mesh too: every device filters its channels of its tokens."""
     sizes = axes_set()
     how = dict(heads=heads, width=width, normalize=normalize)
     if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:
@@ -130,7 +132,7 @@ def short_conv_on_mesh(
 
 
 def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementation):
-    """q, k and v by the kernels, from their channels and filters apart; None where the kernels cannot run."""
+    """Computes q, k and v by the kernels, each from its own channels and filters; None where they cannot run."""
     from pallas_kernels.layer import short_conv as kernel
 
     rows, parts = dividing(sizes, DATA, xs[0].shape[0]), sizes[HEAD]

@@ -1,4 +1,4 @@
-"""The axes of a mesh and what lies along them: rows of the batch, heads, tokens of a row.
+"""The axes of a mesh: rows of the batch, heads and tokens of a row.
 
 data      rows of a batch; with sharded parameters also the weights and the optimiser's state
 head      heads of the token mixers and inner width of the SwiGLU
@@ -17,7 +17,7 @@ DATA, HEAD, CONTEXT = AXES = ("data", "head", "context")
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices lie along each axis, and whether the parameters are split over data.
+    """The numbers of devices along each axis, and whether the parameters are split over data.
 
     Fields:
       data, head, context: devices along each axis, at least 1.
@@ -41,7 +41,7 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """A shape written as "data=2,head=2,context=2", each axis at most once; "sharded" for sharded parameters.
+        """Reads a shape such as "data=2,head=2,context=2", each axis at most once; "sharded" shards the parameters.
 
         Raises:
           ValueError: the text is no such list.
@@ -66,11 +66,11 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.data * self.head * self.context
 
     def make(self, devices: list[jax.Device] | None = None) -> Mesh:
-        """The mesh, of automatic axes. Devices of the context axis are neighbours, then those of the head axis.
+        """Makes the mesh, of automatic axes. Devices along context are neighbours, then those along head.
 
         Args:
           devices: default: all that JAX sees, of all processes.
@@ -88,7 +88,7 @@ class MeshShape:
 
 
 def axes_set() -> dict[str, int] | None:
-    """Devices along each axis of the mesh that is set; None without one, and inside a shard_map."""
+    """Numbers of devices along the axes of the mesh that is set; None without a mesh, and inside a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
         return None
@@ -96,12 +96,12 @@ def axes_set() -> dict[str, int] | None:
 
 
 def dividing(sizes: dict[str, int], axis: str, *dimensions: int) -> str | None:
-    """The axis, where its devices divide the dimensions."""
+    """Returns the axis if its devices divide all dimensions, else None."""
     return axis if all(n % sizes[axis] == 0 for n in dimensions) else None
 
 
 def check_tokens(T: int, sizes: dict[str, int]) -> None:
-    """Raises ValueError unless the devices of context divide a row's tokens."""
+    """Raises ValueError unless the devices along context divide a row's tokens."""
     if T % sizes[CONTEXT]:
         raise ValueError(
             f"x: expected rows of a multiple of {sizes[CONTEXT]} tokens, the devices of context, got {T}"
@@ -109,22 +109,22 @@ def check_tokens(T: int, sizes: dict[str, int]) -> None:
 
 
 class Lies(NamedTuple):
-    """Mesh axes that arrays are split over beside context; None where they are not."""
+    """The mesh axes beside context that arrays are split over; None where rows or heads are not split."""
 
     rows: str | None
     heads: str | None
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Of [B, T, heads or channels, ..]."""
+        """PartitionSpec of arrays [B, T, heads or channels, ..]."""
         return PartitionSpec(self.rows, CONTEXT, self.heads)
 
     @property
     def states(self) -> PartitionSpec:
-        """Of [N, heads or channels, ..]."""
+        """PartitionSpec of arrays [N, heads or channels, ..]."""
         return PartitionSpec(self.rows, self.heads)
 
     def named(self, arrays: dict[str, Any]) -> dict[str, PartitionSpec]:
-        """Of arguments by name; of one that is not named here, the same on every device."""
+        """PartitionSpecs of arguments by name; an argument without a rule is the same on every device."""
         known = {"initial_state": self.states, "segment_ids": PartitionSpec(self.rows, CONTEXT)}
         return {name: known.get(name, PartitionSpec()) for name in arrays}

@@ -1,4 +1,4 @@
-"""What reaches a device from those before it: prefixes of affine maps over a mesh axis, in log steps.
+"""The state that enters each device of a mesh axis: prefixes of affine maps, in a logarithm of steps.
 
 Each device d holds what its tokens do to a state, h -> M_d h + E_d. What enters it is
 
@@ -40,7 +40,7 @@ def entering(own: Affine, axis_name: str, *, backwards: bool = False) -> Float[A
         index = size - 1 - index
 
     def shift(x: jax.Array, distance: int) -> jax.Array:
-        """x of the device that lies so many before this one, zeros where there is none."""
+        """Gives each device the x of the device at this distance before it, zeros where there is none."""
         pairs = [(d, d + distance) for d in range(size - distance)]
         if backwards:
             pairs = [(b, a) for a, b in pairs]

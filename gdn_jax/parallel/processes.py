@@ -49,12 +49,12 @@ def leave(status: int) -> NoReturn:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes what only one may write."""
+    """Tells whether this process is the first one, which writes the files that only one may write."""
     return jax.process_index() == 0
 
 
 def wait(name: str) -> None:
-    """Returns when all processes have come to this point, of that name."""
+    """Returns when all processes have come to the point of this name."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -62,7 +62,7 @@ def wait(name: str) -> None:
 
 
 def any_process(*flags: bool) -> tuple[bool, ...]:
-    """For each flag whether any process has it; all processes get the same answer."""
+    """Tells for each flag whether it is set in any process; all processes get the same answer."""
     if jax.process_count() == 1:
         return flags
     from jax.experimental import multihost_utils

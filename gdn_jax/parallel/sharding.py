@@ -1,4 +1,4 @@
-"""Where the parameters of a model, the state of its optimiser and its batches lie on a mesh.
+"""Places on a mesh for the parameters of a model, the state of its optimiser and its batches.
 
     parameter                           along head                   along data, where parameters are sharded
     q, k, v, a, b and g projections     their outputs, by heads      their inputs
@@ -26,7 +26,7 @@ _HEADS = {"A_log", "dt_bias"}
 
 
 def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
-    """Refuses what does not divide.
+    """Refuses a model or a batch that the devices of a mesh do not divide.
 
     Args:
       config: the model's, a `gdn_jax.models.ModelConfig`.
@@ -62,7 +62,7 @@ def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
 
 
 def parameter_specs(params: Any, shape: MeshShape) -> Any:
-    """PartitionSpec of every parameter.
+    """Returns the PartitionSpec of every parameter.
 
     Args:
       params: a pytree of arrays or shapes whose paths have the names of the modules, as `nnx.state(model)` has.
@@ -72,7 +72,7 @@ def parameter_specs(params: Any, shape: MeshShape) -> Any:
 
 
 def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -> Any:
-    """NamedShardings of the parameters and of `optimizer.init(params)`, where `optimizer` is one of optax."""
+    """Returns NamedShardings of the parameters and of `optimizer.init(params)`, with an optimiser of optax."""
     import optax
 
     specs = parameter_specs(params, shape)
@@ -89,7 +89,7 @@ def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of tokens [B, T]."""
+    """Returns the sharding of a batch's tokens [B, T]."""
     return NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))
 
 

@@ -1,9 +1,10 @@
-"""What a model calls in the place of operations over whole rows: the same on one device and on a mesh of
-`MeshShape.make`.
+"""A model's operations over the tokens of a row, on one device and on a mesh of `MeshShape.make`.
 
-The devices of the context axis have some tokens of every row each, which the rule and attention mix, and over which
-the loss is summed. XLA would gather them. Where a program is traced under `jax.set_mesh`, these functions run in a
-`jax.shard_map` over all axes of the mesh; elsewhere they are the operations themselves.
+Each device of the context axis has some tokens of every row. The rule and attention mix them, and the loss is a sum
+over them: XLA would gather them. Where a program is traced under `jax.set_mesh`, the functions of this file run in a
+`jax.shard_map` over all axes of the mesh. Elsewhere they are the operations themselves.
+
+`head_shards` has the operations over channels.
 """
 
 import math
@@ -25,7 +26,7 @@ from gdn_jax.partitioning import vary_alike
 
 
 def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.gated_delta_rule`, over tokens too where the mesh that is set has a context axis."""
+    """`gdn_jax.gated_delta_rule`, on a mesh too: by `context.gated_delta_rule` where there is a context axis."""
     sizes = axes_set()
     if sizes is None or sizes[CONTEXT] == 1:
         return ops.gated_delta_rule(q, k, v, g, beta, **options)
@@ -57,12 +58,12 @@ def attention_on_mesh(
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """attend(q, k, v, lengths=lengths, segment_ids=segment_ids), which treats every head by itself.
+    """Computes attend(q, k, v, lengths=lengths, segment_ids=segment_ids), on a mesh too.
 
-    Where the mesh that is set has a context axis, its devices exchange their tokens of all heads for all tokens of
-    some heads, and the result back: four all-to-alls of what a device holds, of which it keeps 1 / devices. A key
-    head that several devices read is sent to each. Query heads that do not divide leave it to XLA, which gathers
-    keys and values; `gdn_jax.debug_checks` tells of it.
+    `attend` treats every head by itself. The devices of the context axis exchange their tokens of all heads for all
+    tokens of some heads, and exchange the results back. These are four all-to-alls, of q, k, v and the result, and
+    a device keeps 1 / devices of each. A key head that several devices read is sent to each. Where the devices do
+    not divide the query heads, XLA gathers keys and values; `gdn_jax.debug_checks` warns of it.
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
@@ -95,7 +96,7 @@ def attention_on_mesh(
 
 
 def _repeated(x: Float[Array, "B T H D"], parts: int) -> Float[Array, "B T HR D"]:
-    """Every head as often as makes their number a multiple of the parts."""
+    """Repeats every head until the number of heads is a multiple of the parts."""
     return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
 
 
@@ -107,9 +108,9 @@ def loss_on_mesh(
     label_weights: Float[Array, "B T"],
     **options: Any,
 ) -> losses.LossSums:
-    """`gdn_jax.losses.linear_softmax_cross_entropy`, of each device's tokens, summed over the mesh that is set.
+    """`gdn_jax.losses.linear_softmax_cross_entropy`, on a mesh too: summed over the tokens of all devices.
 
-    The devices of the head axis share a row's tokens here: each needs the whole weight, which has no heads.
+    The devices of the head axis share a row's tokens here, because the weight has no heads: each needs all of it.
     """
     call = partial(losses.linear_softmax_cross_entropy, **options)
     sizes = axes_set()
