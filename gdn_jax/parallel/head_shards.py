@@ -42,7 +42,7 @@ def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
 def projections_on_mesh(
     project: Callable[[jax.Array, Any], Any], x: Float[Array, "*S D"], weights: Any
 ) -> tuple[Float[Array, "*S _"], ...]:
-    """Computes project(x, weights), products of x with matrices. Their last axis and the results' are split over head.
+    """Computes project(x, weights), products of x with matrices. Their and the results' last axis is split over head.
 
     The cotangent of x is summed over the head axis once. XLA by itself would sum the part of each product.
 
