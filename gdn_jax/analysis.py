@@ -91,6 +91,30 @@ def half_life(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
     return jnp.where(g == 0, jnp.inf, -math.log(2) / g)
 
 
+def memory_horizon(
+    width: int, g: float | Float[Array, "*S"] = 0.0, beta: float | Float[Array, "*S"] = 0.0
+) -> Float[Array, "*S"]:
+    """Tokens until half of a stored key's direction is left, where every token decays by g and writes with beta.
+
+    A write under another key erases too: what it leaves of a stored direction e is e^T (I - beta k k^T) e, which is
+    1 - beta / K on average over unit keys k of all directions. After n tokens (exp(g) (1 - beta / K))^n is left, so
+
+        n = ln 2 / (-g - ln(1 - beta / K))        about K ln 2 / beta without decay
+
+    It is what a layer remembers before it has learned where to write and what to keep.
+
+    Args:
+      width: K of the keys.
+      g: log decay <= 0; 0 for a rule without decay.
+      beta: write strength, not above K; 0 for a rule without correction, whose writes erase nothing.
+
+    Returns:
+      n in tokens, not rounded; inf where nothing is lost.
+    """
+    rate = -jnp.asarray(g) - jnp.log1p(-jnp.asarray(beta) / width)
+    return jnp.where(rate == 0, jnp.inf, math.log(2) / rate)
+
+
 def write_half_life(g: Float[Array, "B T HO"]) -> Float[Array, "B T HO"]:
     """Tokens until what token t writes has decayed to half: the least n with exp(g_{t+1} + ... + g_{t+n}) <= 1/2.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
@@ -229,8 +230,7 @@ class ProjectionOfGroup(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The projection of x."""
-        y = self.group(x)[..., self.start : self.stop]
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return with_bias(self.group(x)[..., self.start : self.stop], self)
 
 
 Projection = nnx.Linear | ProjectionOfGroup
@@ -258,7 +258,7 @@ def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Fl
 def shared_products(
     x: Float[Array, "*S D"], groups: Sequence[Sequence[Projection]], dtype: DTypeLike | None
 ) -> list[Float[Array, "*S F"]]:
-    """For each group of bias-free projections their results side by side, from one product of their common input.
+    """For each group of projections their results side by side, from one product of their common input.
 
     They are products of their own where they share one already, for a few rows, and on a mesh that splits heads,
     whose devices have their parts of the results.
@@ -275,7 +275,22 @@ def shared_products(
     own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
     kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in own]
     dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
-    return [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
+    ys = [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
+    return [_with_biases(y, group) for y, group in zip(ys, own, strict=True)]
+
+
+def _with_biases(y: Float[Array, "*S F"], linears: Sequence[nnx.Linear]) -> Float[Array, "*S F"]:
+    """The results of projections side by side, with the biases of those that have one."""
+    if all(linear.bias is None for linear in linears):
+        return y
+    ends = np.cumsum([linear.out_features for linear in linears])[:-1]
+    parts = zip(jnp.split(y, ends, axis=-1), linears, strict=True)
+    return jnp.concatenate([with_bias(*part) for part in parts], axis=-1)
+
+
+def with_bias(y: Float[Array, "*S F"], linear: Projection) -> Float[Array, "*S F"]:
+    """A projection's product with its bias, if it has one."""
+    return y if linear.bias is None else y + linear.bias[...].astype(y.dtype)
 
 
 def is_one_product(x: jax.Array | jax.ShapeDtypeStruct, linears: Sequence[Projection]) -> bool:

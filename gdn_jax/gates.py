@@ -55,6 +55,11 @@ def write_strength(b: Float[Array, "*S"], *, allow_neg_eigval: bool = False) -> 
     return 2 * beta if allow_neg_eigval else beta
 
 
+def logit(strength: float) -> float:
+    """Inverse of the sigmoid: the b with which `write_strength` is `strength`, between 0 and 1."""
+    return math.log(strength) - math.log1p(-strength)
+
+
 def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
     """Unit length along the last axis, x * rsqrt(sum(x^2) + eps), computed in float32, returned in x's dtype.
 

@@ -44,6 +44,31 @@ def array(x):
     return jnp.asarray(x)
 
 
+@pytest.mark.parametrize("g, beta", [(0.0, 0.5), (-0.02, 0.5), (-0.02, 0.0), (0.0, 1.9)])
+def test_memory_horizon(g, beta):
+    """A key is stored, others of random directions follow: the rule keeps half of it for so many tokens."""
+    K, heads = 16, 4096
+    rng = np.random.default_rng(0)
+    stored = rng.standard_normal((1, heads, K))
+    stored /= np.linalg.norm(stored, axis=-1, keepdims=True)
+    horizon = float(analysis.memory_horizon(K, g, beta))
+    T = round(horizon)
+    keys = rng.standard_normal((1, T, heads, K))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    gates = (np.full((1, T, heads), x) for x in (g, beta))
+    q, v = np.broadcast_to(stored[:, None], keys.shape), np.zeros((1, T, heads, 1))
+    o, _ = oracle.forward(q, keys, v, *gates, initial_state=stored[..., None], scale=1.0)
+    assert abs(o[0, -1].mean() - 0.5 ** (T / horizon)) < 4 * o[0, -1].std() / heads**0.5 + 1e-6
+    assert abs(o[0, T // 2].mean() - 0.5) > 0.1
+
+
+def test_memory_horizon_by_hand():
+    assert np.isinf(analysis.memory_horizon(16))
+    np.testing.assert_allclose(analysis.memory_horizon(16, beta=0.06), 16 * np.log(2) / 0.06, rtol=2e-3)
+    np.testing.assert_allclose(analysis.memory_horizon(8, -np.log(2)), 1, rtol=1e-6)
+    assert analysis.memory_horizon(1, beta=1.0) == 0  # the only direction is overwritten
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MAPPED)
 def test_effective_attention_times_v_is_the_output(name, dtype):

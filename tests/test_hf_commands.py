@@ -91,9 +91,13 @@ def test_info_of_a_checkpoint(capsys, tmp_path):
     assert status == 1 and "--context: expected 1 or more, got 0" in err
 
 
-def test_info_of_a_preset(capsys):
-    status, out, _ = run(capsys, "info", "qwen3.5-small")
-    assert status == 0 and "qwen3.5-small: a preset, weights float32" in out
+def test_info_of_a_preset_says_how_long_fresh_weights_remember(capsys):
+    """Keys of 128 and strengths of 0.5 erase half in 128 ln 2 / 0.5 tokens, a decay of 8 * 0.01 in ln 2 / 0.08."""
+    status, out, _ = run(capsys, "info", "qwen3-next-80b-a3b")
+    assert "qwen3-next-80b-a3b: a preset, weights float32" in out
+    assert (
+        status == 0 and "8.26 tokens, 8.66 by the decay of a middle head alone, 177 by erasing alone" in out
+    )
 
 
 def test_stop_tokens(tmp_path):

@@ -56,7 +56,9 @@ def test_one_product_is_all_products(monkeypatch):
         return *parts, final, joined[..., D : D + behind], joined
 
     monkeypatch.setattr(fused_joined, "short_conv", plain)
-    sizes = dict(num_heads=2, num_v_heads=4, head_dim=16, expand_v=2.0, allow_neg_eigval=True)
+    sizes = dict(
+        num_heads=2, num_v_heads=4, head_dim=16, expand_v=2.0, allow_neg_eigval=True, write_start=0.1
+    )
     graphdef, params = nnx.split(GatedDeltaNet(24, **sizes, rngs=nnx.Rngs(0)))
     draw, segments = draws(0), jnp.arange(9)[None] // 4
 

@@ -71,7 +71,7 @@ def layer_oracle(layer, x, cache):
     q, k, v = np.split(qkv, [key_dim, 2 * key_dim], axis=1)
     q, k = (a.reshape(1, T, layer.num_heads, layer.head_dim) for a in (q, k))
     g = -np.exp(p["A_log"]) * np.log1p(np.exp(x @ p["a_proj"]["kernel"] + p["dt_bias"]))
-    beta = sigmoid(x @ p["b_proj"]["kernel"]) * (1 + layer.allow_neg_eigval)
+    beta = sigmoid(x @ p["b_proj"]["kernel"] + p["b_proj"].get("bias", 0)) * (1 + layer.allow_neg_eigval)
     o, state = oracle.forward(
         q,
         k,
@@ -105,7 +105,13 @@ def assert_row(layer, x, past, y, new, what=""):
     "options",
     [
         {"implementation": "chunked"},
-        {"num_v_heads": None, "conv_bias": True, "conv_size": 2, "allow_neg_eigval": True},
+        {
+            "num_v_heads": None,
+            "conv_bias": True,
+            "conv_size": 2,
+            "allow_neg_eigval": True,
+            "write_start": 0.1,
+        },
         {"use_short_conv": False, "use_gate": False, "expand_v": 1.0},
     ],
     ids=["gva", "neg_eigval", "plain"],
@@ -346,6 +352,21 @@ def test_gate_parameters_start_in_their_ranges():
     )  # log(100) / sqrt(12 * 1e5), 6 of them
 
 
+@pytest.mark.parametrize("doubled", [False, True])
+def test_write_start(doubled):
+    """A bias is all that differs, and beta is its start where the projection is 0."""
+    plain, started = (make(allow_neg_eigval=doubled, write_start=start) for start in (None, 0.06))
+    for layer, expected in ((plain, 0.5), (started, 0.06)):
+        beta = layer.rule_inputs(jnp.zeros((1, 3, D)))[0].beta
+        np.testing.assert_allclose(beta, (1 + doubled) * expected, rtol=1e-6)
+    weights = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in (plain, started)]
+    np.testing.assert_allclose(weights[1]["b_proj"].pop("bias"), np.log(0.06 / 0.94), rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, *weights)
+    x = inputs(2, 40, D)  # rows enough for one product of all projections, and few enough for their own
+    beta, few = (np.asarray(started.rule_inputs(jnp.asarray(x[:, :n]))[0].beta) for n in (40, 3))
+    np.testing.assert_allclose(beta[:, :3], few, rtol=1e-5)
+
+
 def test_weight_decay_mask():
     layer = make(conv_bias=True)
     params = nnx.state(layer, nnx.Param)
@@ -430,6 +451,7 @@ def test_norm_and_mlp():
         ("head_dim: expected a width up to 256, got 512", {"head_dim": 512}),
         ("expand_v: expected head_dim \\* expand_v up to 256, got 384", {"head_dim": 128, "expand_v": 3.0}),
         ("norm_eps: expected a positive number, got 0", {"norm_eps": 0.0}),
+        ("write_start: expected None or a number between 0 and 1, got 1.0", {"write_start": 1.0}),
         ("implementation: expected one of .*, got 'triton'", {"implementation": "triton"}),
     ],
 )

@@ -74,7 +74,13 @@ def _config(fields: Fields) -> ModelConfig:
 
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
-    wanted = {"rule": "gated_delta", "zero_centred_norms": False, "scale_embedding": False, "experts": None}
+    wanted = {
+        "write_start": None,
+        "rule": "gated_delta",
+        "zero_centred_norms": False,
+        "scale_embedding": False,
+        "experts": None,
+    }
     own.check_like(config, "OLMo-Hybrid", wanted | {"mixer_norm_eps": MIXER_NORM_EPS})
     a = config.attention
     if a is None or "gated_delta_net" not in config.types:

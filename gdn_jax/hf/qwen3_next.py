@@ -112,7 +112,12 @@ def _config(fields: Fields) -> ModelConfig:
 
 def check_decoder(config: ModelConfig) -> None:
     """Raises NotImplementedError for the first option of a model that no hybrid model of Qwen has."""
-    wanted = {"rule": "gated_delta", "allow_neg_eigval": False, "zero_centred_norms": True}
+    wanted = {
+        "rule": "gated_delta",
+        "write_start": None,
+        "allow_neg_eigval": False,
+        "zero_centred_norms": True,
+    }
     own.check_like(config, "Qwen", wanted | {"scale_embedding": False})
     if config.mixer_norm_eps not in (None, config.norm_eps):
         raise NotImplementedError("mixer_norm_eps: Qwen's models have the same epsilon in all norms")

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from gdn_jax.analysis import memory_horizon
 from gdn_jax.commands.errors import RunError
+from gdn_jax.gates import MAX_RATE, MAX_STEP, MIN_STEP
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import config_of, is_skipped, names_of
@@ -48,7 +50,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     preset = str(path) in PRESETS and not path.exists()
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
-        title, config, skipped = read(path)
+        title, config, skipped, time_step = read(path)
     except ValueError as error:
         raise RunError(str(error)) from error
     console.print(f"{title}, weights {config.weight_dtype}", highlight=False, soft_wrap=True)
@@ -56,6 +58,8 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     periods = len(config.types) // len(_period(config.types))
     line = f"{config.num_layers} layers of width {config.hidden_size}: {periods} x ({pattern})"
     console.print(line, highlight=False, soft_wrap=True)
+    if time_step is not None and "gated_delta_net" in config.types and config.rule in _START:
+        console.print(_start(config, time_step), highlight=False, soft_wrap=True)
     if skipped:
         console.print(
             f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
@@ -73,30 +77,48 @@ def _period(types: tuple[str, ...]) -> tuple[str, ...]:
     return next(types[:p] for p in range(1, n + 1) if n % p == 0 and types == types[:p] * (n // p))
 
 
-def _of_preset(path: Path) -> tuple[str, ModelConfig, list[str]]:
-    return f"{path}: a preset", PRESETS[str(path)], []
+# Whether a rule decays, and whether it erases.
+_START = {"gated_delta": (True, True), "delta": (False, True), "mamba2": (True, False)}
 
 
-def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str]]:
+def _start(config: ModelConfig, time_step: float) -> str:
+    """How long a state remembers under fresh weights, from a head with middle decay and from erasing."""
+    decays, erases = _START[config.rule]
+    g = -time_step * MAX_RATE / 2 * math.sqrt(MIN_STEP * MAX_STEP) if decays else 0.0
+    start = 0.5 if config.write_start is None else config.write_start
+    beta = (2 if config.allow_neg_eigval else 1) * start if erases else 0.0
+    both, by_decay, by_erasing = (
+        f"{float(memory_horizon(config.head_dim, *rates)):.3g}"
+        for rates in ((g, beta), (g, 0.0), (0.0, beta))
+    )
+    return (
+        f"fresh weights: half of a stored key is left after {both} tokens, {by_decay} by the decay of a middle "
+        f"head alone, {by_erasing} by erasing alone (write strength {beta:.3g})"
+    )
+
+
+def _of_preset(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
+    return f"{path}: a preset", PRESETS[str(path)], [], 1.0
+
+
+def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     found = read_json(path / CONFIG)
     described = describe(found, str(path / CONFIG))
     tensors = read_tensors(path)
     config = config_of(described, None, tensors, names_of(described, tensors))
-    return f"{path}: {found['model_type']}", config, [name for name in tensors if is_skipped(name)]
+    skipped = [name for name in tensors if is_skipped(name)]
+    return f"{path}: {found['model_type']}", config, skipped, None
 
 
-def _of_run(path: Path) -> tuple[str, ModelConfig, list[str]]:
+def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     _, stored = RunFolder.open(path)
     if stored["task"] not in options_lib.TASKS:
         raise RunError(f"{path}: expected a run of gdn train, got one of the task {stored['task']}")
     options = options_lib.from_json(stored["task"], stored["options"], RunOptions())
     options_lib.check(options)
     values = options_lib.config_values(options.model) | {"dtype": compute_dtype(options.model)}
-    return (
-        f"{path}: a run of {stored['task']}",
-        ModelConfig(vocab_size=vocab_size(options.task), **values),
-        [],
-    )
+    config = ModelConfig(vocab_size=vocab_size(options.task), **values)
+    return f"{path}: a run of {stored['task']}", config, [], options.model.time_step
 
 
 def _parameters(config: ModelConfig) -> Table:

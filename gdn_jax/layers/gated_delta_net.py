@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.blocks import is_one_product
+from gdn_jax.blocks import is_one_product, with_bias
 from gdn_jax.conv import convolve_spans, segment_starts
 from gdn_jax.fused import joined
 from gdn_jax.fused.norms import gated_norm
@@ -28,7 +28,7 @@ class GatedDeltaNet(GatedDeltaNetParameters):
 
         [q | k | v] = silu(conv([x Wq | x Wk | x Wv]))        q and k to unit length in each head
         g    = -exp(A_log) softplus(x Wa + dt_bias)
-        beta = sigmoid(x Wb), doubled with allow_neg_eigval
+        beta = sigmoid(x Wb + c), doubled with allow_neg_eigval
         o    = gated_delta_rule(q, k, v, g, beta)
         y    = (RMSNorm(o) * silu(x Wg)) Wo                   the norm over each head
 
@@ -44,6 +44,11 @@ class GatedDeltaNet(GatedDeltaNetParameters):
       use_short_conv: False leaves the convolution out, [q | k | v] = silu(...) of the projections.
       use_gate: False leaves out Wg and the factor silu(x Wg).
       allow_neg_eigval: beta in [0, 2] instead of [0, 1].
+      write_start: where sigmoid(x Wb + c) starts on every token, between 0 and 1, so that beta starts there, or at
+        twice as much with allow_neg_eigval: b_proj has a bias c that is learned and starts at logit(write_start).
+        None: there is no bias, and beta starts at 1/2, or at 1. A write erases too, so this is how long a state
+        remembers before anything is learned: with unit keys of all directions half of what was stored is left after
+        about K ln 2 / beta tokens, 22 for K = 16 and beta = 1/2; see `gdn_jax.analysis.memory_horizon`.
       rule: "gated_delta"; or another of `rules.RULES`, to compare the rule with: all else stays, and so do the
         parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
@@ -54,7 +59,7 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         kernel_init).
       rngs: source of the initial weights.
 
-    Parameters: q_proj, k_proj, v_proj, a_proj, b_proj, g_proj (Wg), o_proj without bias; conv_weight
+    Parameters: q_proj, k_proj, v_proj, a_proj, b_proj, g_proj (Wg), o_proj without bias, but for c; conv_weight
       [conv_dim, W], conv_dim = 2 * num_heads * head_dim + num_v_heads * V, U(-1, 1) / sqrt(W), and conv_bias;
       A_log [num_v_heads], the logarithm of A ~ U(0, 16) kept above 1e-4; dt_bias [num_v_heads], the inverse
       softplus of exp(U(log 1e-3, log 1e-1)), not below 1e-4; o_norm.weight [V]. A_log, dt_bias and the norm
@@ -212,6 +217,7 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)
         v, y = (part.reshape(*x.shape[:2], -1, self.head_v_dim) for part in (v, y))
         a, b = jnp.split(gates[..., : 2 * HV], 2, axis=-1)
+        b = with_bias(b, self.b_proj)
         return rules.RuleInputs(q, k, v, *self._gates(a, b)), conv_state, y
 
     def _gates(self, a, b):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from gdn_jax import rules
 from gdn_jax.blocks import Initializer, NoDecayParam, RMSNorm, bias_free_linears, shared_products
 from gdn_jax.conv import MAX_WIDTH, MIN_WIDTH
-from gdn_jax.gates import init_A_log, init_dt_bias
+from gdn_jax.gates import init_A_log, init_dt_bias, logit
 from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 
@@ -50,6 +50,7 @@ class GatedDeltaNetParameters(nnx.Module):
         use_short_conv: bool = True,
         use_gate: bool = True,
         allow_neg_eigval: bool = False,
+        write_start: float | None = None,
         rule: str = "gated_delta",
         norm_eps: float = 1e-5,
         dtype: DTypeLike | None = None,
@@ -67,6 +68,7 @@ class GatedDeltaNetParameters(nnx.Module):
             expand_v=expand_v,
             conv_size=conv_size,
             norm_eps=norm_eps,
+            write_start=write_start,
             rule=rule,
             implementation=implementation,
         )
@@ -94,6 +96,10 @@ class GatedDeltaNetParameters(nnx.Module):
         self.v_proj = linear(hidden_size, value_dim)
         self.a_proj = linear(hidden_size, num_v_heads)
         self.b_proj = linear(hidden_size, num_v_heads)
+        if write_start is not None:
+            # Not by the constructor, which would take a random key for it and so change the weights after it.
+            bias = jnp.full(num_v_heads, logit(write_start), param_dtype)
+            self.b_proj.use_bias, self.b_proj.bias = True, nnx.data(nnx.Param(bias))
         self.g_proj = linear(hidden_size, value_dim) if use_gate else None
         self.o_proj = out(value_dim, hidden_size)
 
@@ -151,6 +157,7 @@ def check_options(
     expand_v: float,
     conv_size: int,
     norm_eps: float,
+    write_start: float | None,
     rule: str,
     implementation: str | None,
 ) -> None:
@@ -167,6 +174,8 @@ def check_options(
         raise ArgumentError("conv_size", f"{MIN_WIDTH} to {MAX_WIDTH}", conv_size)
     if not norm_eps > 0:
         raise ArgumentError("norm_eps", "a positive number", norm_eps)
+    if write_start is not None and not 0 < write_start < 1:
+        raise ArgumentError("write_start", "None or a number between 0 and 1", write_start)
     check_choice("rule", rule, tuple(rules.RULES))
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 

@@ -115,6 +115,8 @@ class ModelConfig:
       intermediate_size: inner width of the SwiGLU; None: mlp_ratio * hidden_size, up to a multiple of 8.
       mlp_ratio: read only where intermediate_size is None.
       allow_neg_eigval: write strength in [0, 2] instead of [0, 1].
+      write_start: where the write strength of a GatedDeltaNet starts, between 0 and 1 (twice as much with
+        allow_neg_eigval), by a bias that is learned; None: no bias, at 0.5. See `gdn_jax.layers.GatedDeltaNet`.
       rule: of the token mixers, one of `rules.RULES`. Sizes and parameters do not depend on it.
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
@@ -160,6 +162,7 @@ class ModelConfig:
     intermediate_size: int | None = None
     mlp_ratio: float = 8 / 3
     allow_neg_eigval: bool = False
+    write_start: float | None = None
     rule: str = "gated_delta"
     tie_embeddings: bool = False
     norm_eps: float = 1e-5

@@ -80,6 +80,9 @@ class SizeOptions:
     """Inner width of the SwiGLU over hidden_size."""
     time_step: float = 1.0
     """Factor of the initial time steps of the gates: 0.1 makes the first half-lives ten times as long."""
+    write_start: float | None = None
+    """Where the write strength starts, between 0 and 1 (twice as much where it goes to 2): a bias, which is learned.
+    None: no bias, which starts at 0.5. A smaller one forgets less before anything is learned."""
     tie_embeddings: bool = False
     """Use the embedding as the output projection."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -177,7 +180,7 @@ _NOT_STORED = {
 }  # belong to one start of a run
 _MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
 _YOUNGER = (
-    "model attention_every remat scales scaled lr_seeds train_sequences cases packages test_lengths"
+    "model attention_every remat write_start scales scaled lr_seeds train_sequences cases packages test_lengths"
 ).split()  # came after the first runs that are kept
 
 _POSITIVE = (
