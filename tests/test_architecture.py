@@ -114,7 +114,7 @@ ROOMS: dict[str, set[str]] = {
         "tasks",
     },
     "sweeps": {"gdn_jax", "models", "commands", "tasks", "training"},
-    "inspect": {"models", "hf", "commands", "tasks", "training"},
+    "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training"},
     "bench": {
         "gdn_jax",
         "serving",
