@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.device import launch
@@ -20,10 +21,21 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], kind=AUTO) -> Mesh:
     """A mesh of the first devices."""
-    number = int(np.prod(shape))
+    devices = first_devices(int(np.prod(shape)))
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def first_devices(number: int) -> list[jax.Device]:
+    """The first devices; skips the test where there are fewer."""
     if jax.device_count() < number:
         pytest.skip(f"needs {number} devices, JAX sees {jax.device_count()}")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[:number])
+    return jax.devices()[:number]
+
+
+def mesh_from(text: str) -> tuple[MeshShape, Mesh]:
+    """The shape of a mesh, as in "data=2,head=4", and the mesh of the first devices."""
+    shape = MeshShape.parse(text)
+    return shape, shape.make(first_devices(shape.size))
 
 
 def place(mesh: Mesh, arrays, specs):

@@ -9,6 +9,7 @@ import pytest
 from collectives import traffic
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_from
 from tolerances import assert_close
 
 import gdn_jax
@@ -21,10 +22,7 @@ B, T, WIDTH = 4, 32, 24
 
 def run(text, config, *, segments=False, masked=False, length=T):
     """y, the gradients of x and of the weights, and what is sent, by the text of a mesh."""
-    shape = MeshShape.parse(text)
-    if jax.device_count() < shape.size:
-        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
-    mesh = shape.make(jax.devices()[: shape.size])
+    mesh = mesh_from(text)[1]
     graphdef, params = nnx.split(Attention(WIDTH, config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     x, dy = (rng.standard_normal((B, length, WIDTH)).astype(np.float32) for _ in range(2))

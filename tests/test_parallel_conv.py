@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from collectives import traffic
 from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_from
 
 from gdn_jax.conv import causal_conv1d
 from gdn_jax.fused.short_conv import short_conv as fused_short_conv
@@ -93,13 +94,10 @@ def on_one_device(segments):
 )
 def test_kernels_on_a_mesh(stand_ins, text, segments):
     """The same q, k, v and gradients as on one device; what crosses a border is W - 1 tokens, each way."""
-    shape = MeshShape.parse(text)
-    if jax.device_count() < shape.size:
-        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
+    shape, mesh = mesh_from(text)
     given = draws(32, segments)
     expected = on_one_device(segments)
     assert not stand_ins
-    mesh = shape.make(jax.devices()[: shape.size])
     tokens = NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))
     with jax.set_mesh(mesh):
         got, program = results(

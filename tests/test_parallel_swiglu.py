@@ -2,22 +2,19 @@
 
 import jax
 import numpy as np
-import pytest
 from collectives import traffic
 from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_from
 
 from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.parallel import head_shards
-from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD
 
 
 def test_a_swiglu_on_parts_of_its_columns():
     """Nothing is gathered: result and cotangent of x are summed over heads, those of weights over rows and tokens."""
-    shape = MeshShape.parse("data=2,head=2,context=2")
-    if jax.device_count() < shape.size:
-        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
-    mesh, draw = shape.make(jax.devices()[: shape.size]), draws(0)
+    mesh, draw = mesh_from("data=2,head=2,context=2")[1], draws(0)
     x, dy = draw(2, 8, 12), draw(2, 8, 10)
     weights = [draw(*shape, scale=shape[0] ** -0.5) for shape in ((12, 16), (12, 16), (16, 10))]
 

@@ -16,6 +16,7 @@ import tiny_runs
 from collectives import traffic
 from flax import nnx
 from jax.sharding import PartitionSpec
+from meshes import mesh_from
 
 from gdn_jax import cli
 from gdn_jax.models import LanguageModel, ModelConfig
@@ -45,10 +46,7 @@ SHAPES = [
 
 def three_steps(text, config=CONFIG):
     """Metrics of three steps, the parameters after them, and what a step sends."""
-    shape = MeshShape.parse(text)
-    if jax.device_count() < shape.size:
-        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
-    placement = Placement(shape, shape.make(jax.devices()[: shape.size]))
+    placement = Placement(*mesh_from(text))
     placement.check(config, ROWS, LENGTH)
     graphdef, params, rest = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
     rng, metrics, compiled = np.random.default_rng(0), [], None
@@ -151,10 +149,7 @@ def test_the_loss_of_more_tokens_than_a_tile():
         return loss_on_mesh(x, weight, targets, **known).loss
 
     expected = jax.value_and_grad(loss, (0, 1))(x, weight)
-    shape = MeshShape(data=2, head=2, context=2)
-    if jax.device_count() < shape.size:
-        pytest.skip(f"needs {shape.size} devices, JAX sees {jax.device_count()}")
-    with jax.set_mesh(shape.make(jax.devices()[:8])):
+    with jax.set_mesh(mesh_from("data=2,head=2,context=2")[1]):
         got = jax.value_and_grad(loss, (0, 1))(x, weight)
     for y, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)

@@ -1,1 +1,1 @@
-"""One program on many devices: meshes and shardings, and sequences that are longer than a device can hold."""
+"""One program on many devices: meshes, shardings, and rows whose tokens or heads are split over devices."""
