@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.shapes import accumulation_dtype, check_array, check_choice, check_floating
+from gdn_jax.shapes import accumulation_dtype, changes_segment, check_array, check_choice, check_floating
 
 ACTIVATIONS = ("silu", None)
 MIN_WIDTH, MAX_WIDTH = 2, 4
@@ -173,8 +173,7 @@ def causal_conv1d_update(
 
 def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """True at the first token of every segment: token 0 and every change of id."""
-    change = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(change, ((0, 0), (1, 0)), constant_values=True)
+    return changes_segment(segment_ids, first=True)
 
 
 def last_inputs(

@@ -17,7 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from gdn_jax import gates
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.partitioning import RuleAxes, on_shards
-from gdn_jax.shapes import Dims, RuleArrays, accumulation_dtype
+from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays, Scale, accumulation_dtype
+
+# The kernels' own records, which are imported inside calls.
+Residuals = Any  # pallas_kernels.work.residuals
+Cotangents = OutputCotangents = Any  # pallas_kernels.backward.rule
 
 GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
 RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
@@ -25,26 +29,25 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
 forward kernel again in the backward pass. The output is among them for what follows the rule."""
 
 
-class Options(NamedTuple):
-    """Static options of a call."""
+class Call(NamedTuple):
+    """What a call is compiled for besides shapes."""
 
     use_qk_l2norm: bool
     state_layout: str
     known_lengths: bytes | None
     """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
-    backward_head_slices: int
     shards: int | None = None
     """Devices that XLA is expected to split the call over, by rows and by heads; None where it is not to split it.
     Any other number of shards is right too, but has its sequences cut into segments as suits this one."""
+    scale: float = 1.0
+    """The factor of the output, one that the kernels hold."""
+    segment_chunks: int | None = None
+    """Chunks of every segment, 0 for rows that are not cut; None for a choice from the shapes."""
 
-    def kernel_arguments(self, x: RuleArrays) -> dict[str, Any]:
-        """What forward and backward both take beside the arrays."""
+    def arrays(self, x: RuleArrays) -> RuleArrays:
+        """The arguments of the call, with the lengths that are known."""
         known = self.known_lengths
-        return {
-            "cu_seqlens": x.cu_seqlens if known is None else np.frombuffer(known, np.int64),
-            "segment_ids": x.segment_ids,
-            "state_layout": self.state_layout,
-        }
+        return x if known is None else x._replace(cu_seqlens=np.frombuffer(known, np.int64))
 
 
 def check_supported(dims: Dims, q, g, beta, initial_state, *, chunk_size: int, packed: bool) -> str | None:
@@ -58,14 +61,7 @@ def check_supported(dims: Dims, q, g, beta, initial_state, *, chunk_size: int, p
     return reason or launch.device_reason()
 
 
-def check_head_slices(slices: int, dims: Dims) -> None:
-    """Raises ValueError unless no two slices of the heads share a head."""
-    from pallas_kernels.backward import rule
-
-    rule.check_head_slices("backward_head_slices", slices, dims)
-
-
-def rule(x: RuleArrays, scale: float | jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
+def rule(call: Call, x: RuleArrays, scale: Scale) -> tuple[Outputs, AnyStates]:
     """`gated_delta_rule` by the kernels, forward and backward.
 
     Args:
@@ -74,53 +70,44 @@ def rule(x: RuleArrays, scale: float | jax.Array, options: Options) -> tuple[jax
     from pallas_kernels.forward.rule import FOLDED_SCALES
 
     if isinstance(scale, (int, float)) and FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]:
-        return _rule(x, float(scale), options)
-    o, final = _rule(x, 1.0, options)
+        return _rule(call._replace(scale=float(scale)), x)
+    o, final = _rule(call, x)
     return (scale * o).astype(o.dtype), final
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _rule(x: RuleArrays, scale: float, options: Options) -> tuple[jax.Array, jax.Array]:
-    return _forward(x, scale, options)[:2]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates]:
+    return _forward(call, x)[:2]
 
 
-class _Static(NamedTuple):
-    """What a shard of a call depends on beside its arrays."""
-
-    scale: float
-    options: Options
-    segment_chunks: int | None
-    """Chunks of every segment; None: rows are not cut."""
-
-
-def _forward(x: RuleArrays, scale: float, options: Options):
+def _forward(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
     """Outputs, final states and residuals of the kernels, on the shards of the arguments."""
-    if options.shards is None:
-        return _run_forward(x, scale, options)
-    axes = RuleAxes.of(x, options.backward_head_slices)
+    from pallas_kernels.forward import rule
+
+    if call.shards is not None:
+        return _forward_on_shards(call, x)
+    config = rule.Config(segment_chunks=call.segment_chunks)
+    options = dict(scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, state_layout=call.state_layout)
+    return rule.forward(call.arrays(x), config=config, **options)
+
+
+def _forward_on_shards(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+    assert call.shards is not None
+    axes, alone = RuleAxes.of(x), call._replace(shards=None)
     # What is kept of the segments has a shape: all shards are cut alike, as is best for those that are expected.
-    expected = jax.eval_shape(lambda x: _run_forward(x, scale, options)[2], axes.shard(x, options.shards))
-    static = _Static(scale, options, _segment_chunks(expected))
+    expected = jax.eval_shape(lambda x: _forward(alone, x)[2], axes.shard(x, call.shards))
+    segment_chunks = _segment_chunks(expected)
 
     def results(shapes):
         return *axes.outputs, _residual_axes(axes, shapes[2])
 
+    static = alone._replace(segment_chunks=segment_chunks or 0)
     o, final, arrays = on_shards(_forward_on_shard, static, (x,), (axes.inputs,), results, axes.sizes)
-    return o, final, arrays.residuals(static.segment_chunks)
+    return o, final, arrays.residuals(segment_chunks)
 
 
-def _run_forward(x: RuleArrays, scale: float, options: Options, config: Any = None):
-    from pallas_kernels.forward import rule
-
-    static = dict(scale=scale, use_qk_l2norm=options.use_qk_l2norm, config=config)
-    return rule.forward(*x[:6], **static, **options.kernel_arguments(x))
-
-
-def _forward_on_shard(static: _Static, x: RuleArrays):
-    from pallas_kernels.forward import rule
-
-    config = rule.Config(segment_chunks=static.segment_chunks or 0)
-    o, final, residuals = _run_forward(x, static.scale, static.options, config)
+def _forward_on_shard(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, "_ResidualArrays"]:
+    o, final, residuals = _forward(call, x)
     return o, final, _ResidualArrays.of(residuals)
 
 
@@ -136,8 +123,11 @@ def _residual_axes(axes: RuleAxes, arrays: "_ResidualArrays") -> "_ResidualArray
 
 
 class _ResidualArrays(NamedTuple):
-    """The arrays of the forward's residuals, with the segments of each row along an axis of their own (of packed rows
-    all of them), and without the static number of items, which differs from shard to whole."""
+    """The arrays of the forward's residuals, or names of their dimensions.
+
+    The segments of each row lie along an axis of their own (of packed rows all of them). The static number of items,
+    which differs from shard to whole, is left out.
+    """
 
     g2_cum: Any
     beta_t: Any
@@ -147,8 +137,8 @@ class _ResidualArrays(NamedTuple):
     tables: Any
 
     @classmethod
-    def of(cls, residuals: Any) -> "_ResidualArrays":
-        """Those of the forward's residuals."""
+    def of(cls, residuals: Residuals) -> "_ResidualArrays":
+        """Takes them from the forward's residuals."""
         segments = residuals.segments
         if segments is None:
             return cls(residuals.g2_cum, residuals.beta_t, residuals.t, None, None, None)
@@ -156,8 +146,8 @@ class _ResidualArrays(NamedTuple):
         starts, m_t = jax.tree.map(lambda y: y.reshape(rows, -1, *y.shape[1:]), segments[:2])
         return cls(residuals.g2_cum, residuals.beta_t, residuals.t, starts, m_t, segments.items.tables)
 
-    def residuals(self, segment_chunks: int | None) -> Any:
-        """The residuals again, of segments of so many chunks."""
+    def residuals(self, segment_chunks: int | None) -> Residuals:
+        """The residuals again; segments have so many chunks."""
         from pallas_kernels.work.residuals import Residuals, Segments
         from pallas_kernels.work.tables import Items, Split
 
@@ -169,7 +159,7 @@ class _ResidualArrays(NamedTuple):
         return Residuals(self.g2_cum, self.beta_t, self.t, segments)
 
 
-def _segment_chunks(residuals: Any) -> int | None:
+def _segment_chunks(residuals: Residuals) -> int | None:
     return None if residuals.segments is None else residuals.segments.items.split.segment_chunks
 
 
@@ -177,12 +167,12 @@ def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     return gates.l2norm(q), gates.l2norm(k)
 
 
-def _rule_fwd(x: RuleArrays, scale: float, options: Options):
+def _rule_fwd(call: Call, x: RuleArrays):
     plain = x
-    if options.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
+    if call.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
         q, k = _normalized(x.q, x.k)
-        plain, options = x._replace(q=q, k=k), options._replace(use_qk_l2norm=False)
-    o, final, residuals = _forward(plain, scale, options)
+        plain, call = x._replace(q=q, k=k), call._replace(use_qk_l2norm=False)
+    o, final, residuals = _forward(call, plain)
     segments = residuals.segments
     if segments is not None:
         starts, m_t = jax.tree.map(lambda y: checkpoint_name(y, STATES_NAME), segments[:2])
@@ -193,39 +183,38 @@ def _rule_fwd(x: RuleArrays, scale: float, options: Options):
     return (checkpoint_name(o, OUTPUT_NAME), final), (x, residuals)
 
 
-def _rule_bwd(scale: float, options: Options, saved, cotangents):
-    from pallas_kernels.backward import rule
+def _rule_bwd(call: Call, saved: tuple[RuleArrays, Residuals], cotangents) -> tuple[RuleArrays]:
+    from pallas_kernels.backward.rule import OutputCotangents
 
     x, residuals = saved
     q, k, through_norm = x.q, x.k, None
-    if options.use_qk_l2norm:
+    if call.use_qk_l2norm:
         (q, k), through_norm = jax.vjp(_normalized, q, k)
-    plain = x._replace(q=q, k=k)
-    if options.shards is None:
-        out = _run_backward(plain, residuals, cotangents, scale, options)
-    else:
-        axes = RuleAxes.of(x, options.backward_head_slices)
-        arrays, static = _ResidualArrays.of(residuals), _Static(scale, options, _segment_chunks(residuals))
-        operands = axes.inputs, _residual_axes(axes, arrays), axes.outputs
-        gradients, args = rule.Cotangents(*axes.inputs[:6]), (plain, arrays, cotangents)
-        out = on_shards(_backward_on_shard, static, args, operands, lambda _: gradients, axes.sizes)
+    out = _backward(call, x._replace(q=q, k=k), residuals, OutputCotangents(*cotangents))
     if through_norm is not None:
         dq, dk = through_norm((out.dq, out.dk))
         out = out._replace(dq=dq, dk=dk)
     return (RuleArrays._make((*out, None, None)),)
 
 
-def _run_backward(x: RuleArrays, residuals, cotangents, scale: float, options: Options):
+def _backward(call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents) -> Cotangents:
+    """Cotangents of the arguments by the kernels, on the shards of the arguments."""
     from pallas_kernels.backward import rule
 
-    config = rule.Config(head_slices=options.backward_head_slices)
-    arguments = options.kernel_arguments(x)
-    return rule.backward(*x[:6], residuals, *cotangents, scale=scale, config=config, **arguments)
+    if call.shards is None:
+        options = dict(scale=call.scale, state_layout=call.state_layout)
+        return rule.backward(call.arrays(x), residuals, cotangents, **options)
+    axes, arrays = RuleAxes.of(x), _ResidualArrays.of(residuals)
+    static = call._replace(shards=None, segment_chunks=_segment_chunks(residuals))
+    operands = axes.inputs, _residual_axes(axes, arrays), rule.OutputCotangents._make(axes.outputs)
+    args, gradients = (x, arrays, cotangents), rule.Cotangents(*axes.inputs[:6])
+    return on_shards(_backward_on_shard, static, args, operands, lambda _: gradients, axes.sizes)
 
 
-def _backward_on_shard(static: _Static, x: RuleArrays, arrays: _ResidualArrays, cotangents):
-    residuals = arrays.residuals(static.segment_chunks)
-    return _run_backward(x, residuals, cotangents, static.scale, static.options)
+def _backward_on_shard(
+    call: Call, x: RuleArrays, arrays: _ResidualArrays, cotangents: OutputCotangents
+) -> Cotangents:
+    return _backward(call, x, arrays.residuals(call.segment_chunks), cotangents)
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)

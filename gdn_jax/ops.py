@@ -4,17 +4,36 @@ Every operation is compiled as a whole, once for each set of shapes and options,
 part of what is compiled there.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax import mosaic, xla
 from gdn_jax.partitioning import RuleAxes, expected_shards, on_explicit_shards, vary_alike, warn_of_gathers
-from gdn_jax.shapes import Dims, RuleArrays, check_array, check_choice, check_floating, rule_dims
+from gdn_jax.shapes import (
+    AnyStates,
+    Dims,
+    Keys,
+    KnownOffsets,
+    LogDecay,
+    Number,
+    Outputs,
+    Queries,
+    RuleArrays,
+    Scale,
+    SegmentIds,
+    Strength,
+    Values,
+    check_array,
+    check_choice,
+    check_floating,
+    rule_dims,
+)
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
 """Names of the implementations, fastest first."""
@@ -42,22 +61,21 @@ def debug_checks_are_on() -> bool:
 
 
 def gated_delta_rule(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None = None,
-    beta: Float[Array, "B T HO"] | None = None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay | None = None,
+    beta: Strength | None = None,
     *,
-    scale: float | Float[Array, ""] | None = None,
-    initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
     chunk_size: int = 64,
     implementation: str | None = None,
-    backward_head_slices: int = 1,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
+) -> tuple[Outputs, AnyStates]:
     """The gated delta rule over whole sequences.
 
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
@@ -83,9 +101,6 @@ def gated_delta_rule(
         long rows in chunks of at most 32).
       implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
         supports the call on this device.
-      backward_head_slices: slices of the heads that the backward of "mosaic_gpu" works on one after the other, a
-        divisor of Hq, Hk and HV. More take less memory and more time, see `pallas_kernels.backward.rule.Config`; what
-        is computed stays the same. The others ignore it.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is),
@@ -98,43 +113,31 @@ def gated_delta_rule(
     Numerics: see `reference.recurrent_rule` and `chunked.chunked_rule`.
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
     """
-    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    options = scale, state_layout, chunk_size, implementation, backward_head_slices
-    dims, scale, implementation = check_call(arrays, *options)
-    known = _known_lengths(cu_seqlens, dims.T, always=implementation == "mosaic_gpu")
-    if _debug_checks:
-        check_values(dims.T, g, cu_seqlens)
-        _check_shardings(arrays)
-    arrays = vary_alike(arrays._replace(cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens)))
-    if implementation == "mosaic_gpu":
-        options: Any = mosaic.Options(
-            use_qk_l2norm, state_layout, known, backward_head_slices, expected_shards(arrays)
-        )
-    else:
-        options = (implementation, use_qk_l2norm, state_layout, chunk_size)
-    run = _by_kernels if implementation == "mosaic_gpu" else _by_xla
-    if isinstance(scale, jax.Array):
-        return run(arrays, scale, None, options)
-    return run(arrays, None, scale, options)
+    x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
+    by_kernels = implementation == "mosaic_gpu"
+    known = _known_lengths(cu_seqlens, dims.T, always=by_kernels)
+    x = _checked_values(x, dims)
+    results = RuleAxes.of(x).outputs
+    if by_kernels:
+        call = mosaic.Call(use_qk_l2norm, state_layout, known, expected_shards(x))
+        return _on_shards(mosaic.rule, call, results, x, scale)
+    return _on_shards(
+        xla.rule, xla.Call(use_qk_l2norm, state_layout, implementation, chunk_size), results, x, scale
+    )
 
 
 def check_call(
-    arrays: RuleArrays,
-    scale: Any,
-    state_layout: str,
-    chunk_size: int,
-    implementation: str | None,
-    backward_head_slices: int,
-) -> tuple[Dims, float | jax.Array, str]:
+    x: RuleArrays, scale: Any, state_layout: str, chunk_size: int, implementation: str | None
+) -> tuple[Dims, Number | jax.Array, str]:
     """Dimensions, scale and implementation of a call of `gated_delta_rule`.
 
     Raises:
       ValueError, NotImplementedError: as `gated_delta_rule`.
     """
-    dims = _check(arrays, state_layout, chunk_size, implementation)
+    dims = _check(x, state_layout, chunk_size, implementation)
     scale = _check_scale(scale, dims)
-    mosaic.check_head_slices(backward_head_slices, dims)
-    supported = _supported(dims, arrays, chunk_size)
+    supported = _supported(dims, x, chunk_size)
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
     elif supported[implementation] is not None:
@@ -150,7 +153,7 @@ def gated_delta_step(
     beta: Float[Array, "B HO"] | None,
     state: Float[Array, "B HO _ _"],
     *,
-    scale: float | Float[Array, ""] | None = None,
+    scale: Scale | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
 ) -> tuple[Float[Array, "B HO V"], Float[Array, "B HO _ _"]]:
@@ -179,22 +182,20 @@ def gated_delta_step(
     shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
     check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
     check_floating("state", state)
-    scale = _check_scale(scale, dims)
-    arrays, static = (q, k, v, g, beta, state), (use_qk_l2norm, state_layout)
-    if isinstance(scale, jax.Array):
-        return _step(arrays, scale, None, static)
-    return _step(arrays, None, scale, static)
+    x = RuleArrays(q, k, v, g, beta, state, None, None)
+    results = "b h v", RuleAxes.of(x).inputs.initial_state
+    return _on_shards(xla.step, xla.Call(use_qk_l2norm, state_layout), results, x, _check_scale(scale, dims))
 
 
 def chunk_states(
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None = None,
-    beta: Float[Array, "B T HO"] | None = None,
+    k: Keys,
+    v: Values,
+    g: LogDecay | None = None,
+    beta: Strength | None = None,
     *,
-    initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
     use_k_l2norm: bool = False,
     state_layout: str = "kv",
     chunk_size: int = 64,
@@ -217,32 +218,28 @@ def chunk_states(
         check_array(name, x, (None,) * 4, "B, T, heads, width")
     HO = next((x.shape[-1] for x in (g, beta) if x is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
-    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    dims = _check(arrays, state_layout, chunk_size, None)
+    x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = _check(x, state_layout, chunk_size, None)
     _known_lengths(cu_seqlens, dims.T)
-    if _debug_checks:
-        check_values(dims.T, g, cu_seqlens)
-        _check_shardings(arrays)
-    cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
-    arrays = vary_alike(arrays._replace(q=None, cu_seqlens=cu_seqlens))
-    return _chunk_states(arrays, (use_k_l2norm, state_layout, chunk_size))
+    x = _checked_values(x._replace(q=None), dims)
+    call = xla.Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
+    return _on_shards(xla.chunk_states, call, "b . h . .", x)
 
 
 def supported_implementations(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None = None,
-    beta: Float[Array, "B T HO"] | None = None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay | None = None,
+    beta: Strength | None = None,
     *,
     scale: Any = None,
-    initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
     chunk_size: int = 64,
-    backward_head_slices: int = 1,
 ) -> dict[str, str | None]:
     """Which implementations can run a call of `gated_delta_rule` with these arguments on this device.
 
@@ -254,87 +251,34 @@ def supported_implementations(
     Raises:
       ValueError: an argument is wrong.
     """
-    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    dims = _check(arrays, state_layout, chunk_size, None)
+    x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    dims = _check(x, state_layout, chunk_size, None)
     _check_scale(scale, dims)
-    mosaic.check_head_slices(backward_head_slices, dims)
-    return _supported(dims, arrays, chunk_size)
+    return _supported(dims, x, chunk_size)
 
 
-@partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _by_xla(arrays: RuleArrays, scale, number: float | None, options):
-    """The call in plain JAX. The factor of the output is an array, or a number that the program is made for."""
-    implementation, use_qk_l2norm, state_layout, chunk_size = options
-
-    def rule(arrays: RuleArrays, scale):
-        return xla.rule(
-            arrays,
-            scale if number is None else number,
-            implementation=implementation,
-            use_qk_l2norm=use_qk_l2norm,
-            state_layout=state_layout,
-            chunk_size=chunk_size,
-        )
-
-    return _on_explicit_shards(rule, arrays, scale)
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _on_shards(form: Callable[..., Any], call: mosaic.Call | xla.Call, results: Any, x: RuleArrays, *scale):
+    """form(call, x, *scale), compiled as a whole, on the shards of arrays that lie on explicit axes of a mesh."""
+    axes = RuleAxes.of(x)
+    operands = axes.inputs, *jax.tree.map(lambda _: "", scale)
+    return on_explicit_shards(partial(form, call), (x, *scale), operands, results, axes.sizes)
 
 
-@partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _by_kernels(arrays: RuleArrays, scale, number: float | None, options: mosaic.Options):
-    def rule(arrays: RuleArrays, scale):
-        return mosaic.rule(arrays, scale if number is None else number, options)
-
-    return _on_explicit_shards(rule, arrays, scale, options.backward_head_slices)
-
-
-def _on_explicit_shards(rule, arrays: RuleArrays, scale, head_slices: int = 1):
-    axes = RuleAxes.of(arrays, head_slices)
-    return on_explicit_shards(rule, (arrays, scale), (axes.inputs, ""), axes.outputs, axes.sizes)
-
-
-@partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _step(arrays, scale, number: float | None, static):
-    use_qk_l2norm, state_layout = static
-    axes = RuleAxes.of(RuleArrays._make((*arrays, None, None)))
-
-    def step(arrays, scale):
-        return xla.step(
-            *arrays,
-            scale=scale if number is None else number,
-            use_qk_l2norm=use_qk_l2norm,
-            state_layout=state_layout,
-        )
-
-    results = "b h v", axes.inputs.initial_state
-    return on_explicit_shards(step, (arrays, scale), (axes.inputs[:6], ""), results, axes.sizes)
-
-
-@partial(jax.jit, static_argnums=1, inline=True)
-def _chunk_states(arrays: RuleArrays, static):
-    use_k_l2norm, state_layout, chunk_size = static
-    options = dict(use_k_l2norm=use_k_l2norm, state_layout=state_layout, chunk_size=chunk_size)
-    axes = RuleAxes.of(arrays)
-
-    def chunk_states(arrays: RuleArrays):
-        return xla.chunk_states(arrays, **options)
-
-    return on_explicit_shards(chunk_states, (arrays,), (axes.inputs,), "b . h . .", axes.sizes)
-
-
-def _check(arrays: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
-    dims = rule_dims(*arrays, state_layout)
+def _check(x: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
+    dims = rule_dims(*x, state_layout)
     # 64.0 == 64, but is no number of tokens.
     check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
 
 
-def _check_scale(scale: Any, dims: Dims) -> float | jax.Array:
+def _check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
     """The factor of the output, as a number or as an array without dimensions."""
     if scale is None:
-        return dims.K**-0.5
+        return Number(dims.K**-0.5)
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
-        return float(scale)
+        return Number(scale)
     is_array = isinstance(scale, (jax.Array, np.ndarray))
     if not is_array or scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         got = f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale)
@@ -364,10 +308,14 @@ def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | Non
     return known.tobytes()
 
 
-def _check_shardings(x: RuleArrays) -> None:
-    axes = RuleAxes.of(x)
-    arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
-    warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
+def _checked_values(x: RuleArrays, dims: Dims) -> RuleArrays:
+    """The arguments as arrays of JAX that vary alike, checked as `debug_checks` says."""
+    if _debug_checks:
+        check_values(dims.T, x.g, x.cu_seqlens)
+        axes = RuleAxes.of(x)
+        arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
+        warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
+    return vary_alike(x._replace(cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)))
 
 
 def check_values(T: int, g: Any, cu_seqlens: Any) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.shapes import changes_segment
+
 
 class PackedChunks(NamedTuple):
     """Chunk table of packed sequences. L is its static length, an upper bound; unused chunks own no token."""
@@ -98,8 +100,7 @@ def scatter_chunks(x: Float[Array, "L 1 C *D"], table: PackedChunks) -> Float[Ar
 
 def reset_at_segments(g: Float[Array, "B T HO"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T HO"]:
     """Sets the log decay to -inf, a full reset, at every token whose segment differs from the one before."""
-    changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(changes[..., None], -jnp.inf, g)
+    return jnp.where(changes_segment(segment_ids)[..., None], -jnp.inf, g)
 
 
 def row_to_chunks(x: Float[Array, "B T *D"], C: int) -> Float[Array, "L B C *D"]:

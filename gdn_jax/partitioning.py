@@ -36,13 +36,9 @@ class RuleAxes(NamedTuple):
     inputs: RuleArrays
 
     @classmethod
-    def of(cls, x: RuleArrays, head_slices: int = 1) -> "RuleAxes":
-        """Those of a call.
-
-        Args:
-          head_slices: parts that the heads of every shard can still be split into.
-        """
-        heads = math.gcd(*(y.shape[2] for y in x[:3] if y is not None)) // head_slices
+    def of(cls, x: RuleArrays) -> "RuleAxes":
+        """Names the dimensions of a call's arguments."""
+        heads = math.gcd(*(y.shape[2] for y in x[:3] if y is not None))
         tokens = "b t h k", "b t h k", "b t h v", "b t h", "b t h"
         state = "b h . ." if x.cu_seqlens is None else ". h . ."
         q, k, v, g, beta = tokens
@@ -50,7 +46,7 @@ class RuleAxes(NamedTuple):
 
     @property
     def outputs(self) -> tuple[str, str]:
-        """Of o and the final states, and of their cotangents."""
+        """Names of the dimensions of o and the final states, and of their cotangents."""
         return self.inputs.v, self.inputs.initial_state
 
     def shard(self, x: RuleArrays, shards: int) -> RuleArrays:

@@ -43,6 +43,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+Queries = Float[Array, "B T Hq K"]
+Keys = Float[Array, "B T Hk K"]
+Values = Float[Array, "B T HV V"]
+LogDecay = Float[Array, "B T HO"]
+Strength = Float[Array, "B T HO"]
+States = Float[Array, "N HO K V"]
+AnyStates = Float[Array, "N HO _ _"]
+"""States in either layout."""
+Outputs = Float[Array, "B T HO V"]
+Offsets = Int[Array, "N1"]
+"""Borders of packed sequences, cu_seqlens."""
+KnownOffsets = Int[Array, "N1"] | Int[np.ndarray, "N1"]
+SegmentIds = Int[Array, "B T"]
+Scale = float | Float[Array, ""]
 
 STATE_LAYOUTS = ("kv", "vk")
 MAX_HEAD_DIM = 256
@@ -62,10 +79,16 @@ class Dims(NamedTuple):
     V: int
 
 
+@jax.tree_util.register_static
+class Number(float):
+    """A number that a program is made for: as an argument of a compiled function it is part of what is compiled."""
+
+
 class RuleArrays(NamedTuple):
     """Array arguments of one call of the rule, as the caller gave them; see `gated_delta_rule`.
 
-    Where only shapes count they may be `jax.ShapeDtypeStruct`; None is an argument that is absent or not read.
+    Where only shapes count they may be `jax.ShapeDtypeStruct`, and for `partitioning` they are the names of their
+    dimensions. None is an argument that is absent or not read.
     """
 
     q: Any
@@ -76,6 +99,13 @@ class RuleArrays(NamedTuple):
     initial_state: Any
     cu_seqlens: Any
     segment_ids: Any
+
+    @property
+    def dims(self) -> Dims:
+        """The sizes of arguments that `rule_dims` has checked."""
+        (B, T, Hk, K), Hq, (HV, V) = self.k.shape, self.q.shape[2], self.v.shape[2:]
+        N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return Dims(B, T, N, Hq, Hk, HV, max(Hq, HV), K, V)
 
 
 class ArgumentError(ValueError):
@@ -174,6 +204,12 @@ def rule_dims(
         check_array("initial_state", initial_state, (N, HO, *state), f"N, HO, {letters}")
         check_floating("initial_state", initial_state)
     return Dims(B, T, N, Hq, Hk, HV, HO, K, V)
+
+
+def changes_segment(segment_ids: SegmentIds, first: bool = False) -> Bool[Array, "B T"]:
+    """Marks the tokens whose segment is another than that of the token before; `first` is for a row's first token."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=first)
 
 
 def _check_integer(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:

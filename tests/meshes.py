@@ -95,16 +95,15 @@ def stand_ins(monkeypatch):
     Rows of few heads are cut into segments of one chunk, unless the caller has decided.
     """
 
-    def forward(
-        q, k, v, g, beta, h_0, *, scale, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, config=None
-    ):
-        x = RuleArrays(q, k, v, g, beta, h_0, cu_seqlens, segment_ids)
+    def forward(x, *, scale, use_qk_l2norm, state_layout, config):
         del use_qk_l2norm
         o, final = _local(x, scale, state_layout)
-        B, T = k.shape[:2]
-        few = cu_seqlens is None and B * g.shape[2] <= 4 and T > 64
-        segment_chunks = config.segment_chunks or None if config else 1 if few else None
-        gates, states = _stamps(x, h_0)
+        (B, T), k = x.k.shape[:2], x.k
+        few = x.cu_seqlens is None and B * x.g.shape[2] <= 4 and T > 64
+        segment_chunks = (
+            (1 if few else None) if config.segment_chunks is None else config.segment_chunks or None
+        )
+        gates, states = _stamps(x, x.initial_state)
         segments = None
         if segment_chunks:
             items = row_items(B, T, segment_chunks)
@@ -114,18 +113,15 @@ def stand_ins(monkeypatch):
         t = jnp.broadcast_to(gates[..., None], (*gates.shape, 64)).astype(k.dtype)
         return o, final, Residuals(gates, gates, t, segments)
 
-    def backward(
-        q, k, v, g, beta, h_0, residuals, do, dfinal, *, scale, cu_seqlens, segment_ids, state_layout, config
-    ):
-        assert k.shape[2] % config.head_slices == 0
-        x = RuleArrays(q, k, v, g, beta, h_0, cu_seqlens, segment_ids)
-        gates, states = _stamps(x, h_0)
+    def backward(x, residuals, cotangents, *, scale, state_layout):
+        k = x.k
+        gates, states = _stamps(x, x.initial_state)
         right = jnp.all(residuals.g2_cum == gates) & jnp.all(residuals.t[..., 5] == gates.astype(k.dtype))
         if residuals.segments is not None:
             items = residuals.segments.items.split.num_items
             right = right & jnp.all(residuals.segments.starts == jnp.repeat(states, items // k.shape[0], 0))
         _, vjp = jax.vjp(lambda *p: _local(RuleArrays(*p, *x[6:]), scale, state_layout), *x[:6])
-        gradients = vjp((do, dfinal))
+        gradients = vjp(tuple(cotangents))
         return backward_rule.Cotangents(*(jnp.where(right, y, jnp.nan).astype(y.dtype) for y in gradients))
 
     monkeypatch.setattr(forward_rule, "forward", forward)

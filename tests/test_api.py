@@ -37,7 +37,6 @@ def test_positional_order():
         state_layout="kv",
         chunk_size=64,
         implementation=None,
-        backward_head_slices=1,
     )
 
 
@@ -196,9 +195,6 @@ ERRORS = {
     ),
     "chunk-size": (dict(chunk_size=48), "chunk_size", "16, 32, 64, 128", "48"),
     "chunk-size-0": (dict(chunk_size=0), "chunk_size", "16, 32, 64, 128", "0"),
-    "slices": (dict(backward_head_slices=4), "backward_head_slices", "divides .* = 2", "4"),
-    "slices-0": (dict(backward_head_slices=0), "backward_head_slices", "divides .* = 2", "0"),
-    "slices-float": (dict(backward_head_slices=2.0), "backward_head_slices", "an integer", "2.0"),
     "implementation": (
         dict(implementation="triton"),
         "implementation",

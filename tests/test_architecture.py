@@ -117,6 +117,7 @@ ROOMS: dict[str, set[str]] = {
     "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training"},
     "bench": {
         "gdn_jax",
+        "shapes",
         "serving",
         "parallel",
         "fused",

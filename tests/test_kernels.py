@@ -123,24 +123,6 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 
 
 @pytest.mark.slow
-def test_slices_of_heads_of_the_public_call(monkeypatch):
-    """The same kernels, once, on states of half of the heads."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-    whole, sliced = (gradients_lower((2, 2, 4), backward_head_slices=n) for n in (1, 2))
-    states = [f"tensor<8x{heads}x64x64xbf16>" for heads in (4, 2)]
-    assert [state in whole for state in states] == [True, False]
-    assert [state in sliced for state in states] == [False, True]
-    assert whole.count("mosaic_gpu") == sliced.count("mosaic_gpu")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(dict(transform=jax.vmap), id="vmap"),
-        pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed"),
-    ],
-)
-@pytest.mark.slow
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     with jax.enable_x64(True):
@@ -281,8 +263,8 @@ def forward(case, config, x, cu_seqlens):
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     options["scale"] = case.K**-0.5
     *arrays, segment_ids = (None if y is None else jnp.asarray(y) for y in (*x[:6], x.segment_ids))
-    packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-    return forward_rule.forward(*arrays, **packing, **options, config=config, interpret=INTERPRET)
+    call = RuleArrays(*arrays, cu_seqlens, segment_ids)
+    return forward_rule.forward(call, **options, config=config, interpret=INTERPRET)
 
 
 def check(case, config, dtype="bfloat16"):
@@ -501,13 +483,13 @@ def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch
 @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-6, 1e3, "traced"])
 def test_scales_that_the_kernels_do_not_hold(scale, monkeypatch):
     """They are factors of what the kernels give, also of its gradients."""
-    monkeypatch.setattr(mosaic, "_rule", lambda x, scale, options: (scale * x.v, x.k))
+    monkeypatch.setattr(mosaic, "_rule", lambda call, x: (call.scale * x.v, x.k))
     x = [jnp.ones((1, 4, 2, 8), jnp.bfloat16)] * 3
     factor = 3.0 if scale == "traced" else scale
-    options = mosaic.Options(False, "kv", None, 1)
+    static = mosaic.Call(False, "kv", None)
 
     def call(v, factor):
-        return mosaic.rule(RuleArrays(x[0], x[1], v, *[None] * 5), factor, options)[0]
+        return mosaic.rule(static, RuleArrays(x[0], x[1], v, *[None] * 5), factor)[0]
 
     o, vjp = jax.vjp(lambda v: call(v, jnp.float32(factor) if scale == "traced" else factor), x[2])
     np.testing.assert_allclose(np.asarray(o, np.float32), factor, rtol=4e-3)  # rounded to bfloat16

@@ -11,16 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
 from gdn_jax.checks import cases, oracle
-from gdn_jax.shapes import Dims
+from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.backward.strengths import mantissa
 from pallas_kernels.device.launch import check_registers, release_registers
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables as work_tables
 from pallas_kernels.work.residuals import Residuals, Segments, Transition
-from pallas_kernels.work.tables import Items, Split
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -115,14 +115,10 @@ def run(
     }
     expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
-    arrays = (None if y is None else jnp.asarray(y) for y in x[:6])
     got = backward.backward(
-        *arrays,
+        RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8])),
         residuals_of(case, x, segment_chunks),
-        jnp.asarray(x.do),
-        jnp.asarray(x.dh_T),
-        cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens),
-        segment_ids=None if x.segment_ids is None else jnp.asarray(x.segment_ids),
+        OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T)),
         config=config,
         interpret=interpret,
         **options,
@@ -254,10 +250,11 @@ def test_open_adjoints_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(backward, "open_adjoint_warpgroups", lambda *args: 2)
     case = C("two segments", T=100, B=1, heads=(1, 1, 1), K=16, V=128)
     x = cases.inputs(case, "bfloat16")
-    scale, dh_T = case.K**-0.5, jnp.asarray(x.dh_T)
-    q, k, do = (jnp.asarray(y) for y in (x.q, x.k, x.do))
-    residuals = residuals_of(case, x, 1)
-    found = backward.open_adjoints(q, k, do, residuals, dh_T, scale=scale, interpret=INTERPRET)
+    scale, cotangents = case.K**-0.5, OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T))
+    call = RuleArrays(*(jnp.asarray(y) for y in x[:6]), None, None)
+    found = backward.open_adjoints(
+        call, residuals_of(case, x, 1), cotangents, scale=scale, interpret=INTERPRET
+    )
 
     def at_start(part: slice, dh_T: np.ndarray) -> np.ndarray:
         """By the oracle, of some tokens."""
@@ -272,28 +269,6 @@ def test_open_adjoints_in_the_interpreter(monkeypatch):
     for name, got, expected in zip(("starts", "ends"), found, (starts, ends), strict=True):
         got = np.swapaxes(np.asarray(got), 2, 3)[:, :, : case.K]
         assert_close(np.concatenate(expected), got, tolerance("dh_0", "bfloat16"), name, axis=1)
-
-
-BARE = dict(g=None, beta=None, initial_state=False)
-SLICED = (
-    (C("segments, only q, k, v", T=66, B=1, heads=(2, 2, 4), K=40, V=64, **BARE), "bfloat16", 1),
-    (C("packed", T=40, B=1, heads=(2, 2, 2), lengths=(3, 30), state_layout="vk"), "float16", None),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "dtype", "chunks"), [pytest.param(*c, id=c[0].name) for c in SLICED])
-def test_slices_of_heads_keep_every_bit(case, dtype, chunks):
-    """Of all gradients, absent ones and their dtypes too."""
-    config = backward.Config(segments=chunks is not None, gradients=gradients_kernel.Config(ctas=1))
-    interpret = plgpu.InterpretGPUParams()
-    _, whole = run(case, dtype, config, chunks, interpret)
-    _, sliced = run(case, dtype, dataclasses.replace(config, head_slices=2), chunks, interpret)
-    for name, a, b in zip(GRADIENTS, whole, sliced, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None:
-            assert a.dtype == b.dtype and np.any(np.asarray(a)), name
-            np.testing.assert_array_equal(a, b, name)
 
 
 def pays(HO, T, length, lengths=None):
@@ -332,32 +307,6 @@ def test_state_warpgroups_of_the_chains(HO, lengths, segment, expected):
     assert work_split.chain_warpgroups(dims, 128, 192, work, segment) == 1
 
 
-def test_segments_are_chosen_for_the_heads_of_a_slice(monkeypatch):
-    """32 heads fill the GPU with whole sequences, 4 do not."""
-    chosen = []
-
-    def run(static, q, k, v, *_):
-        chosen.append(static.config.segments)
-        return backward.Cotangents(q, k, v, None, None, None)
-
-    monkeypatch.setattr(backward, "_compiled", run)
-    S, x = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, 32768, 32, 128), jnp.bfloat16)
-    m_t = Transition(S((16, 32, 128), jnp.float32), S((16, 32, 128, 128), x.dtype))
-    segments = Segments(S((16, 32, 128, 128), jnp.float32), m_t, Items(Split(16, 32), None))
-    gates = S((1, 32, 32768), jnp.float32)
-    saved = Residuals(gates, gates, S((1, 32, 32768, 64), x.dtype), segments)
-    for slices in (1, 8):
-        config = backward.Config(head_slices=slices)
-        jax.eval_shape(
-            lambda x, saved, c=config: backward.backward(
-                x, x, x, None, None, None, saved, x, None, scale=1.0, config=c
-            ),
-            x,
-            saved,
-        )
-    assert chosen == [False, True]
-
-
 def shapes(heads, K, V, packed, dtype=jnp.bfloat16):
     """cu_seqlens and the arrays of a call, without the residuals."""
     Hq, Hk, HV = heads
@@ -394,9 +343,9 @@ def test_lowers_for_compute_capability_9(heads, K, V, packed, dtype):
     cu, inputs, cotangents = shapes(heads, K, V, packed, dtype)
     S, t64 = jax.ShapeDtypeStruct, (*inputs[3].shape[::2], 256)
     residuals = Residuals(S(t64, jnp.float32), S(t64, jnp.float32), S((*t64, 64), dtype), None)
-    function = lambda cu, *a: backward.backward(*a, scale=0.1, cu_seqlens=cu)  # noqa: E731
-    launches = 2 + (K > 128)
-    assert kernels_of(function, cu, *inputs, residuals, *cotangents) >= launches
+    function = lambda *a: backward.backward(*a, scale=0.1)  # noqa: E731
+    call, launches = RuleArrays(*inputs, cu, None), 2 + (K > 128)
+    assert kernels_of(function, call, residuals, OutputCotangents(*cotangents)) >= launches
 
 
 @pytest.mark.parametrize(
@@ -411,20 +360,12 @@ def test_segments_lower_after_the_forward(K, V, packed, dtype):
     cu, inputs, cotangents = shapes((2, 2, 4), K, V, packed, dtype)
 
     def both(cu, inputs, cotangents):
-        options = dict(scale=0.1, cu_seqlens=cu)
-        residuals = forward_rule.forward(*inputs, config=forward_rule.Config(segment_chunks=2), **options)[2]
+        x, config = RuleArrays(*inputs, cu, None), forward_rule.Config(segment_chunks=2)
+        residuals = forward_rule.forward(x, config=config, scale=0.1)[2]
         config = backward.Config(segments=True)
-        return backward.backward(*inputs, residuals, *cotangents, config=config, **options)
+        return backward.backward(x, residuals, OutputCotangents(*cotangents), config=config, scale=0.1)
 
     assert kernels_of(both, cu, inputs, cotangents) >= 7
-
-
-@pytest.mark.parametrize("slices", [0, 3, 4, 2.0])
-def test_slices_must_divide_the_heads(slices, no_type_checks):
-    case = C("slices", T=3, B=1, heads=(2, 2, 4))
-    config = backward.Config(head_slices=slices)
-    with pytest.raises(ValueError, match=rf"^config.head_slices: expected .* = 2, got {slices}$"):
-        run(case, config=config)
 
 
 def test_refusals_say_why():

@@ -12,6 +12,7 @@ from tolerances import STATES
 import gdn_jax
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import value_and_gradients
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.forward import rule as forward_rule
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +54,8 @@ def forward(case: cases.Case, config: forward_rule.Config | None = None):
 
     @jax.jit
     def run(arrays, cu_seqlens, segment_ids):
-        packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-        return forward_rule.forward(*arrays, **packing, **options, config=config)[:2]
+        x = RuleArrays(*arrays, cu_seqlens, segment_ids)
+        return forward_rule.forward(x, **options, config=config)[:2]
 
     return run
 
@@ -117,7 +118,9 @@ def test_lengths_known_while_tracing(case):
     x = cases.inputs(case, "bfloat16")
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
-    known = jax.jit(lambda arrays: forward_rule.forward(*arrays, cu_seqlens=x.cu_seqlens, **options)[:2])
+    known = jax.jit(
+        lambda arrays: forward_rule.forward(RuleArrays(*arrays, x.cu_seqlens, None), **options)[:2]
+    )
     check_outputs(case, x, "bfloat16", known(x[:6]))
 
 

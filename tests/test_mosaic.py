@@ -26,25 +26,25 @@ def interpreted(monkeypatch):
     """Both rules in the interpreter, of few warpgroups, for each takes a thread. What they compute is the same."""
     small_forward = forward.Config(inverse=inverse.Config(warpgroups=2, ctas=1))
     small_backward = backward.Config(gradients=gradients_kernel.Config(ctas=1))
-    run_forward = functools.partial(forward.forward, config=small_forward, interpret=INTERPRET)
-    run_backward = functools.partial(backward.backward, interpret=INTERPRET)
+    run_forward = functools.partial(forward.forward, interpret=INTERPRET)
+    run_backward = functools.partial(backward.backward, config=small_backward, interpret=INTERPRET)
 
-    def backward_of(*arguments, config, **options):
-        assert config == backward.Config(), "the seam asks for something else than the default"
-        return run_backward(*arguments, config=small_backward, **options)
+    def forward_of(x, *, config, **options):
+        assert config == forward.Config(), "the seam asks for something else than the default"
+        return run_forward(x, config=small_forward, **options)
 
-    monkeypatch.setattr(forward, "forward", run_forward)
-    monkeypatch.setattr(backward, "backward", backward_of)
+    monkeypatch.setattr(forward, "forward", forward_of)
+    monkeypatch.setattr(backward, "backward", run_backward)
 
 
 def value_and_gradients(case: cases.Case, x: cases.Inputs) -> dict:
     """Outputs and gradients of `mosaic.rule` by name; outside jit, for inside the interpreter hangs."""
     arrays = RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8]))
-    options = mosaic.Options(case.use_qk_l2norm, case.state_layout, None, 1)
+    static = mosaic.Call(case.use_qk_l2norm, case.state_layout, None)
     scale = case.K**-0.5 if case.scale is None else case.scale
 
     def call(*primals):
-        return mosaic.rule(RuleArrays(*primals, *arrays[6:]), scale, options)
+        return mosaic.rule(static, RuleArrays(*primals, *arrays[6:]), scale)
 
     outputs, vjp = jax.vjp(call, *arrays[:6])
     gradients = vjp((jnp.asarray(x.do), jnp.asarray(x.dh_T)))

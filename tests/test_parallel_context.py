@@ -103,7 +103,6 @@ def test_what_is_handed_over():
     assert not exchange.pays(dims, 2, 2), "there is no step to save"
     assert not exchange.pays(dims._replace(T=2048), 2, 4)
     assert not exchange.pays(dims, 2, 32) and not exchange.pays(dims, 2, 3), "16 heads"
-    assert not exchange.pays(dims, 2, 8, head_slices=4) and exchange.pays(dims, 2, 8, head_slices=2)
 
     def sent(T, by):
         case = cases.Case("exchange sent", B=1, T=T, heads=(4, 4, 8), K=8, V=4, chunk_size=16)
@@ -355,7 +354,7 @@ def test_kernels_interpreted(lengths):
     case = cases.Case("context kernels", T=devices * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
     x = cases.inputs(case, "bfloat16")
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    kernels = Kernels(case.K**-0.5, False, head_slices=1, interpret=plgpu.InterpretGPUParams())
+    kernels = Kernels(case.K**-0.5, False, interpret=plgpu.InterpretGPUParams())
     state = jnp.asarray(x.initial_state)
     zeros = jnp.zeros((1, *state.shape[1:]))
     yes, no = jnp.asarray(True), jnp.asarray(False)

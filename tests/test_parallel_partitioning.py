@@ -39,13 +39,13 @@ kinds = pytest.mark.parametrize(
 )
 partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])
 ON_SHARDS = {
-    "plain-rows-1": ("plain", "rows", 1),
-    "few keys-heads-1": ("few keys", "heads", 1),
-    "few keys-rows and heads-2": ("few keys", "rows and heads", 2),
-    "packed-heads-1": ("packed", "heads", 1),
-    "segments-rows and heads-1": ("segments", "rows and heads", 1),
+    "plain-rows": ("plain", "rows"),
+    "few keys-heads": ("few keys", "heads"),
+    "few keys-rows and heads": ("few keys", "rows and heads"),
+    "packed-heads": ("packed", "heads"),
+    "segments-rows and heads": ("segments", "rows and heads"),
 }
-"""Case, placement, and in how many pieces the kernels are called."""
+"""Case and placement."""
 
 EIGHT = ("d", "e")
 PLACEMENTS = {
@@ -98,11 +98,11 @@ def integers(case):
 
 
 @functools.cache
-def stand_ins_on_one_device(name, slices):
+def stand_ins_on_one_device(name):
     """The same for stand-ins of the kernels on integers, while a test has them in the kernels' places."""
     case = dataclasses.replace(CASES[name], use_qk_l2norm=False, scale=1.0)
     mesh = mesh_of((1,), ("one",))
-    got, _ = run("mosaic_gpu", case, integers(case), mesh, backward_head_slices=slices)
+    got, _ = run("mosaic_gpu", case, integers(case), mesh)
     return jax.device_get(got)
 
 
@@ -135,26 +135,25 @@ def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "slices", "shardy"),
+    ("name", "placement", "shardy"),
     [
         *(pytest.param(*values, True, id=f"{name}-shardy") for name, values in ON_SHARDS.items()),
         *(
             pytest.param(
-                *values, False, id=f"{name}-gspmd", marks=() if name == "packed-heads-1" else pytest.mark.slow
+                *values, False, id=f"{name}-gspmd", marks=() if name == "packed-heads" else pytest.mark.slow
             )
             for name, values in ON_SHARDS.items()
         ),
     ],
 )
 @pytest.mark.usefixtures("stand_ins")
-def test_kernels_run_on_the_shards(name, placement, slices, shardy):
+def test_kernels_run_on_the_shards(name, placement, shardy):
     """The seam, with stand-ins for the kernels: forward, what it saves, and backward; all bits of one device."""
     case = dataclasses.replace(CASES[name], use_qk_l2norm=False, scale=1.0)
     x = integers(case)
-    options = dict(backward_head_slices=slices)
     with meshes.partitioner(shardy):
-        got, sent = run("mosaic_gpu", case, x, mesh_of((2, 4), ("d", "e")), PLACEMENTS[placement], **options)
-    alone = stand_ins_on_one_device(name, slices)
+        got, sent = run("mosaic_gpu", case, x, mesh_of((2, 4), ("d", "e")), PLACEMENTS[placement])
+    alone = stand_ins_on_one_device(name)
     assert not sent.count, sent.count
     for key, y in got.items():
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(alone[key], np.float32), key)

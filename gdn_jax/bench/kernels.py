@@ -16,6 +16,7 @@ from gdn_jax.bench import passes
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.bench.table import Result
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
 
@@ -33,7 +34,6 @@ BACKWARD = {
     "auto": backward.Config(),
     "full": backward.Config(state_warpgroups=2),
     "half": backward.Config(state_warpgroups=1),
-    **{f"{n} slices": backward.Config(head_slices=n) for n in (2, 4, 8)},
 }
 VARIANTS: dict[str, dict[str, Any]] = {"forward": FORWARD, "backward": BACKWARD}
 """Pass -> name -> configuration."""
@@ -49,18 +49,19 @@ def call(what: str, config: Any, x: Inputs, known, cu_seqlens) -> tuple[Callable
     """
     scale = x.q.shape[-1] ** -0.5
 
+    def arrays(state, tokens, cu_seqlens):
+        return RuleArrays._make((*tokens, state, known if cu_seqlens is None else cu_seqlens, None))
+
     def forward(state, tokens, cu_seqlens, config=None):
-        primals: Any = (*tokens, state)
-        borders = known if cu_seqlens is None else cu_seqlens
-        return forward_rule.forward(*primals, scale=scale, cu_seqlens=borders, config=config)
+        return forward_rule.forward(arrays(state, tokens, cu_seqlens), scale=scale, config=config)
 
     def forward_step(state, tokens, cu_seqlens):
         return forward(state, tokens, cu_seqlens, config)[:2]
 
     def backward_step(dh_T, tokens, state, residuals, do, cu_seqlens):
-        arguments: Any = (*tokens, state, residuals, do, dh_T)
-        borders = known if cu_seqlens is None else cu_seqlens
-        out = backward.backward(*arguments, scale=scale, cu_seqlens=borders, config=config)
+        cotangents = backward.OutputCotangents(do, dh_T)
+        call = arrays(state, tokens, cu_seqlens)
+        out = backward.backward(call, residuals, cotangents, scale=scale, config=config)
         return out[:5], out.dh_0
 
     if what == "forward":

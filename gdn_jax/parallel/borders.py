@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.shapes import changes_segment
+
 
 class Borders(NamedTuple):
     """Sequences that cross the first and last border of this device's tokens: every row, or one that is packed."""
@@ -103,7 +105,7 @@ def reset_across(
     changes = jnp.concatenate(
         [
             segment_ids[:, :1] != previous(segment_ids[:, -1:], axis_name),
-            segment_ids[:, 1:] != segment_ids[:, :-1],
+            changes_segment(segment_ids)[:, 1:],
         ],
         1,
     )

@@ -42,7 +42,6 @@ def gated_delta_rule(
     state_layout: str = "kv",
     chunk_size: int = 64,
     implementation: str | None = None,
-    backward_head_slices: int = 1,
     by: str | None = None,
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
@@ -63,15 +62,14 @@ def gated_delta_rule(
       devices are merged in float32. Differentiable once, in reverse.
     """
     arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    options = scale, state_layout, chunk_size, implementation, backward_head_slices
-    dims, scale, implementation = check_call(arrays, *options)
+    dims, scale, implementation = check_call(arrays, scale, state_layout, chunk_size, implementation)
     devices = lax.axis_size(axis_name)
     if by is None:
-        by = "heads" if exchange.pays(dims, q.dtype.itemsize, devices, backward_head_slices) else "states"
+        by = "heads" if exchange.pays(dims, q.dtype.itemsize, devices) else "states"
     if by not in ("states", "heads"):
         raise ValueError(f"by: expected 'states' or 'heads', got {by!r}")
     if by == "heads":
-        if reason := exchange.reason_against(dims, devices, backward_head_slices):
+        if reason := exchange.reason_against(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
         return exchange.rule_by_heads(
             arrays,
@@ -82,7 +80,6 @@ def gated_delta_rule(
             state_layout=state_layout,
             chunk_size=chunk_size,
             implementation=implementation,
-            backward_head_slices=backward_head_slices,
         )
     if isinstance(scale, jax.Array):
         number, factor = 1.0, scale
@@ -105,7 +102,7 @@ def gated_delta_rule(
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
     x, borders = vary_alike((RuleArrays(q, k, v, g, beta, starts, local_cu, None), borders))
     if implementation == "mosaic_gpu":
-        form = Kernels(number, use_qk_l2norm, backward_head_slices)
+        form = Kernels(number, use_qk_l2norm)
     else:
         form = Plain(number, use_qk_l2norm, chunk_size, implementation)
     o, final = _rule(axis_name, form, x, borders)

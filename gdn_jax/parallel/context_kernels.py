@@ -33,7 +33,6 @@ class Kernels:
 
     scale: float
     use_qk_l2norm: bool
-    head_slices: int
     interpret: Any = None
 
     def forward(
@@ -54,8 +53,8 @@ class Kernels:
         from pallas_kernels.forward import rule
 
         q, k = self._normalized(x.q, x.k)
-        options = self._options(x.cu_seqlens)
-        opened = rule.prepare_open(q, k, x.v, x.g, x.beta, open_sequence=borders.last, **options)
+        options = dict(open_sequence=borders.last, scale=self.scale, interpret=self.interpret)
+        opened = rule.prepare_open(x._replace(q=q, k=k), **options)
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
@@ -85,8 +84,8 @@ class Kernels:
 
         x, residuals = saved
         (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
-        options = self._options(x.cu_seqlens)
-        e, at_ends = rule.open_adjoints(q, k, do, residuals, ends, **options)
+        plain, options = x._replace(q=q, k=k), dict(scale=self.scale, interpret=self.interpret)
+        e, at_ends = rule.open_adjoints(plain, residuals, rule.OutputCotangents(do, ends), **options)
         segments, rows = residuals.segments, x.k.shape[0]
         first, end = _items_of(segments.items, borders.first, rows)
         m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
@@ -99,9 +98,9 @@ class Kernels:
             K64, V64 = e.shape[-1], e.shape[-2]
             behind = jnp.pad(behind, ((0, 0), (0, 0), (0, V64 - behind.shape[2]), (0, K64 - behind.shape[3])))
             _, end = _items_of(segments.items, borders.last, rows)
-            arguments = q, k, *x[2:6], residuals, do, ends
-            config = rule.Config(segments=True, head_slices=self.head_slices)
-            out = rule.backward(*arguments, config=config, adjoints=e.at[end - 1].set(behind), **options)
+            config, cotangents = rule.Config(segments=True), rule.OutputCotangents(do, ends)
+            adjoints = e.at[end - 1].set(behind)
+            out = rule.backward(plain, residuals, cotangents, config=config, adjoints=adjoints, **options)
             return *through_norm((out.dq, out.dk)), *out[2:]
 
         return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
@@ -109,9 +108,6 @@ class Kernels:
     def _normalized(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q and k as the kernels take them."""
         return (gates.l2norm(q), gates.l2norm(k)) if self.use_qk_l2norm else (q, k)
-
-    def _options(self, cu_seqlens: jax.Array | None) -> dict[str, Any]:
-        return dict(scale=self.scale, cu_seqlens=cu_seqlens, interpret=self.interpret)
 
 
 def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[jax.Array, jax.Array]:

@@ -37,14 +37,8 @@ class Plain:
         )
 
         def run(*primals):
-            return xla.rule(
-                RuleArrays._make((*primals, *x[6:])),
-                self.scale,
-                implementation=self.implementation,
-                use_qk_l2norm=self.use_qk_l2norm,
-                state_layout="kv",
-                chunk_size=self.chunk_size,
-            )
+            call = xla.Call(self.use_qk_l2norm, "kv", self.implementation, self.chunk_size)
+            return xla.rule(call, RuleArrays._make((*primals, *x[6:])), self.scale)
 
         final = borders.pick(run(*wide[:6])[1], borders.last)
         return Affine(final[..., :V], final[..., V:]), lambda start: jax.vjp(run, *x[:5], start)

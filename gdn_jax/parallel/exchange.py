@@ -41,22 +41,17 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int) -> int:
     return 2 * one_way * (devices - 1) // devices
 
 
-def reason_against(dims: Dims, devices: int, head_slices: int = 1) -> str | None:
-    """Returns the reason why heads cannot be exchanged; None if they can.
-
-    Args:
-      head_slices: parts that the heads of a device must still divide into.
-    """
+def reason_against(dims: Dims, devices: int) -> str | None:
+    """Returns the reason why heads cannot be exchanged; None if they can."""
     heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
-    if heads % (devices * head_slices):
-        parts = f"{devices} devices" + (f" and {head_slices} slices" if head_slices > 1 else "")
-        return f"{heads} heads, the greatest common divisor of Hq, Hk and HV, cannot be split over {parts}"
+    if heads % devices:
+        return f"{heads} heads, the greatest common divisor of Hq, Hk and HV, cannot be split over {devices} devices"
     return None
 
 
-def pays(dims: Dims, itemsize: int, devices: int, head_slices: int = 1) -> bool:
+def pays(dims: Dims, itemsize: int, devices: int) -> bool:
     """Predicts whether an exchange takes less time than handing over states."""
-    if reason_against(dims, devices, head_slices) is not None:
+    if reason_against(dims, devices) is not None:
         return False
     return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
 

@@ -295,7 +295,7 @@ def take_prompts(
     shape = (dims.N, *pool.shape[-3:])
     initial = jax.ShapeDtypeStruct(shape, accumulation_dtype(*tokens, pool))
     arrays = RuleArrays(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, segment_ids=None)
-    call = options.scale, options.state_layout, chunk_size, implementation, 1
+    call = options.scale, options.state_layout, chunk_size, implementation
     by_kernels = ops.check_call(arrays, *call)[2] == "mosaic_gpu"
     return by_kernels and not _varies(pool) and rule.check_pool(dims, pool, options.scale) is None
 
@@ -318,10 +318,8 @@ def prefill(
     numbers = (_int32(read_slots, pool), write, has_initial_state)
     states = PoolStates.of(pool, *numbers, null_slot=options.null_slot, layer=layer)
     o, places, _ = rule.forward(
-        *tokens,
-        states,
+        RuleArrays(*tokens, states, cu_seqlens, None),
         scale=options.scale,
-        cu_seqlens=cu_seqlens,
         use_qk_l2norm=options.use_qk_l2norm,
         state_layout=options.state_layout,
     )

@@ -7,21 +7,18 @@ The part in brackets runs where the forward cut the sequences into segments and 
 cotangent at the end of every segment, with what the forward found a segment to do to a state.
 
 Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, and u and dv, V each
-for each token and head. With Config.head_slices that is needed for one slice of the heads at a time.
+for each token and head.
 """
 
 import dataclasses
-import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from gdn_jax.shapes import Dims
+from gdn_jax.shapes import AnyStates, Outputs, RuleArrays, changes_segment
 from pallas_kernels.backward import chain
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
@@ -29,12 +26,19 @@ from pallas_kernels.backward.gradients import MAX_LIFT, gradients, join_dbeta
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
-from pallas_kernels.device.ahead import ahead
+from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.residuals import Residuals, Segments
 from pallas_kernels.work.split import chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
-from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_of_token, visit_tables
+from pallas_kernels.work.tables import (
+    VisitTables,
+    as_rows,
+    borders,
+    known_lengths,
+    visit_of_token,
+    visit_tables,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +49,6 @@ class Config:
     """Whether the chains are cut into segments, where the forward's were."""
     state_warpgroups: int | None = None
     """64-row tiles of the state in one CTA of the chains, 1 or 2."""
-    head_slices: int = 1
-    """Slices of the heads that are worked on one after the other: less memory for more time. Heads are independent,
-    so results keep their bits (where segments are chosen alike: whether they pay depends on the heads of a slice).
-    A slice's inputs and results are copied: together 10 K bytes for each token and query or key head are read and
-    written, 14 V + 300 for each token and output head (16 bits, HV = HO), however many slices there are. The copies
-    lie beside the states while a slice runs, so that two slices hardly take less than one, four about half of it.
-    Slices of too few heads to fill the GPU cost more time than the copies."""
     chains: chain.Config | None = None
     gradients: gradients_kernel.Config | None = None
 
@@ -67,39 +64,29 @@ class Cotangents(NamedTuple):
     dh_0: Float[Array, "N HO _ _"] | None
 
 
-def check_head_slices(name: str, slices: int, dims: Dims) -> None:
-    """Raises ValueError unless every head count is a multiple of slices, so that no two slices share a head."""
-    heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
-    if not isinstance(slices, int) or slices < 1 or heads % slices:
-        raise ValueError(
-            f"{name}: expected an integer that divides gcd(Hq, Hk, HV) = {heads}, got {slices!r}"
-        )
+class OutputCotangents(NamedTuple):
+    """Cotangents of both outputs of the rule."""
+
+    do: Outputs
+    dfinal: AnyStates | None
+    """None for zeros."""
 
 
 def backward(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None,
-    beta: Float[Array, "B T HO"] | None,
-    initial_state: Float[Array, "N HO _ _"] | None,
+    x: RuleArrays,
     residuals: Residuals,
-    do: Float[Array, "B T HO V"],
-    dfinal: Float[Array, "N HO _ _"] | None,
+    cotangents: OutputCotangents,
     *,
     scale: float,
-    cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
     state_layout: str = "kv",
     config: Config | None = None,
     adjoints: Float[Array, "items HO V64 K64"] | None = None,
-    interpret=None,
+    interpret: Any = None,
 ) -> Cotangents:
     """Gradients of <do, o> + <dfinal, final state> for a call that forward.rule.check_supported accepts.
 
     Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
       residuals: of forward.rule.forward on the same arguments.
-      do, dfinal: cotangents of both outputs; dfinal None for zeros.
       config: None for a choice from the shapes.
       adjoints: e of `segment_states(backwards=True)`, where it is known; else it is found here.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -114,80 +101,59 @@ def backward(
       times its beta. Below, digits go; gates are kept out of what is rounded, so that dg and dh_0 hold their relative
       accuracy down to decays of 2^-64 at every token of a chunk. dbeta holds it whatever beta is, also where it is 0.
     """
-    config = config or Config()
-    B, T = q.shape[:2]
-    batch = residuals.g2_cum.shape[0]
+    config, (B, T), batch = config or Config(), x.dims[:2], residuals.g2_cum.shape[0]
     if batch != B:  # sequences of equal lengths ran as a batch
-        split = functools.partial(_split_batch, batch=batch)
-        out = backward(
-            split(q),
-            split(k),
-            split(v),
-            split(g),
-            split(beta),
-            initial_state,
-            residuals,
-            split(do),
-            dfinal,
-            scale=scale,
-            state_layout=state_layout,
-            config=config,
-            interpret=interpret,
-        )
-        joined = [None if x is None else x.reshape(B, T, *x.shape[2:]) for x in out[:5]]
-        return Cotangents._make((*joined, out.dh_0))
-    tables, known = None, known_lengths(cu_seqlens)
-    if cu_seqlens is not None:
-        tables = visit_tables(borders(cu_seqlens, known), round_up(T, 8))
-    (Hk, K), Hq, (HV, V), HO = k.shape[2:], q.shape[2], v.shape[2:], do.shape[2]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
-    check_head_slices("config.head_slices", config.head_slices, dims)
-    Hq, Hk, HV, HO = (heads // config.head_slices for heads in (Hq, Hk, HV, HO))
-    dims = dims._replace(Hq=Hq, Hk=Hk, HV=HV, HO=HO)
-    work, K64, V64 = work_of(dims, cu_seqlens is not None, known), round_up(K, GRANULE), round_up(V, GRANULE)
-    length: Any = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
-    if length is not None and config.segments is None:
-        config = dataclasses.replace(config, segments=segments_pay(dims, V64, work, length))
-    if config.state_warpgroups is None:
-        warpgroups = chain_warpgroups(dims, K64, V64, work, length if config.segments else None)
-        config = dataclasses.replace(config, state_warpgroups=warpgroups)
-    static = _Static(float(scale), state_layout == "kv", config, interpret)
-    run = _compiled if interpret is None else _run_slices  # the interpreter hangs inside a compiled function
-    return run(static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables, adjoints)
+        x, do = as_rows(x, batch), cotangents.do
+        cotangents = cotangents._replace(do=do.reshape(batch, -1, *do.shape[2:]))
+    tables, known, packed, dims = None, known_lengths(x.cu_seqlens), x.cu_seqlens is not None, x.dims
+    if packed:
+        tables = visit_tables(borders(x.cu_seqlens, known), round_up(T, 8))
+    work, K64, V64 = work_of(dims, packed, known), round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    length = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
+    segments = config.segments if length is not None else False
+    if length is not None and segments is None:
+        segments = segments_pay(dims, V64, work, length)
+    warpgroups = config.state_warpgroups
+    if warpgroups is None:
+        warpgroups = chain_warpgroups(dims, K64, V64, work, length if segments else None)
+    static = _Static(
+        scale=float(scale),
+        kv_layout=state_layout == "kv",
+        segments=bool(segments),
+        chains=config.chains or chain.Config.default(K64, warpgroups),
+        gradients=config.gradients,
+        interpret=interpret,
+    )
+    arguments = x._replace(cu_seqlens=None), residuals, cotangents, tables, adjoints
+    out = compiled(_run, interpret)(static, *arguments)
+    if batch == B:
+        return out
+    tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
+    return Cotangents._make((*tokens, out.dh_0))
 
 
 def open_adjoints(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    do: Float[Array, "B T HO V"],
-    residuals: Residuals,
-    dfinal: Float[Array, "N HO K V"],
-    *,
-    scale: float,
-    cu_seqlens: Int[Array, " N1"] | None = None,
-    interpret=None,
+    x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents, *, scale: float, interpret: Any = None
 ) -> tuple[Float[Array, "items HO V64 K64"], Float[Array, "items HO V64 K64"]]:
     """What the cotangents of sequences that go on elsewhere need of every segment, of an open forward.
 
-    Args: those of `backward`; cu_seqlens is not known while tracing.
+    Args: those of `backward`; cu_seqlens is not known while tracing, and there are cotangents of the final states.
 
     Returns:
       The cotangent at the start of every segment from zeros, or from dfinal, at its end; and the cotangent at the end
       of every segment.
     """
-    (B, T, Hk, K), (HO, V), (N, *_) = k.shape, do.shape[2:], dfinal.shape
-    K64, V64, T8, tables = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8), None
-    if cu_seqlens is not None:
-        tables = visit_tables(borders(cu_seqlens, None), T8)
+    q, k, (do, dfinal), dims = x.q, x.k, cotangents, x.dims
+    K64, V64, T8, tables = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE), round_up(dims.T, 8), None
+    if x.cu_seqlens is not None:
+        tables = visit_tables(borders(x.cu_seqlens, None), T8)
     segments = residuals.segments
-    assert segments is not None
+    assert segments is not None and dfinal is not None
     items = segments.items
-    dims = Dims(B=B, T=T, N=N, Hq=q.shape[2], Hk=Hk, HV=HO, HO=HO, K=K, V=V)
-    work, length = work_of(dims, cu_seqlens is not None, None), items.split.segment_chunks
+    work, length = work_of(dims, x.cu_seqlens is not None, None), items.split.segment_chunks
     assert length is not None
     warpgroups = open_adjoint_warpgroups(dims, K64, V64, work, length)
-    q8, k8, do8 = (pad(x, (x.shape[0], T8, x.shape[2], round_up(x.shape[3], GRANULE))) for x in (q, k, do))
+    q8, k8, do8 = (pad(y, (y.shape[0], T8, y.shape[2], round_up(y.shape[3], GRANULE))) for y in (q, k, do))
     dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
     e = segment_adjoints(
         q8,
@@ -203,7 +169,7 @@ def open_adjoints(
         config=chain.Config.default(K64, warpgroups),
         interpret=interpret,
     )
-    return e, _at_ends(e, segments, dh_T, num_sequences=N, kv_layout=True, interpret=interpret)
+    return e, _at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
 
 
 def _at_ends(
@@ -228,29 +194,28 @@ class _Static(NamedTuple):
 
     scale: float
     kv_layout: bool
-    config: Config
+    segments: bool
+    chains: chain.Config
+    gradients: gradients_kernel.Config | None
     interpret: Any
 
 
 def _run(
     static: _Static,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
+    x: RuleArrays,
     residuals: Residuals,
-    do,
-    dfinal,
-    segment_ids,
-    tables,
-    adjoints,
+    cotangents: OutputCotangents,
+    tables: VisitTables | None,
+    adjoints: Float[Array, "items HO V64 K64"] | None,
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
-    (B, T, Hk, K), Hq, (HV, V) = k.shape, q.shape[2], v.shape[2:]
-    HO = max(Hq, HV)
-    N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    (q, k, v, g, beta, initial_state), (do, dfinal), (B, T, N, Hq, Hk, HV, HO, K, V) = (
+        x[:6],
+        cotangents,
+        x.dims,
+    )
+    if tables is not None:
+        N = tables.cu_seqlens.shape[0] - 1
     K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
     state_shape = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
     q8, k8 = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64))
@@ -258,21 +223,18 @@ def _run(
     h_0, dh_T = (
         None if x is None else pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
     )
-    options = dict(scale=static.scale, interpret=static.interpret)
     powers = lift = None
     if k.dtype == jnp.float16:
         powers, lift = power(residuals.beta_t), _lift(residuals.g2_cum, tables, T)
-    warpgroups: Any = static.config.state_warpgroups
-    config = static.config.chains or chain.Config.default(K64, warpgroups)
-    chain_options: dict[str, Any] = dict(kv_layout=static.kv_layout, config=config, **options)
-    segments = residuals.segments if static.config.segments else None
+    both: dict[str, Any] = dict(scale=static.scale, interpret=static.interpret)
+    walks: dict[str, Any] = dict(**both, kv_layout=static.kv_layout, config=static.chains)
+    segments, items = residuals.segments if static.segments else None, None
     if segments is not None:
-        items, e = segments.items, adjoints
+        items, h_0, e = segments.items, segments.starts, adjoints
         if e is None:
-            e = segment_adjoints(q8, k8, do8, *residuals[:3], dh_T, tables, items=items, **chain_options)
+            e = segment_adjoints(q8, k8, do8, *residuals[:3], dh_T, tables, items=items, **walks)
         layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
         dh_T = _at_ends(e, segments, dh_T, num_sequences=N, **layout)
-        h_0, chain_options["items"] = segments.starts, items
     walked = chains(
         q8,
         k8,
@@ -285,7 +247,8 @@ def _run(
         dh_T,
         tables,
         with_dh_0=initial_state is not None,
-        **chain_options,
+        items=items,
+        **walks,
     )
     sums = gradients(
         q8,
@@ -299,8 +262,8 @@ def _run(
         tables,
         power=powers,
         lift=lift,
-        config=static.config.gradients,
-        **options,
+        config=static.gradients,
+        **both,
     )
     dg, dv_u, k_write = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
     dbeta = None
@@ -308,7 +271,7 @@ def _run(
         strengths = beta.astype(jnp.float32)
         dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
     if g is not None:
-        dg = jnp.where(_has_no_past(g, segment_ids, initial_state, tables), 0.0, dg).astype(g.dtype)
+        dg = jnp.where(_has_no_past(x, tables), 0.0, dg).astype(g.dtype)
     dh_0 = None
     if initial_state is not None and walked.dh_0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)
@@ -321,68 +284,6 @@ def _run(
         dbeta,
         dh_0,
     )
-
-
-def _run_slices(
-    static: _Static,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    residuals: Residuals,
-    do,
-    dfinal,
-    segment_ids,
-    tables,
-    adjoints,
-) -> Cotangents:
-    """_run for one slice of the heads after another, in a loop: the next one's states take the last one's place."""
-    slices = static.config.head_slices
-    if slices == 1:
-        return _run(
-            static, q, k, v, g, beta, initial_state, residuals, do, dfinal, segment_ids, tables, adjoints
-        )
-
-    def cut(i, axis: int, arrays) -> Any:
-        """Slice i of arrays whose heads lie along an axis."""
-
-        def one(x):
-            size = x.shape[axis] // slices
-            return lax.dynamic_slice_in_dim(x, i * size, size, axis)
-
-        return jax.tree.map(one, arrays)
-
-    def paste(i, axis: int, arrays, parts) -> Any:
-        def one(x, part):
-            return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
-
-        return jax.tree.map(one, arrays, parts)
-
-    def step(i, out: Cotangents) -> Cotangents:
-        tokens, states = functools.partial(cut, i, 2), functools.partial(cut, i, 1)
-        segments = residuals.segments
-        if segments is not None:
-            segments = segments._replace(starts=states(segments.starts), m_t=states(segments.m_t))
-        saved = Residuals._make((*states(residuals[:3]), segments))
-        q_i, k_i, v_i, g_i, beta_i, do_i = tokens((q, k, v, g, beta, do))
-        start, end, e = states((initial_state, dfinal, adjoints))
-        part = _run(static, q_i, k_i, v_i, g_i, beta_i, start, saved, do_i, end, segment_ids, tables, e)
-        return Cotangents._make((*paste(i, 2, out[:5], part[:5]), paste(i, 1, out.dh_0, part.dh_0)))
-
-    zeros = jax.tree.map(jnp.zeros_like, Cotangents(q, k, v, g, beta, initial_state))
-    if static.interpret is None:
-        return lax.fori_loop(0, slices, step, zeros)
-    return functools.reduce(lambda out, i: step(i, out), range(slices), zeros)
-
-
-_compiled = jax.jit(ahead(_run_slices), static_argnums=0)
-"""So that a call outside jit compiles once, not every time."""
-
-
-def _split_batch(x: Any, batch: int) -> Any:
-    return None if x is None else x.reshape(batch, -1, *x.shape[2:])
 
 
 def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
@@ -419,18 +320,19 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
 
 
-def _has_no_past(g, segment_ids, initial_state, tables: VisitTables | None) -> jax.Array:
+def _has_no_past(x: RuleArrays, tables: VisitTables | None) -> Bool[Array, "B T _"]:
     """[B, T, HO or 1] tokens whose gate multiplies nothing: after a reset, or zeros before the first token."""
-    none = g.astype(jnp.float32) * LOG2_E <= RESET_G2
-    if segment_ids is not None:
-        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        none = none | changes[..., None]
-    if initial_state is None:
-        token = lax.broadcasted_iota(jnp.int32, g.shape[:2], 1)
+    none = x.g.astype(jnp.float32) * LOG2_E <= RESET_G2
+    if x.segment_ids is not None:
+        none = none | changes_segment(x.segment_ids)[..., None]
+    if x.initial_state is None:
+        token = lax.broadcasted_iota(jnp.int32, x.g.shape[:2], 1)
         if tables is None:
             is_first = token == 0
         else:
-            starts = jnp.zeros((g.shape[1],), bool).at[jnp.asarray(tables.cu_seqlens)].set(True, mode="drop")
+            starts = (
+                jnp.zeros((x.g.shape[1],), bool).at[jnp.asarray(tables.cu_seqlens)].set(True, mode="drop")
+            )
             is_first = starts[None]
         none = none | is_first[..., None]
     return none

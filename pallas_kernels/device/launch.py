@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import ahead
 from pallas_kernels.device.memory import CLUSTER, Memory
 
 NUM_SMS = 132
@@ -122,22 +121,27 @@ def launch(
         ),
         **options,
     )
-    if interpret is None:
-        shapes = tuple((key, x.shape, jnp.dtype(x.dtype)) for key, x in (given | results).items())
-        launched = ctas, cluster, warpgroups, auto_barriers, reduction_bytes, tuple(memory.items())
-        arrays = ahead.call((name, _identity(body), shapes, launched), kernel, args, outs)
-    else:
-        arrays = kernel(*args)
+    arrays = kernel(*args)
     varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
     made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
     return made | {key: jax.freeze(reference) for key, reference in references.items()}
 
 
-def _identity(body: Callable[..., None]) -> Any:
-    """What tells a body from others: two partial functions of the same function and arguments are one."""
-    if isinstance(body, functools.partial):
-        return body.func, body.args, tuple(sorted(body.keywords.items()))
-    return body
+def compiled(run: Callable[..., Any], interpret: Any, static: int = 1) -> Callable[..., Any]:
+    """Returns run, compiled by itself: layers of a model then share one kernel, and a call outside jit compiles once.
+
+    Args:
+      run: a function of a module.
+      interpret: as for `launch`. Where it is given run is returned as it is: the interpreter hangs inside a compiled
+        function.
+      static: how many of run's first arguments are static.
+    """
+    return _jitted(run, static) if interpret is None else run
+
+
+@functools.cache
+def _jitted(run: Callable[..., Any], static: int) -> Callable[..., Any]:
+    return jax.jit(run, static_argnums=tuple(range(static)))
 
 
 def device_reason() -> str | None:

@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.shapes import Dims
+from gdn_jax.shapes import Dims, Outputs, RuleArrays, changes_segment
 from pallas_kernels.chunks import inverse as inverse_kernel
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
-from pallas_kernels.device.ahead import ahead
-from pallas_kernels.device.launch import NUM_SMS
+from pallas_kernels.device.launch import NUM_SMS, compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
@@ -32,6 +30,7 @@ from pallas_kernels.work.slots import PoolStates
 from pallas_kernels.work.split import choose_split, work_of
 from pallas_kernels.work.tables import (
     Items,
+    as_rows,
     borders,
     common_length,
     known_lengths,
@@ -110,29 +109,22 @@ def _padded(width: int) -> int:
 
 
 def forward(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None,
-    beta: Float[Array, "B T HO"] | None,
-    initial_state: Float[Array, "N HO _ _"] | PoolStates | None,
+    x: RuleArrays,
     *,
     scale: float,
-    cu_seqlens: Int[Array, " N1"] | Int[np.ndarray, " N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
     config: Config | None = None,
-    interpret=None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "_ HO _ _"], Residuals]:
+    interpret: Any = None,
+) -> tuple[Outputs, Float[Array, "_ HO _ _"], Residuals]:
     """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
 
     Args: those of gdn_jax.gated_delta_rule.
-      initial_state: or slots of a pool that check_pool accepts. Tokens of a sequence without a slot are finite.
+      x: its initial_state may be slots of a pool that check_pool accepts (`PoolStates`). Tokens of a sequence without
+        a slot are finite. Where the values of cu_seqlens are known while tracing (NumPy, or a JAX array that is not
+        traced) the work is split by the true lengths, the tables cost nothing at run time, and sequences of equal
+        lengths run as a batch. Otherwise the split assumes equal lengths.
       scale: a number within FOLDED_SCALES.
-      cu_seqlens: where its values are known while tracing (NumPy, or a JAX array that is not traced) the work is
-        split by the true lengths, the tables cost nothing at run time, and sequences of equal lengths run as a
-        batch. Otherwise the split assumes equal lengths.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
 
@@ -143,42 +135,24 @@ def forward(
     Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
     """
-    config = config or Config()
-    B, T, Hk, K = k.shape
-    Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
-    HO = max(Hq, HV)
-    packed = cu_seqlens is not None
-    N = cu_seqlens.shape[0] - 1 if packed else B
-    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=HO, K=K, V=V)
-    known = known_lengths(cu_seqlens)
-    if known is not None and (length := common_length(known, T)):
-        o, final, residuals = forward(
-            q.reshape(N, length, Hq, K),
-            k.reshape(N, length, Hk, K),
-            v.reshape(N, length, HV, V),
-            None if g is None else g.reshape(N, length, HO),
-            None if beta is None else beta.reshape(N, length, HO),
-            initial_state,
-            scale=scale,
-            use_qk_l2norm=use_qk_l2norm,
-            state_layout=state_layout,
-            config=config,
-            interpret=interpret,
-        )
-        return o.reshape(1, T, HO, V), final, residuals
-
+    known, shape = known_lengths(x.cu_seqlens), (*x.q.shape[:2], x.dims.HO, x.dims.V)
+    if known is not None and common_length(known, x.dims.T):
+        x, known = as_rows(x, x.dims.N), None
+    config, dims, packed = config or Config(), x.dims, x.cu_seqlens is not None
     work = work_of(dims, packed, known)
-    K64, V64 = _padded(K), _padded(V)
+    K64, V64 = _padded(dims.K), _padded(dims.V)
     warpgroups, segment_chunks = choose_split(
         dims, K64, V64, work, state_warpgroups=config.state_warpgroups, segment_chunks=config.segment_chunks
     )
-    items, starts, by_length = row_items(B, T, segment_chunks), None, False
-    if cu_seqlens is not None:
-        starts = borders(cu_seqlens, known)
-        ctas = N * HO * V64 // (GRANULE * warpgroups)  # with few waves of them a long one at the end is felt
-        by_length = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < N <= MAX_ORDERED and segment_chunks is None
-        items = packed_items(starts, T, segment_chunks, by_length and known is not None)
-        if known is not None and not share_chunks(known, T):
+    items, starts, by_length = row_items(dims.B, dims.T, segment_chunks), None, False
+    if packed:
+        starts = borders(x.cu_seqlens, known)
+        # With few waves of CTAs a long one at the end is felt.
+        ctas = dims.N * dims.HO * V64 // (GRANULE * warpgroups)
+        is_felt = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < dims.N <= MAX_ORDERED
+        by_length = is_felt and segment_chunks is None
+        items = packed_items(starts, dims.T, segment_chunks, by_length and known is not None)
+        if known is not None and not share_chunks(known, dims.T):
             starts = None
     static = _Static(
         scale=float(scale),
@@ -189,8 +163,8 @@ def forward(
         interpret=interpret,
     )
     items, starts = jax.tree.map(jnp.asarray, (items, starts))
-    run = _compiled if interpret is None else _run  # the interpreter hangs inside a compiled function
-    return run(static, q, k, v, g, beta, initial_state, segment_ids, items, starts)
+    o, final, residuals = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), items, starts)
+    return o.reshape(shape), final, residuals
 
 
 class _Static(NamedTuple):
@@ -221,17 +195,14 @@ class Prepared(NamedTuple):
     items: Items
 
 
-def _run(static: _Static, q, k, v, g, beta, initial_state, segment_ids, items: Items, starts):
+def _run(static: _Static, x: RuleArrays, items: Items, starts):
     """The kernels in order, with the padding around them."""
-    prepared = _prepare(static, q, k, v, g, beta, segment_ids, items, starts)
-    return _finish(static, prepared, initial_state, (*k.shape[1::2], v.shape[3]))
+    return _finish(static, _prepare(static, x, items, starts), x.initial_state, x.dims)
 
 
-def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, starts) -> Prepared:
+def _prepare(static: _Static, x: RuleArrays, items: Items, starts) -> Prepared:
     """The kernels up to what segments do to states."""
-    B, T, Hk, K = k.shape
-    Hq, HV, V = q.shape[2], v.shape[2], v.shape[3]
-    HO = max(Hq, HV)
+    (q, k, v, g, beta), (B, T, _, Hq, Hk, HV, HO, K, V) = x[:5], x.dims
     f32, interpret, config = jnp.float32, static.interpret, static.config
 
     normalize = static.use_qk_l2norm
@@ -239,9 +210,8 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, start
         q, k, normalize = _l2norm(q), _l2norm(k), False
     g = jnp.zeros((B, T, HO), f32) if g is None else g.astype(f32)
     beta = jnp.ones((B, T, HO), f32) if beta is None else beta.astype(f32)
-    if segment_ids is not None:
-        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        g = jnp.where(changes[..., None], -jnp.inf, g)
+    if x.segment_ids is not None:
+        g = jnp.where(changes_segment(x.segment_ids)[..., None], -jnp.inf, g)
     K64, V64, T8 = _padded(K), _padded(V), round_up(T, 8)
     q, k, v = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64)), pad(v, (B, T8, HV, V64))
     # The kernels work in chunks of one sequence as in rows that are not packed, where none is shared (starts = None).
@@ -260,9 +230,9 @@ def _prepare(static: _Static, q, k, v, g, beta, segment_ids, items: Items, start
     return Prepared(q, k, v, g2_cum, beta_t, t, rstd, e, m_t, items)
 
 
-def _finish(static: _Static, prepared: Prepared, initial_state, sizes: tuple[int, int, int]):
-    """The kernels from the states on: outputs, final states and residuals, for T, K and V without padding."""
-    (q, k, v, g2_cum, beta_t, t, rstd, _, m_t, items), (T, K, V) = prepared, sizes
+def _finish(static: _Static, prepared: Prepared, initial_state, dims: Dims):
+    """The kernels from the states on: outputs, final states and residuals, without padding."""
+    (q, k, v, g2_cum, beta_t, t, rstd, _, m_t, items), (T, K, V) = prepared, (dims.T, dims.K, dims.V)
     T8, K64, V64 = q.shape[1], q.shape[3], v.shape[3]
     interpret, config = static.interpret, static.config
     states = initial_state if isinstance(initial_state, PoolStates) else None
@@ -319,10 +289,6 @@ def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO 
     )
 
 
-_compiled = jax.jit(ahead(_run), static_argnums=0)
-"""So that a call outside jit compiles once, not every time."""
-
-
 class Open(NamedTuple):
     """The forward of rows that go on elsewhere, before any state is known.
 
@@ -331,8 +297,7 @@ class Open(NamedTuple):
 
     static: _Static
     prepared: Prepared
-    sizes: tuple[int, int, int]
-    """T, K and V without padding."""
+    dims: Dims
 
     def starts(self, initial_state: Float[Array, "N HO K V"]) -> Float[Array, "items HO V64 K64"]:
         """The state at the start of every segment; at the empty one's that which goes on."""
@@ -341,34 +306,25 @@ class Open(NamedTuple):
 
     def finish(self, initial_state: Float[Array, "N HO K V"]) -> tuple[jax.Array, jax.Array, Residuals]:
         """The results of `forward`."""
-        return _finish(self.static, self.prepared, initial_state, self.sizes)
+        return _finish(self.static, self.prepared, initial_state, self.dims)
 
 
 def prepare_open(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None,
-    beta: Float[Array, "B T HO"] | None,
+    x: RuleArrays,
     *,
     scale: float,
-    cu_seqlens: Int[Array, " N1"] | None = None,
     open_sequence: Int[Array, ""] | None = None,
     config: Config | None = None,
-    interpret=None,
+    interpret: Any = None,
 ) -> Open:
     """The forward of rows that go on elsewhere, up to where initial states are needed.
 
     Args: those of `forward`, without the L2 norm.
-      cu_seqlens: of packed rows, not known while tracing.
+      x: its initial states and segments are not read; cu_seqlens is not known while tracing.
       open_sequence: the packed sequence that goes on.
     """
-    config = config or Config()
-    (B, T, Hk, K), (Hq, HV, V) = k.shape, (q.shape[2], *v.shape[2:])
-    packed = cu_seqlens is not None
-    N = cu_seqlens.shape[0] - 1 if packed else B
-    dims = Dims(B=B, T=T, N=N, Hq=Hq, Hk=Hk, HV=HV, HO=max(Hq, HV), K=K, V=V)
-    K64, V64 = _padded(K), _padded(V)
+    config, dims, packed = config or Config(), x.dims, x.cu_seqlens is not None
+    K64, V64 = _padded(dims.K), _padded(dims.V)
     warpgroups, segment_chunks = choose_split(
         dims,
         K64,
@@ -378,13 +334,13 @@ def prepare_open(
         segment_chunks=config.segment_chunks,
         is_open=True,
     )
-    items, starts = row_items(B, T, segment_chunks, is_open=True), None
+    items, starts = row_items(dims.B, dims.T, segment_chunks, is_open=True), None
     if packed:
-        starts = borders(cu_seqlens, None)
-        items = packed_items(starts, T, segment_chunks, open_sequence=open_sequence)
+        starts = borders(x.cu_seqlens, None)
+        items = packed_items(starts, dims.T, segment_chunks, open_sequence=open_sequence)
     config = dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups))
     static = _Static(float(scale), False, True, False, config, interpret)
-    return Open(static, _prepare(static, q, k, v, g, beta, None, items, starts), (T, K, V))
+    return Open(static, _prepare(static, x._replace(cu_seqlens=None, segment_ids=None), items, starts), dims)
 
 
 def _l2norm(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.device.layouts import CHUNK
 
 UNROLLED = 17
@@ -133,6 +134,12 @@ def common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
     lengths = np.diff(cu_seqlens)
     length = int(lengths[0])
     return length if length and not length % 8 and cu_seqlens[-1] == T and (lengths == length).all() else None
+
+
+def as_rows(x: RuleArrays, rows: int) -> RuleArrays:
+    """The same call with packed sequences of equal lengths as the rows of a batch."""
+    tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:5])
+    return RuleArrays._make((*tokens, x.initial_state, None, None))
 
 
 def share_chunks(cu_seqlens: np.ndarray, T: int) -> bool:

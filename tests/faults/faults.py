@@ -56,20 +56,14 @@ FAULTS = (
     ),
     Fault(
         "chunk_states ignores the norm",
-        "k = gates.l2norm(x.k) if use_k_l2norm else x.k",
+        "k = gates.l2norm(x.k) if call.use_qk_l2norm else x.k",
         "k = x.k",
         "tests/test_stages.py::test_chunk_states",
     ),
     Fault(
         "chunk_states ignores debug checks",
-        """
-    _known_lengths(cu_seqlens, dims.T)
-    if _debug_checks:
-""",
-        """
-    _known_lengths(cu_seqlens, dims.T)
-    if False:
-""",
+        "x = _checked_values(x._replace(q=None), dims)",
+        "x = vary_alike(x._replace(q=None))",
         "tests/test_api.py::test_run_time_checks_of_chunk_states",
     ),
     Fault(
