@@ -201,10 +201,10 @@ def _train(task: str, argv: list[str]) -> int:
     options_lib.check(options)
     if options.run.resume:
         config = _stored(task, options.run.out)
-        stored = options_lib.from_json(task, config["options"], options.run)
+        stored = options_lib.from_json(default, config["options"], options.run)
         options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
-        options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
+        options_lib.check_same(stored, options)
     from gdn_jax.training.train import train
 
     return train(options, Console())
@@ -221,10 +221,10 @@ def _sweep(task: str, argv: list[str]) -> int:
     if options.sweep.resume:
         sweep_options.check(options)
         config = _stored(f"sweep {task}", options.sweep.out)
-        stored = sweep_options.from_json(task, config["options"], options.sweep)
+        stored = options_lib.from_json(presets["small"], config["options"], options.sweep)
         options = _parse(sweep_options.SweepOptions, stored, argv, prog)
         sweep_options.check(options)
-        options_lib.check_same(options_lib.to_json(stored), options_lib.to_json(options))
+        options_lib.check_same(stored, options)
     else:
         config = options.sweep.config
         default = (

@@ -105,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"gdn_jax", "commands"},
     "tasks": {"models", "commands"},
     "training": {
+        "shapes",
         "gdn_jax",
         "parallel",
         "blocks",

@@ -261,5 +261,5 @@ def test_an_older_run_is_no_hybrid():
     """Its config.json does not say what a model is."""
     stored = options_lib.to_json(options_lib.TASKS["bytes"])
     del stored["model"], stored["attention_every"]
-    options = options_lib.from_json("bytes", stored, options_lib.RunOptions())
+    options = options_lib.from_json(options_lib.TASKS["bytes"], stored, options_lib.RunOptions())
     assert options.model == options_lib.ModelOptions()

@@ -26,8 +26,8 @@ import pytest
 
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps import summary, sweep
-from gdn_jax.tasks.table import make_task
 from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.options import from_json
 
 RESULTS = Path(__file__).parent.parent / "results"
 FOLDERS = sorted(path.parent.name for path in RESULTS.glob("*/runs.jsonl"))
@@ -48,10 +48,10 @@ def scores(name):
     """{(mixer, scale): {size: scores of the seeds}} at the learning rate of the least mean validation loss."""
     config, lines = folder(name)
     o, metric = config["options"], next(key for key in lines[0] if key.startswith("test_"))
-    trying = range(o.get("lr_seeds") or o["seeds"])
+    trying = range(o["lr_seeds"] or o["seeds"])
     found = {}
-    for mixer, scale in itertools.product(o["mixers"], o.get("scales", [1])):
-        runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x.get("scale", 1)) == (mixer, scale)}
+    for mixer, scale in itertools.product(o["mixers"], o["scales"]):
+        runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x["scale"]) == (mixer, scale)}
         losses = {lr: np.mean([runs[lr, seed]["val_loss"] for seed in trying]) for lr in o["lrs"]}
         best = [runs[min(losses, key=losses.get), seed] for seed in range(o["seeds"])]
         best = [x[metric] | {"validation": x[metric.replace("test_", "val_")]} for x in best]
@@ -88,15 +88,8 @@ def facts(name):
 
 
 def about(name):
-    """What the table says of a sweep's task. The first sweeps did not store it."""
-    config, _ = folder(name)
-    if "about" in config:
-        return summary.About(**config["about"])
-    options = sweep_options.from_json(
-        config["task"].split()[1], config["options"], sweep_options.GridOptions()
-    )
-    task = make_task(options.task, options.sweep.batch_size, options.sweep.data_seed)
-    return summary.About.of(task)
+    """What the table says of a sweep's task."""
+    return summary.About(**folder(name)[0]["about"])
 
 
 def derived(text):
@@ -284,9 +277,8 @@ def test_configs_fit(path):
 def test_tables_are_those_of_the_runs(name):
     """table.md is what the program makes of runs.jsonl today, and no run of the grid is left out."""
     config, lines = folder(name)
-    options = sweep_options.from_json(
-        config["task"].split()[1], config["options"], sweep_options.GridOptions()
-    )
+    default = sweep_options.PRESETS[config["task"].split()[1]]["small"]
+    options = from_json(default, config["options"], sweep_options.GridOptions())
     o = options.sweep
     runs = {sweep.as_run(x) for x in lines}
     grid = itertools.product(o.mixers, o.scales)

@@ -18,7 +18,6 @@ from gdn_jax.sweeps.scoring import shared
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import RecallOptions
 from gdn_jax.tasks.table import make_task
-from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
@@ -78,7 +77,7 @@ def test_hybrid():
     o = options(mixers=("hybrid",))
     for layers, attention in ((2, [1]), (8, [3, 7])):
         size = dataclasses.replace(o.model, num_layers=layers)
-        kinds = options_lib.config_values(MIXERS["hybrid"].model(size))["layer_types"]
+        kinds = MIXERS["hybrid"].model(size).config_values()["layer_types"]
         assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
     with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
         sweep_options.check(o)

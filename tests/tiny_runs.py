@@ -30,11 +30,9 @@ def metrics(out):
 
 def final_state(out):
     """Arrays of the last checkpoint."""
-    options = options_lib.from_json(
-        "bytes",
-        json.loads((out / "config.json").read_text())["options"],
-        options_lib.RunOptions(out=out, resume=True),
-    )
+    stored = json.loads((out / "config.json").read_text())["options"]
+    start = options_lib.RunOptions(out=out, resume=True)
+    options = options_lib.from_json(options_lib.TASKS["bytes"], stored, start)
     trainer = Trainer.make(options, make_task(options.task, options.run.batch_size, options.run.seed))
     store = Checkpoints(RunFolder(out), None)
     trainer.restore(store)

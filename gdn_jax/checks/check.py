@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ import gdn_jax
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.checks.cases import CASES, inputs
-from gdn_jax.commands.errors import check_seed, one_line
+from gdn_jax.commands import fields
+from gdn_jax.commands.errors import one_line
+from gdn_jax.commands.fields import Distinct, Seed
 from gdn_jax.commands.parsing import parse
 from gdn_jax.commands.versions import versions
 
@@ -32,11 +34,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 class CheckOptions:
     """Options of `gdn check`."""
 
-    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
+    dtypes: Annotated[tuple[DType, ...], Distinct] = ("float32", "bfloat16")
     """dtypes of q, k, v."""
     full: bool = False
     """More cases: further shapes and head groupings, and sequences of thousands of tokens."""
-    seed: int = 0
+    seed: Annotated[int, Seed] = 0
     """Seed of the inputs."""
 
 
@@ -232,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
       RunError: an option cannot be used.
     """
     options = parse(CheckOptions, argv, "gdn check", CheckOptions(), __doc__)
-    check_seed(options.seed)
+    fields.check(options)
     console = Console(stderr=True)  # the report alone goes where it can be piped
     say = partial(console.print, style="dim", highlight=False, soft_wrap=True)
     report = compare(FULL if options.full else QUICK, options.dtypes, options.seed, say)

@@ -5,21 +5,22 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax import models
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands import fields
+from gdn_jax.commands.errors import RunError, fail
+from gdn_jax.commands.fields import NotNegative, Positive, Range, Seed
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.load import load_hf
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
 from gdn_jax.tasks import next_byte
 from gdn_jax.tasks.options import prompt_bytes
-from gdn_jax.training import options as options_lib
 from gdn_jax.training.load import load_run
 from gdn_jax.training.options import Implementation
 
@@ -33,17 +34,17 @@ class GenerateOptions:
 
     prompt: str = ""
     """Text to continue, any bytes. The model of a run may begin with none: then it writes a new file."""
-    tokens: int = 300
+    tokens: Annotated[int, Positive] = 300
     """Tokens to write at most: the model may end the text before."""
-    temperature: float = 0.7
+    temperature: Annotated[float, NotNegative] = 0.7
     """0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature)."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, Positive] = None
     """Draw among the k likeliest tokens only."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)] = None
     """Draw among the fewest of the likeliest tokens that have this probability together."""
-    min_p: float | None = None
+    min_p: Annotated[float | None, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)] = None
     """Draw among tokens at least this many times as likely as the likeliest."""
-    seed: int = 0
+    seed: Annotated[int, Seed] = 0
     """Seed of the draws."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of a checkpoint's weights and products. auto: that of its files."""
@@ -73,12 +74,12 @@ def generate(path: Path, options: GenerateOptions) -> int:
     Raises:
       RunError: an option cannot be used, or the checkpoint or run.
     """
-    options_lib.check_values(dataclasses.asdict(options))
+    fields.check(options)
     prompt = prompt_bytes(options.prompt).decode(errors="replace")
     try:
         writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
         if options.top_k is not None and options.top_k > writer.model.config.vocab_size:
-            options_lib.fail("top_k", f"at most {writer.model.config.vocab_size}", options.top_k)
+            fail("top_k", f"at most {writer.model.config.vocab_size}", options.top_k)
         return _write(writer, prompt, options)
     except ValueError as error:
         raise RunError(str(error)) from error

@@ -4,13 +4,16 @@ import dataclasses
 import math
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
 
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
 from gdn_jax.analysis import memory_horizon
+from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.fields import Positive
 from gdn_jax.gates import MAX_RATE, MAX_STEP, MIN_STEP
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
@@ -32,9 +35,9 @@ NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
 class InfoOptions:
     """The sequences that costs are computed for."""
 
-    context: int = 32768
+    context: Annotated[int, Positive] = 32768
     """Tokens of a sequence."""
-    batch: int = 1
+    batch: Annotated[int, Positive] = 1
     """Sequences side by side, each with a cache."""
 
 
@@ -44,9 +47,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     Raises:
       RunError: there is no such checkpoint, run or preset, or an option cannot be used.
     """
-    for name in ("context", "batch"):
-        if getattr(options, name) < 1:
-            options_lib.fail(name, "1 or more", getattr(options, name))
+    fields.check(options)
     preset = str(path) in PRESETS and not path.exists()
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
@@ -114,9 +115,9 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     _, stored = RunFolder.open(path)
     if stored["task"] not in options_lib.TASKS:
         raise RunError(f"{path}: expected a run of gdn train, got one of the task {stored['task']}")
-    options = options_lib.from_json(stored["task"], stored["options"], RunOptions())
+    options = options_lib.from_json(options_lib.TASKS[stored["task"]], stored["options"], RunOptions())
     options_lib.check(options)
-    values = options_lib.config_values(options.model) | {"dtype": compute_dtype(options.model)}
+    values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
     config = ModelConfig(vocab_size=vocab_size(options.task), **values)
     return f"{path}: a run of {stored['task']}", config, [], options.model.time_step
 

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gdn_jax.commands.errors import RunError, fail
+from gdn_jax.commands.fields import Distinct, PerStart, Positive, Seed
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
@@ -35,16 +36,16 @@ MixerName = Literal[
 class GridOptions:
     """What is compared: mixers x scales x learning rates x seeds."""
 
-    out: Path | None = None
+    out: Annotated[Path | None, PerStart] = None
     """Folder to create. Without it, a new folder runs/sweep-<task>-<number>."""
-    resume: bool = False
+    resume: Annotated[bool, PerStart] = False
     """Continue the sweep in --out: its stored options are used, and a different one is an error. Other processes may
     be at it: each takes mixers that no other one is at."""
-    config: Path | None = None
+    config: Annotated[Path | None, PerStart] = None
     """JSON file whose "options" take the place of the defaults, such as the config.json of a sweep."""
     size: Literal["small", "full"] = "small"
     """Defaults of all other options. small: minutes on two CPU cores; full: minutes on one H200."""
-    mixers: tuple[MixerName, ...] = (
+    mixers: Annotated[tuple[MixerName, ...], Distinct] = (
         "linear_attention",
         "mamba2",
         "delta_net",
@@ -53,24 +54,24 @@ class GridOptions:
         "softmax_attention",
     )
     """Token mixers; all but the hybrid have the same parameters, and the same initial weights for the same seed."""
-    scales: tuple[int, ...] = (1,)
+    scales: Annotated[tuple[int, ...], Distinct, Positive] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
     scaled: Literal["width", "depth", "state"] = "width"
     """What --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers; state:
     --head-dim, and so the state by the square."""
-    lrs: tuple[float, ...] = (4e-3, 1.2e-2)
+    lrs: Annotated[tuple[float, ...], Distinct, Positive] = (4e-3, 1.2e-2)
     """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
-    seeds: int = 3
+    seeds: Annotated[int, Positive] = 3
     """Runs that differ in their initial weights and batches: seeds 0, 1, ..."""
-    lr_seeds: int | None = None
+    lr_seeds: Annotated[int | None, Positive] = None
     """The first so many seeds try every learning rate, the others the one that was best there. None: all try all."""
-    data_seed: int = 0
+    data_seed: Annotated[int, Seed] = 0
     """Seed of the validation and test sets, which all runs share."""
-    steps: int = 500
+    steps: Annotated[int, Positive] = 500
     """Optimiser steps of a run."""
-    batch_size: int = 32
+    batch_size: Annotated[int, Positive] = 32
     """Sequences of an optimiser step."""
-    together: int = 1
+    together: Annotated[int, Positive] = 1
     """Runs of a mixer that advance side by side in one program. More use a GPU better."""
     deterministic: bool = True
     """On a GPU, leave out operations that do not repeat bit for bit."""
@@ -266,13 +267,12 @@ def state_size(model: SizeOptions) -> int:
 
 def check(options: SweepOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
-    options_lib.check_values(options_lib.flat(options))
+    options_lib.check_fields(options)
     grid = options.sweep
     for scale in grid.scales:
         model = scaled_model(options, scale)
-        options_lib.check_size(model)
         for mixer in grid.mixers:
-            options_lib.check_layers(MIXERS[mixer].model(model))
+            MIXERS[mixer].model(model).check()
     options.task.check()
     if isinstance(options.task, TextOptions) and options.task.test_lengths is None:
         fail("test_lengths", "at least one length", "none")
@@ -282,18 +282,6 @@ def check(options: SweepOptions) -> None:
         runs = grid.seeds * len(grid.lrs)
         if runs % grid.together:
             fail("together", f"a divisor of --seeds x --lrs = {runs}", grid.together)
-
-
-def from_json(task: str, stored: dict[str, object], grid: GridOptions) -> SweepOptions:
-    """Options of a stored sweep; where it lies comes from `grid`.
-
-    Raises:
-      RunError: the stored names are not those of this version.
-    """
-    default = PRESETS[task]["small"]
-    older = options_lib.younger(SweepOptions(type(default.task)()))
-    start = {name: getattr(grid, name) for name in ("out", "resume", "config")}
-    return options_lib.fill(default, older | stored, start)
 
 
 def from_file(task: str, path: Path, grid: GridOptions) -> SweepOptions:
@@ -315,4 +303,5 @@ def from_file(task: str, path: Path, grid: GridOptions) -> SweepOptions:
     size = options.get("size", "small")
     if size not in ("small", "full"):
         fail("config", "the size small or full", size)
-    return from_json(task, options_lib.to_json(PRESETS[task][size]) | options, grid)
+    default = PRESETS[task][size]
+    return options_lib.from_json(default, options_lib.to_json(default) | options, grid)

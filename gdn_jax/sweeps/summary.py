@@ -71,7 +71,7 @@ def rows(
         for scale in scales:
             by_lr: dict[float, dict[int, dict[str, Any]]] = {}
             for record in records:
-                if (record["mixer"], record.get("scale", 1)) == (mixer, scale):
+                if (record["mixer"], record["scale"]) == (mixer, scale):
                     by_lr.setdefault(record["lr"], {})[record["seed"]] = record
             tried = set.intersection(*map(set, by_lr.values()))  # seeds
 
@@ -147,10 +147,10 @@ def markdown(
 def _parameters(records: list[dict[str, Any]]) -> str:
     """Parameters of the models, scale by scale, and those of a mixer that has others."""
     usual, others = [], []
-    for scale in sorted({record.get("scale", 1) for record in records}):
+    for scale in sorted({record["scale"] for record in records}):
         counts: dict[int, set[str]] = {}
         for record in records:
-            if record.get("scale", 1) == scale:
+            if record["scale"] == scale:
                 counts.setdefault(record["parameters"], set()).add(MIXERS[record["mixer"]].label)
         most = max(counts, key=lambda count: len(counts[count]))
         usual.append(str(most))

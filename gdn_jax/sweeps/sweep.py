@@ -218,8 +218,8 @@ def wanted(
 
 
 def as_run(record: dict[str, Any]) -> Run:
-    """The run that a line of runs.jsonl belongs to. The first sweeps had no scales."""
-    return Run(record["mixer"], record["lr"], record["seed"], record.get("scale", 1))
+    """Returns the run that a line of runs.jsonl belongs to."""
+    return Run(**{name: record[name] for name in Run._fields})
 
 
 class Sweep:
@@ -351,7 +351,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     largest = scaled_model(options, max(o.scales))
     memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)
     if o.resume:
-        folder, config = RunFolder.open(o.out, command=str)
+        folder, config = RunFolder.open(o.out, command=str, about=dict)
         check_same_data(config["data"], task)
         return _work(options, task, folder, config, console)
     config = {
@@ -382,9 +382,7 @@ def _work(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
     kept = (
-        "mixer",
-        "lr",
-        "seed",
+        *Run._fields,
         "val_loss",
         f"val_{task.metric}",
         f"test_{task.metric}",
@@ -451,7 +449,7 @@ def write_results(
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, task.metric)
     sizes = {scale: scaled_model(options, scale) for scale in o.scales}
-    about = summary.About(**config["about"]) if "about" in config else summary.About.of(task)
+    about = summary.About(**config["about"])
     table = summary.markdown(rows, records, config, about, sizes)
     write_text(folder / "table.md", table)
     along = None

@@ -5,9 +5,10 @@ The docstring of a class is the task's description on the command line, that und
 
 import dataclasses
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, Repeated
 
 
 def prompt_bytes(prompt: str) -> bytes:
@@ -26,7 +27,7 @@ def prompt_bytes(prompt: str) -> bytes:
 class CorpusOptions:
     """A text, a part of which is held out."""
 
-    data: Path | None = None
+    data: Annotated[Path | None, MayChange] = None
     """File or folder. Without it, the .py files of the running Python's standard library. With --resume: where the
     same text lies now."""
     glob: str = "*"
@@ -42,18 +43,18 @@ class TextOptions(CorpusOptions):
 
     task: ClassVar[str] = "bytes"
 
-    length: int = 256
+    length: Annotated[int, Positive] = 256
     """Bytes of a training sequence, T."""
-    test_lengths: tuple[int, ...] | None = None
+    test_lengths: Annotated[tuple[int, ...] | None, Distinct, Positive] = None
     """Held-out text is also read in windows of the longest of these, and scored between one length and the next:
     what more context is worth. None: it is not."""
-    val_bytes: int = 131072
+    val_bytes: Annotated[int, Positive] = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""
     """Start of the sample, any bytes; empty: the start of a new file."""
-    sample_bytes: int = 600
+    sample_bytes: Annotated[int, Positive] = 600
     """Bytes of the sample."""
-    temperature: float = 0.7
+    temperature: Annotated[float, NotNegative] = 0.7
     """Temperature of the sample; 0 takes the likeliest byte."""
 
     def check(self) -> None:
@@ -67,9 +68,9 @@ class TextOptions(CorpusOptions):
 class GeneratedOptions:
     """Sequences drawn at random, as many as are wanted."""
 
-    val_sequences: int = 512
+    val_sequences: Annotated[int, Positive] = 512
     """Fresh sequences of a validation, and of a test at one size."""
-    train_sequences: int | None = None
+    train_sequences: Annotated[int | None, Positive] = None
     """Different training sequences (of each of --cases), drawn with replacement. None: every one is fresh."""
 
     def freshness(self) -> str:
@@ -84,21 +85,21 @@ class RecallOptions(GeneratedOptions):
 
     task: ClassVar[str] = "recall"
 
-    vocab_size: int = 64
+    vocab_size: Annotated[int, Positive] = 64
     """Tokens: the first half are keys, the second half values."""
-    num_pairs: int = 8
+    num_pairs: Annotated[int, Positive] = 8
     """Key-value pairs of a training sequence, each queried once."""
     vary_pairs: bool = False
     """Draw the number of pairs of every training sequence from 1 to --num-pairs; fill takes the place of the rest."""
     rewrite: bool = False
     """Let keys come again with other values: the last value counts."""
-    length: int = 32
+    length: Annotated[int, Positive] = 32
     """Tokens of a sequence, even and at least four a pair."""
-    power: float = 0.01
+    power: Annotated[float, Positive] = 0.01
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
-    test_pairs: tuple[int, ...] = (2, 4, 8)
+    test_pairs: Annotated[tuple[int, ...], Distinct, Positive] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
-    cases: tuple[str, ...] | None = None
+    cases: Annotated[tuple[str, ...] | None, Repeated] = None
     """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
     One that stands here twice has two turns. They take the place of --length, --num-pairs and --test-pairs."""
 
@@ -147,15 +148,15 @@ class NeedleOptions(GeneratedOptions):
     haystack: Literal["noise", "text", "pairs"] = "noise"
     """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes; pairs: key-value
     pairs that the marker makes void, and a needle of pairs like them."""
-    noise_tokens: int = 32
+    noise_tokens: Annotated[int, Positive] = 32
     """Different tokens of the noise; the values of a needle are among them. Of pairs, half are keys."""
-    num_values: int = 16
+    num_values: Annotated[int, Positive] = 16
     """Different values of a needle (of pairs: all)."""
-    needle_length: int = 2
+    needle_length: Annotated[int, Positive] = 2
     """Values (or pairs) of a needle, all of them asked at the end."""
-    length: int = 64
+    length: Annotated[int, Positive] = 64
     """Tokens of a training sequence."""
-    test_lengths: tuple[int, ...] = (64, 128, 256, 512)
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (64, 128, 256, 512)
     """Lengths that the trained model is tested at."""
 
     def check(self) -> None:
@@ -189,11 +190,11 @@ class SentenceOptions(GeneratedOptions, CorpusOptions):
     """repeated: the same few words over and over; text: pieces of --data, the held-out part of which is for tests."""
     value: Literal["number", "code"] = "number"
     """What the sentence says: a number of seven digits, or a code of 32 hexadecimal digits."""
-    text_weight: float = 0.0
+    text_weight: Annotated[float, NotNegative] = 0.0
     """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
-    length: int = 512
+    length: Annotated[int, Positive] = 512
     """Bytes of a training sequence."""
-    test_lengths: tuple[int, ...] = (512, 1024)
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (512, 1024)
     """Lengths that the trained model is tested at."""
 
     def check(self) -> None:
@@ -209,9 +210,9 @@ class ParityOptions(GeneratedOptions):
 
     task: ClassVar[str] = "parity"
 
-    length: int = 32
+    length: Annotated[int, Positive] = 32
     """Bits of a training sequence."""
-    test_lengths: tuple[int, ...] = (32, 64, 128)
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
     """Lengths that the trained model is tested at; beyond the training length only bits past it count."""
 
     def check(self) -> None:
@@ -228,9 +229,9 @@ class PermutationOptions(GeneratedOptions):
     """Permutations of three or of five things."""
     elements: Literal["all", "swaps"] = "all"
     """Tokens of a word: all elements of the group, or those that exchange two things."""
-    length: int = 32
+    length: Annotated[int, Positive] = 32
     """Permutations of a training sequence."""
-    test_lengths: tuple[int, ...] = (32, 64, 128)
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
     """Lengths that the trained model is tested at; beyond the training length only products past it count."""
 
     def check(self) -> None:
@@ -243,11 +244,11 @@ class CopyOptions(GeneratedOptions):
 
     task: ClassVar[str] = "copy"
 
-    num_tokens: int = 32
+    num_tokens: Annotated[int, Positive] = 32
     """Different tokens to copy."""
-    length: int = 16
+    length: Annotated[int, Positive] = 16
     """Tokens to copy; a sequence has twice as many."""
-    test_lengths: tuple[int, ...] = (8, 16, 32)
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (8, 16, 32)
     """Numbers of tokens that the trained model is tested with."""
 
     def check(self) -> None:

@@ -116,8 +116,7 @@ class Checkpoints:
         )
         restored = self._manager.restore(step, args=wanted)
         state, facts = restored["state"], dict(restored["facts"])
-        # The first checkpoints of this format had no digest.
-        if facts.pop("digest", None) not in (None, _digest(state)):
+        if facts.pop("digest", None) != _digest(state):
             raise ValueError("the arrays are not those that were saved")
         return state, facts
 

@@ -3,13 +3,15 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import jax
 from flax import nnx
 
+from gdn_jax.commands import fields
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Positive
 from gdn_jax.tasks import next_byte, text
-from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.load import TrainedRun, load_run
 from gdn_jax.training.options import Implementation
@@ -24,7 +26,7 @@ class EvalOptions:
     """File or folder, all of which is new to the model if the number is to mean anything."""
     glob: str = "*"
     """Names of the files read below a folder."""
-    val_bytes: int = 131072
+    val_bytes: Annotated[int, Positive] = 131072
     """Bytes scored at most, in windows of the run's length, spread evenly over the text."""
     implementation: Implementation | None = None
     """Implementation of the rule. None: that of the run."""
@@ -56,7 +58,7 @@ def evaluate(path: Path, options: EvalOptions) -> int:
     Raises:
       RunError: an option cannot be used, or the run.
     """
-    options_lib.check_values(dataclasses.asdict(options))
+    fields.check(options)
     if options.data is None:
         fail("data", "a file or a folder", "none")
     source, files = text.read(options.data, options.glob)

@@ -83,7 +83,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
     folder, config = RunFolder.open(Path(path))
     if config["task"] not in options_lib.TASKS:
         raise RunError(f"{path}: expected a run of gdn train, got one of the task {config['task']}")
-    options = options_lib.from_json(config["task"], config["options"], RunOptions())
+    options = options_lib.from_json(options_lib.TASKS[config["task"]], config["options"], RunOptions())
     options_lib.check(options)
     size = options.model
     if implementation is not None:

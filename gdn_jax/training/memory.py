@@ -5,7 +5,7 @@ import os
 import jax
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions, hybrid_values
+from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions
 
 _GIB = 2**30
 _FLOAT = 4  # bytes of a float32 or an int32
@@ -22,7 +22,7 @@ def parameters(model: SizeOptions, vocab_size: int) -> int:
     layer = d * (2 * keys + 3 * values) + 3 * d * inner  # q, k; v, gate, o; the SwiGLU
     layers = model.num_layers * layer
     if isinstance(model, ModelOptions) and model.model == "hybrid":
-        hybrid = hybrid_values(model)
+        hybrid = model.hybrid_values()
         a, number = hybrid["attention"], hybrid["layer_types"].count("attention")
         layers += number * d * (5 * a.num_heads * a.head_dim - 2 * keys - 3 * values)  # q, k, v, gate, o
     return vocab_size * d * (1 if model.tie_embeddings else 2) + layers

@@ -4,12 +4,14 @@ The docstring under a field is its help text on the command line.
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
+from gdn_jax.commands.fields import Fraction, MayChange, NotNegative, PerStart, Positive, Range, Seed
+from gdn_jax.shapes import ArgumentError
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
@@ -22,41 +24,44 @@ from gdn_jax.tasks.options import (
 )
 
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
+NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
+_MOST_LAYERS = 10_000
+"""Layers of a hybrid at most: its configuration lists the type of each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """What a run is: where it goes, how long it lasts, how often it reports."""
 
-    out: Path | None = None
+    out: Annotated[Path | None, PerStart] = None
     """Run folder to create. Without it, a new folder runs/<task>-<number>."""
-    resume: bool = False
+    resume: Annotated[bool, PerStart] = False
     """Continue the run in --out: its stored options are used, and a different one is an error."""
-    seed: int = 0
+    seed: Annotated[int, Seed] = 0
     """Seed of the initial weights, the batches and the sample."""
-    steps: int = 800
+    steps: Annotated[int, Positive] = 800
     """Optimiser steps. The learning-rate schedule depends on it, never on the clock."""
-    batch_size: int = 4
+    batch_size: Annotated[int, Positive] = 4
     """Sequences of one optimiser step."""
-    accumulate: int = 1
+    accumulate: Annotated[int, Positive] = 1
     """Pieces the batch is cut into to save memory; the gradient is that of the whole batch."""
-    log_every: int = 20
+    log_every: Annotated[int, Positive] = 20
     """Steps between two lines of metrics.jsonl."""
-    eval_every: int = 200
+    eval_every: Annotated[int, Positive] = 200
     """Steps between two validations (the last step is always validated)."""
-    save_every: int = 200
+    save_every: Annotated[int, Positive] = 200
     """Steps between two checkpoints (the last step is always saved)."""
     deterministic: bool = True
     """On a GPU, leave out operations that do not repeat bit for bit."""
-    keep: int = 2
+    keep: Annotated[int, MayChange, Positive] = 2
     """Checkpoints kept."""
-    compilation_cache: bool = True
+    compilation_cache: Annotated[bool, PerStart] = True
     """On an accelerator, keep compiled programs for the next run: in JAX_COMPILATION_CACHE_DIR, without it in the
     user's cache directory."""
-    mesh: str | None = None
+    mesh: Annotated[str | None, PerStart] = None
     """Run on all devices of all processes, split like data=2,head=2,context=2: rows, heads, and tokens of a row; with
     ,sharded each device of data keeps a part of the parameters. A resumed run may have another mesh."""
-    max_minutes: float | None = None
+    max_minutes: Annotated[float | None, PerStart, Positive] = None
     """Save and stop after this many minutes of training, finished or not. --resume continues."""
 
 
@@ -64,23 +69,23 @@ class RunOptions:
 class SizeOptions:
     """Size and arithmetic of a model, whatever its rule."""
 
-    hidden_size: int = 128
+    hidden_size: Annotated[int, Positive] = 128
     """Width of the residual stream."""
-    num_layers: int = 4
+    num_layers: Annotated[int, Positive] = 4
     """Blocks of GatedDeltaNet and SwiGLU."""
-    num_heads: int = 2
+    num_heads: Annotated[int, Positive] = 2
     """Heads of a GatedDeltaNet."""
-    head_dim: int = 32
+    head_dim: Annotated[int, Positive] = 32
     """Width K of a key and of a query."""
-    expand_v: float = 2.0
+    expand_v: Annotated[float, Positive] = 2.0
     """Width of a value over the width of a key, V / K."""
-    conv_size: int = 4
+    conv_size: Annotated[int, Positive] = 4
     """Taps of the causal convolution, 2 to 4."""
-    mlp_ratio: float = 2.0
+    mlp_ratio: Annotated[float, Positive] = 2.0
     """Inner width of the SwiGLU over hidden_size."""
-    time_step: float = 1.0
+    time_step: Annotated[float, Positive, NotInConfig] = 1.0
     """Factor of the initial time steps of the gates: 0.1 makes the first half-lives ten times as long."""
-    write_start: float | None = None
+    write_start: Annotated[float | None, Range("a number between 0 and 1", lambda x: 0 < x < 1)] = None
     """Where the write strength starts, between 0 and 1 (twice as much where it goes to 2): a bias, which is learned.
     None: no bias, which starts at 0.5. A smaller one forgets less before anything is learned."""
     tie_embeddings: bool = False
@@ -92,6 +97,21 @@ class SizeOptions:
     remat: Literal["none", "rule", "full"] = "none"
     """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
 
+    def config_values(self) -> dict[str, Any]:
+        """Returns the fields of a `gdn_jax.models.ModelConfig` that options set; what is "auto" is left out."""
+        names = {field.name for field in dataclasses.fields(self)} - fields.marked(type(self), NotInConfig)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name in names and value != "auto"}
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        from gdn_jax.models import ModelConfig
+
+        try:
+            ModelConfig(**self.config_values())
+        except ArgumentError as error:
+            fail(error.name, error.expected, error.got)
+
 
 RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
 
@@ -100,9 +120,9 @@ RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softma
 class ModelOptions(SizeOptions):
     """A model: its size, its layers and its rule."""
 
-    model: Literal["gated_delta_net", "hybrid"] = "gated_delta_net"
+    model: Annotated[Literal["gated_delta_net", "hybrid"], NotInConfig] = "gated_delta_net"
     """hybrid: with attention in some layers, in the form of Qwen3.5, so that `save_hf` can write it."""
-    attention_every: int = 4
+    attention_every: Annotated[int, Positive, NotInConfig] = 4
     """In a hybrid the last layer of so many is attention."""
     rule: RuleName = "gated_delta"
     """What the token mixers do with q, k, v, g and beta."""
@@ -111,29 +131,54 @@ class ModelOptions(SizeOptions):
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual stream between the blocks."""
 
+    def config_values(self) -> dict[str, Any]:
+        return super().config_values() | (self.hybrid_values() if self.model == "hybrid" else {})
 
-NOT_IN_CONFIG = {"time_step", "model", "attention_every"}
-"""Options of a model that are no fields of a ModelConfig: they change its initial weights, or set several fields."""
+    def hybrid_values(self) -> dict[str, Any]:
+        """Returns the fields of a ModelConfig that make a model a hybrid in the form of Qwen3.5.
 
-NOT_OPTIONS = {
-    *("vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"),
-    *("layer_types", "attention", "experts", "dense_layers", "mixer_norm_eps", "zero_centred_norms"),
-    *("scale_embedding", "weight_dtype"),
-}
-"""Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
+        Attention has as many heads as a GatedDeltaNet and is as wide as the model, up to 8 dimensions for each head.
+        A quarter of each head is rotated.
+        """
+        from gdn_jax.models.config import AttentionConfig, hybrid_layers
+
+        head_dim = max(8, self.hidden_size // self.num_heads // 8 * 8)
+        return {
+            "layer_types": hybrid_layers(self.num_layers, self.attention_every),
+            "attention": AttentionConfig(
+                num_heads=self.num_heads,
+                head_dim=head_dim,
+                qk_norm="head",
+                output_gate=True,
+                rotary_dim=head_dim // 4,
+            ),
+            "zero_centred_norms": True,
+            "scale_embedding": False,
+        }
+
+    def check(self) -> None:
+        if self.model == "hybrid":
+            if self.num_layers > _MOST_LAYERS:
+                fail("num_layers", f"at most {_MOST_LAYERS} in a hybrid", self.num_layers)
+            if not 2 <= self.attention_every <= self.num_layers:
+                fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
+            for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
+                if getattr(self, name) != wanted:
+                    fail(name, f"{wanted} in a hybrid", getattr(self, name))
+        super().check()
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
     """AdamW with a linear warm-up and a cosine decay, whatever the learning rate."""
 
-    end_lr: float = 0.02
+    end_lr: Annotated[float, Fraction] = 0.02
     """Learning rate of the last step over the peak."""
-    warmup: float = 0.05
+    warmup: Annotated[float, Fraction] = 0.05
     """Part of the steps with a rising learning rate."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NotNegative] = 0.1
     """Decoupled weight decay of matrices; A_log, dt_bias, norms and biases have none."""
-    clip: float = 1.0
+    clip: Annotated[float, Positive] = 1.0
     """Largest global norm of a gradient."""
 
 
@@ -141,7 +186,7 @@ class ScheduleOptions:
 class OptimizerOptions(ScheduleOptions):
     """An optimiser: its schedule and its learning rate."""
 
-    lr: float = 3e-3
+    lr: Annotated[float, Positive] = 3e-3
     """Peak learning rate."""
 
 
@@ -175,26 +220,6 @@ TASKS: dict[str, TrainOptions] = {
 }
 """Tasks by name, with their default options."""
 
-_NOT_STORED = {
-    *"out resume config max_minutes compilation_cache mesh".split()
-}  # belong to one start of a run
-_MAY_CHANGE = {"keep", "data"}  # on --resume; of the data the fingerprint counts, not where it lies
-_YOUNGER = (
-    "model attention_every remat write_start scales scaled lr_seeds train_sequences cases packages test_lengths"
-).split()  # came after the first runs that are kept
-
-_POSITIVE = (
-    "steps batch_size accumulate log_every eval_every save_every keep max_minutes hidden_size num_layers "
-    "num_heads head_dim expand_v mlp_ratio time_step lr clip length val_bytes sample_bytes num_pairs power "
-    "val_sequences test_pairs test_lengths noise_tokens num_values needle_length num_tokens seeds lrs together "
-    "scales lr_seeds train_sequences tokens top_k attention_every"
-).split()
-_NOT_NEGATIVE = "seed data_seed weight_decay temperature text_weight".split()
-_FRACTION = "end_lr warmup".split()
-_SEEDS = "seed data_seed".split()  # 32 bits without a sign
-_REPEATS = {"cases"}  # how often a value stands there means something
-_MOST_LAYERS = 10_000  # of a hybrid, whose configuration lists the type of each
-
 
 def flat(options: Any) -> dict[str, Any]:
     """Every option by its name; names are unique over the groups."""
@@ -202,130 +227,46 @@ def flat(options: Any) -> dict[str, Any]:
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
 
 
-def check_values(options: dict[str, Any]) -> None:
-    """Raises RunError naming the first option whose value cannot be used, whatever the others are."""
-    for name, given in options.items():
-        if isinstance(given, tuple) and not (given and (name in _REPEATS or len(set(given)) == len(given))):
-            fail(name, "different values, at least one", " ".join(map(str, given)) or "none")
-        for value in given if isinstance(given, tuple) else (given,):
-            if value is None:
-                continue
-            if name in _SEEDS and value >= 2**32:
-                fail(name, "less than 2**32", value)
-            if isinstance(value, int) and value >= 2**31 and name not in _SEEDS:
-                fail(name, "less than 2**31", value)
-            if isinstance(value, float) and not math.isfinite(value):
-                fail(name, "a finite number", value)
-            if name in _POSITIVE and not value > 0:
-                fail(name, "a number above 0", value)
-            if name in _NOT_NEGATIVE and not value >= 0:
-                fail(name, "0 or more", value)
-            if name in _FRACTION and not 0 <= value < 1:
-                fail(name, "a fraction in [0, 1)", value)
-
-
-def config_values(model: SizeOptions) -> dict[str, Any]:
-    """The fields of a `gdn_jax.models.ModelConfig` that options set, by name; what is "auto" is left out."""
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    values = {name: value for name, value in values.items() if name not in NOT_IN_CONFIG and value != "auto"}
-    return values | (
-        hybrid_values(model) if isinstance(model, ModelOptions) and model.model == "hybrid" else {}
-    )
-
-
-def hybrid_values(model: "ModelOptions") -> dict[str, Any]:
-    """The fields of a ModelConfig that make a model a hybrid in the form of Qwen3.5.
-
-    Attention has as many heads as a GatedDeltaNet and is as wide as the model, up to 8 dimensions for each head; a
-    quarter of each is rotated.
-    """
-    from gdn_jax.models.config import AttentionConfig, hybrid_layers
-
-    head_dim = max(8, model.hidden_size // model.num_heads // 8 * 8)
-    return {
-        "layer_types": hybrid_layers(model.num_layers, model.attention_every),
-        "attention": AttentionConfig(
-            num_heads=model.num_heads,
-            head_dim=head_dim,
-            qk_norm="head",
-            output_gate=True,
-            rotary_dim=head_dim // 4,
-        ),
-        "zero_centred_norms": True,
-        "scale_embedding": False,
-    }
-
-
-def check_size(model: SizeOptions) -> None:
-    """Raises RunError naming an option of the model that does not fit the others."""
-    from gdn_jax.models import ModelConfig
-
-    try:
-        ModelConfig(**config_values(model))
-    except ValueError as error:
-        name, _, message = str(error).partition(":")
-        raise RunError(f"{flag(name)}:{message}") from error
-
-
-def check_layers(model: ModelOptions) -> None:
-    """Raises RunError where the layers of a hybrid cannot be had."""
-    if model.model != "hybrid":
-        return
-    if model.num_layers > _MOST_LAYERS:
-        fail("num_layers", f"at most {_MOST_LAYERS} in a hybrid", model.num_layers)
-    if not 2 <= model.attention_every <= model.num_layers:
-        fail("attention_every", f"2 to --num-layers {model.num_layers}", model.attention_every)
-    for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
-        if getattr(model, name) != wanted:
-            fail(name, f"{wanted} in a hybrid", getattr(model, name))
-
-
 def check(options: TrainOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
-    check_values(flat(options))
+    check_fields(options)
     run = options.run
     if run.batch_size % run.accumulate:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
-    check_layers(options.model)
-    check_size(options.model)
+    options.model.check()
     options.task.check()
     if isinstance(options.task, TextOptions) and options.model.rule == "softmax_attention":
         fail("rule", "a rule with a recurrent state, through which the sample is written", options.model.rule)
 
 
+def check_fields(options: Any) -> None:
+    """Raises RunError for the first option of all groups that its own checks refuse."""
+    for group in dataclasses.fields(options):
+        fields.check(getattr(options, group.name))
+
+
 def to_json(options: Any) -> dict[str, object]:
-    """Options as config.json keeps them: without those that belong to one start of a run."""
-    values = {name: value for name, value in flat(options).items() if name not in _NOT_STORED}
+    """Returns options as config.json keeps them: without those that belong to one start of a run."""
+    left_out = _marked(options, PerStart)
+    values = {name: value for name, value in flat(options).items() if name not in left_out}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     if isinstance(values.get("data"), Path):
         values["data"] = str(values["data"].resolve())
     return values
 
 
-def from_json(name: str, stored: dict[str, object], run: RunOptions) -> TrainOptions:
-    """Options of a stored run; those that are not stored come from `run`.
+def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
+    """Returns stored options.
 
-    Raises:
-      RunError: the stored names are not those of this version.
-    """
-    default = TASKS[name]
-    start = {name: getattr(run, name) for name in _NOT_STORED - {"config"}}
-    return fill(default, younger(default) | stored, start)
-
-
-def younger(default: Any) -> dict[str, object]:
-    """Options that older runs did not store, with the defaults that those runs had."""
-    values = to_json(default)
-    return {name: values[name] for name in _YOUNGER if name in values}
-
-
-def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> Any:
-    """Options like `default` with the values of a JSON object, and some that are not stored.
+    Args:
+      default: options of the same task, whose values do not count.
+      stored: as `to_json` made it.
+      start: the group of options whose values come from this start of the run where they are not stored.
 
     Raises:
       RunError: the stored names are not those of this version, or a value is not of its type.
     """
-    known = set(flat(default)) - set(more)
+    known = {*flat(default)} - _marked(default, PerStart)
     if set(stored) != known:
         odd = ", ".join(sorted(set(stored) ^ known))
         raise RunError(
@@ -339,12 +280,18 @@ def fill(default: Any, stored: dict[str, object], more: dict[str, object]) -> An
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
     if values.get("data") is not None:
         values["data"] = Path(str(values["data"]))
-    values |= more
+    values |= {name: getattr(start, name) for name in fields.marked(type(start), PerStart)}
     groups = {}
     for group in dataclasses.fields(default):
         cls = type(getattr(default, group.name))
         groups[group.name] = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
     return type(default)(**groups)
+
+
+def _marked(options: Any, mark: fields.Mark) -> set[str]:
+    """Names of the options of all groups that carry a mark."""
+    groups = (type(getattr(options, group.name)) for group in dataclasses.fields(options))
+    return set().union(*(fields.marked(group, mark) for group in groups))
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -362,8 +309,9 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, kinds.get(hint, hint))
 
 
-def check_same(stored: dict[str, object], asked: dict[str, object]) -> None:
+def check_same(stored: Any, asked: Any) -> None:
     """Raises RunError naming the first option in which a resumed run would differ from its past."""
-    for name, value in stored.items():
-        if name not in _MAY_CHANGE and asked[name] != value:
-            raise RunError(f"{flag(name)}: expected {value} as in the run to resume, got {asked[name]}")
+    may_change, now = _marked(stored, MayChange), to_json(asked)
+    for name, value in to_json(stored).items():
+        if name not in may_change and now[name] != value:
+            raise RunError(f"{flag(name)}: expected {value} as in the run to resume, got {now[name]}")

@@ -16,7 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
-from gdn_jax.training.options import ModelOptions, ScheduleOptions, config_values
+from gdn_jax.training.options import ModelOptions, ScheduleOptions
 
 AT_ONCE = 64
 """Arrays whose sums of squares are added by one kernel."""
@@ -66,7 +66,7 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
       RunError: the sizes do not make a model.
     """
     try:
-        values = config_values(options) | {"dtype": compute_dtype(options)}
+        values = options.config_values() | {"dtype": compute_dtype(options)}
         config = models.ModelConfig(vocab_size=vocab_size, **values)
         model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
     except (ValueError, NotImplementedError) as error:
