@@ -109,7 +109,7 @@ def test_lines_are_whole(finished, tmp_path, capsys):
     with open(out / "runs.jsonl", "a") as file:
         file.write('{"mixer": "mamba2"}\n')
     assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 1
-    assert "expected a JSON object with mixer, lr, seed, val_loss" in capsys.readouterr().err
+    assert "expected a JSON object with mixer, lr, seed, scale, val_loss" in capsys.readouterr().err
 
 
 @pytest.mark.slow

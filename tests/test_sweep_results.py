@@ -55,7 +55,7 @@ def test_table_of_several_scales():
 
 
 def line(mixer, lr, seed, loss, accuracy):
-    return {"mixer": mixer, "lr": lr, "seed": seed, "val_loss": loss, "val_accuracy": 0.0,
+    return {"mixer": mixer, "lr": lr, "seed": seed, "scale": 1, "val_loss": loss, "val_accuracy": 0.0,
             "test_accuracy": {"4": accuracy, "8": accuracy / 2}}  # fmt: skip
 
 

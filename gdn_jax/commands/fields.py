@@ -35,12 +35,12 @@ class Range(Check):
 
     def check(self, name: str, value: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int) and number >= 2**self.bits:
-                fail(name, f"less than 2**{self.bits}", number)
             if isinstance(number, float) and not math.isfinite(number):
                 fail(name, "a finite number", number)
             if not self.accepts(number):
                 fail(name, self.expected, number)
+            if isinstance(number, int) and number >= 2**self.bits:
+                fail(name, f"less than 2**{self.bits}", number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Mark:
 Positive = Range("a number above 0", lambda x: x > 0)
 NotNegative = Range("0 or more", lambda x: x >= 0)
 Fraction = Range("a fraction in [0, 1)", lambda x: 0 <= x < 1)
-Seed = Range("0 or more", lambda x: x >= 0, bits=32)
+Seed = Range("0 or more and less than 2**32", lambda x: 0 <= x < 2**32, bits=32)
 Distinct = Several()
 Repeated = Several(repeats=True)
 PerStart = Mark("It belongs to one start of a run and is not stored.")
