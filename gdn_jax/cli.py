@@ -5,7 +5,6 @@ It imports what it needs after it knows what is asked: help is fast, and a missi
 
 import importlib
 import importlib.util
-import itertools
 import shlex
 import sys
 from collections.abc import Callable
@@ -25,10 +24,9 @@ USAGE = """usage: gdn COMMAND ...
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn check          compare the implementations of the rule on this device with the definition
-  gdn bench          time the implementations of the rule on this device, (--what step) a whole training step,
-                     (--what parts) its parts around the rule and products one by one, (--what prefill) prompts that
-                     are served, (--what decode) a token of every request that is served, (--what generate) a
-                     language model that reads a prompt and writes, or (--what scale) several devices beside one
+  gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
+                     decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
+                     language model that reads and writes, serving, and several devices beside one
 
   tasks: bytes         next-byte modelling of real text
          recall        multi-query associative recall
@@ -102,36 +100,9 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    def asks(what: str) -> bool:
-        return f"--what={what}" in argv or ("--what", what) in itertools.pairwise(argv)
+    from gdn_jax.bench import command
 
-    if asks("step"):  # another room's
-        from gdn_jax.bench import step as step_bench
-
-        return step_bench.main(argv)
-    if asks("generate"):
-        from gdn_jax.bench import generate as generate_bench
-
-        return generate_bench.main(argv)
-    if asks("scale"):
-        from gdn_jax.bench import scale as scale_bench
-
-        return scale_bench.main(argv)
-    if asks("parts"):
-        from gdn_jax.bench import parts as parts_bench
-
-        return parts_bench.main(argv)
-    if asks("decode"):
-        from gdn_jax.bench import decode as decode_bench
-
-        return decode_bench.main(argv)
-    if asks("prefill"):
-        from gdn_jax.bench import prefill as prefill_bench
-
-        return prefill_bench.main(argv)
-    from gdn_jax.bench import rule as bench
-
-    return bench.main(argv)
+    return command.main(argv)
 
 
 def _check(argv: list[str]) -> int:
@@ -262,7 +233,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("gdn_jax.training.evaluate", _eval),
     "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
     "check": ("gdn_jax.checks.check", _check),
-    "bench": ("gdn_jax.bench.rule", _bench),
+    "bench": ("gdn_jax.bench.command", _bench),
 }
 """What runs a command, and the module that it takes longest to import."""
 

@@ -32,7 +32,7 @@ TILE_TOKENS, MOST_LOGITS = 2048, 2**29
 
 Every tile reads and writes dW in float32, 8 bytes for 2 * tokens operations of its product: on an H200 that takes 2.5
 times as long as the product with 256 tokens, a third of it with 2048 and a twelfth with 8192. Measured (H200,
-2026-11-22, `gdn bench --what step --model qwen3.5-0.8b`): 128 such products for a vocabulary of 248,320, of 256
+2026-11-22, `gdn bench step --model qwen3.5-0.8b`): 128 such products for a vocabulary of 248,320, of 256
 tokens each, took 101 of 462 ms. The loss and its gradients of 65,536 tokens and 32768 words, in two runs of each
 (H200, 2026-11-23): 27.4 and 27.9 ms with tiles of 2048 tokens, 25.8 and 26.9 with 4096, 26.4 and 25.7 with 8192.
 """

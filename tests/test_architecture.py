@@ -124,6 +124,7 @@ ROOMS: dict[str, set[str]] = {
         "fused",
         "losses",
         "models",
+        "plots",
         "commands",
         "checks",
         "tasks",
@@ -154,7 +155,7 @@ OUTSIDE: dict[str, set[str]] = {
     "sweeps": {"flax", "matplotlib", "rich"},
     "tasks": {"flax"},
     "inspect": {"rich"},
-    "bench": {"flax", "matplotlib", "ml_dtypes", "optax", "rich"},
+    "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.

@@ -1,5 +1,7 @@
-"""`gdn bench`: times from a profile, the rows and their floor, the table, custom rows on this machine, errors."""
+"""`gdn bench`: times from a profile, the loop over cases, the table; the rule, its kernels and peers; errors."""
 
+import dataclasses
+import io
 import json
 import math
 
@@ -12,41 +14,19 @@ from rich.console import Console
 
 import gdn_jax
 from gdn_jax import cli
-from gdn_jax.bench import (
-    device_time,
-    passes,
-    peers,
-)
-from gdn_jax.bench import (
-    kernels as kernel_bench,
-)
+from gdn_jax.bench import benchmark, command, measure, passes, peers, profiles
+from gdn_jax.bench import kernels as kernel_bench
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench import (
-    rule as bench,
-)
-from gdn_jax.bench import (
-    table as bench_table,
-)
-from gdn_jax.bench.device_time import Timing
+from gdn_jax.bench import rule as rule_bench
+from gdn_jax.bench.benchmark import Benchmark, Case, Result
+from gdn_jax.bench.kernels import KernelBenchmark
+from gdn_jax.bench.measure import Timing
+from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
-from gdn_jax.bench.rule import BenchOptions
-from gdn_jax.bench.table import Result
+from gdn_jax.bench.rule import RuleBenchmark
+from gdn_jax.bench.table import table
 from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.commands.errors import RunError
-
-TINY = (
-    "--heads",
-    "1",
-    "2",
-    "--width",
-    "8",
-    "--repeats",
-    "2",
-    "--calls",
-    "2",
-    "--implementations",
-    "recurrent",
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,65 +67,95 @@ def kernels(names=("gates", "walk")):
     ]
 
 
-def test_a_profile_gives_spans_and_kernels():
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A machine whose profiles show the kernels that a test puts into the list."""
+    lines: dict = {}
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr(profiles, "profile", lambda run, calls: profile(lines))
+    return lines
+
+
+def test_a_profile_gives_spans_and_kernels(a_gpu):
     """From the first kernel's start to the last one's end: 10 + 1 + 30, 12 + 1 + 30 and 17 + 1 + 30 us."""
-    timing = device_time.device_timing(profile({"Stream #13(Compute)": kernels()}), 3)
+    a_gpu["Stream #13(Compute)"] = kernels()
+    timing = measure.measure(lambda: None, 3)
     np.testing.assert_allclose(timing[:3], (0.043, 0.041, 0.048))
     assert [name for name, _ in timing.kernels] == ["gates", "walk"]
     np.testing.assert_allclose([ms for _, ms in timing.kernels], (0.012, 0.030))
 
 
+def test_some_kernels_of_a_profile_are_summed(a_gpu):
+    """Those whose names begin as asked, call by call; a call with another number of them is refused."""
+    runs = [("swiglu", 0, 2), ("nvjet", 2, 7), ("swiglu", 9, 1), ("swiglu", 20, 4), ("nvjet", 24, 1)]
+    a_gpu["Stream #1"] = [*runs, ("swiglu", 25, 1)]
+    timing = measure.by_device(lambda: None, 2, "swiglu")
+    np.testing.assert_allclose(timing[:3], (0.004, 0.003, 0.005))
+    assert [(name, round(ms, 6)) for name, ms in timing.kernels] == [("swiglu", 0.003), ("swiglu", 0.001)]
+    assert measure.by_device(lambda: None, 2, "").slowest == pytest.approx(0.010)
+    for names in ("cross_entropy", "swiglu"):
+        a_gpu["Stream #1"].pop()
+        with pytest.raises(ValueError, match="expected as many kernels in each"):
+            measure.by_device(lambda: None, 2, names)
+
+
 def test_a_profile_by_kernel_of_one_device():
     """Sums over the calls, by time; with the time between kernels, where one that runs at the same time is none."""
     streams = {"Stream #1": [("a", 0, 10), ("b", 12, 4), ("a", 20, 12)], "Stream #2": [("nccl", 11, 10)]}
-    found = device_time.kernels(profile(streams), 0)
-    assert not device_time.kernels(profile(streams), 1)
-    times = [(name, launches, round(ms, 6)) for name, launches, ms in device_time.by_kernel(found, 2)]
+    found = profiles.kernels(profile(streams), 0)
+    assert not profiles.kernels(profile(streams), 1)
+    times = [(name, launches, round(ms, 6)) for name, launches, ms in profiles.by_kernel(found, 2)]
     assert times == [("a", 1, 0.011), ("nccl", 0.5, 0.005), ("b", 0.5, 0.002), ("between kernels", 0, 0.0005)]
 
 
-def test_a_profile_counts_every_kernel_once():
+def test_a_profile_counts_every_kernel_once(a_gpu):
     """Other lines and planes show the same work again; a second stream may end last."""
-    lines = {
+    a_gpu |= {
         "Stream #13(Compute)": kernels(),
         "Stream #14(MemcpyD2D)": [("copy", start + 5, 100) for start, _ in CALLS],
         "XLA Modules": [("jit_step", start - 1, 60) for start, _ in CALLS[1:]],
     }
-    timing = device_time.device_timing(profile(lines), 3)
-    np.testing.assert_allclose(timing[:3], (0.105, 0.105, 0.105))
+    np.testing.assert_allclose(measure.measure(lambda: None, 3)[:3], (0.105, 0.105, 0.105))
+    assert not profiles.kernels(profile({"Stream #1": kernels()}, plane="/host:CPU"))
+
+
+def test_a_profile_of_unequal_calls_is_refused(a_gpu):
     with pytest.raises(ValueError, match="got 0 in all"):
-        device_time.device_timing(profile({"Stream #1": kernels()}, plane="/host:CPU"), 3)
-
-
-def test_a_profile_of_unequal_calls_is_refused():
+        measure.measure(lambda: None, 3)
+    a_gpu["Stream #13"] = kernels()[:-1]
     with pytest.raises(ValueError, match="expected as many kernels in each, got 5 in all"):
-        device_time.device_timing(profile({"Stream #13": kernels()[:-1]}), 3)
-    odd = [*kernels()[:-1], ("other", 2018, 30)]
+        measure.measure(lambda: None, 3)
+    a_gpu["Stream #13"].append(("other", 2018, 30))
     with pytest.raises(ValueError, match="expected the same kernels in each"):
-        device_time.device_timing(profile({"Stream #13": odd}), 3)
+        measure.measure(lambda: None, 3)
 
 
-def test_graph_options_exist():
+def test_graph_options_exist(a_gpu):
     """XLA refuses names it does not know, so that a renamed option cannot silently bring the gaps back."""
-    x = jnp.ones(2)
-    compiled = jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=device_time.GRAPH_OPTIONS)
-    assert compiled(x).tolist() == [2, 2]
+    assert measure.compiled(lambda x: x + 1, jnp.ones(2))(jnp.ones(2)).tolist() == [2, 2]
     with pytest.raises(Exception, match="No such compile option"):
-        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options={"xla_gpu_no_such_option": 1})
+        jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={"xla_gpu_no_such_option": 1})
 
 
-def test_chained_calls_use_the_state_of_the_last():
-    """The program's own results are those of one call; the time is that of one of several calls."""
+def test_the_clock(monkeypatch):
+    """Calls warm up, then each measurement is the mean of its calls, without what prepares it."""
+    now, happened = [0.0], []
 
-    def step(state, x):
-        return (state + x,), state * 2
+    def call():
+        happened.append("call")
+        now[0] += 0.001 * len(happened)
 
-    state, x = jnp.full(3, 2.0), jnp.ones(3)
-    program = device_time.compile_step(step, state, x)
-    assert program.results[0][0].tolist() == [3, 3, 3] and program.results[1].tolist() == [4, 4, 4]
-    assert program.first_s > 0
-    timing = device_time.measure(program, state, x, calls=3, repeats=4)
-    assert 0 < timing.fastest_ms <= timing.median_ms <= timing.slowest_ms
+    def prepare():
+        happened.append("prepare")
+        now[0] += 1
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    timing = measure.by_clock(call, repeats=3, calls=2, prepare=prepare)
+    assert happened == ["prepare", "call", "call"] * 5  # three calls warm up
+    np.testing.assert_allclose(timing[:3], (11.5, 8.5, 14.5))
+    assert timing.over(2)[:3] == (timing.ms / 2, timing.fastest / 2, timing.slowest / 2)
+    happened.clear()
+    assert measure.by_clock(call, repeats=2)[:3] == pytest.approx((4.5, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +177,10 @@ def test_floor(row, what, floor):
 
 def test_rows():
     """Names are distinct; lengths that are said to sum to something do; every library's column has its place."""
-    for table in (bench_rows.FORWARD, bench_rows.BACKWARD):
-        assert len({row.name for row in table}) == len(table)
-        assert all(sum(row.lengths) in (2048, 8192, 32768) for row in table)
-        assert all(row.HV % row.Hk == 0 and row.HV >= 4 for row in table)
+    for rows in (bench_rows.FORWARD, bench_rows.BACKWARD):
+        assert len({row.name for row in rows}) == len(rows)
+        assert all(sum(row.lengths) in (2048, 8192, 32768) for row in rows)
+        assert all(row.HV % row.Hk == 0 and row.HV >= 4 for row in rows)
     rows = {row.name: row for row in bench_rows.FORWARD}
     assert rows["2,8 4096x8"].times == {"FlashQLA": 0.200, "fla": 0.480, "FlashInfer": 0.297}
     assert rows["16,64 16384x2"].lengths == (16384, 16384)
@@ -201,67 +211,105 @@ def test_inputs():
 
 def test_part_is_the_rule_on_those_heads():
     """What is compared: the rule on few heads gives the same there as on all heads, gradients included."""
-    row = Row(3, 6, (9, 4), width=4)
-    x = bench_rows.inputs(row, "float32")
-    few = passes.reference(row, "training", x)
-    step, args = passes.call("training", "recurrent", x, None, jnp.asarray(row.cu_seqlens))
-    part = passes.Part.of(row, "training")
+    problem = Problem(Row(3, 6, (9, 4), width=4), "training", "float32", 0)
+    few = problem.expected
+    step, args = passes.call("training", "recurrent", problem.x, None, problem.cu_seqlens)
+    part = passes.Part.of(problem.row, "training")
     full = {name: part(name, y) for name, y in passes.named("training", jax.jit(step)(*args)).items()}
     assert few.keys() == full.keys() == set(NAMES)
     assert max(passes.errors(few, full).values()) < 1e-5
     assert part.key.tolist() == [0, 2] and part.value.tolist() == [0, 1, 4, 5]
-    assert passes.Part.of(row, "forward").value.tolist() == [0, 5]
+    assert passes.Part.of(problem.row, "forward").value.tolist() == [0, 5]
 
 
 def test_table():
-    """Ratios go to the fastest other library, published or measured; empty columns are left out; misses are told."""
-    row = Row(16, 32, (4096,) * 8, (0.637, 1.964, 0.432))
-    result = Result(row, "forward", "mosaic_gpu", "known", Timing(0.216, 0.21, 0.23), 2.5, 10.0, {"o": 4e-3})
-    assert result.best == ("FlashInfer", 0.432) and result.ratio == 0.5
-    here = result._replace(peers={"fla": Timing(0.4, 0.4, 0.5)}, floor_ms=0.108)
-    assert here.best == ("fla (here)", 0.4) and here.ratio == pytest.approx(0.54)
-    failed = result._replace(
-        lengths="traced", timing=None, failure="wrong: o 1.0e-01 > 8.0e-03", errors={"o": 0.1}
-    )
-    columns, lines = bench_table.grid([here, failed])
-    assert dict(zip(columns, lines[0], strict=True)) == {
-        "row": "16,32 4096x8",
-        "pass": "forward",
-        "implementation": "mosaic_gpu",
-        "lengths": "known",
-        "median ms": "0.2160",
-        "spread ms": "0.2100 to 0.2300",
-        "best peer": "fla (here)",
-        "its ms": "0.400",
-        "ratio": "0.540",
-        "floor ms": "0.108",
-        "% of floor": "50",
-        "first call s": "2.5",
-        "temporary MiB": "10.0",
-        "error": "4.0e-03",
-        "fla here": "0.400",
+    """Markdown: a column for each number, empty where a row has none; what is no text or number is left out."""
+    rows = [
+        {"name": "a", "ms": 0.25, "errors": {"o": 1}},
+        {"name": "bc", "ms": 211700.4, "more": 1e-7, "n": 3},
+    ]
+    assert table(["name", "of"], rows).splitlines() == [
+        "| name |     ms |    more |   n |",
+        "| ---- | -----: | ------: | --: |",
+        "| a    |   0.25 |         |     |",
+        "| bc   | 211700 | 1.0e-07 |   3 |",
+    ]
+
+
+def test_table_on_a_terminal():
+    """What does not fit follows below with the same keys; keys that do not differ are said once."""
+    rows = [{"length": 2**i, "by": "x", **{f"number {j}": 1.0 * j for j in range(12)}} for i in (10, 15)]
+    said, *blocks = table(["length", "by"], rows, 80).split("\n\n")
+    assert said == "by x" and len(blocks) == 2
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 80
+    assert [line.split()[0] for block in blocks for line in block.splitlines()] == [
+        "length",
+        "1024",
+        "32768",
+    ] * 2
+    cells = " ".join(block.splitlines()[2] for block in blocks).split()
+    assert sorted(cells) == sorted(["32768"] * 2 + [str(j) for j in range(12)])
+    assert "by" in table(["length", "by"], rows[:1], 80).splitlines()[0]
+    assert max(map(len, table(["length"], [{"length": "y" * 90, "ms": 1.0}], 80).splitlines())) > 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Three(Benchmark):
+    """Three cases, of which the second runs out of memory and the third is wrong."""
+
+    seen: list = dataclasses.field(default_factory=list)
+
+    def cases(self, note):
+        note("seen once")
+        for i in range(3):
+            yield Case({"case": i}, lambda i=i: self.time(i))
+
+    def time(self, i):
+        if i == 1:
+            raise MemoryError("too large")
+        errors = {"o": 0.1 * i}
+        yield Result({"case": i, "half": 1}, Timing(1.0, 0.5, 2.0), {"no": None, "nan": math.nan}, errors)
+        failure = benchmark.wrong(errors, {"o": 0.1})
+        yield (
+            Result({"case": i, "half": 2}, errors=errors, failure=failure) if failure else Result({"case": i})
+        )
+
+    def save(self, content, results):
+        super().save(content, results)
+        self.seen.append(len(json.loads(self.json.read_text())["results"]) if self.json else len(results))
+
+
+def run(bench, **console):
+    """Exit status, table and progress."""
+    out, progress = (Console(file=io.StringIO(), **x) for x in (console, {}))
+    return benchmark.run(bench, out, progress), out.file.getvalue(), progress.file.getvalue()
+
+
+def test_the_loop_over_cases(tmp_path):
+    """Results are written and told as they come. One that failed is not in the table and does not lose the others."""
+    bench = Three(json=tmp_path / "three.json")
+    status, out, progress = run(bench, width=80, force_terminal=True)
+    assert status == 1 and bench.seen == [2, 3, 5, 5]
+    assert "case 0, half 1: 1 ms (0.5 to 2)" in progress and progress.startswith("python ")
+    assert out.splitlines()[-3:] == [
+        "seen once",
+        "FAILED case 1: raised MemoryError: too large",
+        "FAILED case 2, half 2: wrong: o 2.0e-01 > 1.0e-01",
+    ]
+    assert [line.split() for line in out.splitlines()[:3]] == [
+        ["case", "half", "ms", "fastest", "slowest", "error"],
+        ["0", "1", "1", "0.5", "2", "0"],
+        ["0"],
+    ]
+    content = json.loads((tmp_path / "three.json").read_text())
+    assert content["results"][0] == {
+        **{"case": 0, "half": 1, "ms": 1.0, "fastest": 0.5, "slowest": 2.0, "kernels": []},
+        **{"error": 0.0, "errors": {"o": 0.0}},
     }
-    second = dict(zip(columns, lines[1], strict=True))
-    assert second["error"] == "FAILED 1.0e-01" and second["median ms"] == second["ratio"] == ""
-    columns, _ = bench_table.grid([result._replace(row=Row(1, 1, (8,)), lengths="")])
-    assert not {"best peer", "ratio", "floor ms", "lengths", "fla here"} & set(columns)
-    text = bench_table.markdown(["row", "median ms"], [["a", "1.0"], ["b", ""]])
-    assert text == "| row | median ms |\n| --- | ---: |\n| a | 1.0 |\n| b |  |"
-
-
-def test_summary():
-    """Rows with a single sequence count in both lines, packed ones in that of their lengths."""
-
-    def result(name, published, lengths, ms):
-        return Result(Row(1, name, (8,), (published,)), "forward", "mosaic_gpu", lengths, Timing(ms, ms, ms))
-
-    group = [result(1, 1.0, "", 0.5), result(2, 1.0, "known", 0.5), result(2, 1.0, "traced", 2.0)]
-    known, traced = bench_table.summary([*group, group[0]._replace(row=Row(1, 3, (8,)))])
-    assert known.startswith("forward, mosaic_gpu, packed lengths known: ") and "over 2 rows" in known
-    assert "geometric mean 0.500, worst 0.500" in known
-    assert "geometric mean 1.000, worst 2.000 (1,2 1x8 D" not in traced
-    assert "geometric mean 1.000, worst 2.000 (1,2 1x8)" in traced
-    assert bench_table.summary([group[0]._replace(row=Row(1, 1, (8,)))]) == []
+    assert content["results"][-1]["failure"].startswith("wrong: o") and content["notes"] == ["seen once"]
+    assert content["options"]["repeats"] == "9" and "jax" in content["versions"]
+    status, out, _ = run(Three(max_minutes=-1))
+    assert status == 1 and "not timed, --max-minutes: case 2" in out
 
 
 @pytest.fixture
@@ -276,30 +324,31 @@ def kernels_everywhere(monkeypatch):
         return gdn_jax.gated_delta_rule(*args, implementation="recurrent", cu_seqlens=cu, **options)
 
     monkeypatch.setattr(passes, "gated_delta_rule", rule)
-    monkeypatch.setattr(
-        bench,
-        "supported_implementations",
-        lambda *_, **__: dict.fromkeys(("mosaic_gpu", "chunked", "recurrent")),
-    )
-    monkeypatch.setattr(device_time, "measure", lambda *_, **__: Timing(1.0, 0.9, 1.2))
+    supported = dict.fromkeys(("mosaic_gpu", "chunked", "recurrent"))
+    monkeypatch.setattr(rule_bench, "supported_implementations", lambda *_, **__: supported)
+    for module in (rule_bench, kernel_bench):
+        monkeypatch.setattr(module, "no_kernels", lambda: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: Timing(1.0, 0.9, 1.2))
     rows = [Row(1, 2, (6,), (4.0,), width=8), Row(1, 2, (5, 3), (2.0, 8.0), width=8)]
     monkeypatch.setattr(bench_rows, "FORWARD", rows)
     monkeypatch.setattr(bench_rows, "BACKWARD", [row._replace(decay=False) for row in rows])
     return seen
 
 
-def test_table_is_the_default_where_the_kernels_run(kernels_everywhere, tmp_path, capsys):
+def cells(text):
+    """The rows of the Markdown table in a text."""
+    lines = [[x.strip() for x in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def test_table_is_the_default_where_the_kernels_run(kernels_everywhere, tmp_path):
     out = tmp_path / "bench.json"
-    assert bench.main(["--what", "forward", "--json", str(out), "--markdown"]) == 0
-    text = capsys.readouterr().out
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
-    ]
-    table = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-    assert [(line["row"], line["lengths"], line["ratio"]) for line in table] == [
-        ("1,2 1x6 D=8", "", "0.250"),
-        ("1,2 5+3 D=8", "known", "0.500"),
-        ("1,2 5+3 D=8", "traced", "0.500"),
+    status, text, _ = run(RuleBenchmark(passes=("forward",), json=out))
+    assert status == 0
+    assert [(line["row"], line["lengths"], line["ratio"]) for line in cells(text)] == [
+        ("1,2 1x6 D=8", "", "0.25"),
+        ("1,2 5+3 D=8", "known", "0.5"),
+        ("1,2 5+3 D=8", "traced", "0.5"),
     ]
     assert "over 2 rows: geometric mean 0.354, worst 0.500 (1,2 5+3 D=8)" in text
     assert set(kernels_everywhere) >= {("mosaic_gpu", kind) for kind in (None, "known", "traced")}
@@ -307,9 +356,46 @@ def test_table_is_the_default_where_the_kernels_run(kernels_everywhere, tmp_path
         assert f"{peer.name}: not installed" in text
     stored = json.loads(out.read_text())
     assert [r["ratio"] for r in stored["results"]] == [0.25, 0.5, 0.5]
-    assert stored["results"][1]["timing"]["median_ms"] == 1 and stored["results"][1]["published"]["fla"] == 8
-    assert set(stored["results"][0]["errors"]) == {"o", "final_state"}
-    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    assert stored["results"][1]["ms"] == 1 and stored["results"][1]["published"]["fla"] == 8
+    assert stored["results"][0]["errors"].keys() == {"o", "final_state"}
+    assert len(stored["summary"]) == 2 and [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_ratios_go_to_the_fastest_other_library(monkeypatch):
+    """Published or measured here; the floor is that of a GPU, in 16 bits."""
+    problem = Problem(Row(16, 32, (4096,) * 8, (0.637, 1.964, 0.432)), "forward", "bfloat16", 0)
+    result = Result({}, Timing(0.216, 0.21, 0.23), {"first call s": 2.5}, {"o": 4e-3})
+    known = problem.beside(result, {}).values()
+    assert (known["best peer"], known["its ms"], known["ratio"]) == ("FlashInfer", 0.432, 0.5)
+    assert known["first call s"] == 2.5 and "floor ms" not in known
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    here = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()
+    assert here["best peer"] == "fla (here)" and here["ratio"] == pytest.approx(0.54)
+    assert here["peers"]["fla"]["slowest"] == 0.5 and here["x floor"] == 0.216 / here["floor ms"]
+    alone = problem.beside(result._replace(timing=None), {}).values()
+    assert "ratio" not in alone and alone["its ms"] == 0.432
+    other = dataclasses.replace(problem, row=Row(1, 1, (8,)), dtype="float32").beside(result, {}).values()
+    assert not {"best peer", "ratio", "floor ms"} & other.keys()
+
+
+def test_summary():
+    """Rows with a single sequence count in both lines, packed ones in that of their lengths."""
+
+    def result(row, lengths, ratio):
+        about = {"row": row, "pass": "forward", "by": "mosaic_gpu", "lengths": lengths}
+        return Result(about, numbers={} if ratio is None else {"ratio": ratio})
+
+    group = [
+        result("a", "", 0.5),
+        result("b", "known", 0.5),
+        result("b", "traced", 2.0),
+        result("c", "", None),
+    ]
+    known, traced = passes.summary(group)
+    assert known.startswith("forward, mosaic_gpu, packed lengths known: ") and "over 2 rows" in known
+    assert "geometric mean 0.500, worst 0.500" in known
+    assert "geometric mean 1.000, worst 2.000 (b)" in traced
+    assert passes.summary(group[-1:]) == []
 
 
 def test_passes_have_their_rows(kernels_everywhere):
@@ -319,12 +405,12 @@ def test_passes_have_their_rows(kernels_everywhere):
         ("backward", (4.0,), False),
         ("training", (), False),
     ):
-        row, kind = bench.plan(BenchOptions(what=what)).rows[0]
+        row, kind = RuleBenchmark(passes=(what,)).plan()[0][0]
         assert (row.published, row.decay, kind) == (published, decay, what)
-    assert [what for _, what in bench.plan(BenchOptions(rows=("1x6",))).rows] == ["forward", "training"]
+    assert [what for _, what in RuleBenchmark(rows=("1x6",)).plan()[0]] == ["forward", "training"]
 
 
-def test_wrong_results_are_not_timed(kernels_everywhere, monkeypatch, capsys):
+def test_wrong_results_are_not_timed(kernels_everywhere, monkeypatch):
     right = passes.gated_delta_rule
 
     def wrong(*args, implementation, **options):
@@ -332,21 +418,20 @@ def test_wrong_results_are_not_timed(kernels_everywhere, monkeypatch, capsys):
         return (o if implementation == "recurrent" else 2 * o), state
 
     monkeypatch.setattr(passes, "gated_delta_rule", wrong)
-    assert bench.main(["--what", "forward", "--rows", "1x6"]) == 1
-    text = capsys.readouterr().out
-    assert "1,2 1x6 D=8 forward mosaic_gpu: wrong: o 1.0e+00 > 5.0e-03" in text
-    assert "FAILED 1.0e+00" in text and "1.0000" not in text and "5+3" not in text
+    status, text, _ = run(RuleBenchmark(passes=("forward",), rows=("1x6",)))
+    assert status == 1 and "|" not in text
+    assert "FAILED row 1,2 1x6 D=8, pass forward, by mosaic_gpu: wrong: o 1.0e+00 > 5.0e-03" in text
 
 
-def test_what_raises_is_in_the_table(kernels_everywhere, monkeypatch, capsys):
-    monkeypatch.setattr(device_time, "measure", lambda *_, **__: 1 / 0)
-    assert bench.main(["--what", "forward", "--rows", "1x6", "--no-peers"]) == 1
-    assert "raised ZeroDivisionError: division by zero" in capsys.readouterr().out
-
-
-def test_time_limit_names_what_is_missing(kernels_everywhere, capsys):
-    assert bench.main(["--what", "forward", "--max-minutes", "-1"]) == 0
-    assert "not timed, --max-minutes: 1,2 1x6 D=8 forward, 1,2 5+3 D=8 forward" in capsys.readouterr().out
+def test_what_raises_does_not_lose_the_others(kernels_everywhere, monkeypatch):
+    times = iter([1 / 2, 0])
+    monkeypatch.setattr(measure, "measure", lambda *_: Timing(1 / next(times), 1.0, 2.0))
+    bench = RuleBenchmark(
+        passes=("forward",), rows=("1x6",), implementations=("chunked", "recurrent"), peers=False
+    )
+    status, text, _ = run(bench)
+    assert status == 1 and [line["by"] for line in cells(text)] == ["chunked"]
+    assert "by recurrent: raised ZeroDivisionError: division by zero" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -362,12 +447,12 @@ def test_variants_are_calls_of_the_kernels(what, name, packed):
     row = Row(8, 8, (1500, 548) if packed else (2048,))
     x, config = bench_rows.inputs(row), kernel_bench.VARIANTS[what][name]
 
-    def run(x, cu):
+    def step_of(x, cu):
         step, args = kernel_bench.call(what, config, x, None, cu)
         return passes.named(what, step(*args))
 
     cu = None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
-    traced = jax.jit(run).trace(x, cu)
+    traced = jax.jit(step_of).trace(x, cu)
     like = {"o": x.v, "final_state": x.initial_state, "dh_0": x.initial_state}
     for result, y in traced.out_info.items():
         primal = like.get(result)
@@ -377,10 +462,10 @@ def test_variants_are_calls_of_the_kernels(what, name, packed):
 
 
 @pytest.mark.slow
-def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monkeypatch, capsys):
+def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monkeypatch):
     """Every variant on every row of both passes, compared first; the kernels' own times stand beside the sum."""
     timing = Timing(1.0, 0.9, 1.2, (("gates", 0.01), ("walk", 0.9)))
-    monkeypatch.setattr(device_time, "measure", lambda *_, **__: timing)
+    monkeypatch.setattr(measure, "measure", lambda *_: timing)
     configs = []
 
     def call(what, config, x, known, cu):
@@ -391,10 +476,9 @@ def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monke
 
     monkeypatch.setattr(kernel_bench, "call", call)
     out = tmp_path / "bench.json"
-    assert bench.main(["--variants", "auto;half", "--json", str(out)]) == 1
-    text = capsys.readouterr().out
-    assert "10.0 900.0" in text and "not installed" not in text
-    assert "1,2 1x6 D=8 forward mosaic_gpu half: raised ValueError: does not fit" in text
+    status, text, _ = run(KernelBenchmark(variants=("auto", "half"), json=out))
+    assert status == 1 and "10.0 900.0" in text
+    assert "FAILED row 1,2 1x6 D=8, pass forward, by half: raised ValueError: does not fit" in text
     assert "backward, half, packed lengths known: ratio" in text
     results = json.loads(out.read_text())["results"]
     both = [("1,2 1x6 D=8", ""), ("1,2 5+3 D=8", "known"), ("1,2 5+3 D=8", "traced")]
@@ -406,119 +490,127 @@ def test_variants_are_timed_kernel_by_kernel(kernels_everywhere, tmp_path, monke
         for row, lengths in both
         if name in row
     ]
-    found = [(r["what"], r["row"].removesuffix(" no decay"), r["variant"], r["lengths"]) for r in results]
-    assert found == expected
-    assert set(results[-1]["errors"]) == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
+    names = [(r["pass"], r["row"].removesuffix(" no decay"), r["by"], r.get("lengths", "")) for r in results]
+    assert names == expected
+    assert results[-1]["errors"].keys() == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
     assert configs[-1] == kernel_bench.BACKWARD["half"]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            dict(variants="auto", width=8),
-            "--variants: expected no --heads, --lengths, --width, --dtype or --implementations with it, got auto",
-        ),
-        (
-            dict(variants="auto", what="training"),
-            "--what: expected forward, backward or both with --variants, got training",
-        ),
-        (
-            dict(variants="auto;fast", what="backward"),
-            "--variants: expected names out of auto; full; half for the backward, got fast",
-        ),
-    ],
-    ids=("size", "training", "name"),
-)
-def test_variants_that_cannot_be(kernels_everywhere, options, message):
-    with pytest.raises(RunError) as error:
-        bench.plan(BenchOptions(**options))
-    assert str(error.value) == message
+def test_variants_that_are_none(kernels_everywhere):
+    with pytest.raises(
+        RunError, match="--variants: expected names out of auto; full; half for the backward, got fast"
+    ):
+        KernelBenchmark(variants=("auto", "fast"), passes=("backward",)).check()
 
 
-def test_custom_rows(tmp_path, capsys):
+def test_custom_rows(tmp_path):
     """Packed lengths, forward and backward, by the clock; a form that cannot run is told."""
     out = tmp_path / "bench.json"
-    names = ("--implementations", "recurrent", "mosaic_gpu")
-    options = ("--what", "backward", "--lengths", "5", "3", "--json", str(out), *TINY[:-2], *names)
-    assert cli.main(["bench", *options]) == 0
-    text = capsys.readouterr().out
-    assert "1,2 5+3 D=8: mosaic_gpu cannot run: " in text
-    (result,) = json.loads(out.read_text())["results"]
-    assert result["what"] == "backward" and result["implementation"] == "recurrent"
-    assert set(result["errors"]) == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
-    timing = result["timing"]
-    assert 0 < timing["fastest_ms"] <= timing["median_ms"] <= timing["slowest_ms"] and result["first_s"] > 0
-    assert result["floor_ms"] is None and result["ratio"] is None
+    sizes = "--heads 1 2 --width 8 --lengths 5 3 --repeats 2 --calls 2 --implementations recurrent mosaic_gpu"
+    assert cli.main(["bench", "rule", "--passes", "backward", *sizes.split(), "--json", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert content["notes"][0].startswith("1,2 5+3 D=8: mosaic_gpu cannot run: ")
+    (result,) = content["results"]
+    assert result["pass"] == "backward" and result["by"] == "recurrent"
+    assert result["errors"].keys() == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
+    assert 0 < result["fastest"] <= result["ms"] <= result["slowest"] and result["first call s"] > 0
+    assert not {"floor ms", "ratio"} & result.keys()
+
+
+def test_calls_of_the_clock_go_on_from_the_last_state(monkeypatch):
+    """The results that are compared are those of the first call."""
+    states = []
+
+    def make():
+        return lambda state, x: ((state,), state + x), (jnp.zeros(3), jnp.ones(3))
+
+    def times(call, repeats, calls):
+        states.extend(float(call()[0][0][0]) for _ in range(3))
+        return Timing(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(measure, "measure", times)
+    monkeypatch.setattr(passes, "named", lambda what, results: {})
+    problem = Problem(Row(1, 1, (4,), width=8), "forward", "float32", 0)
+    assert problem.timed({}, make, calls=2, repeats=2).failure is None
+    assert states == [0, 1, 2]
 
 
 def test_default_is_one_row_where_the_kernels_do_not_run():
-    planned = bench.plan(BenchOptions())
-    assert planned.rows == [(Row(4, 4, (2048,), width=64), what) for what in ("forward", "training")]
-    assert planned.dtype == "float32" and planned.implementations == ("mosaic_gpu", "chunked", "recurrent")
+    rows, dtype, implementations = RuleBenchmark().plan()
+    assert rows == [(Row(4, 4, (2048,), width=64), what) for what in ("forward", "training")]
+    assert dtype == "float32" and implementations == ("mosaic_gpu", "chunked", "recurrent")
+
+
+NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "words, message",
     [
-        (dict(heads=(2, 3)), "--heads: expected value heads that are a multiple of the key heads, got 2 3"),
-        (dict(lengths=(4, 0)), "--lengths: expected one or more lengths of at least 1, got 4 0"),
-        (dict(lengths=()), "--lengths: expected one or more lengths of at least 1, got "),
-        (dict(width=257), "--width: expected 1 to 256, got 257"),
-        (dict(repeats=0), "--repeats: expected at least 1, got 0"),
-        (dict(calls=0), "--calls: expected at least 1, got 0"),
+        ("rule --heads 2 3", "--heads: expected value heads that are a multiple of the key heads, got 2 3"),
+        ("rule --lengths 4 0", "--lengths: expected one or more lengths of at least 1, got 4 0"),
+        ("rule --lengths", "--lengths: expected one or more lengths of at least 1, got"),
+        ("rule --width 257", "--width: expected 1 to 256, got 257"),
+        ("rule --repeats 0", "--repeats: expected at least 1, got 0"),
+        ("rule --calls 0", "--calls: expected at least 1, got 0"),
+        ("rule --passes", "--passes: expected one or more passes, got none"),
+        ("rule --implementations fast", "fast"),
         (
-            dict(implementations=("fast",)),
-            "--implementations: expected names out of mosaic_gpu, chunked, recurrent, got fast",
-        ),
-        (
-            dict(rows=("1x",), width=8),
+            "rule --rows 1x --width 8",
             "--rows: expected no --heads, --lengths, --width or --dtype with it, got 1x",
         ),
+        ("rule --rows 1x", f"--rows: expected a device for the kernels {NO_KERNELS}, got 1x"),
+        ("kernels --variants auto", f"--variants: expected a device for the kernels {NO_KERNELS}, got auto"),
+        ("rule --json nowhere/x.json", "--json: expected a file in a folder that exists, got nowhere/x.json"),
+        ("decode --batches 0", "--batches: expected numbers of at least 1, got 0"),
         (
-            dict(rows=("1x",)),
-            "--rows: expected a device for the kernels "
-            "(the default device is a cpu; the kernels need an NVIDIA GPU), got 1x",
+            "decode --heads 2 3",
+            "--heads: expected a number of value heads that the key heads divide, got 2 3",
         ),
-        (
-            dict(variants="auto"),
-            "--variants: expected a device for the kernels "
-            "(the default device is a cpu; the kernels need an NVIDIA GPU), got auto",
-        ),
+        ("decode --width 300", "--width: expected 1 to 256, got 300"),
+        ("decode --implementations triton", "triton"),
+        ("decode --tokens 17", "--tokens: expected no more than a ring holds, got 17"),
+        ("prefill --tokens 0", "--tokens: expected numbers of at least 1, got 0"),
+        ("prefill --tokens 70 --requests 71", "--requests: expected no more than there are tokens, got 71"),
+        ("step --lengths 60", "--lengths: expected divisors of --tokens 32768, got 60"),
+        ("step --model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
+        ("step --tokens 0", "--tokens: expected at least 1, got 0"),
+        ("step --options depth=3", "--options: expected fields of ModelConfig"),
+        ("step --options remat=some", "--options: expected values that fit"),
+        ("generate --model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
+        ("generate --contexts 8 -1", "--contexts: expected numbers of at least 1, got 8 -1"),
+        ("generate --prefill -1", "--prefill: expected 0 or more, got -1"),
+        ("generate --largest-cache 0", "--largest-cache: expected a positive number, got 0"),
+        ("generate --figure nowhere/x.png", "--figure: expected a file in a folder that exists"),
+        ("parts --length 60", "--length: expected a divisor of --tokens 65536, got 60"),
+        ("parts --only flight", "--only: expected parts of names such as residual sum and RMSNorm"),
+        ("scale --mesh data=99", "--mesh: expected at most"),
+        ("scale --length 60", "--length: expected a divisor of --step-tokens 32768, got 60"),
+        ("scale --kernels", "--kernels: expected a GPU to profile, got cpu"),
+        ("walk", "walk"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_errors_name_the_option(options, message):
-    with pytest.raises(RunError) as error:
-        bench.plan(BenchOptions(**options))
-    assert str(error.value) == message
-
-
-def test_errors_are_one_line(capsys):
-    assert cli.main(["bench", "--heads", "2", "3"]) == 1
+def test_wrong_options_are_one_line(words, message, monkeypatch, capsys):
+    """They are told before anything is timed."""
+    monkeypatch.setattr(measure, "by_clock", lambda *_, **__: pytest.fail("something was timed"))
+    assert cli.main(["bench", *words.split()]) != 0
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.splitlines() == [
-        "gdn: --heads: expected value heads that are a multiple of the key heads, got 2 3"
-    ]
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_json_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "time_row", lambda *arguments: pytest.fail("something was timed"))
-    path = tmp_path / "missing" / "bench.json"
-    assert cli.main(["bench", "--json", str(path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.err == f"gdn: --json: expected a file in a folder that exists, got {path}\n"
-    assert captured.out == ""
+def test_help(capsys):
+    """A line for each benchmark; one by itself says all, and its options."""
+    assert cli.main(["bench", "--help"]) == 0
+    every = capsys.readouterr().out
+    assert "(default: rule)" in every and all(name in every for name in command.BENCHMARKS)
+    assert "--lengths" not in every
+    assert cli.main(["bench", "step", "--help"]) == 0
+    assert {"--lengths", "--max-minutes", "AdamW"} <= {*capsys.readouterr().out.replace(",", "").split()}
 
 
 def test_unknown_part_of_a_row(kernels_everywhere):
     with pytest.raises(RunError, match="--rows: expected parts of names such as 1,2 1x6 D=8, got 7"):
-        bench.plan(BenchOptions(rows=("7",)))
-
-
-def test_json_has_no_nan():
-    result = Result(Row(1, 1, (8,)), "forward", "chunked", failure="raised ValueError: x")
-    assert "NaN" not in json.dumps(result.to_json()) and math.isnan(result.first_s)
+        RuleBenchmark(rows=("7",)).plan()
 
 
 def test_peers_that_are_there_need_a_gpu(monkeypatch):
@@ -530,6 +622,19 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
 
 
-def test_console_width_does_not_cut_the_table(kernels_everywhere, capsys):
-    bench.run(BenchOptions(what="forward", rows=("1x6",)), Console(width=240))
-    assert "0.9000 to 1.2000" in capsys.readouterr().out
+def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch):
+    """The time of the one that is right stands beside ours."""
+    right = Problem(bench_rows.FORWARD[0], "forward", "bfloat16", 0).expected
+
+    def measured(peer, *_):
+        if peer.name == "fla":
+            raise OSError("no compiler")
+        factor = 2 if peer.name == "FlashInfer" else 1
+        return peers.Measurement(Timing(2.0, 2.0, 2.0), {name: factor * x for name, x in right.items()})
+
+    monkeypatch.setattr(peers, "missing", lambda peer: None)
+    monkeypatch.setattr(peers, "measure", measured)
+    status, text, _ = run(RuleBenchmark(passes=("forward",), rows=("1x6",)))
+    assert status == 0 and cells(text)[0]["best peer"] == "FlashQLA (here)"
+    assert "1,2 1x6 D=8: fla raised OSError: no compiler" in text
+    assert "1,2 1x6 D=8: FlashInfer is not counted, wrong: o 1.0e+00 > 2.0e-02" in text

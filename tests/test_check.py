@@ -137,9 +137,9 @@ def test_progress_comes_before_the_work(small, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("seed", ["-1", str(2**32)])
-@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize("command", ["check", "bench rule"])
 def test_seeds_are_checked(command, seed, capsys):
-    assert cli.main([command, "--seed", seed]) == 1
+    assert cli.main([*command.split(), "--seed", seed]) == 1
     captured = capsys.readouterr()
     assert captured.err == f"gdn: --seed: expected 0 or more and less than 2**32, got {seed}\n"
     assert captured.out == ""

@@ -373,14 +373,14 @@ def test_bench(capsys, tmp_path):
     )
     step = "--model tiny --length 64 --step-tokens 64"
     out = tmp_path / "scale.json"
-    arguments = ["bench", "--what", "scale", *sizes.split(), *step.split(), "--json", str(out)]
+    arguments = ["bench", "scale", *sizes.split(), *step.split(), "--json", str(out)]
     arguments += ["--context-by", "states"]
     assert cli.main([*arguments, "--mesh", "data=8", "head=2,context=4"]) == 0
     results = json.loads(out.read_text())["results"]
-    assert [(r["what"].split()[0], r["mesh"]) for r in results] == [
+    assert [(r["part"].split()[0], r["mesh"]) for r in results] == [
         *(("rule", "data=1"), ("rule", "data=8"), ("rule", "data=1"), ("rule", "head=2,context=4")),
         *(("step", "data=1"), ("step", "data=8"), ("step", "head=2,context=4")),
     ]
-    assert results[1]["differs"] < 1e-6
-    assert results[3]["differs"] < 1e-5
+    assert results[1]["error"] < 1e-6
+    assert results[3]["error"] < 1e-5
     assert "efficiency" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`gdn bench --what parts`: its bytes are those of the kernels, and a tiny part and product are timed."""
+"""`gdn bench parts`: its bytes are those of the kernels, and a tiny part and product are timed."""
 
 import json
 import math
@@ -8,41 +8,39 @@ import pytest
 from programs import KERNELS, eqns
 
 from gdn_jax import cli
-from gdn_jax.bench import model_parts
-from gdn_jax.bench import parts as parts_bench
+from gdn_jax.bench import model_parts, sizes
 from gdn_jax.bench import step as step_bench
-from gdn_jax.bench.parts import PartsBenchOptions
 
 TINY = "--model tiny --tokens 128 --length 64 --calls 2 --repeats 2".split()
-CONFIG = step_bench.model_config("0.4b", (), dtype="bfloat16")
+CONFIG = sizes.model_config("0.4b", dtype="bfloat16")
 PARTS = model_parts.parts(CONFIG, 8, 8192)
 
 
 def run(*words):
-    return cli.main(["bench", "--what", "parts", *TINY, *words])
+    return cli.main(["bench", "parts", *TINY, *words])
 
 
 def test_a_part_and_a_product_are_timed(tmp_path, capsys):
     path = tmp_path / "parts.json"
     assert run("--only", "RMSNorm of each head", "from the heads", "--json", str(path)) == 0
     out = capsys.readouterr().out
-    assert "TB/s" in out and "of the traffic floor" in out and "TFLOP/s" in out
-    content = json.loads(path.read_text())
-    assert [r["what"] for r in content["parts"]] == ["forward", "backward"]
-    assert [r["work"] for r in content["parts"]] == [3 * 128 * 32 * 2, 5 * 128 * 32 * 2]  # 2 heads of 16
-    assert [r["work"] for r in content["products"]] == [2 * 128 * 32 * 64] * 3
-    assert content["copy_bytes_per_s"] > 0
-    for r in (*content["parts"], *content["products"]):
-        timing = r["timing"]
-        assert 0 < timing["fastest_ms"] <= timing["median_ms"] <= timing["slowest_ms"]
+    assert "TB/s" in out and "x floor" in out and "TFLOP/s" in out
+    copy, forward, backward, *products = results = json.loads(path.read_text())["results"]
+    assert copy["part"] == "copy" and [r["pass"] for r in (forward, backward)] == ["forward", "backward"]
+    for r, passes in ((forward, 3), (backward, 5)):  # over 2 heads of 16
+        assert r["GB"] == passes * 128 * 32 * 2 / 1e9
+        assert r["x floor"] == pytest.approx(r["ms"] * copy["TB/s"] / r["GB"])
+    assert [r["pass"] for r in products] == ["forward", "input", "weights"]
+    for r in products:
+        assert r["TFLOP/s"] == pytest.approx(2 * 128 * 32 * 64 / r["ms"] / 1e9)
+    assert all(0 < r["fastest"] <= r["ms"] <= r["slowest"] for r in results)
 
 
 @pytest.mark.slow
 def test_all_parts_and_products_are_timed(tmp_path):
     path = tmp_path / "parts.json"
     assert run("--json", str(path)) == 0
-    content = json.loads(path.read_text())
-    assert len(content["parts"]) == 11 and len(content["products"]) == 21
+    assert len(json.loads(path.read_text())["results"]) == 1 + 11 + 21
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
@@ -74,39 +72,3 @@ def test_products_are_those_of_the_model():
     weights = {p.name: p.inputs * p.outputs for p in model_parts.products(CONFIG, 65536)}
     layer = sum(n for name, n in weights.items() if "logits" not in name)
     assert layer == 1024 * (3 * 1024 + 16 + 1024 + 1024 + 3 * 2736)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--length 60", "--length: expected a divisor of --tokens 128, got 60"),
-        ("--calls 0", "--calls: expected at least 1, got 0"),
-        ("--only flight", "--only: expected parts of names such as residual sum and RMSNorm"),
-        ("--json nowhere/parts.json", "--json: expected a file in a folder that exists"),
-    ],
-)
-def test_wrong_options_are_one_line(options, message, capsys):
-    assert run(*options.split()) != 0
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def test_kernels_of_a_profile_are_summed(monkeypatch):
-    """Those whose names begin as asked, call by call; a call with another number of them is refused."""
-    from gdn_jax.bench import device_time
-
-    runs = [("swiglu", 0, 2e6), ("nvjet", 2e6, 9e6), ("swiglu", 9e6, 10e6), ("swiglu", 20e6, 24e6)]
-    runs += [("nvjet", 24e6, 25e6), ("swiglu", 25e6, 26e6)]
-    found = [device_time.Kernel(start, end, name) for name, start, end in runs]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(device_time, "profile", lambda run, calls: None)
-    monkeypatch.setattr(device_time, "kernels", lambda profile: found)
-    options = PartsBenchOptions(repeats=2)
-    timing = parts_bench._time(lambda: None, options, "swiglu")
-    assert (timing.median_ms, timing.fastest_ms, timing.slowest_ms) == (4, 3, 5)
-    assert timing.kernels == (("swiglu", 3), ("swiglu", 1))
-    assert parts_bench._time(lambda: None, options).slowest_ms == 10
-    for names in ("cross_entropy", "swiglu"):
-        found.pop()
-        with pytest.raises(ValueError, match="the same kernels"):
-            parts_bench._time(lambda: None, options, names)

@@ -1,1 +1,1 @@
-"""Commands that time: the rule, its kernels, serving, training steps."""
+"""Benchmarks of `gdn bench`: the rule, its kernels, a model's parts and steps, serving, several devices."""

@@ -1,21 +1,22 @@
-"""`gdn bench --variants`: times configurations of the kernels, kernel by kernel.
+"""Times configurations of the rule's kernels, kernel by kernel, for tuning.
 
-What is timed is a call of `pallas_kernels` itself, without the public call around it. Its results are compared with
-the recurrence and its time is that of the device, as for everything that `gdn bench` times.
+The call is one of `pallas_kernels` itself, without the public call around it. Its results are compared with the
+recurrence, and its time is that of the device, as for the rule.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from gdn_jax.bench import passes
 from gdn_jax.bench import rows as bench_rows
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
+from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Inputs, Row
-from gdn_jax.bench.table import Result
+from gdn_jax.commands.errors import fail
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
@@ -70,15 +71,45 @@ def call(what: str, config: Any, x: Inputs, known, cu_seqlens) -> tuple[Callable
     return backward_step, (x.dh_T, x.tokens, x.initial_state, residuals, x.do, cu_seqlens)
 
 
-def time_row(row: Row, what: str, names: Sequence[str], seed: int, repeats: int) -> Iterator[Result]:
-    """Checks and times the variants of these names on one row."""
-    x = bench_rows.inputs(row, seed=seed)
-    expected = passes.reference(row, what, x)
-    cu = None if row.cu_seqlens is None else jnp.asarray(row.cu_seqlens)
-    floor = bench_rows.floor_ms(row, what) if jax.default_backend() == "gpu" else math.nan
-    for name in names:
-        for lengths in ("",) if cu is None else ("known", "traced"):
-            result = Result(row, what, "mosaic_gpu", lengths, floor_ms=floor, variant=name)
-            known, traced = (row.cu_seqlens, None) if lengths == "known" else (None, cu)
-            make = partial(call, what, VARIANTS[what][name], x, known, traced)
-            yield passes.time_step(result, make, x, expected, "bfloat16", calls=1, repeats=repeats)
+@dataclasses.dataclass(frozen=True)
+class KernelBenchmark(Benchmark):
+    """Configurations of the rule's kernels, kernel by kernel."""
+
+    variants: tuple[str, ...] = ("auto", "full", "half")
+    """Configurations, as in auto half "half, segments of 16"."""
+    passes: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    """forward; backward, given what the forward saved."""
+    rows: tuple[str, ...] = ()
+    """Only the rows whose name contains one of these, as in "16,32 1x"."""
+
+    def check(self) -> None:
+        """See `Benchmark.check`."""
+        super().check()
+        if reason := no_kernels():
+            fail("variants", f"a device for the kernels ({reason})", " ".join(self.variants))
+        for what in self.passes:
+            for name in self.variants:
+                if name not in VARIANTS[what]:
+                    fail("variants", f"names out of {'; '.join(VARIANTS[what])} for the {what}", name)
+
+    def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
+        """A case for each row and pass."""
+        for row, what in bench_rows.table_rows(self.rows, self.passes):
+            yield Case({"row": row.name, "pass": what}, partial(self.time_row, row, what))
+
+    def time_row(self, row: Row, what: str) -> Iterator[Result]:
+        """Checks and times the variants on one row."""
+        problem = Problem(row, what, "bfloat16", self.seed)
+        for name in self.variants:
+            for lengths, known, traced in problem.borders(True):
+                about = {"row": row.name, "pass": what, "by": name, "lengths": lengths}
+                make = partial(call, what, VARIANTS[what][name], problem.x, known, traced)
+                result = problem.beside(problem.timed(about, make, 1, self.repeats), {})
+                if result.timing is not None:
+                    each = " ".join(f"{1e3 * ms:.1f}" for _, ms in result.timing.kernels)
+                    result = result._replace(numbers={"kernels us": each} | result.numbers)
+                yield result
+
+    def summary(self, results: list[Result]) -> list[str]:
+        """Ratios to the fastest other library."""
+        return passes.summary(results)

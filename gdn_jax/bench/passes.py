@@ -1,7 +1,10 @@
-"""What is timed: a pass of the rule as a step, compared with the recurrence before its time counts."""
+"""Passes of the rule as steps, compared with the recurrence before their times count."""
 
-from collections.abc import Callable
-from functools import partial
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax import gated_delta_rule
-from gdn_jax.bench import device_time
+from gdn_jax.bench import measure
+from gdn_jax.bench import rows as bench_rows
+from gdn_jax.bench.benchmark import Result, wrong
+from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
-from gdn_jax.bench.table import Result
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
 
@@ -38,110 +43,172 @@ class Part(NamedTuple):
         return x[:, heads] if name in ("initial_state", "dh_T", "final_state", "dh_0") else x[:, :, heads]
 
 
-def _rule(implementation: str, known: np.ndarray | None, tokens, state, cu_seqlens):
-    """The public call; known: lengths that it sees while it is traced."""
-    cu_seqlens = cu_seqlens if known is None else known
-    return gated_delta_rule(
-        *tokens, initial_state=state, cu_seqlens=cu_seqlens, implementation=implementation
-    )
+def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[Callable, tuple]:
+    """A step(state, *rest) -> (results, new state) of one pass of the public call, and its arguments.
+
+    Args:
+      what: "forward", "backward" given what the forward saved, or "training", the two together.
+      known: borders of the sequences that are known while tracing; cu_seqlens: those that are not.
+    """
+
+    def rule(tokens, state, cu_seqlens):
+        borders = cu_seqlens if known is None else known
+        return gated_delta_rule(
+            *tokens, initial_state=state, cu_seqlens=borders, implementation=implementation
+        )
+
+    def forward(state, tokens, cu_seqlens):
+        return rule(tokens, state, cu_seqlens)
+
+    def saved(state, tokens, cu_seqlens):
+        # The function from cotangents to gradients holds what it saved in arrays, so that it can be an argument.
+        return jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)[1]
+
+    if what == "forward":
+        return forward, (x.initial_state, x.tokens, cu_seqlens)
+    if what == "backward":
+        vjp = jax.jit(saved)(x.initial_state, x.tokens, cu_seqlens)
+        return lambda dh_T, vjp, do: vjp((do, dh_T)), (x.dh_T, vjp, x.do)
+    return partial(training, rule), (x.initial_state, x.tokens, x.do, x.dh_T, cu_seqlens)
 
 
-def _forward(rule: Callable, state, tokens, cu_seqlens):
-    return rule(tokens, state, cu_seqlens)
-
-
-def _saved(rule: Callable, state, tokens, cu_seqlens):
-    """The function from cotangents to gradients, with what it saved: arrays, so that it can be an argument."""
-    return jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)[1]
-
-
-def _backward(dh_T, vjp, do):
-    return vjp((do, dh_T))
-
-
-def _training(rule: Callable, state, tokens, cu_seqlens, do, dh_T):
-    outputs, vjp = jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)
+def training(rule: Callable, state, tokens, do, dh_T, *known):
+    """Outputs and gradients of rule(tokens, state, *known), in the order of NAMES but for the last: (all, dh_0)."""
+    outputs, vjp = jax.vjp(lambda *x: rule(*x, *known), tokens, state)
     dtokens, dstate = vjp((do, dh_T))
     return (*outputs, *dtokens), dstate
 
 
-def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[Callable, tuple]:
-    """A step(state, *rest) -> (results, new state) of one pass, and its arguments."""
-    rule = partial(_rule, implementation, known)
-    if what == "forward":
-        return partial(_forward, rule), (x.initial_state, x.tokens, cu_seqlens)
-    if what == "backward":
-        vjp = jax.jit(partial(_saved, rule))(x.initial_state, x.tokens, cu_seqlens)
-        return _backward, (x.dh_T, vjp, x.do)
-    return partial(_training, rule), (x.initial_state, x.tokens, cu_seqlens, x.do, x.dh_T)
-
-
 def named(what: str, results: tuple) -> dict[str, Any]:
-    """What a step returns, by the names of `accuracy`."""
+    """Results of a step by the names of `accuracy`."""
     first, last = results
     first = (first,) if what == "forward" else first
     names = {"forward": STATES, "backward": GRADIENTS, "training": NAMES}[what]
     return dict(zip(names, (*first, last), strict=True))
 
 
-@partial(jax.jit, static_argnums=0)
-def _reference(what: str, x: Inputs, cu_seqlens):
-    wide = Inputs(*(a.astype(jnp.float32) for a in x))
-    rule = partial(_rule, "recurrent", None)
-    if what == "forward":
-        return _forward(rule, wide.initial_state, wide.tokens, cu_seqlens)
-    return _training(rule, wide.initial_state, wide.tokens, cu_seqlens, wide.do, wide.dh_T)
-
-
 def reference(row: Row, what: str, x: Inputs) -> dict[str, np.ndarray]:
-    """The recurrence's results in float32 on the heads of `Part`, by name."""
+    """Results of the recurrence in float32 on the heads of `Part`, by name."""
     part = Part.of(row, what)
-    few = Inputs(*(part(name, a) for name, a in x._asdict().items()))
+    few = Inputs(*(part(name, a).astype(jnp.float32) for name, a in x._asdict().items()))
     kind = "forward" if what == "forward" else "training"
-    return {name: np.asarray(y) for name, y in named(kind, _reference(kind, few, row.cu_seqlens)).items()}
+    step, args = call(kind, "recurrent", few, None, row.cu_seqlens)
+    return {name: np.asarray(y) for name, y in named(kind, jax.jit(step)(*args)).items()}
 
 
 def errors(expected: dict[str, np.ndarray], got: dict[str, Any]) -> dict[str, float]:
-    """Relative rms errors of what there is, the larger of the tensor's and every head's."""
+    """Relative rms errors of the results that there are, the larger of the tensor's and every head's."""
     return {name: worst_ratio(expected[name], y, head_axis(name)) for name, y in got.items()}
 
 
 def miss(errors: dict[str, float], x: Inputs, dtype: str, slack: float = 1.0) -> str | None:
-    """What is off by more than allowed."""
+    """The errors that are above their bounds; slack: these may be so many times larger."""
     cancels = cancelling(x.g, x.k)
-    bounds = {name: slack * bound(name, dtype, cancelling=cancels) for name in errors}
-    misses = [f"{name} {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
-    return f"wrong: {', '.join(misses)}" if misses else None
+    return wrong(errors, {name: slack * bound(name, dtype, cancelling=cancels) for name in errors})
 
 
-def time_step(
-    result: Result,
-    make: Callable[[], tuple[Callable, tuple]],
-    x: Inputs,
-    expected: dict[str, np.ndarray],
-    dtype: str,
-    *,
-    calls: int,
-    repeats: int,
-) -> Result:
-    """The result with the errors of a step, and its times if those are within their bounds; or why there are none.
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One pass on one row, with random inputs."""
 
-    Args:
-      result: what is timed, without numbers.
-      make: makes the step and its arguments, as `call` does; what the step returns has the names of `named`.
-      x: inputs of the row; expected: their `reference`.
-      calls, repeats: of `device_time.measure`.
-    """
-    part = Part.of(result.row, result.what)
-    try:
-        step, args = make()
-        program = device_time.compile_step(step, *args)
-        got = {name: part(name, y) for name, y in named(result.what, program.results).items()}
-        result = result._replace(
-            errors=errors(expected, got), first_s=program.first_s, temporary_mib=program.temporary_mib
-        )
-        if wrong := miss(result.errors, x, dtype):
-            return result._replace(failure=wrong)
-        return result._replace(timing=device_time.measure(program, *args, calls=calls, repeats=repeats))
-    except Exception as error:  # whatever it is, it belongs into the table
-        return result._replace(failure=f"raised {one_line(error)}")
+    row: Row
+    what: str
+    dtype: str
+    seed: int
+
+    @cached_property
+    def x(self) -> Inputs:
+        """Inputs on the device."""
+        return bench_rows.inputs(self.row, self.dtype, self.seed)
+
+    @cached_property
+    def cu_seqlens(self) -> jax.Array | None:
+        """Borders of the sequences on the device; None for a single one."""
+        return None if self.row.cu_seqlens is None else jnp.asarray(self.row.cu_seqlens)
+
+    @cached_property
+    def expected(self) -> dict[str, np.ndarray]:
+        """Results of the recurrence on the heads of `Part`."""
+        return reference(self.row, self.what, self.x)
+
+    def borders(self, kernels: bool) -> Iterator[tuple[str, np.ndarray | None, jax.Array | None]]:
+        """The kinds of lengths: name, borders that are known while tracing, borders that are not.
+
+        Args:
+          kernels: whether the kernels run, which alone look at known lengths.
+        """
+        if self.cu_seqlens is None or not kernels:
+            yield "", None, self.cu_seqlens
+        else:
+            yield "known", self.row.cu_seqlens, None
+            yield "traced", None, self.cu_seqlens
+
+    def timed(
+        self, about: dict[str, Any], make: Callable[[], tuple[Callable, tuple]], calls: int, repeats: int
+    ) -> Result:
+        """The errors of a step and, if those are within their bounds, its times; or why there are none.
+
+        Args:
+          make: makes the step and its arguments, as `call` does. The results have the names of `named`.
+          calls: calls in a row where there is no GPU, each with the state that the last one left, so that none
+            overlaps another.
+        """
+        part = Part.of(self.row, self.what)
+        result = Result(about)
+        try:
+            step, args = make()
+            started = time.perf_counter()
+            program = measure.compiled(step, *args)
+            results = jax.block_until_ready(program(*args))
+            numbers = {
+                "first call s": time.perf_counter() - started,
+                "temporary GiB": measure.temporary_gib(program),
+            }
+            got = {name: part(name, y) for name, y in named(self.what, results).items()}
+            result = result._replace(numbers=numbers, errors=errors(self.expected, got))
+            if failure := miss(result.errors, self.x, self.dtype):
+                return result._replace(failure=failure)
+            state = args[0]
+
+            def once() -> Any:
+                nonlocal state
+                results, new = program(state, *args[1:])
+                state = state if measure.on_gpu() else new
+                return results, new
+
+            return result._replace(timing=measure.measure(once, repeats, calls))
+        except Exception as error:  # whatever it is, it belongs into the table
+            return result._replace(failure=f"raised {one_line(error)}")
+
+    def beside(self, result: Result, peers: dict[str, Timing]) -> Result:
+        """The result with the fastest other library, published or timed here, and the hardware's floor."""
+        known = [(ms, name) for name, ms in self.row.times.items()]
+        known += [(timing.ms, f"{name} (here)") for name, timing in peers.items()]
+        numbers: dict[str, Any] = dict(zip(("its ms", "best peer"), min(known), strict=True)) if known else {}
+        if measure.on_gpu() and self.dtype != "float32":
+            numbers["floor ms"] = bench_rows.floor_ms(self.row, self.what)
+        for name, other in (("ratio", "its ms"), ("x floor", "floor ms")):
+            if result.timing is not None and other in numbers:
+                numbers[name] = result.timing.ms / numbers[other]
+        numbers |= {"published": self.row.times, "peers": {name: t._asdict() for name, t in peers.items()}}
+        return result._replace(numbers=numbers | result.numbers)
+
+
+def summary(results: list[Result]) -> list[str]:
+    """Geometric mean and worst of the ratios to the fastest other library, for each pass and kind of lengths."""
+    lines = []
+    for what, name in dict.fromkeys((r.about["pass"], r.about["by"]) for r in results):
+        group = [r for r in results if (r.about["pass"], r.about["by"]) == (what, name)]
+        for kind in ("known", "traced"):
+            packed = any(r.about["lengths"] == kind for r in group)
+            same = [r for r in group if r.about["lengths"] in ("", kind) and "ratio" in r.numbers]
+            ratios = {r.about["row"]: r.numbers["ratio"] for r in same}
+            if not ratios or not (packed or kind == "known"):
+                continue
+            worst = max(ratios, key=lambda row: ratios[row])
+            lines.append(
+                f"{what}, {name}, packed lengths {kind}: ratio to the fastest other library over {len(ratios)} rows: "
+                f"geometric mean {statistics.geometric_mean(ratios.values()):.3f}, "
+                f"worst {ratios[worst]:.3f} ({worst})"
+            )
+    return lines

@@ -7,21 +7,19 @@ FlashInfer (flashinfer). Arrays pass without a copy (DLPack). A first call compi
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from gdn_jax.bench.device_time import Timing
+from gdn_jax.bench.measure import WARM_UP, Timing
 from gdn_jax.checks.accuracy import NAMES
-
-WARM_UP = 3
-"""Calls before the capture; the first compiles and tunes."""
 
 
 class Arguments(NamedTuple):
-    """One call as a peer gets it, in torch tensors on the GPU."""
+    """Arguments of one call of a peer, torch tensors on the GPU."""
 
     q: Any
     k: Any
@@ -41,9 +39,9 @@ class Arguments(NamedTuple):
         return self.borders if len(self.borders) > 2 else None
 
 
-def _flash_qla(x: Arguments) -> tuple[Any, Any]:
-    """o and the final state by FlashQLA."""
-    return import_module("flash_qla").chunk_gated_delta_rule(
+def _chunks(module: str, x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by the function of this name, which FlashQLA took from flash-linear-attention."""
+    return import_module(module).chunk_gated_delta_rule(
         *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
     )
 
@@ -51,9 +49,7 @@ def _flash_qla(x: Arguments) -> tuple[Any, Any]:
 def _fla(x: Arguments) -> tuple[Any, Any]:
     """o and the final state by flash-linear-attention."""
     os.environ["FLA_FLASH_QLA"] = "0"  # else it hands the call to FlashQLA where that is installed
-    return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule(
-        *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
-    )
+    return _chunks("fla.ops.gated_delta_rule", x)
 
 
 def _flashinfer(x: Arguments) -> tuple[Any, Any]:
@@ -83,11 +79,11 @@ class Peer(NamedTuple):
 
 
 PEERS = (
-    Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), _flash_qla),
+    Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), partial(_chunks, "flash_qla")),
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
 )
-"""Their names are the columns of rows.PEERS."""
+"""Libraries in the order of `rows.PEERS`."""
 
 
 def missing(peer: Peer) -> str | None:
@@ -95,15 +91,12 @@ def missing(peer: Peer) -> str | None:
     absent = [module for module in peer.modules if importlib.util.find_spec(module) is None]
     if absent:
         return f"not installed ({', '.join(absent)} not found)"
-    return (
-        None
-        if jax.default_backend() == "gpu"
-        else f"needs a GPU, JAX's default device is a {jax.default_backend()}"
-    )
+    backend = jax.default_backend()
+    return None if backend == "gpu" else f"needs a GPU, JAX's default device is a {backend}"
 
 
 class Measurement(NamedTuple):
-    """Time of a peer's call, and what it computed, with the names of `accuracy`."""
+    """Time of a peer's call, and its results by the names of `accuracy`."""
 
     timing: Timing
     results: dict[str, np.ndarray]
@@ -139,7 +132,7 @@ def measure(
     side: Any = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP):  # the first compiles and tunes
             outputs = forward()
             if what != "forward":
                 gradients(outputs)

@@ -1,4 +1,4 @@
-"""What is timed: problem sizes, the times that other libraries reached on them, inputs, and the hardware's floor.
+"""Problem sizes of the rule, the times that other libraries reached on them, inputs, and the hardware's floor.
 
 Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, g = logsigmoid(normal) / 16 in float32
 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gdn_jax.commands.errors import fail
+
 PEERS = ("FlashQLA", "fla", "FlashInfer")
 """Columns of `Row.published`: FlashQLA 0.1.3, flash-linear-attention 0.6.0, FlashInfer 0.7.2."""
 
@@ -20,7 +22,7 @@ CHUNK = 64
 
 TENSOR_FLOPS = 790e12
 MEMORY_BYTES = 4.3e12
-"""What one H200 reaches in a second: dense products in 16 bits, and bytes copied (both directions counted)."""
+"""Reached by one H200 in a second: dense products in 16 bits, and bytes copied (both directions counted)."""
 
 
 class Row(NamedTuple):
@@ -127,6 +129,24 @@ BACKWARD = [
 ]
 """The backward. Published by FlashQLA (its uneven lengths are random and not published; these are ours), except the
 equal lengths, which were timed like the forward; the smaller where both are known."""
+
+
+def table_rows(parts: tuple[str, ...], passes: tuple[str, ...]) -> list[tuple[Row, str]]:
+    """The rows of the tables above whose names contain one of the parts (all, without parts), with each pass.
+
+    Raises:
+      RunError: there is no such row.
+    """
+    found = [
+        # Published times of the backward say nothing about forward and backward together.
+        (row._replace(published=()) if what == "training" else row, what)
+        for what in passes
+        for row in (FORWARD if what == "forward" else BACKWARD)
+        if any(part in row.name for part in parts or ("",))
+    ]
+    if not found:
+        fail("rows", f"parts of names such as {FORWARD[0].name}", " ".join(parts))
+    return found
 
 
 class Inputs(NamedTuple):

@@ -1,1 +1,1 @@
-"""What proves the rule and times it: oracle, accuracy, cases, `gdn check`, `gdn bench`."""
+"""Proofs that the rule is right: oracle, accuracy, cases, `gdn check`."""

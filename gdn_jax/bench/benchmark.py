@@ -1,0 +1,173 @@
+"""The frame of every benchmark: an object with options and a few methods, its results, and the one loop that runs it.
+
+A benchmark is a frozen dataclass in a file of its own. Its fields are the options of `gdn bench NAME`, its cases are
+data, and what a case yields are results, each one line of the table and one object of the JSON.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from gdn_jax import supported_implementations
+from gdn_jax.bench.measure import Timing
+from gdn_jax.bench.table import table
+from gdn_jax.commands.errors import RunError, check_seed, fail, one_line
+from gdn_jax.commands.files import check_writable, write_text
+from gdn_jax.commands.versions import versions
+
+
+class Result(NamedTuple):
+    """One line: what is timed, its time, the numbers beside it and the errors before it.
+
+    failure: why there is no time.
+    """
+
+    about: dict[str, Any]
+    timing: Timing | None = None
+    numbers: dict[str, Any] = {}  # noqa: RUF012
+    errors: dict[str, float] = {}  # noqa: RUF012
+    failure: str | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Everything that is known, by the name that it has in the table and in the JSON."""
+        values = self.about | (self.timing._asdict() if self.timing else {}) | self.numbers
+        if self.errors:
+            values |= {"error": max(self.errors.values()), "errors": self.errors}
+        values["failure"] = self.failure
+        return {name: x for name, x in values.items() if x not in (None, "") and x == x}
+
+    def told(self) -> str:
+        """The line that is printed as soon as the result is there."""
+        t = self.timing
+        time = "" if t is None else f"{t.ms:.4g} ms ({t.fastest:.4g} to {t.slowest:.4g})"
+        return f"{_name(self.about)}: {self.failure or time}"
+
+
+def wrong(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
+    """The errors that are above their bounds, as the failure of a result; None if there are none."""
+    misses = [f"{name} {e:.1e} > {bounds[name]:.1e}" for name, e in errors.items() if not e <= bounds[name]]
+    return f"wrong: {', '.join(misses)}" if misses else None
+
+
+class Case(NamedTuple):
+    """A problem that is timed: what it is about, and the function that checks and times it."""
+
+    about: dict[str, Any]
+    run: Callable[[], Iterable[Result]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """Options that all benchmarks share, and the methods that each has."""
+
+    repeats: int = 9
+    """Measurements."""
+    seed: int = 0
+    """Seed of the inputs."""
+    max_minutes: float = math.inf
+    """Starts no case after this time."""
+    json: Path | None = None
+    """File for all numbers, rewritten after every case."""
+
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Options, numbers or tuples of numbers, that have to be 1 or more."""
+
+    def check(self) -> None:
+        """Raises RunError, before any work, for the first option that cannot be used."""
+        for name in ("repeats", *self.positive):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not numbers or min(numbers) < 1:
+                expected = "numbers of at least 1" if isinstance(value, tuple) else "at least 1"
+                fail(name, expected, " ".join(map(str, numbers)) or "none")
+        check_seed(self.seed)
+        if self.json is not None:
+            check_writable("json", self.json)
+
+    def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
+        """The cases in the order in which they are timed; note is told what else a reader should know."""
+        raise NotImplementedError
+
+    def summary(self, results: list[Result]) -> list[str]:
+        """Lines below the table of results that have times."""
+        return []
+
+    def save(self, content: dict[str, Any], results: list[Result]) -> None:
+        """Writes the files that are asked for, after every case."""
+        if self.json is not None:
+            write_text(self.json, json.dumps(content, indent=1, default=str))
+
+
+def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
+    """Times all cases and prints the table; 0 when everything was right and timed, else 1.
+
+    Args:
+      console: takes the table, as text that fits its width on a terminal, else as Markdown.
+      progress: takes a line for each result as soon as it is there.
+
+    Raises:
+      RunError: an option does not fit.
+    """
+    benchmark.check()
+    results: list[Result] = []
+    notes: dict[str, None] = {}  # a set in order
+    about, started = versions(), time.monotonic()
+
+    def save() -> None:
+        options = {name: str(x) for name, x in dataclasses.asdict(benchmark).items()}
+        content: dict[str, Any] = {"versions": about, "options": options, "notes": [*notes]}
+        content["results"] = [result.values() for result in results]
+        benchmark.save(content | {"summary": benchmark.summary(_timed(results))}, results)
+
+    _say(progress, ", ".join(f"{name} {value}" for name, value in about.items()))
+    for case in benchmark.cases(lambda text: notes.update({text: None})):
+        if time.monotonic() - started > 60 * benchmark.max_minutes:
+            notes[f"not timed, --max-minutes: {_name(case.about)}"] = None
+            continue
+        try:
+            for result in case.run():
+                results.append(result)
+                _say(progress, result.told())
+        except RunError:
+            raise
+        except Exception as error:  # out of memory, or nothing for the kernels: the other cases may fit
+            results.append(Result(case.about, failure=f"raised {one_line(error)}"))
+            _say(progress, results[-1].told())
+        save()
+    save()
+    timed = _timed(results)
+    if timed:
+        keys = [*dict.fromkeys(name for result in timed for name in result.about)]
+        width = console.width if console.is_terminal else None
+        _say(console, table(keys, [result.values() for result in timed], width))
+    for line in (*benchmark.summary(timed), *notes):
+        _say(console, line)
+    for result in results:
+        if result.failure:
+            _say(console, f"FAILED {result.told()}")
+    return int(not timed or len(timed) < len(results))
+
+
+def no_kernels() -> str | None:
+    """Why the kernels cannot run on this device; None if they can."""
+    any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
+    return supported_implementations(any_call, any_call, any_call)["mosaic_gpu"]
+
+
+def _timed(results: list[Result]) -> list[Result]:
+    return [result for result in results if result.failure is None]
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _name(about: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in about.items() if value not in (None, ""))

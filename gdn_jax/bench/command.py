@@ -1,0 +1,41 @@
+"""`gdn bench NAME`: times one part of the library on this device."""
+
+import functools
+import operator
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from gdn_jax.bench import decode, generate, kernels, parts, prefill, rule, scale, step
+from gdn_jax.bench.benchmark import run
+from gdn_jax.commands.parsing import parse
+
+BENCHMARKS: dict[str, tuple[type, Any]] = {
+    "rule": (rule.RuleBenchmark, rule),
+    "kernels": (kernels.KernelBenchmark, kernels),
+    "parts": (parts.PartsBenchmark, parts),
+    "step": (step.StepBenchmark, step),
+    "generate": (generate.GenerateBenchmark, generate),
+    "decode": (decode.DecodeBenchmark, decode),
+    "prefill": (prefill.PrefillBenchmark, prefill),
+    "scale": (scale.ScaleBenchmark, scale),
+}
+"""Name -> the benchmark, and the module whose docstring is its help. Without a name the rule is timed."""
+
+
+def main(argv: list[str]) -> int:
+    """Entry of `gdn bench`; 0 when everything was right and timed, else 1.
+
+    Raises:
+      RunError: an option does not fit.
+    """
+    import tyro
+
+    def subcommand(name: str, cls: type, text: str) -> Any:
+        # The help of one benchmark is whole, in the list of all it is a line.
+        text = text if argv[:1] == [name] else text.partition("\n")[0]
+        return Annotated[cls, tyro.conf.subcommand(name, description=text)]
+
+    every = (subcommand(name, cls, module.__doc__) for name, (cls, module) in BENCHMARKS.items())
+    benchmark = parse(functools.reduce(operator.or_, every), argv, "gdn bench", rule.RuleBenchmark(), __doc__)
+    return run(benchmark, Console(), Console(stderr=True))
