@@ -1,4 +1,4 @@
-"""What a block of a model is made of: the protocol of a token mixer, RMSNorm, SwiGLU, and what weight decay spares.
+"""The parts of a model's block: the protocol of a token mixer, RMSNorm, SwiGLU, and what weight decay spares.
 
 Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call, as in
 flax's own layers; the norm is float32 in any case.
@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.fused.kernels import FEW_ROWS, usable
+from gdn_jax.fused.kernels import FEW_ROWS, kernels_run
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
@@ -27,10 +27,11 @@ Initializer = Callable[..., jax.Array]
 
 @runtime_checkable
 class TokenMixer(Protocol):
-    """What a block of a model mixes tokens with: `gdn_jax.layers.GatedDeltaNet` is one.
+    """Mixes the tokens of a block: `gdn_jax.layers.GatedDeltaNet` is one.
 
     A cache is any pytree that the mixer itself makes and reads; only the model's caller carries it from one call to
-    the next. A mixer refuses what it cannot take, for example a mask, with NotImplementedError.
+    the next. A mixer refuses what it cannot take, for example a mask, with NotImplementedError. Like every part of a
+    block it may have a method `from_stream`, see there.
     """
 
     def __call__(
@@ -48,6 +49,44 @@ class TokenMixer(Protocol):
     def init_cache(self, batch: int) -> Any:
         """The cache before the first token, for `batch` sequences."""
         ...
+
+
+def from_stream(
+    part: Callable[..., Any],
+    norm: "RMSNorm",
+    x: Float[Array, "*S D"],
+    y: Float[Array, "*S D"] | None,
+    **options: Any,
+) -> tuple[Float[Array, "*S D"], Any]:
+    """A part of a block, called with the norm of the residual stream.
+
+    A part that can do more with the stream and the norm than normalise first has a method of this name with the same
+    results, `part.from_stream(norm, x, y, **options)`.
+
+    Args:
+      part: a mixer, an MLP, or a function in the place of one.
+      norm: the norm before it.
+      x: residual stream.
+      y: what is added to the stream first; None: nothing.
+      options: of the part.
+
+    Returns:
+      x + y in x's dtype, and what the part returns.
+    """
+    own = getattr(part, "from_stream", None)
+    return normalise_first(part, norm, x, y, **options) if own is None else own(norm, x, y, **options)
+
+
+def normalise_first(
+    part: Callable[..., Any],
+    norm: "RMSNorm",
+    x: Float[Array, "*S D"],
+    y: Float[Array, "*S D"] | None,
+    **options: Any,
+) -> tuple[Float[Array, "*S D"], Any]:
+    """`from_stream` for any part."""
+    x, normalized = norm.add(x, y)
+    return x, part(normalized, **options)
 
 
 def NoDecayParam(value: Any) -> nnx.Param:
@@ -117,20 +156,21 @@ class RMSNorm(nnx.Module):
         self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
-        return self._add(x, y, self.factor(accumulation_dtype(x)))
+        return self._add(x, y, self.scale(accumulation_dtype(x)))
 
-    def add_unit(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
-        """The same without `factor`, for projections whose kernels are multiplied by it."""
-        return self._add(x, y, None)
+    def add_folded(
+        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None, *projections: Float[Array, "D F"]
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"], list[Float[Array, "D F"]]]:
+        """`add` where projections alone read the norm: their rows are multiplied by `scale` instead of it."""
+        scale = self.scale(jnp.float32)
+        return *self._add(x, y, None), [scale[:, None] * weight for weight in projections]
 
-    def _add(self, x, y, factor):
+    def _add(self, x, y, scale):
         options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
-        return add_norm(x, y, factor, **options)
+        return add_norm(x, y, scale, **options)
 
-    def factor(self, dtype: DTypeLike) -> Float[Array, " D"]:
-        """What the normalised x is multiplied by: the weight, or 1 + weight."""
+    def scale(self, dtype: DTypeLike) -> Float[Array, " D"]:
+        """The factor of each channel: the weight, or 1 + weight."""
         weight = self.weight[...].astype(dtype)
         return 1 + weight if self.zero_centred else weight
 
@@ -165,25 +205,27 @@ class SwiGLU(nnx.Module):
         self.up_proj = linear(hidden_size, intermediate_size)
         self.down_proj = out(intermediate_size, hidden_size)
 
-    def takes_factor(self, x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Whether a call multiplies kernels by `factor`, which for a few rows would move more bytes."""
-        return is_one_product(x, (self.gate_proj, self.up_proj)) and usable(self.implementation, None)
-
-    def __call__(
-        self, x: Float[Array, "*S D"], factor: Float[Array, " D"] | None = None
-    ) -> Float[Array, "*S D"]:
-        """[..., hidden_size] to [..., hidden_size] in the compute dtype.
-
-        Args:
-          x: the input.
-          factor: of x's channels, where `takes_factor` says so; None: ones.
-        """
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
         if isinstance(self.gate_proj, ProjectionOfGroup):
             return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
-        gate, up, down = (linear.kernel[...] for linear in (self.gate_proj, self.up_proj, self.down_proj))
-        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, gate.dtype))
-        if factor is not None:
-            gate, up = (factor[:, None] * kernel for kernel in (gate, up))
+        return self._product(x, *self._branches())
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+        """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
+        if not (is_one_product(x, (self.gate_proj, self.up_proj)) and kernels_run(self.implementation)):
+            return normalise_first(self, norm, x, y)
+        x, normalized, branches = norm.add_folded(x, y, *self._branches())
+        return x, self._product(normalized, *branches)
+
+    def _branches(self):
+        return self.gate_proj.kernel[...], self.up_proj.kernel[...]
+
+    def _product(self, x, gate, up):
+        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, self.gate_proj.kernel[...].dtype))
+        down = self.down_proj.kernel[...]
         return swiglu_on_mesh(x, gate, up, down, implementation=self.implementation)
 
 
@@ -234,7 +276,7 @@ class ProjectionOfGroup(nnx.Module):
 
 
 Projection = nnx.Linear | ProjectionOfGroup
-"""A projection of a layer, as it was made or of a copy for single tokens."""
+"""A projection of a layer, as it was made or in a copy for single tokens."""
 
 
 def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:

@@ -1,5 +1,7 @@
 """The plain forms of what stands around the rule against float64 formulas: values, and gradients by `jax.vjp`."""
 
+import warnings
+
 import fused_oracle
 import jax
 import jax.numpy as jnp
@@ -147,11 +149,14 @@ def test_gated_norm(dtype):
         close(a, b, name)
 
 
-def test_more_gates_than_outputs():
-    o, gate, weight = jnp.ones((2, 3, 8)), jnp.ones((2, 4, 8)), jnp.ones(8)
+def test_gates_among_other_channels():
+    draw = draws(8)
+    o, gate, weight = draw(2, 3, 8), draw(2, 4, 8), draw(8)
     with pytest.raises(ValueError, match=r"^gate: expected the shape of o, \(2, 3, 8\), got \(2, 4, 8\)$"):
         norms.gated_norm(o, gate, weight)
-    got = norms.gated_norm(o, gate.at[:, 0].set(5), weight, joined=True)
+    got = norms.gated_norm_of_channels(
+        o, jnp.concatenate([draw(2, 5), gate[:, 1:].reshape(2, 24)], 1), weight
+    )
     np.testing.assert_array_equal(got, norms.gated_norm(o, gate[:, 1:], weight))
 
 
@@ -207,6 +212,8 @@ def test_embed(dtype):
     [
         (None, None, None, True),
         ("mosaic_gpu", None, None, True),
+        ("mosaic_gpu", "a reason", None, False),
+        ("mosaic_gpu", None, "no device", False),
         ("chunked", None, None, False),
         ("recurrent", None, None, False),
         (None, "a reason", None, False),
@@ -217,9 +224,45 @@ def test_when_kernels_are_used(implementation, reason, device, expected, monkeyp
     from pallas_kernels.device import launch
 
     monkeypatch.setattr(launch, "device_reason", lambda: device)
-    assert kernels.usable(implementation, reason) is expected
+    told = "a reason" if reason else device
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert kernels.usable("a part", implementation, reason) is expected
+    text = f"a part runs in plain JAX beside the kernels of 'mosaic_gpu': {told}"
+    assert [str(w.message) for w in seen] == [text] * (implementation == "mosaic_gpu" and not expected)
 
 
+def test_a_named_kernel_that_cannot_run_is_told_of(monkeypatch):
+    """By every part, with its reason, and not where the name is left out."""
+    from pallas_kernels.device import launch
+
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    x, weight, many = jnp.ones((1, 9, 24)), jnp.ones(24), jnp.ones((300, 8))
+    calls = {
+        "the short convolution runs in plain JAX .*: x is float32": lambda **o: short_conv(
+            x, jnp.ones((24, 4)), heads=1, width=8, **o
+        ),
+        "the short convolution runs in plain JAX .*: a bias": lambda **o: short_conv(
+            x, jnp.ones((24, 4)), weight, heads=1, width=8, **o
+        ),
+        "the norm of the stream runs .*: rows of 24": lambda **o: norms.add_norm(x, None, weight, **o),
+        "the gated norm runs .*: o is float32": lambda **o: norms.gated_norm(x, x, weight, **o),
+        "the SwiGLU runs .*: x is float32": lambda **o: swiglu.swiglu(
+            many, jnp.ones((8, 16)), jnp.ones((8, 16)), jnp.ones((16, 8)), **o
+        ),
+        "the embedding's gradient runs .*: rows of 24": lambda **o: embedding.embed(
+            jnp.ones((3, 24)), jnp.arange(3), **o
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.warns(UserWarning, match=text):
+            call(implementation="mosaic_gpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in plain JAX")
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "chunked", "recurrent"])
 def test_the_implementation_of_the_rule_changes_nothing_without_a_gpu(implementation):
     """Every part takes the rule's names. On a CPU each runs the plain form under all of them."""

@@ -1,4 +1,4 @@
-"""Layers whose products are channels of one array, which kernels read where they lie, without a GPU."""
+"""A layer as one operation, whose kernels read all products of its input in one array, without a GPU."""
 
 import functools
 
@@ -12,10 +12,10 @@ from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import convolution
 
-from gdn_jax.fused import joined as fused_joined
-from gdn_jax.fused import norms as fused_norms
-from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.blocks import RMSNorm
+from gdn_jax.fused import mixer, norms
+from gdn_jax.fused.short_conv import KeyHeads, short_conv
+from gdn_jax.layers import GatedDeltaNet, gated_delta_net
 from pallas_kernels.device import launch
 
 
@@ -46,70 +46,103 @@ def test_one_product_of_the_input(monkeypatch):
     assert not any("stablehlo.add" in line and "4352" in line for line in text.splitlines())
 
 
-def test_one_product_is_all_products(monkeypatch):
-    """With the plain form of the convolution in the kernel's place, what a layer makes of its input in one product,
-    and the gradients, are those of its products."""
+def plain_kernels(monkeypatch):
+    """The plain forms of the convolution and of the gated norm in the place of their kernels, so that a CPU compiles
+    all of `fused.mixer`. Where the kernels leave memory as it is, there is NaN."""
 
-    def plain(joined, weight, segment_ids, *, behind, **options):
-        D = weight.shape[0]
-        *parts, final = fused_short_conv(joined[..., :D], weight, **options, segment_ids=segment_ids)
-        return *parts, final, joined[..., D : D + behind], joined
+    def filtered(how, x, weight, fresh):
+        segments = None if fresh is None else jnp.cumsum(fresh, axis=1)
+        options = dict(segment_ids=segments, implementation="chunked")
+        return short_conv(x[..., : len(weight)], weight, **how._asdict(), **options)[:3]
 
-    monkeypatch.setattr(fused_joined, "short_conv", plain)
+    def filtered_gradients(how, saved, cotangents, others):
+        x, weight, fresh = saved
+        dnext, dothers = others
+        _, back = jax.vjp(lambda x, weight: filtered(how, x, weight, fresh), x, weight)
+        dx, dweight = back(cotangents)
+        D, n = len(weight), dnext.shape[-1]
+        return jnp.concatenate([dx[..., :D], dnext, dothers[..., D + n :]], -1), dweight
+
+    def gated(eps, o, heads, weight, projection):
+        gate = heads[..., -o.shape[-2] :, :]
+        return norms.gated_norm(o, gate, weight, projection, eps=eps, implementation="chunked")
+
+    def gated_gradients(eps, saved, dy):
+        do, dheads, *others = jax.vjp(functools.partial(gated, eps), *saved)[1](dy)
+        return do, dheads.at[..., : -do.shape[-2], :].set(jnp.nan), *others
+
+    plain = filtered, filtered_gradients, gated, gated_gradients
+    names = "filtered", "filtered_gradients", "gated_norm_kernel", "gated_norm_gradients"
+    for name, function in zip(names, plain, strict=True):
+        monkeypatch.setattr(mixer, name, function)
+
+
+def test_one_operation_is_the_layer(monkeypatch):
+    """Results and all gradients, also through both states, beside the layer in parts; alone and behind a norm, whose
+    scale the projections take over."""
     sizes = dict(
         num_heads=2, num_v_heads=4, head_dim=16, expand_v=2.0, allow_neg_eigval=True, write_start=0.1
     )
     graphdef, params = nnx.split(GatedDeltaNet(24, **sizes, rngs=nnx.Rngs(0)))
     draw, segments = draws(0), jnp.arange(9)[None] // 4
+    norm = RMSNorm(24, zero_centred=True)
+    norm.weight[...] = draw(24, scale=0.3)
+    norm_def, norm_params = nnx.split(norm)
 
-    def together(params, x, o):
-        layer = nnx.merge(graphdef, params)
-        inputs, conv, gate = layer._joined_inputs(x, segments, None)
-        return inputs, conv, layer.rule_output(o, x, gate)
+    def run(params, norm_params, x, y):
+        layer, norm = nnx.merge(graphdef, params), nnx.merge(norm_def, norm_params)
+        options = dict(segment_ids=segments, return_cache=True)
+        return layer(x, **options), layer.from_stream(norm, x, y, **options)
 
-    def apart(params, x, o):
-        layer = nnx.merge(graphdef, params)
-        return *layer.rule_inputs(x, segment_ids=segments), layer.rule_output(o, x)
-
-    args = params, draw(1, 9, 24), draw(1, 9, 4, 32)
-    cotangents = jax.tree.map(lambda y: draw(*y.shape), jax.eval_shape(apart, *args))
-    expected, got = (fused_harness.compiled_vjp(f)(cotangents, *args) for f in (apart, together))
+    args = params, norm_params, draw(1, 9, 24), draw(1, 9, 24)
+    cotangents = jax.tree.map(lambda y: draw(*y.shape), jax.eval_shape(run, *args))
+    expected = fused_harness.compiled_vjp(run)(cotangents, *args)
+    plain_kernels(monkeypatch)
+    monkeypatch.setattr(mixer, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(gated_delta_net, "is_one_product", lambda *_: True)
+    got = fused_harness.compiled_vjp(run)(cotangents, *args)
+    monkeypatch.setattr(mixer, "mix", None)  # that the layer does call
+    with pytest.raises(TypeError):
+        run(*args)
     for (path, like), y in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
-        close(like, y, jax.tree_util.keystr(path))
+        close(like, y, jax.tree_util.keystr(path), sums=2e-6)
 
 
 @pytest.mark.slow
-def test_seam_of_joined_channels(interpreted):
-    """Both kernels with their channels in one array, whose cotangent is NaN where nobody writes it."""
+def test_seam_of_one_operation(interpreted):
+    """The kernels with their channels in one array, whose cotangent is NaN where nobody writes it. The rule is a sum
+    here."""
     sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4), heads=4, width=256)
-    (x, weight, segments), cotangents, options, expected = convolution("bfloat16", **sizes)
+    (x, weight, segments), cotangents, _, expected = convolution("bfloat16", **sizes)
     draw = draws(3)
-    gates, dgates = (draw(1, 8, 256, dtype="bfloat16") for _ in range(2))
-    gate, o, dy = (draw(1, 8, 4, 256, dtype="bfloat16") for _ in range(3))
-    norm_weight = draw(256)
+    gates, gate, dy = (
+        draw(1, 8, 256, dtype="bfloat16"),
+        *(draw(1, 8, 4, 256, dtype="bfloat16") for _ in range(2)),
+    )
+    o, norm_weight = draw(1, 8, 4, 256, dtype="bfloat16"), draw(256)
 
-    def run(joined, weight, o, norm_weight):
-        *parts, final, gates, joined = fused_joined.short_conv(
-            joined, weight, segments, **options, behind=256
-        )
-        y = fused_norms.gated_norm(o, joined.reshape(1, 8, -1, 256), norm_weight, joined=True)
-        return (*parts, final), gates, y
+    def rule(q, k, v, g, beta, *, segment_ids):
+        """Outputs that do not depend on the inputs, and a state whose gradients are the cotangents."""
+        parts = zip((q, k, v.reshape(1, 8, -1)), cotangents, strict=True)
+        return o, sum(jnp.sum((x * dx).astype(jnp.float32)) for x, dx in parts) + jnp.sum(beta)
 
-    args = jnp.concatenate([x, gates, gate.reshape(1, 8, -1)], axis=-1), weight, o, norm_weight
-    (parts, got_gates, y), back = jax.vjp(run, *args)
-    djoined, dweight, do, dnorm = back(((*cotangents, jnp.zeros_like(parts[-1])), dgates, dy))
-    for name, got in zip("qkv", parts, strict=False):
-        close(getattr(expected, name), got, name)
-    np.testing.assert_array_equal(got_gates, gates)
-    close(fused_oracle.gated_norm(o, gate, norm_weight), y, "y")
-    dx, after, dgate = jnp.split(djoined, (x.shape[-1], x.shape[-1] + 256), axis=-1)
+    layer = mixer.Mixer(KeyHeads(4, 256), 4, 256, 1e-5, False, rule)
+    joined = jnp.concatenate([x, gates, gate.reshape(1, 8, -1)], axis=-1)
+    projection = jnp.eye(1024, dtype="bfloat16")
+    primals = joined, weight, jnp.zeros(4), jnp.zeros(4), jnp.zeros(4), norm_weight, projection
+    (y, _), back = jax.vjp(lambda *args: mixer._mix(layer, *args, segments), *primals)
+    close(fused_oracle.gated_norm(o, gate, norm_weight), y.reshape(o.shape), "y")
+    djoined, dweight, *_, dnorm, _ = back((dy.reshape(1, 8, -1), jnp.float32(1)))
+    dx, dgates, dgate = jnp.split(djoined, (x.shape[-1], x.shape[-1] + 256), axis=-1)
     close(expected.dx, dx, "dx")
     close(expected.dweight, dweight, "dweight")
-    np.testing.assert_array_equal(after, dgates)
-    names = "do", "dgate", "dnorm"
-    gradients = fused_oracle.gated_norm_gradients(o, gate, norm_weight, dy)
-    for name, a, b in zip(names, gradients, (do, dgate.reshape(gate.shape), dnorm), strict=True):
-        close(a, b, name)
+    b = jax.nn.sigmoid(gates[..., 4:8].astype(jnp.float32))
+    close(b * (1 - b), dgates[..., 4:8], "db", 2)
+    np.testing.assert_array_equal(dgates[..., :4], 0)
+    np.testing.assert_array_equal(dgates[..., 8:], 0)
+    _, want, want_norm = fused_oracle.gated_norm_gradients(o, gate, norm_weight, dy)
+    close(want, dgate.reshape(gate.shape), "dgate")
+    close(want_norm, dnorm, "dnorm")
     assert interpreted == dict.fromkeys(
         ("short_conv", "short_conv_backward", "gated_norm", "gated_norm_backward"), 1
     )
@@ -129,27 +162,19 @@ def test_seam_of_joined_channels(interpreted):
 def test_layers_whose_products_are_apart(options, monkeypatch):
     """Also few tokens, and tokens with a mask or a past."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)
+    calls = []
+    monkeypatch.setattr(mixer, "mix", lambda *args, **_: calls.append(args) or (args[1], args[1], args[1]))
+
+    def is_one(layer, x, **options):
+        calls.clear()
+        jax.eval_shape(lambda x: layer(x, **options), x)
+        return len(calls) == 1
+
     x = jnp.zeros((1, 512, 32), jnp.bfloat16)
-    assert joining_layer().takes_factor(x)
-    assert not joining_layer().takes_factor(x[:, :256])
-    assert not joining_layer("chunked").takes_factor(x)
-    assert not joining_layer(**options).takes_factor(x)
-
-
-@pytest.mark.slow
-def test_factor_of_a_layers_input(interpreted):
-    """As if its input were multiplied by it: here by powers of two, of which nothing is rounded."""
-    draw = draws(9)
-    x, factor = draw(1, 520, 32, dtype="bfloat16"), 2.0 ** (jnp.arange(32) % 5 - 2)
     layer = joining_layer()
-    (rule, conv, channels), again = (
-        layer._joined_inputs(x, None, factor),
-        layer._joined_inputs((x * factor).astype(x.dtype), None, None),
-    )
-    assert interpreted["short_conv"]
-    for a, b in zip(jax.tree.leaves((rule, conv, channels)), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(a, b)
-    with pytest.raises(
-        ValueError, match="factor: expected None for a call that `takes_factor` does not allow"
-    ):
-        layer(x[:, :256], factor=factor)
+    assert is_one(layer, x)
+    assert not is_one(layer, x[:, :256])
+    assert not is_one(layer, x, mask=jnp.ones((1, 512), bool))
+    assert not is_one(layer, x, cache=layer.init_cache(1))
+    assert not is_one(joining_layer("chunked"), x)
+    assert not is_one(joining_layer(**options), x)

@@ -4,6 +4,7 @@ lowered, and left to plain JAX where they do not take it."""
 import functools
 
 import fused_harness
+import fused_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +14,9 @@ from fused_harness import close, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax.blocks import group_projections
-from gdn_jax.fused import joined as fused_joined
+from gdn_jax.fused import norms
 from gdn_jax.fused import token as fused_token
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
-from gdn_jax.layers import token as layer_token
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, gated_delta_net
 from gdn_jax.models import inference
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.device import launch
@@ -40,8 +40,8 @@ def token_inputs(params, B=3):
 
 def believe_in_kernels(monkeypatch, whole):
     """Kernels take the tokens of layers: the one of decoding alone, as on a mesh, or the convolution's too."""
-    monkeypatch.setattr(fused_token, "usable", lambda implementation, reason: reason is None)
-    monkeypatch.setattr(layer_token, "is_whole", lambda *arrays: whole)
+    monkeypatch.setattr(fused_token, "usable", lambda part, implementation, reason: reason is None)
+    monkeypatch.setattr(fused_token, "is_whole", lambda *arrays: whole)
 
 
 def interpret_tokens(monkeypatch) -> list[str]:
@@ -95,11 +95,14 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
     expected = jax.jit(plain)(params, x, cache)
     assert layer.g_proj.stop == layer.g_proj.group.weight[...].shape[0] == 288 and layer.b_proj.stop == 196
     believe_in_kernels(monkeypatch, whole=True)
-    joined = fused_joined.gate_heads
+    of_channels = norms.gated_norm_of_channels
     gates = []
-    monkeypatch.setattr(
-        fused_joined, "gate_heads", lambda *args: gates.append(args[0].shape) or joined(*args)
-    )
+
+    def told(o, channels, *args, **options):
+        gates.append(channels.shape)
+        return of_channels(o, channels, *args, **options)
+
+    monkeypatch.setattr(gated_delta_net, "gated_norm_of_channels", told)
     calls = interpret_tokens(monkeypatch)
     y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "step_of_channels"] and gates == [(3, 1, 288)]
@@ -117,11 +120,21 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
         close(like, dx, "derivative", sums=2e-6)
 
 
-def test_derivative_of_the_gates_in_one_product():
-    """What the norm's kernel leaves for the heads that are no gates does not count."""
-    _, back = jax.vjp(lambda x: fused_joined.gate_heads(x, 2, 4), jnp.ones((1, 1, 16)))
-    (dx,) = back(jnp.full((1, 1, 4, 4), jnp.nan).at[:, :, 2:].set(3.0))
-    np.testing.assert_array_equal(dx[0, 0], [0] * 8 + [3] * 8)
+def test_derivative_of_the_gates_in_one_product(interpreted):
+    """The kernel leaves NaN for the heads that are no gates. Their gradient is 0."""
+    draw = draws(4)
+    o, dy = (draw(2, 1, 4, 256, dtype="bfloat16") for _ in range(2))
+    channels, weight = draw(2, 1, 1280, dtype="bfloat16"), draw(256)
+    y, back = jax.vjp(norms.gated_norm_of_channels, o, channels, weight)
+    do, dchannels, dweight = back(dy)
+    assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
+    gate = channels[..., 256:].reshape(o.shape)
+    close(fused_oracle.gated_norm(o, gate, weight), y, "y")
+    dgate = dchannels[..., 256:].reshape(o.shape)
+    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
+    for name, a, b in zip(("do", "dgate", "dweight"), expected, (do, dgate, dweight), strict=True):
+        close(a, b, name)
+    np.testing.assert_array_equal(dchannels[..., :256], 0)
 
 
 @ways
@@ -155,7 +168,7 @@ def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
 def test_a_loop_of_tokens_changes_states_where_they_lie(monkeypatch):
     """Lowered for a GPU, every layer's state is an alias of what the kernel returns."""
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    monkeypatch.setattr(layer_token, "is_whole", lambda *arrays: True)
+    monkeypatch.setattr(fused_token, "is_whole", lambda *arrays: True)
     params, run = token_layer()
 
     def loop(params, x, cache):

@@ -1,10 +1,12 @@
 """The embedding of tokens, with a gradient that repeats bit for bit and does not sort the cotangents."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import run, token_axes, usable
+from gdn_jax.fused.kernels import fused_op, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
 
 
@@ -20,17 +22,17 @@ def embed(
       embedding: [V, D], any floating dtype.
       tokens: [..] integers in [-V, V), where -1 is the last row. Another value gives NaN and has no gradient.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
-        "recurrent" do not.
+        "recurrent" do not. "mosaic_gpu" is None with a warning where there is none.
 
     Returns:
       [.., D] in the embedding's dtype.
     """
     from pallas_kernels.layer import embedding as kernel
 
-    if usable(implementation, kernel.check_supported(embedding)):
+    if usable("the embedding's gradient", implementation, kernel.check_supported(embedding)):
         names, sizes = token_axes(jax.ShapeDtypeStruct((*tokens.shape, 1), embedding.dtype), 1)
         operands = (". .", names.removesuffix(" ."))
-        return on_explicit_shards(_embed, (embedding, tokens), operands, names, sizes)
+        return on_explicit_shards(partial(_embed, None), (embedding, tokens), operands, names, sizes)
     return _take(embedding, tokens)
 
 
@@ -38,19 +40,15 @@ def _take(embedding, tokens):
     return jnp.take(embedding, tokens, axis=0, mode="fill")
 
 
-_embed = jax.custom_vjp(_take)
+def _forward(_, embedding, tokens):
+    return _take(embedding, tokens), (tokens, jnp.zeros((embedding.shape[0], 0)))
 
 
-def _embed_fwd(embedding, tokens):
-    return _take(embedding, tokens), (tokens, jnp.zeros((embedding.shape[0], 0), embedding.dtype))
-
-
-def _embed_bwd(saved, dx):
+def _backward(_, saved, dx):
     tokens, like = saved
     names, sizes = token_axes(dx, 1)
     operands = (names.removesuffix(" ."), names)
-    gradient = run(_gradient, like.shape[0], (tokens, dx), operands, ". . +b +t", sizes)
-    return gradient.astype(like.dtype), None
+    return run(_gradient, like.shape[0], (tokens, dx), operands, ". . +b +t", sizes), None
 
 
 def _gradient(V, tokens, dx):
@@ -66,4 +64,4 @@ def _gradient(V, tokens, dx):
     return embedding_gradient(dx.reshape(-1, dx.shape[-1]), order, starts)
 
 
-_embed.defvjp(_embed_fwd, _embed_bwd)
+_embed = fused_op(_forward, _backward)

@@ -1,8 +1,10 @@
-"""When a part runs by its kernels, and on which shards of its arrays."""
+"""How the parts around a rule run by kernels: when they do, with which derivative, and on which shards of arrays."""
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,18 +16,86 @@ H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, 
 a second."""
 
 
-def usable(implementation: str | None, reason: str | None) -> bool:
-    """Whether kernels take a call.
+def kernels_run(implementation: str | None) -> bool:
+    """Whether kernels run on this device, for a caller that lets them.
 
     Args:
       implementation: that of the delta rule; "chunked" and "recurrent" never use a kernel.
-      reason: why they cannot take the arguments; None if they can.
     """
-    if implementation not in (None, "mosaic_gpu") or reason is not None:
+    if implementation not in (None, "mosaic_gpu"):
         return False
     from pallas_kernels.device.launch import device_reason
 
     return device_reason() is None
+
+
+def usable(part: str, implementation: str | None, reason: str | None) -> bool:
+    """Whether the kernels of a part take a call; warns where "mosaic_gpu" is named and they do not.
+
+    The name belongs to the rule, which has kernels for every shape. Not every part has: a part without them runs in
+    plain JAX beside the rule's kernels, and says so.
+
+    Args:
+      part: its name, for the warning.
+      implementation: as for `kernels_run`.
+      reason: why the kernels cannot take the arguments; None if they can.
+    """
+    if reason is None and kernels_run(implementation):
+        return True
+    if implementation == "mosaic_gpu":
+        from pallas_kernels.device.launch import device_reason
+
+        text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {reason or device_reason()}"
+        warnings.warn(text, stacklevel=3)  # Python shows it once for each place and text
+    return False
+
+
+@jax.tree_util.register_static
+class _Dtypes(NamedTuple):
+    """The dtypes of an operation's arguments, kept beside the arrays for its derivative."""
+
+    of_arguments: tuple[Any, ...]
+
+
+def fused_op(
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., Sequence[Any]],
+    *,
+    alone: Callable[..., Any] | None = None,
+    symbolic_zeros: bool = False,
+) -> Callable[..., Any]:
+    """Makes op(static, *arguments), an operation that can be differentiated once, in reverse, as its kernels can.
+
+    Args:
+      forward: from (static, *arguments) to the results, and what their derivative reads.
+      backward: from (static, what it reads, cotangents) to the gradient of each argument, of any floating dtype; None
+        for an argument without one.
+      alone: from (static, *arguments) to the results, where nobody asks for the derivative; None: as forward makes
+        them.
+      symbolic_zeros: whether backward knows `SymbolicZero` as a cotangent of zeros.
+
+    Returns:
+      The operation. `static` is hashable; arguments are arrays, None, or tuples of them.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def op(static, *arguments):
+        return forward(static, *arguments)[0] if alone is None else alone(static, *arguments)
+
+    def op_fwd(static, *arguments):
+        if symbolic_zeros:
+            arguments = jax.tree.map(lambda primal: primal.value, arguments)
+        results, kept = forward(static, *arguments)
+        return results, (kept, _Dtypes(jax.tree.map(lambda x: x.dtype, arguments)))
+
+    def op_bwd(static, saved, cotangents):
+        kept, dtypes = saved
+        gradients = backward(static, kept, cotangents)
+        pairs = zip(gradients, dtypes.of_arguments, strict=True)
+        return tuple(None if dx is None else jax.tree.map(lambda y, t: y.astype(t), dx, t) for dx, t in pairs)
+
+    op.defvjp(op_fwd, op_bwd, symbolic_zeros=symbolic_zeros)
+    return op
 
 
 def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dict[str, int]]:
@@ -33,7 +103,7 @@ def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dic
 
     Args:
       x: the array. One without rows and tokens is never split.
-      unit: of so many tokens a multiple, a shard must have for its kernel.
+      unit: a shard must have a multiple of so many tokens for its kernel.
     """
     if x.ndim < 3 or x.shape[1] % unit:
         return " ".join("." * x.ndim), {}
@@ -41,11 +111,11 @@ def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dic
 
 
 def inner_axes(x: jax.Array | jax.ShapeDtypeStruct, block: int, most: int) -> tuple[str, dict[str, int]]:
-    """The same of [B, T, H, ..], whose heads "h" can be split too, for a kernel of whole blocks of numbers.
+    """The same for [B, T, H, ..], whose heads "h" can be split too, for a kernel of whole blocks of numbers.
 
     Args:
       x: the array.
-      block: of so many numbers a multiple, a shard must have.
+      block: a shard must have a multiple of so many numbers.
       most: parts of H at most. There are fewer where shards of so many parts and of few tokens would be no blocks.
     """
 

@@ -4,7 +4,7 @@ The kernels' results can be differentiated once, in reverse.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import inner_axes, run, token_axes, usable
+from gdn_jax.fused.kernels import fused_op, inner_axes, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.shapes import accumulation_dtype
+from gdn_jax.shapes import ArgumentError, accumulation_dtype
 
 
 def add_norm(
@@ -33,12 +33,12 @@ def add_norm(
     Args:
       x: residual stream [.., D], any floating dtype.
       y: what is added to it, any floating dtype; None: nothing.
-      weight: [D]; None: ones. Where a projection alone reads n, its kernel can be multiplied by the weight instead:
-        the kernel then keeps n for the derivative of both.
+      weight: [D]; None: ones. Where projections alone read n, their weights can be multiplied by it instead, and n is
+        then kept for the derivative of both.
       eps: added to the mean square.
       dtype: of n; x's when None.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
-        "recurrent" do not.
+        "recurrent" do not. "mosaic_gpu" is None with a warning where there is none.
 
     Returns:
       s in x's dtype (x itself without y), and n.
@@ -50,9 +50,9 @@ def add_norm(
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     from pallas_kernels.layer import norm
 
-    if usable(implementation, norm.check_supported(x)):
+    if usable("the norm of the stream", implementation, norm.check_supported(x)):
         names, sizes = _norm_axes(x)
-        call = partial(_add_norm, eps=eps, dtype=dtype)
+        call = partial(_add_norm, _Norm(eps, dtype))
         return on_explicit_shards(call, (x, y, weight), (names, names, "."), (names, names), sizes)
     wide = accumulation_dtype(x)
     s = x.astype(wide) if y is None else x.astype(wide) + y.astype(wide)
@@ -65,59 +65,81 @@ def gated_norm(
     o: Float[Array, "*S V"],
     gate: Float[Array, "*G V"],
     weight: Float[Array, " V"],
-    kernel: Float[Array, "F D"] | None = None,
+    projection: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
-    joined: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*R E"]:
     """RMSNorm of each head times SiLU of its gate, and the projection of all heads.
 
         y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
-        result = y without a kernel, else the heads of y side by side @ kernel
+        result = y without a projection, else the heads of y side by side @ projection
 
     With the GPU's kernels, y is not kept for the derivative of the projection but made again beside that of the norm.
 
     Args:
-      o: outputs of the rule [.., H, V], without a kernel [.., V], any floating dtype.
-      gate: of o's shape, any floating dtype.
+      o: outputs of the rule [.., H, V], without a projection [.., V], any floating dtype.
+      gate: array of o's shape, any floating dtype.
       weight: [V].
-      kernel: projection [H V, D], any floating dtype, used in o's.
+      projection: weight [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
-      joined: whether gate may have more heads than o, of which these are the last, as `fused.joined.short_conv`
-        returns them. By the kernels their cotangent holds for the others whatever lies in memory: that function alone
-        knows what to make of it.
       implementation: as for `add_norm`.
 
     Returns:
-      [.., D] in o's dtype, without a kernel [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
+      [.., D] in o's dtype, without a projection [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
 
     Raises:
-      ValueError: gate does not have o's shape, without `joined`.
+      ValueError: gate does not have o's shape.
 
     Source: fla's `FusedRMSNormGated`.
     """
     from pallas_kernels.layer import gated_norm as kernels
 
-    if gate.shape != o.shape and not joined:
-        raise ValueError(f"gate: expected the shape of o, {o.shape}, got {gate.shape}")
-    kernel = None if kernel is None else kernel.astype(o.dtype)
-    reason = kernels.check_supported(o)
     if gate.shape != o.shape:
-        reason = reason or kernels.check_gates(o, gate.shape[-2] * gate.shape[-1])
-    if usable(implementation, reason):
+        raise ArgumentError("gate", f"the shape of o, {o.shape}", gate.shape)
+    projection = None if projection is None else projection.astype(o.dtype)
+    if usable("the gated norm", implementation, kernels.check_supported(o)):
         names, sizes = _head_axes(o, gate)
-        result = names if kernel is None else names.rpartition(" ")[0]  # D in the place of H and V
-        if kernel is not None:
+        result = names
+        if projection is not None:
+            result = names.rpartition(" ")[0]  # D in the place of H and V
             sizes.pop("h", None)  # the projection sums over it
-        call = partial(_gated_norm, eps=eps)
-        operands = (names, names, ".", None if kernel is None else ". .")
-        return on_explicit_shards(call, (o, gate, weight, kernel), operands, result, sizes)
-    if gate.shape != o.shape:
-        gate = gate[..., -o.shape[-2] :, :]
-    wide = accumulation_dtype(o)
-    _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
-    return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), kernel)
+        operands = (names, names, ".", None if projection is None else ". .")
+        args = (o, gate, weight, projection)
+        return on_explicit_shards(partial(_gated_norm, eps), args, operands, result, sizes)
+    return _plain_gated_norm(eps, o, gate, weight, projection)
+
+
+def gated_norm_of_channels(
+    o: Float[Array, "*S H V"],
+    channels: Float[Array, "*S C"],
+    weight: Float[Array, " V"],
+    projection: Float[Array, "F D"] | None = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+) -> Float[Array, "*R E"]:
+    """`gated_norm` whose gate is the last H V of an array's channels, which the kernel reads where they lie.
+
+    Args:
+      o, weight, projection, eps, implementation: of `gated_norm`. The arrays lie on one device.
+      channels: [.., C].
+    """
+    from pallas_kernels.layer import gated_norm as kernels
+
+    (H, V), leading = o.shape[-2:], o.shape[:-2]
+    projection = None if projection is None else projection.astype(o.dtype)
+    reason = kernels.check_supported(o) or kernels.check_gates(o, channels.shape[-1])
+    if usable("the gated norm", implementation, reason):
+        return _gated_norm(eps, o, channels.reshape(*leading, -1, V), weight, projection)
+    return _plain_gated_norm(eps, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
+
+
+class _Norm(NamedTuple):
+    """What a sum with its norm depends on beside its arrays."""
+
+    eps: float
+    dtype: Any
 
 
 def _norm_axes(x) -> tuple[str, dict[str, int]]:
@@ -126,19 +148,14 @@ def _norm_axes(x) -> tuple[str, dict[str, int]]:
     return token_axes(x, rows.rows_at_once(x.shape[-1]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _add_norm(x, y, weight, eps, dtype):
-    return _run_add_norm(x, y, weight, eps, dtype)
-
-
-def _run_add_norm(x, y, weight, eps, dtype, keep=False):
+def _run_add_norm(static, x, y, weight, keep=False):
     names, sizes = _norm_axes(x)
     kept = names.rpartition(" ")[0] if weight is None else names
     results = (names, names, kept) if keep else (names, names)
-    return run(_add_norm_forward, (eps, dtype, keep), (x, y, weight), (names, names, "."), results, sizes)
+    return run(_add_norm_kernel, (*static, keep), (x, y, weight), (names, names, "."), results, sizes)
 
 
-def _add_norm_forward(static, x, y, weight):
+def _add_norm_kernel(static, x, y, weight):
     from pallas_kernels.layer import norm
 
     eps, dtype, keep = static
@@ -148,41 +165,77 @@ def _add_norm_forward(static, x, y, weight):
     return s.reshape(x.shape), n.reshape(x.shape), *(k.reshape(shape) for k in kept)
 
 
-def _add_norm_fwd(x, y, weight, eps, dtype):
-    x, y, weight = (None if p is None else p.value for p in (x, y, weight))
-    s, n, kept = _run_add_norm(x, y, weight, eps, dtype, keep=True)
+def _add_norm_forward(static, x, y, weight):
+    s, n, kept = _run_add_norm(static, x, y, weight, keep=True)
     kept = (n, kept) if weight is None else (kept, None)
     return (s, n), (*kept, weight, None if y is None else jnp.zeros((0,), y.dtype))
 
 
-def _add_norm_bwd(eps, dtype, saved, cotangents):
+def _add_norm_backward(static, saved, cotangents):
     s, factors, weight, like_y = saved
     ds, dn = cotangents
     names, sizes = _norm_axes(s)
-    static = eps, ds.dtype, None if like_y is None else like_y.dtype
+    dtypes = static.eps, ds.dtype, None if like_y is None else like_y.dtype
     # The sum of the last norm of a model has no cotangent; one of zeros would be written and read.
     ds = None if isinstance(ds, SymbolicZero) else ds
-    dn = jnp.zeros(s.shape, dtype) if isinstance(dn, SymbolicZero) else dn
-    args = (s, factors, weight, ds, dn)
+    dn = jnp.zeros(s.shape, static.dtype) if isinstance(dn, SymbolicZero) else dn
     operands = (names, names.rpartition(" ")[0], ".", names, names)
     results = (names, None if like_y is None else names, None if weight is None else ". +b +t")
-    dx, dy, dweight = run(_add_norm_backward, static, args, operands, results, sizes)
-    return dx, dy, None if weight is None else dweight.astype(weight.dtype)
+    return run(_add_norm_kernel_backward, dtypes, (s, factors, weight, ds, dn), operands, results, sizes)
 
 
-def _add_norm_backward(static, s, factors, weight, ds, dn):
+def _add_norm_kernel_backward(static, s, factors, weight, ds, dn):
     from pallas_kernels.layer import norm
 
     eps, x_dtype, y_dtype = static
     ds = None if ds is None else _rows(ds)
-    options: Any = dict(
-        x_dtype=x_dtype, y_dtype=y_dtype, factors=None if factors is None else factors.reshape(-1)
-    )
+    factors = None if factors is None else factors.reshape(-1)
+    options: dict[str, Any] = dict(x_dtype=x_dtype, y_dtype=y_dtype, factors=factors)
     dx, dy, dweight = norm.add_norm_backward(_rows(s), weight, ds, _rows(dn), eps=eps, **options)
     return dx.reshape(s.shape), None if dy is None else dy.reshape(s.shape), dweight
 
 
-_add_norm.defvjp(_add_norm_fwd, _add_norm_bwd, symbolic_zeros=True)
+_add_norm = fused_op(_add_norm_forward, _add_norm_backward, alone=_run_add_norm, symbolic_zeros=True)
+
+
+def gated_norm_kernel(
+    eps: float,
+    o: Float[Array, "*S H V"],
+    gate: Float[Array, "*S G V"],
+    weight: Float[Array, " V"],
+    projection: Float[Array, "F D"] | None,
+) -> Float[Array, "*R E"]:
+    """`gated_norm` by the kernel, without a derivative; of heads in gate the last H are the gates."""
+    names, sizes = _head_axes(o, gate)
+    return _project(run(_kernel, eps, (o, gate, weight), (names, names, "."), names, sizes), projection)
+
+
+def gated_norm_gradients(
+    eps: float, saved: tuple[Array, Array, Array, Array | None], dresult: Float[Array, "*R E"]
+) -> tuple[Array, Array, Array, Array | None]:
+    """Gradients of <dresult, gated_norm_kernel(eps, *saved)> for o, gate, weight and projection.
+
+    The kernel writes the last H heads of the gradient for `gate`. Others are for the caller to write: until then they
+    hold whatever lies in memory.
+    """
+    o, gate, weight, projection = saved
+    again = projection is not None
+    dy = jnp.einsum("...d,fd->...f", dresult, projection).reshape(o.shape) if again else dresult
+    names, sizes = _head_axes(o, gate)
+    args, operands = (o, gate, weight, dy), (names, names, ".", names)
+    results = (names, names, ". +b +t +h", names if again else None)
+    do, dgate, dweight, y = run(_kernel_backward, (eps, again), args, operands, results, sizes)
+    dprojection = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
+    return do, dgate, dweight, dprojection
+
+
+def _gated_norm_backward(eps, saved, dresult):
+    """The gradients, of which those of heads that are no gates are zeros."""
+    do, dgate, *others = gated_norm_gradients(eps, saved, dresult)
+    before = dgate.shape[-2] - do.shape[-2]
+    if before:
+        dgate = jnp.pad(dgate[..., before:, :], ((0, 0),) * (dgate.ndim - 2) + ((before, 0), (0, 0)))
+    return do, dgate, *others
 
 
 def _head_axes(o, gate) -> tuple[str, dict[str, int]]:
@@ -193,42 +246,13 @@ def _head_axes(o, gate) -> tuple[str, dict[str, int]]:
     return inner_axes(o, kernels.BLOCK, o.shape[2] if o.ndim > 3 else 1)
 
 
-def _project(y, kernel):
-    """The heads side by side, times the kernel if there is one."""
-    return y if kernel is None else y.reshape(*y.shape[:-2], -1) @ kernel
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gated_norm(o, gate, weight, kernel, eps):
-    names, sizes = _head_axes(o, gate)
-    y = run(_gated_norm_forward, eps, (o, gate, weight), (names, names, "."), names, sizes)
-    return _project(y, kernel)
-
-
-def _gated_norm_forward(eps, o, gate, weight):
+def _kernel(eps, o, gate, weight):
     from pallas_kernels.layer import gated_norm as kernels
 
     return kernels.gated_norm(_rows(o), _gates(o, gate), weight, eps=eps).reshape(o.shape)
 
 
-def _gated_norm_fwd(o, gate, weight, kernel, eps):
-    return _gated_norm(o, gate, weight, kernel, eps), (o, gate, weight, kernel)
-
-
-def _gated_norm_bwd(eps, saved, dresult):
-    *primals, kernel = saved
-    o, gate, weight = primals
-    again = kernel is not None
-    dy = jnp.einsum("...d,fd->...f", dresult, kernel).reshape(o.shape) if again else dresult
-    names, sizes = _head_axes(o, gate)
-    args, operands = (*primals, dy), (names, names, ".", names)
-    results = (names, names, ". +b +t +h", names if again else None)
-    do, dgate, dweight, y = run(_gated_norm_backward, (eps, again), args, operands, results, sizes)
-    dkernel = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
-    return do, dgate, dweight.astype(weight.dtype), dkernel
-
-
-def _gated_norm_backward(static, o, gate, weight, dy):
+def _kernel_backward(static, o, gate, weight, dy):
     from pallas_kernels.layer import gated_norm as kernels
 
     eps, again = static
@@ -238,7 +262,18 @@ def _gated_norm_backward(static, o, gate, weight, dy):
     return do.reshape(o.shape), dgate.reshape(gate.shape), dweight, y
 
 
-_gated_norm.defvjp(_gated_norm_fwd, _gated_norm_bwd)
+_gated_norm = fused_op(lambda eps, *args: (gated_norm_kernel(eps, *args), args), _gated_norm_backward)
+
+
+def _plain_gated_norm(eps, o, gate, weight, projection):
+    wide = accumulation_dtype(o)
+    _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
+    return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), projection)
+
+
+def _project(y, projection):
+    """The heads side by side, times the projection if there is one."""
+    return y if projection is None else y.reshape(*y.shape[:-2], -1) @ projection
 
 
 def _rows(x):

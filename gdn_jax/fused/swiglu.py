@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import FEW_ROWS, run, token_axes, usable
+from gdn_jax.fused.kernels import FEW_ROWS, fused_op, run, token_axes, usable
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.shapes import accumulation_dtype
 
@@ -48,7 +48,7 @@ def swiglu(
       gate_kernel, up_kernel: projections [D, F], any floating dtype, used in x's.
       down_kernel: projection [F, E], likewise.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
-        "recurrent" do not.
+        "recurrent" do not. "mosaic_gpu" is None with a warning where more than `FEW_ROWS` rows have none.
 
     Returns:
       [.., E] in x's dtype. Numerics: the branches are rounded to x's dtype; their product is in float32 (float64 when
@@ -56,15 +56,16 @@ def swiglu(
     """
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
     F, E = down_kernel.shape
-    for in_products, reason in ((True, _check_products(x, F, E)), (False, _check_supported(x, F))):
-        if usable(implementation, reason):
-            group = _group(in_products)
-            weight = side_by_side(gate_kernel, up_kernel, group)
-            down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
-            names, sizes = _axes(in_products, x, len(down_kernel))
-            operands = names, ". .", ". ."
-            f = partial(_swiglu, in_products)
-            return on_explicit_shards(f, (x, weight, down_kernel), operands, names, sizes)
+    in_products = _check_products(x, F, E) is None
+    reason = None if in_products else _check_supported(x, F)
+    if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
+        group = _group(in_products)
+        weight = side_by_side(gate_kernel, up_kernel, group)
+        down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
+        names, sizes = _axes(in_products, x, len(down_kernel))
+        operands = names, ". .", ". ."
+        f = partial(_swiglu, in_products)
+        return on_explicit_shards(f, (x, weight, down_kernel), operands, names, sizes)
     gate, up = (checkpoint_name(x @ w, BRANCHES_NAME) for w in (gate_kernel, up_kernel))
     return gated(gate, up) @ down_kernel
 
@@ -110,9 +111,6 @@ def _check_supported(x, F: int) -> str | None:
     """Why no kernel makes the product of branches that XLA multiplies; None if one does."""
     from pallas_kernels.layer import swiglu
 
-    rows = math.prod(x.shape[:-1])
-    if rows <= FEW_ROWS:
-        return f"x has {rows} rows; the kernel takes more than {FEW_ROWS}"
     if F % swiglu.GROUP:
         return f"gate_kernel has {F} columns; the kernel takes a multiple of {swiglu.GROUP}"
     return swiglu.check_supported(jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype))
@@ -124,12 +122,7 @@ def _axes(in_products: bool, x, F: int) -> tuple[str, dict[str, int]]:
     return token_axes(x, 8 if in_products else BLOCK // math.gcd(F, BLOCK))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(in_products, x, weight, down_kernel):
-    return _swiglu_fwd(in_products, x, weight, down_kernel)[0]
-
-
-def _swiglu_fwd(in_products, x, weight, down_kernel):
+def _forward(in_products, x, weight, down_kernel):
     names, sizes = _axes(in_products, x, len(down_kernel))
     if in_products:
         both = run(_branches_and_product, None, (x, weight), (names, ". ."), (names, names), sizes)
@@ -153,7 +146,7 @@ def _product(_, branches):
     return swiglu.swiglu(branches.reshape(-1)).reshape(*branches.shape[:-1], -1)
 
 
-def _swiglu_bwd(in_products, saved, dy):
+def _backward(in_products, saved, dy):
     x, branches, h, weight, down_kernel = saved
     names, sizes = _axes(in_products, x, len(down_kernel))
     if in_products:
@@ -197,10 +190,10 @@ def _cotangents(_, branches, dy, down_kernel):
 
 
 def _derivatives(_, branches, dh):
-    """Of the product of the branches, from its cotangent."""
+    """Cotangents of the branches, from that of their product."""
     from pallas_kernels.layer import swiglu
 
     return swiglu.swiglu_backward(branches.reshape(-1), dh.reshape(-1)).reshape(branches.shape)
 
 
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+_swiglu = fused_op(_forward, _backward)

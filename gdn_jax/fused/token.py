@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.fused.kernels import run, usable
+from gdn_jax.fused.kernels import fused_op, run, usable
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.reference import recurrent_step
@@ -31,7 +31,7 @@ def has_kernel(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None)
 
     if any(x.dtype == jnp.float64 for x in (q, k, v, a, b, A_log, dt_bias)):
         return False
-    return usable(implementation, step.check_supported(q, k, v, state))
+    return usable("the step of a token", implementation, step.check_supported(q, k, v, state))
 
 
 def token_step(
@@ -65,12 +65,11 @@ def token_step(
       o in v's dtype, and the states after the token in the state's dtype. Numerics: all in float32, rounded once.
     """
     args = (q, k, v, a, b, A_log, dt_bias, state)
-    call = partial(_token_step, allow_neg_eigval)
-    return on_explicit_shards(lambda *args: call(args), args, OPERANDS, RESULTS, _sizes(args))
+    return on_explicit_shards(partial(_token_step, allow_neg_eigval), args, _OPERANDS, _RESULTS, _sizes(args))
 
 
-OPERANDS = ("b h .", "b h .", "b h .", "b h", "b h", "h", "h", "b h . .")
-RESULTS = ("b h .", "b h . .")
+_OPERANDS = ("b h .", "b h .", "b h .", "b h", "b h", "h", "h", "b h . .")
+_RESULTS = ("b h .", "b h . .")
 
 
 def _sizes(args) -> dict[str, int]:
@@ -79,9 +78,8 @@ def _sizes(args) -> dict[str, int]:
     return {"b": B, "h": Hq} if Hq == Hk else {"b": B}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_step(allow_neg_eigval: bool, args):
-    return run(_by_kernel, allow_neg_eigval, args, OPERANDS, RESULTS, _sizes(args))
+def _forward(allow_neg_eigval: bool, *args):
+    return run(_by_kernel, allow_neg_eigval, args, _OPERANDS, _RESULTS, _sizes(args)), args
 
 
 def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
@@ -104,19 +102,15 @@ def _plain(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
     return o.reshape(v.shape).astype(v.dtype), S.reshape(state.shape).astype(state.dtype)
 
 
-def _token_step_fwd(allow_neg_eigval: bool, args):
-    return _token_step(allow_neg_eigval, args), args
+def _backward(allow_neg_eigval: bool, args, cotangents):
+    return jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents)
 
 
-def _token_step_bwd(allow_neg_eigval: bool, args, cotangents):
-    return (jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents),)
-
-
-_token_step.defvjp(_token_step_fwd, _token_step_bwd)
+_token_step = fused_op(_forward, _backward)
 
 
 class Heads(NamedTuple):
-    """Where `mix_token` finds the parts of a token."""
+    """Places at which `mix_token` finds the parts of a token."""
 
     H: int
     """Heads of q, and of k, which are the first channels; those of v follow."""
@@ -126,7 +120,7 @@ class Heads(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What `mix_token` takes."""
+    """Arrays that `mix_token` takes."""
 
     channels: Float[Array, "B C"]
     """Products of the layer's input: q, k and v before the convolution, then any others."""
@@ -165,7 +159,7 @@ def has_kernels(token: Token, heads: Heads, implementation: str | None) -> bool:
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((heads.H, K), (HV, V)))
     reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
-    return usable(implementation, reason or step.check_supported(q, q, v, token.state))
+    return usable("the step of a token", implementation, reason or step.check_supported(q, q, v, token.state))
 
 
 def mix_token(
@@ -188,11 +182,6 @@ def mix_token(
       convolution and at the end.
     """
     return _mix_token((heads, allow_neg_eigval), token)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix_token(static, token: Token):
-    return _mix_by_kernels(static, token)
 
 
 def _mix_by_kernels(static, token: Token):
@@ -225,12 +214,12 @@ def _mix_token_plain(static, token: Token):
     return o, conv_state, state
 
 
-def _mix_token_fwd(static, token: Token):
-    return _mix_token(static, token), token
+def _mix_forward(static, token: Token):
+    return _mix_by_kernels(static, token), token
 
 
-def _mix_token_bwd(static, token: Token, cotangents):
+def _mix_backward(static, token: Token, cotangents):
     return jax.vjp(partial(_mix_token_plain, static), token)[1](cotangents)
 
 
-_mix_token.defvjp(_mix_token_fwd, _mix_token_bwd)
+_mix_token = fused_op(_mix_forward, _mix_backward)

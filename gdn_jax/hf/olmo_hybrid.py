@@ -12,7 +12,7 @@ from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.qwen3_next import swiglu_weights
 from gdn_jax.hf.weights import Weight, convolution, projection, same
-from gdn_jax.layers.parameters import value_width
+from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
 
 MIXER_NORM_EPS = 1e-5

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gdn_jax.layers.parameters import value_width
+from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
 
 

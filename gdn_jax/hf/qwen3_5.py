@@ -13,7 +13,7 @@ from gdn_jax.hf import qwen3_next
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.weights import Weight, projection, rows
-from gdn_jax.layers.parameters import value_width
+from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import ModelConfig
 
 DEFAULTS = {

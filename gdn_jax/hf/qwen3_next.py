@@ -23,7 +23,7 @@ from gdn_jax.hf.weights import (
     same,
     separate_experts,
 )
-from gdn_jax.layers.parameters import value_width
+from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 
 DEFAULTS = {

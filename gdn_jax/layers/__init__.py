@@ -1,6 +1,5 @@
-"""The Gated DeltaNet layer: its parameters and cache, one token by kernels, whole rows, and padding around them."""
+"""The Gated DeltaNet layer in one file, and beside it the checks of its options and the padding around its tokens."""
 
-from gdn_jax.layers.gated_delta_net import GatedDeltaNet
-from gdn_jax.layers.parameters import GatedDeltaNetCache
+from gdn_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetCache"]

@@ -2,28 +2,59 @@
 
 Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call,
 as in flax's own layers; norms, gates, the convolution's sums and the recurrent state are float32 in any case.
+
+A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `fused.mixer`, and one
+token of every row on states that are changed in place, `fused.token`. All else is `rule_inputs`, the rule and
+`rule_output`, of which any part may still be a kernel.
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.blocks import is_one_product, with_bias
-from gdn_jax.conv import convolve_spans, segment_starts
-from gdn_jax.fused import joined
-from gdn_jax.fused.norms import gated_norm
-from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.layers import token
+from gdn_jax.blocks import (
+    Initializer,
+    NoDecayParam,
+    ProjectionGroup,
+    ProjectionOfGroup,
+    RMSNorm,
+    bias_free_linears,
+    group_of,
+    is_one_product,
+    normalise_first,
+    shared_products,
+)
+from gdn_jax.conv import causal_conv1d_update, convolve_spans, segment_starts
+from gdn_jax.fused import mixer, token
+from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
+from gdn_jax.fused.short_conv import KeyHeads, split_normalized
+from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, logit, write_strength
+from gdn_jax.layers.options import check_options, value_width
 from gdn_jax.layers.padding import check_mask, clear_padding, run_of_tokens
-from gdn_jax.layers.parameters import GatedDeltaNetCache, GatedDeltaNetParameters
 from gdn_jax.parallel.head_shards import short_conv_on_mesh
-from gdn_jax.shapes import check_array, check_floating
+from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
 
 
-class GatedDeltaNet(GatedDeltaNetParameters):
+class GatedDeltaNetCache(NamedTuple):
+    """Memory of a GatedDeltaNet for the tokens that it has seen. A pytree.
+
+    Fields:
+      conv: last W - 1 projected inputs [N, conv_dim, W - 1] of [q | k | v], oldest first (width 0 without the
+        short convolution), in the compute dtype.
+      state: recurrent state [N, num_v_heads, head_dim, head_v_dim], float32.
+    """
+
+    conv: Float[Array, "N D W1"]
+    state: Float[Array, "N HO K V"]
+
+
+class GatedDeltaNet(nnx.Module):
     """The Gated DeltaNet token mixer.
 
         [q | k | v] = silu(conv([x Wq | x Wk | x Wv]))        q and k to unit length in each head
@@ -75,6 +106,98 @@ class GatedDeltaNet(GatedDeltaNetParameters):
     Source: Yang et al. 2024 (arXiv 2412.06464); fla's layer of that name, with one convolution for q, k, v.
     """
 
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        expand_v: float = 2.0,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_short_conv: bool = True,
+        use_gate: bool = True,
+        allow_neg_eigval: bool = False,
+        write_start: float | None = None,
+        rule: str = "gated_delta",
+        norm_eps: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_options(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            expand_v=expand_v,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            write_start=write_start,
+            rule=rule,
+            implementation=implementation,
+        )
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_v_heads = num_v_heads
+        self.head_dim = head_dim
+        self.head_v_dim = value_width(head_dim, expand_v)
+        self.use_short_conv = use_short_conv
+        self.use_gate = use_gate
+        self.allow_neg_eigval = allow_neg_eigval
+        self.rule = rule
+        self.layer = 0
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.implementation = implementation
+
+        key_dim = num_heads * head_dim
+        value_dim = num_v_heads * self.head_v_dim
+        self.conv_dim = 2 * key_dim + value_dim
+        linear, out = bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        self.q_proj = linear(hidden_size, key_dim)
+        self.k_proj = linear(hidden_size, key_dim)
+        self.v_proj = linear(hidden_size, value_dim)
+        self.a_proj = linear(hidden_size, num_v_heads)
+        self.b_proj = linear(hidden_size, num_v_heads)
+        if write_start is not None:
+            # Not by the constructor, which would take a random key for it and so change the weights after it.
+            bias = jnp.full(num_v_heads, logit(write_start), param_dtype)
+            self.b_proj.use_bias, self.b_proj.bias = True, nnx.data(nnx.Param(bias))
+        self.g_proj = linear(hidden_size, value_dim) if use_gate else None
+        self.o_proj = out(value_dim, hidden_size)
+
+        self.conv_size = conv_size if use_short_conv else 1
+        weight = bias = None
+        if use_short_conv:
+            bound, shape = conv_size**-0.5, (self.conv_dim, conv_size)
+            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(param_dtype)
+            bias = jnp.zeros(self.conv_dim, param_dtype) if conv_bias else None
+        self.conv_weight = None if weight is None else nnx.Param(weight)
+        self.conv_bias = None if bias is None else nnx.Param(bias)
+
+        self.A_log = NoDecayParam(init_A_log(rngs.params(), num_v_heads))
+        self.dt_bias = NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+
+    def init_cache(self, batch: int, dtype: DTypeLike | None = None) -> GatedDeltaNetCache:
+        """The cache before the first token: zeros, for `batch` sequences.
+
+        Args:
+          batch: sequences, B or len(cu_seqlens) - 1.
+          dtype: of the convolution's part; default the compute dtype (param_dtype where that is None).
+        """
+        dtype = dtype or self.dtype or self.param_dtype
+        return GatedDeltaNetCache(
+            jnp.zeros((batch, self.conv_dim, self.conv_size - 1), dtype),
+            jnp.zeros((batch, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
+        )
+
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -84,7 +207,6 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " N1"] | None = None,
         return_cache: bool = False,
-        factor: Float[Array, " D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]:
         """Mixes the tokens of every sequence.
 
@@ -101,7 +223,6 @@ class GatedDeltaNet(GatedDeltaNetParameters):
           cu_seqlens: [N + 1] packed sequences in one row (B = 1), each with its own cache entry; tokens past
             cu_seqlens[-1] are padding. Exclusive with mask and segment_ids.
           return_cache: returns a cache also when none came in.
-          factor: of x's channels, where `takes_factor` says so; None: ones.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype, and the cache after the last token (None without cache
@@ -114,36 +235,30 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         """
         self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
         x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
+        if mask is None and cu_seqlens is None:
+            if cache is None and self._is_fused(x):
+                return self._fused(x, self._joined_weight(), segment_ids, return_cache)
+            if cache is not None and (done := self._one_token(x, cache)) is not None:
+                return done
         past, state = (None, None) if cache is None else cache
-        if cache is not None and mask is None and cu_seqlens is None and token.takes_kernels(self, x, cache):
-            o, gate, cache = token.step(self, x, cache)
-            return self.rule_output(o, x, gate), cache
-        gate = None
-        joins = cache is None and mask is None and cu_seqlens is None and self.takes_factor(x)
-        if factor is not None and not joins:
-            raise ValueError(
-                "factor: expected None for a call that `takes_factor` does not allow, got an array"
-            )
-        if joins:
-            inputs, conv, gate = self._joined_inputs(x, segment_ids, factor)
-        else:
-            inputs, conv = self.rule_inputs(
-                x, conv_state=past, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens
-            )
-        o, state = rules.apply(
-            self.rule,
-            *inputs,
-            normalized=True,
-            initial_state=state,
-            cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-            layer=self.layer,
-        )
-        y = self.rule_output(o, x, gate)
+        packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing)
+        o, state = self._rule()(*inputs, initial_state=state, **packing)
+        y = self.rule_output(o, x)
         if state is None or (cache is None and not return_cache):
             return y, None
         return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "B T D"] | None, **options: Any
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]]:
+        """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
+        if options.get("cache") is not None or options.get("mask") is not None or not self._is_fused(x):
+            return normalise_first(self, norm, x, y, **options)
+        segment_ids, return_cache = options.get("segment_ids"), options.get("return_cache", False)
+        self._check_call(x, None, None, segment_ids, None, return_cache)
+        x, normalized, (weight,) = norm.add_folded(x, y, self._joined_weight())
+        return x, self._fused(normalized, weight, segment_ids, return_cache)
 
     def rule_inputs(
         self,
@@ -154,7 +269,7 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " N1"] | None = None,
     ) -> tuple[rules.RuleInputs, Float[Array, "N conv_dim W1"]]:
-        """What stands before the rule: projections, convolution and gates.
+        """Makes the inputs of the rule: projections, convolution and gates.
 
         `__call__` has checked the arguments; this method does not.
 
@@ -167,76 +282,25 @@ class GatedDeltaNet(GatedDeltaNetParameters):
           q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
         """
         qkv, a, b = self.project(x)
-        g, beta = self._gates(a, b)
+        g = log_decay(a, self.A_log[...], self.dt_bias[...])
+        beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
         if mask is not None:
             g = jnp.where(mask[..., None], g, 0)
             beta = jnp.where(mask[..., None], beta, 0)
         if conv_state is not None and x.shape[1] == 1 and cu_seqlens is None:
-            y, conv_state = token.convolve(self, qkv, conv_state, mask)
-            q, k, v = split_normalized(y, **self.key_heads())
+            y, conv_state = self._convolve_token(qkv, conv_state, mask)
+            q, k, v = split_normalized(y, *self._key_heads())
         else:
             q, k, v, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
         v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
 
-    def takes_factor(self, x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-        """Whether a call without cache, mask and cu_seqlens takes `factor`.
-
-        All products of x are then channels of one array, of which kernels take each its own.
-        """
-        gate, weight = self.g_proj, self.conv_weight
-        if gate is None or weight is None or self.conv_bias is not None:
-            return False
-        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, gate, self.o_proj
-        if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
-            return False
-        dtype = self.dtype or x.dtype
-        channels = self.conv_dim + self._gate_channels() + gate.out_features
-        y = jax.ShapeDtypeStruct((*x.shape[:2], channels), dtype)
-        o = jax.ShapeDtypeStruct((*x.shape[:2], self.num_v_heads, self.head_v_dim), dtype)
-        options = dict(heads=self.num_heads, width=self.head_dim, implementation=self.implementation)
-        return joined.has_kernels(x, y, weight[...], o, **options)
-
-    def _gate_channels(self) -> int:
-        """Channels of a and b, filled up to whole heads."""
-        width = max(self.head_dim, self.head_v_dim)
-        return -(-2 * self.num_v_heads // width) * width
-
-    def _joined_inputs(self, x, segment_ids, factor):
-        """`rule_inputs` of rows without a past, and all channels as heads, of which the last are the output gate."""
-        assert self.g_proj is not None and self.conv_weight is not None, "`takes_factor` refuses such layers"
-        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
-        kernels = [linear.kernel[...] for linear in linears]
-        behind, HV = self._gate_channels(), self.num_v_heads
-        fill = jnp.zeros((self.hidden_size, behind - 2 * HV), kernels[0].dtype)
-        weight = jnp.concatenate([*kernels, fill, self.g_proj.kernel[...]], axis=1)
-        dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
-        weight = weight if factor is None else factor[:, None] * weight
-        y = x.astype(dtype) @ weight.astype(dtype)
-        options = self.key_heads() | {"behind": behind}
-        q, k, v, conv_state, gates, y = joined.short_conv(y, self.conv_weight[...], segment_ids, **options)
-        v, y = (part.reshape(*x.shape[:2], -1, self.head_v_dim) for part in (v, y))
-        a, b = jnp.split(gates[..., : 2 * HV], 2, axis=-1)
-        b = with_bias(b, self.b_proj)
-        return rules.RuleInputs(q, k, v, *self._gates(a, b)), conv_state, y
-
-    def _gates(self, a, b):
-        """g and beta."""
-        g = log_decay(a, self.A_log[...], self.dt_bias[...])
-        return g, write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
-
-    def rule_output(
-        self,
-        o: Float[Array, "B T HO V"],
-        x: Float[Array, "B T D"],
-        gate: Float[Array, "B T G V"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """What stands behind the rule: norm of each head, output gate and output projection.
+    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Makes the layer's output from that of the rule: norm of each head, output gate and output projection.
 
         Args:
           o: output of the rule [B, T, num_v_heads, head_v_dim].
           x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
-          gate: all channels as heads, where x Wg is the last of them already: see `fused.joined`.
 
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
@@ -244,25 +308,49 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
-        weight = self.o_norm.factor(jnp.float32)
-        options = dict(eps=self.o_norm.eps, joined=gate is not None, implementation=self.implementation)
-        gate = self.g_proj(x).reshape(o.shape) if gate is None else gate
-        if not isinstance(self.o_proj, nnx.Linear):  # a projection without a kernel of its own
-            y = gated_norm(o, gate, weight, **options)
-            return self.o_proj(y.reshape(*o.shape[:2], -1))
-        return gated_norm(o, gate, weight, self.o_proj.kernel[...], **options)
+        return self._gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
+
+    def _gated_output(self, norm, o, gate):
+        """The output projection of norm(o, gate, ..), one of those in `fused.norms`."""
+        weight = self.o_norm.scale(jnp.float32)
+        options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
+        if isinstance(self.o_proj, nnx.Linear):
+            return norm(o, gate, weight, self.o_proj.kernel[...], **options)
+        y = norm(o, gate, weight, **options)  # a projection without a weight of its own
+        return self.o_proj(y.reshape(*y.shape[:2], -1))
+
+    def project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T conv_dim"], Float[Array, "B T HO"], Float[Array, "B T HO"]]:
+        """[q | k | v] before the convolution, and the raw inputs a and b of the gates."""
+        groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
+        qkv, gates = shared_products(x, groups, self.dtype)
+        a, b = jnp.split(gates, 2, axis=-1)
+        return qkv, a, b
+
+    def filters(self) -> tuple[Float[Array, "conv_dim W"], Float[Array, " conv_dim"] | None]:
+        """Weight [conv_dim, W] and bias of the convolution, in a layer that has one."""
+        assert self.conv_weight is not None
+        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+
+    def _key_heads(self) -> KeyHeads:
+        return KeyHeads(self.num_heads, self.head_dim, rules.wants_unit_length(self.rule))
+
+    def _rule(self):
+        options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
+        return partial(rules.apply, self.rule, **options)
 
     def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
         """q and k as the rule wants them, v, and the new convolution state [N, conv_dim, W-1], of whole sequences."""
-        heads = self.key_heads()
+        heads = self._key_heads()
         if self.conv_weight is None:
             N = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             state = jnp.zeros((N, self.conv_dim, 0), qkv.dtype)
-            return *split_normalized(token.silu(qkv), **heads), state
+            return *split_normalized(_silu(qkv), *heads), state
         if mask is None:
             options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
             return short_conv_on_mesh(
-                qkv, *self.filters(), **heads, **options, implementation=self.implementation
+                qkv, *self.filters(), **heads._asdict(), **options, implementation=self.implementation
             )
         begin, end = run_of_tokens(mask)
         position = jnp.arange(mask.shape[1])
@@ -272,7 +360,105 @@ class GatedDeltaNet(GatedDeltaNetParameters):
         past = None if past is None else past[:, None]
         spans = (fresh, begin[:, None], end[:, None], mask)
         y, state = convolve_spans(qkv, *self.filters(), "silu", past, *spans)
-        return *split_normalized(y, **heads), state[:, 0]
+        return *split_normalized(y, *heads), state[:, 0]
+
+    def _convolve_token(self, qkv, past, mask):
+        """[q | k | v] [B, 1, conv_dim] of one token behind the convolution, and the new convolution state.
+
+        A token that is padding has result 0 and leaves the state as it is.
+        """
+        if self.conv_weight is None:
+            return _silu(qkv), past
+        y, state = causal_conv1d_update(qkv[:, 0], past, *self.filters())
+        if mask is not None:
+            y = jnp.where(mask, y, 0)
+            state = jnp.where(mask[:, :, None], state, past)
+        return y[:, None], state
+
+    def _mixer(self) -> mixer.Mixer:
+        """Sizes and options for `fused.mixer`."""
+        sizes = self._key_heads(), self.num_v_heads, self.head_v_dim
+        return mixer.Mixer(*sizes, self.o_norm.eps, self.allow_neg_eigval, self._rule())
+
+    def _is_fused(self, x) -> bool:
+        """Whether whole rows x without a past are one operation by kernels."""
+        if self.g_proj is None or self.conv_weight is None or self.conv_bias is not None:
+            return False
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
+        if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
+            return False
+        filters, dtype = self.conv_weight[...], self._compute_dtype(x)
+        return mixer.has_kernels(self._mixer(), x, filters, dtype, self.implementation)
+
+    def _compute_dtype(self, x):
+        return self.dtype or jnp.promote_types(x.dtype, self.q_proj.kernel[...].dtype)
+
+    def _joined_weight(self):
+        """All projections of the input side by side."""
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
+        assert self.g_proj is not None
+        kernels = [linear.kernel[...] for linear in linears]
+        return mixer.side_by_side(self._mixer(), kernels, self.g_proj.kernel[...])
+
+    def _fused(self, x, weight, segment_ids, return_cache):
+        """`__call__` of whole rows without a past by `fused.mixer`, with projections that may be scaled."""
+        bias = None if self.b_proj.bias is None else self.b_proj.bias[...]
+        parameters = self.filters()[0], self.A_log[...], self.dt_bias[...], bias
+        weights = mixer.Weights(weight, *parameters, self.o_norm.scale(jnp.float32), self.o_proj.kernel[...])
+        y, conv, state = mixer.mix(self._mixer(), x, weights, segment_ids, dtype=self._compute_dtype(x))
+        return y, None if state is None or not return_cache else GatedDeltaNetCache(conv, state)
+
+    def _one_token(self, x, cache):
+        """`__call__` of one token of every row by `fused.token`; None where its kernels do not take it."""
+        if x.shape[1] > 1 or self.rule != "gated_delta":
+            return None
+        options: Any = dict(allow_neg_eigval=self.allow_neg_eigval)
+        group = self._group()
+        if self.conv_weight is not None and token.is_whole(x, *cache):
+            first = 0 if group is None else self.conv_dim
+            heads = token.Heads(self.num_heads, first, first + self.num_v_heads)
+            if token.has_kernels(jax.eval_shape(self._token, x, cache), heads, self.implementation):
+                arrays = self._token(x, cache)
+                o, *after = token.mix_token(arrays, heads, **options)
+                o, gate, channels = o[:, None], self.g_proj, arrays.channels[:, None]
+                if (
+                    isinstance(gate, ProjectionOfGroup)
+                    and gate.group is group
+                    and gate.stop == channels.shape[-1]
+                ):
+                    y = self._gated_output(gated_norm_of_channels, o, channels)
+                else:
+                    y = self.rule_output(o, x)
+                return y, GatedDeltaNetCache(*after)
+        *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
+        if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):
+            return None
+        *inputs, conv = self._step_inputs(x, cache.conv)
+        o, state = token.token_step(*inputs, state=cache.state, **options)
+        return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
+
+    def _group(self) -> ProjectionGroup | None:
+        """The product that all projections of x are parts of, in a copy of the layer for single tokens."""
+        return group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
+
+    def _token(self, x, cache) -> token.Token:
+        """Arrays that `fused.token.mix_token` takes."""
+        group = self._group()
+        if group is None:
+            groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
+            channels, gates = shared_products(x, groups, self.dtype)
+        else:
+            channels = gates = group(x)
+        parameters = *self.filters(), self.A_log[...], self.dt_bias[...]
+        return token.Token(channels[:, 0], gates[:, 0], *parameters, *cache)
+
+    def _step_inputs(self, x, past):
+        """Arrays that `fused.token.token_step` takes before the states, and the new convolution state."""
+        qkv, a, b = self.project(x)
+        y, past = self._convolve_token(qkv, past, None)
+        q, k, v = split_normalized(y[:, 0], self.num_heads, self.head_dim, normalize=False)
+        v = v.reshape(-1, self.num_v_heads, self.head_v_dim)
+        return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
         check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
@@ -298,3 +484,8 @@ class GatedDeltaNet(GatedDeltaNetParameters):
             check_array("cache.conv", cache.conv, (N, self.conv_dim, self.conv_size - 1), "N conv_dim W-1")
             state = (N, self.num_v_heads, self.head_dim, self.head_v_dim)
             check_array("cache.state", cache.state, state, "N HO K V")
+
+
+def _silu(x):
+    """silu(x) in float32 (float64 when x is), rounded once to x's dtype: a layer without the convolution."""
+    return jax.nn.silu(x.astype(accumulation_dtype(x))).astype(x.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gdn_jax.layers.parameters import check_options, check_positive
+from gdn_jax.layers.options import check_options, check_positive
 from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gdn_jax.layers.parameters import value_width
+from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 

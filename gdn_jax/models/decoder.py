@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax import mosaic
-from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, transposed_product
+from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, transposed_product
 from gdn_jax.chunks import rows
 from gdn_jax.fused.embedding import embed
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ModelConfig
@@ -158,19 +158,8 @@ class Block(nnx.Module):
         Returns:
           The stream after the mixer, what the MLP adds to it, and the mixer's cache.
         """
-        whole = mix is None and options.get("cache") is None and options.get("mask") is None
-        x, normalized, factor = self._normalized(self.mixer_norm, self.mixer if whole else None, x, y)
-        y, cache = (self.mixer if mix is None else mix)(normalized, **factor, **options)
-        x, normalized, factor = self._normalized(self.mlp_norm, self.mlp, x, y)
-        return x, self.mlp(normalized, **factor), cache
-
-    def _normalized(self, norm, part, x, y):
-        """The stream with y, the normalised one for a part of the block, and what the part is to multiply it by."""
-        if isinstance(part, GatedDeltaNet | SwiGLU) and part.takes_factor(x):
-            x, normalized = norm.add_unit(x, y)
-            return x, normalized, {"factor": norm.factor(jnp.float32)}
-        x, normalized = norm.add(x, y)
-        return x, normalized, {}
+        x, (y, cache) = from_stream(self.mixer if mix is None else mix, self.mixer_norm, x, y, **options)
+        return *from_stream(self.mlp, self.mlp_norm, x, y), cache
 
 
 class ReorderedBlock(Block):
@@ -443,6 +432,6 @@ class LanguageModel(nnx.Module):
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
         weight = self.head_weight().astype(x.dtype)
-        if usable(self.config.implementation, None):
+        if kernels_run(self.config.implementation):
             return transposed_product(x, weight, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)

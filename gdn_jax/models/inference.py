@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from gdn_jax.blocks import RMSNorm, group_projections
-from gdn_jax.fused.kernels import usable
+from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
@@ -59,7 +59,7 @@ def for_decoding(model: LanguageModel) -> LanguageModel:
     Args:
       model: of `for_inference`; may be traced.
     """
-    if not usable(model.config.implementation, None) or splits_heads():
+    if not kernels_run(model.config.implementation) or splits_heads():
         return model
     model = nnx.clone(model)
     for _, part in list(nnx.iter_modules(model)):

@@ -1,0 +1,203 @@
+"""A Gated DeltaNet layer from its normalised input to its output by kernels: one operation with one derivative.
+
+    c = x W                                          all channels, [q | k | v | a, b | gate], from one product
+    q, k, v = silu(conv(c)), q and k to unit length;   g, beta = gates(a, b)
+    o = rule(q, k, v, g, beta)
+    y = (RMSNorm(o) * silu(gate)) Wo                 the norm over each head
+
+The kernels of the convolution and of the gated norm read their channels where they lie in c. In the backward pass the
+gated norm makes an array for the cotangents of all channels and writes those of the gate; those of a and b and, by
+the convolution's kernel, those of q, k and v are then written before them. So the cotangent of x is one product, as c
+is, instead of three and their sum.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.conv import last_inputs, segment_starts
+from gdn_jax.fused.kernels import fused_op, kernels_run
+from gdn_jax.fused.norms import gated_norm_gradients, gated_norm_kernel
+from gdn_jax.fused.short_conv import KeyHeads, filtered, filtered_gradients
+from gdn_jax.gates import log_decay, write_strength
+
+
+class Mixer(NamedTuple):
+    """A layer's sizes and options, as far as `mix` depends on them."""
+
+    keys: KeyHeads
+    v_heads: int
+    v_width: int
+    eps: float
+    """Of the gated norm."""
+    allow_neg_eigval: bool
+    rule: Callable[..., tuple[Array, Array | None]]
+    """From q, k, v, g, beta and `segment_ids` to outputs and final states, or None."""
+
+    @property
+    def before(self) -> int:
+        """Channels of q, k and v."""
+        return 2 * self.keys.heads * self.keys.width + self.v_heads * self.v_width
+
+    @property
+    def between(self) -> int:
+        """Channels of a and b, filled up to whole heads."""
+        width = max(self.keys.width, self.v_width)
+        return -(-2 * self.v_heads // width) * width
+
+    @property
+    def channels(self) -> int:
+        """All of them."""
+        return self.before + self.between + self.v_heads * self.v_width
+
+
+class Weights(NamedTuple):
+    """A layer's parameters as `mix` takes them."""
+
+    inputs: Float[Array, "D C"]
+    """All projections of x, see `side_by_side`."""
+    filters: Float[Array, "conv_dim W"]
+    A_log: Float[Array, " HV"]
+    dt_bias: Float[Array, " HV"]
+    write_bias: Float[Array, " HV"] | None
+    """Is added to b."""
+    norm: Float[Array, " V"]
+    output: Float[Array, "F D"]
+
+
+def has_kernels(
+    mixer: Mixer,
+    x: Float[Array, "B T D"] | jax.ShapeDtypeStruct,
+    filters: Float[Array, "conv_dim W"],
+    dtype: DTypeLike,
+    implementation: str | None,
+) -> bool:
+    """Whether `mix` runs, from the shapes of its arrays; where it does not, its parts may have kernels apart.
+
+    It does not inside jax.shard_map, nor on explicit axes of a mesh: Pallas has no references to arrays that vary
+    over a mesh, through which a kernel changes an array.
+
+    Args:
+      mixer: the layer.
+      x: its input, or the stream that the input is the norm of.
+      filters: of the convolution.
+      dtype: of the products.
+      implementation: as for `kernels.kernels_run`.
+    """
+    from pallas_kernels.layer import gated_norm, short_conv
+
+    here = jax.typeof(x)
+    if here.manual_axis_type.varying or AxisType.Explicit in here.sharding.mesh.axis_types:
+        return False
+    c = jax.ShapeDtypeStruct((*x.shape[:2], mixer.channels), dtype)
+    o = jax.ShapeDtypeStruct((*x.shape[:2], mixer.v_heads, mixer.v_width), dtype)
+    reason = short_conv.check_supported(c, filters, mixer.keys.heads, mixer.keys.width)
+    reason = reason or gated_norm.check_supported(o) or gated_norm.check_gates(o, mixer.channels)
+    return reason is None and kernels_run(implementation)
+
+
+def side_by_side(mixer: Mixer, before: Sequence[Array], gate: Float[Array, "D F"]) -> Float[Array, "D C"]:
+    """All projections of x as one.
+
+    Args:
+      mixer: the layer.
+      before: projections of q, k, v, a and b.
+      gate: that of the output gate.
+    """
+    fill = jnp.zeros((len(gate), mixer.between - 2 * mixer.v_heads), before[0].dtype)
+    return jnp.concatenate([*before, fill, gate], axis=1)
+
+
+def mix(
+    mixer: Mixer,
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B conv_dim W1"], Float[Array, "B HV K V"] | None]:
+    """Mixes the tokens of whole rows; the module docstring has the equations.
+
+    The results can be differentiated once, in reverse.
+
+    Args:
+      mixer: the layer, for which `has_kernels` is true.
+      x: normalised inputs.
+      weights: its parameters, used in the compute dtype but for the filters, gates and the norm.
+      segment_ids: packed rows; nothing crosses a change of id.
+      dtype: the compute dtype.
+
+    Returns:
+      y in the compute dtype, the last inputs of the convolution, and the rule's final states.
+    """
+    c = x.astype(dtype) @ weights.inputs.astype(dtype)
+    _, *others, output = weights
+    y, state = _mix(mixer, c, *others, output.astype(dtype), segment_ids)
+    conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
+    return y, conv_state, state
+
+
+class _Saved(NamedTuple):
+    """Arrays that the derivative reads, and the derivative of the rule."""
+
+    convolution: tuple[Array, Array, Array | None]
+    """All channels, filters and where segments begin."""
+    gated_norm: tuple[Array, Array, Array]
+    """Outputs of the rule, weight of the norm and projection."""
+    through_rule: Callable[..., tuple[Array, ...]] | None
+
+
+def _run(
+    mixer: Mixer, c, filters, A_log, dt_bias, write_bias, norm, output, segment_ids, differentiate: bool
+):
+    """Output and final states, and what the derivative reads if there will be one."""
+    fresh = None if segment_ids is None else segment_starts(segment_ids).astype("int32")
+    q, k, v = filtered(mixer.keys, c, filters, fresh)
+
+    def rule(q, k, v, gates, A_log, dt_bias, write_bias):
+        a, b = jnp.split(gates[..., : 2 * mixer.v_heads], 2, axis=-1)
+        b = b if write_bias is None else b + write_bias.astype(b.dtype)
+        g = log_decay(a, A_log, dt_bias)
+        beta = write_strength(b, allow_neg_eigval=mixer.allow_neg_eigval)
+        v = v.reshape(*v.shape[:2], mixer.v_heads, mixer.v_width)
+        return mixer.rule(q, k, v, g, beta, segment_ids=segment_ids)
+
+    gates = c[..., mixer.before : mixer.before + mixer.between]
+    inputs = q, k, v, gates, A_log, dt_bias, write_bias
+    (o, state), through_rule = jax.vjp(rule, *inputs) if differentiate else (rule(*inputs), None)
+    y = gated_norm_kernel(mixer.eps, o, _heads(mixer, c), norm, output)
+    return (y, state), _Saved((c, filters, fresh), (o, norm, output), through_rule)
+
+
+def _heads(mixer, c):
+    """All channels as heads, of which the last are the gates."""
+    return c.reshape(*c.shape[:2], -1, mixer.v_width)
+
+
+def _forward(mixer, *arguments):
+    return _run(mixer, *arguments, differentiate=True)
+
+
+def _backward(mixer: Mixer, saved: _Saved, cotangents):
+    dy, dstate = cotangents
+    assert saved.through_rule is not None
+    o, norm, output = saved.gated_norm
+    heads = _heads(mixer, saved.convolution[0])
+    do, dheads, dnorm, doutput = gated_norm_gradients(mixer.eps, (o, heads, norm, output), dy)
+    dq, dk, dv, dgates, *dparameters = saved.through_rule((do, dstate))
+    # So far the last channels alone are written in this array.
+    dothers = dgates, dheads.reshape(*dheads.shape[:2], -1)
+    dc, dfilters = filtered_gradients(mixer.keys, saved.convolution, (dq, dk, dv), dothers)
+    return dc, dfilters, *dparameters, dnorm, doutput, None
+
+
+def _alone(mixer, *arguments):
+    return _run(mixer, *arguments, differentiate=False)[0]
+
+
+_mix = fused_op(_forward, _backward, alone=_alone)
