@@ -19,7 +19,7 @@ from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import config_of, is_skipped, names_of
 from gdn_jax.hf.text import is_checkpoint
-from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.tasks.table import vocab_size
@@ -55,9 +55,9 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     except ValueError as error:
         raise RunError(str(error)) from error
     console.print(f"{title}, weights {config.weight_dtype}", highlight=False, soft_wrap=True)
-    pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(_period(config.types)))
-    periods = len(config.types) // len(_period(config.types))
-    line = f"{config.num_layers} layers of width {config.hidden_size}: {periods} x ({pattern})"
+    period = period_of(config.types)
+    pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(config.types[:period]))
+    line = f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
     console.print(line, highlight=False, soft_wrap=True)
     if time_step is not None and "gated_delta_net" in config.types and config.rule in _START:
         console.print(_start(config, time_step), highlight=False, soft_wrap=True)
@@ -71,11 +71,6 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     console.print(_cache(config, options))
     console.print(_costs(config, options.context))
     return 0
-
-
-def _period(types: tuple[str, ...]) -> tuple[str, ...]:
-    n = len(types)
-    return next(types[:p] for p in range(1, n + 1) if n % p == 0 and types == types[:p] * (n // p))
 
 
 # Whether a rule decays, and whether it erases.

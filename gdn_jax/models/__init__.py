@@ -1,8 +1,9 @@
 """Language models: configuration, decoder and generation, and what an optimiser must know of the parameters."""
 
 from gdn_jax.blocks import NoDecayParam, weight_decay_mask
+from gdn_jax.models.block import Block
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
-from gdn_jax.models.decoder import Block, Cache, LanguageModel
+from gdn_jax.models.decoder import Cache, LanguageModel
 from gdn_jax.models.generate import generate
 
 __all__ = [

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -231,6 +231,11 @@ class ModelConfig:
             return self.layer_types
         return hybrid_layers(self.num_layers, 0 if self.attention is None else DEFAULT_PERIOD)
 
+    @property
+    def kinds(self) -> tuple[tuple[str, bool], ...]:
+        """Type of every layer, and whether it has experts: layers of one kind differ in their weights alone."""
+        return tuple((layer_type, self.has_experts(layer)) for layer, layer_type in enumerate(self.types))
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has a mixture of experts."""
         return self.experts is not None and layer not in self.dense_layers
@@ -249,8 +254,16 @@ class ModelConfig:
         return {name: getattr(self, name) for name in names}
 
 
+def period_of(things: Sequence[Any]) -> int:
+    """The shortest period of a sequence whose length is a multiple of it."""
+    n = len(things)
+    return next(
+        p for p in range(1, n + 1) if n % p == 0 and all(things[i] == things[i - p] for i in range(p, n))
+    )
+
+
 def hybrid_layers(num_layers: int, attention_every: int) -> tuple[str, ...]:
-    """Layer types of which the last of every `attention_every` is attention; of which none is, for 0."""
+    """Layer types of which the last of every `attention_every` is attention. For 0 none is."""
     return tuple(
         "attention" if attention_every and (i + 1) % attention_every == 0 else "gated_delta_net"
         for i in range(num_layers)

@@ -1,0 +1,156 @@
+"""A block of a language model: GatedDeltaNet or attention, then a SwiGLU or a mixture of experts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models.attention import Attention
+from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.experts import Experts
+
+
+def arithmetic(config: ModelConfig) -> dict[str, Any]:
+    """Compute and parameter dtype of a part."""
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.weight_dtype)}
+
+
+def stream_norm(config: ModelConfig) -> RMSNorm:
+    """A norm of the residual stream."""
+    zero_centred = config.zero_centred_norms
+    options = dict(eps=config.norm_eps, zero_centred=zero_centred, implementation=config.implementation)
+    return RMSNorm(config.hidden_size, **options, **arithmetic(config))
+
+
+def make_mixer(
+    config: ModelConfig,
+    layer_type: str = "gated_delta_net",
+    *,
+    kernel_init: Initializer | None = None,
+    out_kernel_init: Initializer | None = None,
+    rngs: nnx.Rngs,
+) -> TokenMixer:
+    """The token mixer of a block: a GatedDeltaNet or an Attention with every option of the config that it knows.
+
+    Args:
+      config: of the model.
+      layer_type: "gated_delta_net", or "attention" in a model whose config has `attention`.
+      kernel_init, out_kernel_init: initialisers of its projections, see `GatedDeltaNet`.
+      rngs: source of the initial weights.
+    """
+    inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
+    if layer_type == "gated_delta_net":
+        options = config.options_of(GatedDeltaNet.__init__) | arithmetic(config)
+        options["norm_eps"] = config.mixer_norm_eps or config.norm_eps
+        return GatedDeltaNet(**options, **inits, rngs=rngs)
+    assert config.attention is not None
+    norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
+    return Attention(config.hidden_size, config.attention, **norms, **arithmetic(config), **inits, rngs=rngs)
+
+
+def make_block(
+    config: ModelConfig,
+    layer: int,
+    *,
+    kernel_init: Initializer | None = None,
+    out_kernel_init: Initializer | None = None,
+    rngs: nnx.Rngs,
+) -> "Block":
+    """Block `layer`, counted from 0, of a model.
+
+    Args:
+      config: of the model; its `layer_types`, `experts` and `dense_layers` say what the block is made of.
+      layer: number of the block.
+      kernel_init, out_kernel_init, rngs: as for `make_mixer`, of all projections of the block.
+    """
+    inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
+    layer_type = config.types[layer]
+    mixer = make_mixer(config, layer_type, **inits, rngs=rngs)
+    mlp = None
+    if config.has_experts(layer):
+        assert config.experts is not None
+        mlp = Experts(config.hidden_size, config.experts, **arithmetic(config), **inits, rngs=rngs)
+    reordered = layer_type == "attention" and config.attention is not None and config.attention.reordered_norm
+    return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **inits, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the sums are in the dtype of the residual stream x.
+
+    The stream comes as two parts, x and what the block before adds to it, and leaves so: a sum is made together with
+    the norm of it.
+
+    Args:
+      config: of the model.
+      mixer: the token mixer of this block.
+      mlp: what follows it; None: a SwiGLU.
+      kernel_init, out_kernel_init: initialisers of the SwiGLU, see there.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mixer: TokenMixer,
+        mlp: nnx.Module | None = None,
+        *,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.mixer_norm = stream_norm(config)
+        self.mixer = mixer
+        self.mlp_norm = stream_norm(config)
+        inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
+        if mlp is None:
+            options = arithmetic(config) | {"implementation": config.implementation}
+            mlp = SwiGLU(config.hidden_size, config.mlp_size, **options, **inits, rngs=rngs)
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"] | None,
+        *,
+        mix: Callable[..., tuple[Array, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+        """Applies the block.
+
+        Args:
+          x: residual stream [B, T, hidden_size].
+          y: what is added to it first; None: nothing.
+          mix: what is called instead of the mixer; None: the mixer.
+          options: of the mixer, see `TokenMixer`.
+
+        Returns:
+          The stream after the mixer, what the MLP adds to it, and the mixer's cache.
+        """
+        x, (y, cache) = from_stream(self.mixer if mix is None else mix, self.mixer_norm, x, y, **options)
+        return *from_stream(self.mlp, self.mlp_norm, x, y), cache
+
+
+class ReorderedBlock(Block):
+    """x + norm(mixer(x)), then x + norm(mlp(x)): a Block that norms what its parts write.
+
+    Source: the attention layers of Olmo 2 (arXiv 2501.00656) and its successors.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "B T D"] | None,
+        *,
+        mix: Callable[..., tuple[Array, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+        """Applies the block, see `Block`."""
+        dtype = self.mixer_norm.dtype
+        x = x if y is None else x + y.astype(x.dtype)
+        y, cache = (self.mixer if mix is None else mix)(x.astype(dtype), **options)
+        x = x + self.mixer_norm(y).astype(x.dtype)
+        return x, self.mlp_norm(self.mlp(x.astype(dtype))), cache
