@@ -1,7 +1,7 @@
 """Blocks that differ in their weights alone, made and stacked by programs that XLA compiles fast.
 
-XLA compiles every operation that it is given, and a deep model has hundreds of arrays. Here all arrays of one shape are
-drawn or sliced by one operation.
+XLA compiles every operation that it is given, and a deep model has hundreds of arrays. Here one operation draws or
+slices all arrays of one shape.
 """
 
 from collections.abc import Callable, Sequence

@@ -180,7 +180,7 @@ class LanguageModel(nnx.Module):
 
         walks = cache is not None or return_cache or around is not None
         stacked = alike.stacked(self.blocks) if self.config.scan_layers and not walks else None
-        # Keeping less is for training: what `around` keeps would not outlive it, and a loop of tokens has no use for it.
+        # For training alone: what `around` keeps would not outlive it, and a loop of tokens has no use for it.
         if self.config.remat != "none" and around is None and cache is None:
             # A loop's body cannot be merged with its recomputation, which is what prevent_cse is against.
             options = {"policy": REMAT_POLICIES[self.config.remat], "prevent_cse": stacked is None}
