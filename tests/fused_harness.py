@@ -1,4 +1,4 @@
-"""What the tests of the parts around the rule share: inputs, a function with its gradients, and bounds."""
+"""Helpers of the tests of the parts around the rule: inputs, a function with its gradients, and bounds."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 0.0}
 SUMS = 1e-6
 
 SWIGLU_NAMES = ("y", "dx", "dgate_kernel", "dup_kernel", "ddown_kernel")
-"""Of the results of `fused_oracle.swiglu`."""
+"""Names of the results of `fused_oracle.swiglu`."""
 
 SWIGLU_ROUNDINGS = 5
 """Between its input and a result of a SwiGLU: of both branches, of their product or of its cotangent, of their

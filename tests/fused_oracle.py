@@ -1,4 +1,4 @@
-"""What stands around the rule in a layer, in float64 NumPy: values, and gradients of <cotangent, value>.
+"""The parts around the rule in a layer, in float64 NumPy: values, and gradients of <cotangent, value>.
 
 Nothing is shared with the project. Arguments of any dtype are taken as the numbers that they hold.
 """

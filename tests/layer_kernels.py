@@ -1,4 +1,4 @@
-"""What tests of the kernels around the rule share: the kernels interpreted, and a convolution with its results."""
+"""Helpers of the tests of the kernels around the rule: the kernels interpreted, and a convolution with its results."""
 
 import collections
 import functools

@@ -190,7 +190,7 @@ def test_swiglu(dtype):
 
 SIZE = 9
 TOKENS = np.array([[0, 3, 3, -1], [8, -9, 9, -10], [3, 8, 2**30, 1]], np.int32)
-"""Of an embedding of SIZE rows: -1 and 8 are the last, -9 and 0 the first; 9, -10 and 2^30 name none."""
+"""Tokens of an embedding of SIZE rows: -1 and 8 are the last, -9 and 0 the first; 9, -10 and 2^30 name none."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -95,7 +95,7 @@ def test_norms_of_a_16_bit_model_are_widened_once():
 
 
 def test_projections_of_one_input_are_one_product(monkeypatch):
-    """Of a copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
+    """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
     assert for_decoding(ready) is ready  # without a GPU
     monkeypatch.setattr(inference, "usable", lambda implementation, reason: True)

@@ -89,7 +89,7 @@ def test_gated_norm(V, dtype):
 
 
 def test_gated_norm_with_its_projection():
-    """What is projected is rounded, or its cotangent, and then the result."""
+    """The projected array is rounded, or its cotangent, and then the result."""
     draw = draws(2)
     o, gate = (draw(2, 2048, 8, 128, dtype="bfloat16") for _ in range(2))
     weight, kernel = draw(128), draw(1024, 512, dtype="bfloat16", scale=2.0**-5).astype(jnp.float32)
@@ -248,7 +248,7 @@ def test_embed(dtype):
 
 @pytest.mark.parametrize("V", [32768, 50304])
 def test_loss(V):
-    """Of several tiles, the last one not full, beside the loss in plain JAX in float32. Words that are no multiple of
+    """The loss of several tiles, the last one not full, beside the loss in plain JAX in float32. Words that are no multiple of
     the kernel's too."""
     draw, rng = draws(3), np.random.default_rng(3)
     T, D = 5000, 512

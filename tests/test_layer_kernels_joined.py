@@ -126,7 +126,7 @@ def test_seam_of_one_operation(interpreted):
         parts = zip((q, k, v.reshape(1, 8, -1)), cotangents, strict=True)
         return o, sum(jnp.sum((x * dx).astype(jnp.float32)) for x, dx in parts) + jnp.sum(beta)
 
-    layer = mixer.Mixer(KeyHeads(4, 256), 4, 256, 1e-5, False, rule)
+    layer = mixer.Mixer(KeyHeads(4, 256), 4, 256, 1e-5, False, jnp.bfloat16, rule)
     joined = jnp.concatenate([x, gates, gate.reshape(1, 8, -1)], axis=-1)
     projection = jnp.eye(1024, dtype="bfloat16")
     primals = joined, weight, jnp.zeros(4), jnp.zeros(4), jnp.zeros(4), norm_weight, projection

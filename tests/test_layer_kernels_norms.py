@@ -177,7 +177,7 @@ def test_seam_of_gated_norm(interpreted):
 
 
 def test_seam_of_gated_norm_with_its_projection(interpreted):
-    """What is projected is rounded, or its cotangent, and then the result."""
+    """The projected array is rounded, or its cotangent, and then the result."""
     draw = draws(6)
     o, gate = (draw(2, 4, 4, 128, dtype="bfloat16") for _ in range(2))
     weight, kernel = draw(128), draw(512, 24, dtype="bfloat16").astype(jnp.float32)

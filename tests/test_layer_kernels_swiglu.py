@@ -124,14 +124,14 @@ def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
     [((2, 2048, 64), 64, True), ((4, 1023, 64), 64, False), ((4096, 32), 64, False), ((4096, 64), 96, False)],
 )
 def test_which_kernels_a_swiglu_takes(shape, E, products):
-    """Those that multiply need many rows, whole eights of tokens, and widths of whole steps."""
+    """Kernels that multiply need many rows, whole eights of tokens, and widths of whole steps."""
     reason = fused_swiglu._check_products(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 48, E)
     assert (reason is None) == products
 
 
 @pytest.mark.parametrize(("rows", "F"), [(256, 48), (512, 24)])
 def test_swiglu_without_the_kernels(rows, F, interpreted):
-    """Of few rows, and of widths that the kernel does not take."""
+    """A SwiGLU of few rows, and of widths that the kernel does not take."""
     draw = draws(5)
     x = draw(rows, 8, dtype="bfloat16")
     weights = [draw(*shape, dtype="bfloat16") for shape in ((8, F), (8, F), (F, 24))]

@@ -1,1 +1,1 @@
-"""What stands around the rule in a model, in a plain form that defines it, with kernels where they win."""
+"""The parts around the rule in a model, in plain forms that define them, with kernels where they win."""

@@ -111,7 +111,7 @@ def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dic
 
 
 def inner_axes(x: jax.Array | jax.ShapeDtypeStruct, block: int, most: int) -> tuple[str, dict[str, int]]:
-    """The same for [B, T, H, ..], whose heads "h" can be split too, for a kernel of whole blocks of numbers.
+    """`token_axes` of [B, T, H, ..], whose heads "h" can be split too, for a kernel of whole blocks of numbers.
 
     Args:
       x: the array.

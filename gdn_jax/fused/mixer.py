@@ -34,8 +34,10 @@ class Mixer(NamedTuple):
     v_heads: int
     v_width: int
     eps: float
-    """Of the gated norm."""
+    """Is added to the mean square in the gated norm."""
     allow_neg_eigval: bool
+    dtype: DTypeLike
+    """The compute dtype."""
     rule: Callable[..., tuple[Array, Array | None]]
     """From q, k, v, g, beta and `segment_ids` to outputs and final states, or None."""
 
@@ -74,7 +76,6 @@ def has_kernels(
     mixer: Mixer,
     x: Float[Array, "B T D"] | jax.ShapeDtypeStruct,
     filters: Float[Array, "conv_dim W"],
-    dtype: DTypeLike,
     implementation: str | None,
 ) -> bool:
     """Whether `mix` runs, from the shapes of its arrays; where it does not, its parts may have kernels apart.
@@ -86,7 +87,6 @@ def has_kernels(
       mixer: the layer.
       x: its input, or the stream that the input is the norm of.
       filters: of the convolution.
-      dtype: of the products.
       implementation: as for `kernels.kernels_run`.
     """
     from pallas_kernels.layer import gated_norm, short_conv
@@ -94,8 +94,8 @@ def has_kernels(
     here = jax.typeof(x)
     if here.manual_axis_type.varying or AxisType.Explicit in here.sharding.mesh.axis_types:
         return False
-    c = jax.ShapeDtypeStruct((*x.shape[:2], mixer.channels), dtype)
-    o = jax.ShapeDtypeStruct((*x.shape[:2], mixer.v_heads, mixer.v_width), dtype)
+    c = jax.ShapeDtypeStruct((*x.shape[:2], mixer.channels), mixer.dtype)
+    o = jax.ShapeDtypeStruct((*x.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
     reason = short_conv.check_supported(c, filters, mixer.keys.heads, mixer.keys.width)
     reason = reason or gated_norm.check_supported(o) or gated_norm.check_gates(o, mixer.channels)
     return reason is None and kernels_run(implementation)
@@ -118,8 +118,6 @@ def mix(
     x: Float[Array, "B T D"],
     weights: Weights,
     segment_ids: Int[Array, "B T"] | None = None,
-    *,
-    dtype: DTypeLike,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B conv_dim W1"], Float[Array, "B HV K V"] | None]:
     """Mixes the tokens of whole rows; the module docstring has the equations.
 
@@ -130,14 +128,13 @@ def mix(
       x: normalised inputs.
       weights: its parameters, used in the compute dtype but for the filters, gates and the norm.
       segment_ids: packed rows; nothing crosses a change of id.
-      dtype: the compute dtype.
 
     Returns:
       y in the compute dtype, the last inputs of the convolution, and the rule's final states.
     """
-    c = x.astype(dtype) @ weights.inputs.astype(dtype)
+    c = x.astype(mixer.dtype) @ weights.inputs.astype(mixer.dtype)
     _, *others, output = weights
-    y, state = _mix(mixer, c, *others, output.astype(dtype), segment_ids)
+    y, state = _mix(mixer, c, *others, output.astype(mixer.dtype), segment_ids)
     conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
     return y, conv_state, state
 

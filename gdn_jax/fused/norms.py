@@ -136,7 +136,7 @@ def gated_norm_of_channels(
 
 
 class _Norm(NamedTuple):
-    """What a sum with its norm depends on beside its arrays."""
+    """Options of a sum with its norm."""
 
     eps: float
     dtype: Any

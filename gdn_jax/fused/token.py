@@ -92,7 +92,7 @@ def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
 
 
 def _plain(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
-    """The same in plain JAX, for its derivative."""
+    """The operation in plain JAX, for its derivative."""
     counts = (q.shape[1], k.shape[1], v.shape[1], v.shape[1])
     g, beta = log_decay(a, A_log, dt_bias), write_strength(b, allow_neg_eigval=allow_neg_eigval)
     q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
@@ -202,7 +202,7 @@ def _mix_by_kernels(static, token: Token):
 
 
 def _mix_token_plain(static, token: Token):
-    """The same in plain JAX, for its derivative."""
+    """The operation in plain JAX, for its derivative."""
     heads, allow_neg_eigval = static
     D = token.weight.shape[0]
     qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)

@@ -30,15 +30,15 @@ from gdn_jax.blocks import (
     normalise_first,
     shared_products,
 )
-from gdn_jax.conv import causal_conv1d_update, convolve_spans, segment_starts
+from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused import mixer, token
 from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, logit, write_strength
 from gdn_jax.layers.options import check_options, value_width
-from gdn_jax.layers.padding import check_mask, clear_padding, run_of_tokens
+from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import short_conv_on_mesh
-from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
+from gdn_jax.shapes import accumulation_dtype, check_array
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -236,8 +236,9 @@ class GatedDeltaNet(nnx.Module):
         self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
         x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
         if mask is None and cu_seqlens is None:
-            if cache is None and self._is_fused(x):
-                return self._fused(x, self._joined_weight(), segment_ids, return_cache)
+            if cache is None and (found := self._as_one(x)) is not None:
+                sizes, weights = found
+                return self._mix(sizes, x, weights, segment_ids, return_cache)
             if cache is not None and (done := self._one_token(x, cache)) is not None:
                 return done
         past, state = (None, None) if cache is None else cache
@@ -253,12 +254,14 @@ class GatedDeltaNet(nnx.Module):
         self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "B T D"] | None, **options: Any
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
-        if options.get("cache") is not None or options.get("mask") is not None or not self._is_fused(x):
+        has_past = options.get("cache") is not None or options.get("mask") is not None
+        found = None if has_past else self._as_one(x)
+        if found is None:
             return normalise_first(self, norm, x, y, **options)
-        segment_ids, return_cache = options.get("segment_ids"), options.get("return_cache", False)
-        self._check_call(x, None, None, segment_ids, None, return_cache)
-        x, normalized, (weight,) = norm.add_folded(x, y, self._joined_weight())
-        return x, self._fused(normalized, weight, segment_ids, return_cache)
+        (sizes, weights), ids, return_cache = found, options.get("segment_ids"), options.get("return_cache")
+        self._check_call(x, None, None, ids, None, return_cache)
+        x, normalized, (inputs,) = norm.add_folded(x, y, weights.inputs)
+        return x, self._mix(sizes, normalized, weights._replace(inputs=inputs), ids, return_cache)
 
     def rule_inputs(
         self,
@@ -352,15 +355,8 @@ class GatedDeltaNet(nnx.Module):
             return short_conv_on_mesh(
                 qkv, *self.filters(), **heads._asdict(), **options, implementation=self.implementation
             )
-        begin, end = run_of_tokens(mask)
-        position = jnp.arange(mask.shape[1])
-        fresh = (position == 0) | (position == begin[:, None])
-        if segment_ids is not None:
-            fresh = fresh | segment_starts(segment_ids)
-        past = None if past is None else past[:, None]
-        spans = (fresh, begin[:, None], end[:, None], mask)
-        y, state = convolve_spans(qkv, *self.filters(), "silu", past, *spans)
-        return *split_normalized(y, *heads), state[:, 0]
+        y, state = convolve_tokens(qkv, *self.filters(), past, mask, segment_ids)
+        return *split_normalized(y, *heads), state
 
     def _convolve_token(self, qkv, past, mask):
         """[q | k | v] [B, 1, conv_dim] of one token behind the convolution, and the new convolution state.
@@ -375,37 +371,27 @@ class GatedDeltaNet(nnx.Module):
             state = jnp.where(mask[:, :, None], state, past)
         return y[:, None], state
 
-    def _mixer(self) -> mixer.Mixer:
-        """Sizes and options for `fused.mixer`."""
-        sizes = self._key_heads(), self.num_v_heads, self.head_v_dim
-        return mixer.Mixer(*sizes, self.o_norm.eps, self.allow_neg_eigval, self._rule())
-
-    def _is_fused(self, x) -> bool:
-        """Whether whole rows x without a past are one operation by kernels."""
-        if self.g_proj is None or self.conv_weight is None or self.conv_bias is not None:
-            return False
+    def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
+        """The layer as `fused.mixer` takes it for whole rows x without a past; None where it does not."""
         linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
+        if self.conv_weight is None or self.conv_bias is not None:
+            return None
         if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
-            return False
-        filters, dtype = self.conv_weight[...], self._compute_dtype(x)
-        return mixer.has_kernels(self._mixer(), x, filters, dtype, self.implementation)
+            return None
+        *before, gate, output = (linear.kernel[...] for linear in linears)
+        dtype = self.dtype or jnp.promote_types(x.dtype, gate.dtype)
+        heads = self._key_heads(), self.num_v_heads, self.head_v_dim
+        sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, self._rule())
+        filters, bias = self.conv_weight[...], self.b_proj.bias
+        if not mixer.has_kernels(sizes, x, filters, self.implementation):
+            return None
+        parameters = filters, self.A_log[...], self.dt_bias[...], None if bias is None else bias[...]
+        inputs, norm = mixer.side_by_side(sizes, before, gate), self.o_norm.scale(jnp.float32)
+        return sizes, mixer.Weights(inputs, *parameters, norm, output)
 
-    def _compute_dtype(self, x):
-        return self.dtype or jnp.promote_types(x.dtype, self.q_proj.kernel[...].dtype)
-
-    def _joined_weight(self):
-        """All projections of the input side by side."""
-        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj
-        assert self.g_proj is not None
-        kernels = [linear.kernel[...] for linear in linears]
-        return mixer.side_by_side(self._mixer(), kernels, self.g_proj.kernel[...])
-
-    def _fused(self, x, weight, segment_ids, return_cache):
-        """`__call__` of whole rows without a past by `fused.mixer`, with projections that may be scaled."""
-        bias = None if self.b_proj.bias is None else self.b_proj.bias[...]
-        parameters = self.filters()[0], self.A_log[...], self.dt_bias[...], bias
-        weights = mixer.Weights(weight, *parameters, self.o_norm.scale(jnp.float32), self.o_proj.kernel[...])
-        y, conv, state = mixer.mix(self._mixer(), x, weights, segment_ids, dtype=self._compute_dtype(x))
+    def _mix(self, sizes, x, weights, segment_ids, return_cache):
+        """`__call__` by `fused.mixer`."""
+        y, conv, state = mixer.mix(sizes, x, weights, segment_ids)
         return y, None if state is None or not return_cache else GatedDeltaNetCache(conv, state)
 
     def _one_token(self, x, cache):
@@ -420,12 +406,9 @@ class GatedDeltaNet(nnx.Module):
             if token.has_kernels(jax.eval_shape(self._token, x, cache), heads, self.implementation):
                 arrays = self._token(x, cache)
                 o, *after = token.mix_token(arrays, heads, **options)
-                o, gate, channels = o[:, None], self.g_proj, arrays.channels[:, None]
-                if (
-                    isinstance(gate, ProjectionOfGroup)
-                    and gate.group is group
-                    and gate.stop == channels.shape[-1]
-                ):
+                gate, o, channels = self.g_proj, o[:, None], arrays.channels[:, None]
+                is_grouped = isinstance(gate, ProjectionOfGroup) and gate.group is group
+                if is_grouped and gate.stop == channels.shape[-1]:
                     y = self._gated_output(gated_norm_of_channels, o, channels)
                 else:
                     y = self.rule_output(o, x)
@@ -461,23 +444,15 @@ class GatedDeltaNet(nnx.Module):
         return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
-        check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
-        check_floating("x", x)
-        B, T, _ = x.shape
-        if T == 0:
-            raise ValueError("x: expected at least one token, got T = 0")
+        check_rows(x, mask, segment_ids, self.hidden_size)
         if self.rule == "softmax_attention" and (return_cache or cache is not None or mask is not None):
             name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
             raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
         if cu_seqlens is not None and (mask is not None or segment_ids is not None):
             other = "mask" if mask is not None else "segment_ids"
             raise ValueError(f"cu_seqlens: expected neither mask nor segment_ids beside it, got {other}")
-        if segment_ids is not None:
-            check_array("segment_ids", segment_ids, (B, T), "B T")
-        if mask is not None:
-            check_mask(mask, B, T)
         if cache is not None:
-            N = B
+            N = x.shape[0]
             if cu_seqlens is not None:
                 check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
                 N = cu_seqlens.shape[0] - 1

@@ -1,11 +1,30 @@
-"""Padding around the tokens of a row: which masks a layer takes, and where a row's tokens lie."""
+"""Rows of tokens as layers take them: what is checked of a call, padding, and where a row's tokens lie."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.shapes import check_array
+from gdn_jax.conv import convolve_spans, segment_starts
+from gdn_jax.shapes import check_array, check_floating
+
+
+def check_rows(
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    hidden_size: int,
+) -> None:
+    """Raises ValueError unless x is floating [B, T, hidden_size] with T > 0, and mask and segment_ids fit it."""
+    check_array("x", x, (None, None, hidden_size), "B T hidden_size")
+    check_floating("x", x)
+    B, T, _ = x.shape
+    if T == 0:
+        raise ValueError("x: expected at least one token, got T = 0")
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, (B, T), "B T")
+    if mask is not None:
+        check_mask(mask, B, T)
 
 
 def check_mask(mask: Bool[Array, "B T"], B: int, T: int) -> None:
@@ -42,6 +61,32 @@ def clear_padding(
         nearest = jnp.clip(jnp.arange(T), begin[:, None], jnp.maximum(end - 1, begin)[:, None])
         segment_ids = jnp.take_along_axis(segment_ids, nearest, axis=1)
     return jnp.where(mask[..., None], x, 0), segment_ids
+
+
+def convolve_tokens(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    bias: Float[Array, " D"] | None,
+    past: Float[Array, "B D W1"] | None,
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B D W1"]]:
+    """`conv.causal_conv1d` with SiLU of the tokens of each row, with zeros at padding, and the new state.
+
+    Args:
+      x, weight, bias, segment_ids: of `causal_conv1d`.
+      past: inputs before each row; None: zeros.
+      mask: True at tokens, one run of them in each row.
+    """
+    begin, end = run_of_tokens(mask)
+    position = jnp.arange(mask.shape[1])
+    fresh = (position == 0) | (position == begin[:, None])
+    if segment_ids is not None:
+        fresh = fresh | segment_starts(segment_ids)
+    past = None if past is None else past[:, None]
+    spans = (fresh, begin[:, None], end[:, None], mask)
+    y, state = convolve_spans(x, weight, bias, "silu", past, *spans)
+    return y, state[:, 0]
 
 
 def run_of_tokens(mask: Bool[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.attention import attend, same_segment
 from gdn_jax.blocks import Initializer, RMSNorm, products
-from gdn_jax.layers.padding import check_mask, run_of_tokens
+from gdn_jax.layers.padding import check_rows, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.token_shards import attention_on_mesh
-from gdn_jax.shapes import check_array, check_floating
+from gdn_jax.shapes import check_array
 
 
 class AttentionCache(NamedTuple):
@@ -232,20 +232,13 @@ class Attention(nnx.Module):
         return self.q_norm(q), self.k_norm(k)
 
     def _check_call(self, x, cache, mask, segment_ids, return_cache):
-        check_array("x", x, (None, None, self.hidden_size), "B T hidden_size")
-        check_floating("x", x)
+        check_rows(x, mask, segment_ids, self.hidden_size)
         B, T, _ = x.shape
-        if T == 0:
-            raise ValueError("x: expected at least one token, got T = 0")
-        if mask is not None:
-            check_mask(mask, B, T)
-        if segment_ids is not None:
-            check_array("segment_ids", segment_ids, (B, T), "B T")
-            if return_cache or cache is not None:
-                raise NotImplementedError(
-                    "segment_ids: an attention layer keeps no cache of packed rows, it would have to forget all "
-                    "segments but the last"
-                )
+        if segment_ids is not None and (return_cache or cache is not None):
+            raise NotImplementedError(
+                "segment_ids: an attention layer keeps no cache of packed rows, it would have to forget all "
+                "segments but the last"
+            )
         if cache is None:
             return
         for name in ("k", "v"):

@@ -1,4 +1,4 @@
-"""What a model costs, from its configuration alone: parameters, cache, and the work of mixing tokens."""
+"""Costs of a model, from its configuration alone: parameters, cache, and the work of mixing tokens."""
 
 import math
 from collections.abc import Callable

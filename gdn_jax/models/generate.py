@@ -24,7 +24,7 @@ MIN_LENGTH = 16
 """Prompts are padded to at least this length: a pass over so few tokens costs little, a compilation seconds."""
 
 OnToken = Callable[[np.ndarray], Any]
-"""What hears of every step: it is called with the new tokens [B], and returns True to stop."""
+"""Listener to every step: it is called with the new tokens [B], and returns True to stop."""
 
 
 def generate(
@@ -138,7 +138,8 @@ class _Listener:
 
 
 _LISTENERS: dict[int, _Listener] = {}
-"""Those of the calls at work, by a number that the compiled program is given: another function is no compilation."""
+"""Listeners of the calls at work, by a number that the compiled program is given: another function is no
+compilation."""
 
 _NUMBERS = itertools.count()
 

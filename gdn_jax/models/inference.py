@@ -1,4 +1,4 @@
-"""What generation makes of a model's weights once, so that no token pays for it again."""
+"""Copies of a model with its weights as generation reads them, made once so that no token pays for it again."""
 
 import jax.numpy as jnp
 from flax import nnx
