@@ -1,4 +1,4 @@
-"""Helpers of the tests of the kernels around the rule: the kernels interpreted, and a convolution with its results."""
+"""Helpers of the tests of the kernels around the rule: a convolution, and a layer as one operation, with results."""
 
 import collections
 import functools
@@ -9,6 +9,8 @@ import numpy as np
 from fused_harness import draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from gdn_jax.fused import mixer
+from gdn_jax.fused.short_conv import KeyHeads
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     cross_entropy,
@@ -73,3 +75,55 @@ def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=T
     zeros = np.zeros((B, D, short_conv.WIDTH - 1))
     expected = fused_oracle.short_conv(x, weight, cotangents=(*cotangents, zeros), pieces=pieces, **options)
     return (x, weight, None if segments is None else jnp.asarray(segments)), cotangents, options, expected
+
+
+def check_one_operation(evaluate, close, *, B, T, heads, width, borders=None):
+    """Compares `fused.mixer` with float64. Its inside is shown by a rule that returns v as outputs, and its other
+    arguments as the state.
+
+    Args:
+      evaluate: from a function, cotangents and primals to the results and the gradients.
+      close: as in `fused_harness`.
+      B, T: rows and tokens.
+      heads, width: of q, of k, and of v.
+      borders: first tokens of segments.
+    """
+    sizes = dict(B=B, T=T, HV=heads, borders=borders, heads=heads, width=width)
+    (x, weight, segments), (dq, dk, _), options, _ = convolution("bfloat16", **sizes)
+    draw, kind = draws(3), dict(dtype="bfloat16")
+    between, gate = draw(B, T, width, **kind), draw(B, T, heads, width, **kind)
+    dy, dbeta = draw(B, T, heads * width, **kind), draw(B, T, heads)
+    parameters = draw(heads), draw(heads), draw(heads), draw(width), jnp.eye(heads * width, **kind)
+
+    def rule(q, k, v, g, beta, *, segment_ids):
+        return v, (q, k, v, beta)
+
+    layer = mixer.Mixer(KeyHeads(heads, width), heads, width, 1e-5, False, jnp.bfloat16, rule)
+    channels = jnp.concatenate([x, between, gate.reshape(B, T, -1)], axis=-1)
+
+    def run(channels, weight, *parameters):
+        return mixer._mix(layer, channels, weight, *parameters, segments)
+
+    cotangents = dy, (dq, dk, jnp.zeros((B, T, heads, width), **kind), dbeta)
+    (y, (q, k, v, beta)), gradients = evaluate(run, cotangents, channels, weight, *parameters)
+    norm, dy = parameters[3], dy.reshape(gate.shape)
+    close(fused_oracle.gated_norm(v, gate, norm), y.reshape(gate.shape), "y")
+    do, dgate, dnorm = fused_oracle.gated_norm_gradients(v, gate, norm, dy)
+    zeros = jnp.zeros((B, x.shape[-1], short_conv.WIDTH - 1))
+    cotangents = dq, dk, do.reshape(B, T, -1), zeros
+    pieces = fused_oracle.whole_rows(B, T) if segments is None else fused_oracle.pieces_of_ids(segments)
+    expected = fused_oracle.short_conv(x, weight, cotangents=cotangents, pieces=pieces, **options)
+    for name, got in zip("qkv", (q, k, v.reshape(B, T, -1)), strict=True):
+        close(getattr(expected, name), got, name)
+    strength = fused_oracle.sigmoid(
+        fused_oracle.wide(between[..., heads : 2 * heads] + parameters[2].astype("bfloat16"))
+    )
+    close(strength, beta, "beta")
+    dx, dbetween, got_dgate = np.split(gradients[0], (x.shape[-1], x.shape[-1] + width), axis=-1)
+    close(expected.dx, dx, "dx", 2)  # the cotangent of v is rounded too
+    close(expected.dweight, gradients[1], "dweight", dtype="bfloat16")
+    close(dbeta * strength * (1 - strength), dbetween[..., heads : 2 * heads], "db")
+    np.testing.assert_array_equal(dbetween[..., :heads], 0)
+    np.testing.assert_array_equal(dbetween[..., 2 * heads :], 0)
+    close(dgate, got_dgate.reshape(gate.shape), "dgate")
+    close(dnorm, gradients[5], "dnorm")

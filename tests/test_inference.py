@@ -98,7 +98,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
     assert for_decoding(ready) is ready  # without a GPU
-    monkeypatch.setattr(inference, "usable", lambda implementation, reason: True)
+    monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
     copy = for_decoding(ready)
     groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
     assert len(groups) == 2 * 4

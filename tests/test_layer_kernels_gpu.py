@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
+from layer_kernels import check_one_operation
 
 from gdn_jax import losses
-from gdn_jax.fused import embedding, joined, norms, swiglu
+from gdn_jax.fused import embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.models import LanguageModel, ModelConfig, generate
@@ -101,46 +102,10 @@ def test_gated_norm_with_its_projection():
         close(a, b, name, 2, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("width", "H"), [(128, 8), (256, 4)])
-def test_joined_channels(width, H):
-    """The convolution of q, k, v and the norm with its gate, with all their channels in one array."""
-    B, T, W = 2, 2056, 4
-    D = (2 * 4 + H) * width
-    draw = draws(width)
-    channels = draw(B, T, D + (1 + H) * width, dtype="bfloat16")
-    weight, norm_weight, o = draw(D, W, scale=0.5), draw(width), draw(B, T, H, width, dtype="bfloat16")
-    shapes = (4, width), (4, width), (H * width,), (width,), (H, width)
-    *cotangents, dgates, dy = (draw(B, T, *s, dtype="bfloat16") for s in shapes)
-
-    def run(channels, weight, o, norm_weight):
-        *parts, _, gates, rest = joined.short_conv(channels, weight, heads=4, width=width, behind=width)
-        return *parts, gates, norms.gated_norm(o, rest.reshape(B, T, -1, width), norm_weight, joined=True)
-
-    args = channels, weight, o, norm_weight
-    (*parts, gates, y), gradients = evaluate(run, (*cotangents, dgates, dy), *args)
-    x, expected_gates, gate = np.split(np.asarray(channels), (D, D + width), axis=-1)
-    dx, got_dgates, dgate = np.split(gradients[0], (D, D + width), axis=-1)
-    zeros = jnp.zeros((B, D, W - 1))
-    pieces = fused_oracle.whole_rows(B, T)
-    expected = fused_oracle.short_conv(
-        x, weight, cotangents=(*cotangents, zeros), pieces=pieces, heads=4, width=width
-    )
-    for name, got in zip("qkv", parts, strict=True):
-        close(getattr(expected, name), got, name)
-    np.testing.assert_array_equal(gates, expected_gates)
-    np.testing.assert_array_equal(got_dgates, dgates)
-    close(expected.dx, dx, "dx")
-    close(expected.dweight, gradients[1], "dweight")
-    gate = gate.reshape(o.shape)
-    close(fused_oracle.gated_norm(o, gate, norm_weight), y, "y")
-    of_norm = gradients[2], dgate.reshape(o.shape), gradients[3]
-    for name, a, b in zip(
-        ("do", "dgate", "dweight"),
-        fused_oracle.gated_norm_gradients(o, gate, norm_weight, dy),
-        of_norm,
-        strict=True,
-    ):
-        close(a, b, name)
+@pytest.mark.parametrize(("width", "heads"), [(128, 8), (256, 4)])
+def test_one_operation(width, heads):
+    """A layer's kernels with all their channels in one array."""
+    check_one_operation(evaluate, close, B=2, T=2056, heads=heads, width=width)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +213,8 @@ def test_embed(dtype):
 
 @pytest.mark.parametrize("V", [32768, 50304])
 def test_loss(V):
-    """The loss of several tiles, the last one not full, beside the loss in plain JAX in float32. Words that are no multiple of
-    the kernel's too."""
+    """Several tiles, the last one not full, beside the loss in plain JAX in float32. The number of words is no
+    multiple of the kernel's too."""
     draw, rng = draws(3), np.random.default_rng(3)
     T, D = 5000, 512
     x, weight = draw(T, D, dtype="bfloat16"), draw(V, D, scale=D**-0.5)

@@ -3,18 +3,16 @@
 import functools
 
 import fused_harness
-import fused_oracle
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from fused_harness import close, draws
-from layer_kernels import convolution
+from layer_kernels import check_one_operation
 
 from gdn_jax.blocks import RMSNorm
 from gdn_jax.fused import mixer, norms
-from gdn_jax.fused.short_conv import KeyHeads, short_conv
+from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, gated_delta_net
 from pallas_kernels.device import launch
 
@@ -110,39 +108,13 @@ def test_one_operation_is_the_layer(monkeypatch):
 
 @pytest.mark.slow
 def test_seam_of_one_operation(interpreted):
-    """The kernels with their channels in one array, whose cotangent is NaN where nobody writes it. The rule is a sum
-    here."""
-    sizes = dict(B=1, T=8, HV=4, borders=(1, 2, 4), heads=4, width=256)
-    (x, weight, segments), cotangents, _, expected = convolution("bfloat16", **sizes)
-    draw = draws(3)
-    gates, gate, dy = (
-        draw(1, 8, 256, dtype="bfloat16"),
-        *(draw(1, 8, 4, 256, dtype="bfloat16") for _ in range(2)),
-    )
-    o, norm_weight = draw(1, 8, 4, 256, dtype="bfloat16"), draw(256)
+    """The kernels with their channels in one array, whose cotangent is NaN where nobody writes it."""
 
-    def rule(q, k, v, g, beta, *, segment_ids):
-        """Outputs that do not depend on the inputs, and a state whose gradients are the cotangents."""
-        parts = zip((q, k, v.reshape(1, 8, -1)), cotangents, strict=True)
-        return o, sum(jnp.sum((x * dx).astype(jnp.float32)) for x, dx in parts) + jnp.sum(beta)
+    def evaluate(f, cotangents, *primals):
+        values, back = jax.vjp(f, *primals)
+        return values, back(cotangents)
 
-    layer = mixer.Mixer(KeyHeads(4, 256), 4, 256, 1e-5, False, jnp.bfloat16, rule)
-    joined = jnp.concatenate([x, gates, gate.reshape(1, 8, -1)], axis=-1)
-    projection = jnp.eye(1024, dtype="bfloat16")
-    primals = joined, weight, jnp.zeros(4), jnp.zeros(4), jnp.zeros(4), norm_weight, projection
-    (y, _), back = jax.vjp(lambda *args: mixer._mix(layer, *args, segments), *primals)
-    close(fused_oracle.gated_norm(o, gate, norm_weight), y.reshape(o.shape), "y")
-    djoined, dweight, *_, dnorm, _ = back((dy.reshape(1, 8, -1), jnp.float32(1)))
-    dx, dgates, dgate = jnp.split(djoined, (x.shape[-1], x.shape[-1] + 256), axis=-1)
-    close(expected.dx, dx, "dx")
-    close(expected.dweight, dweight, "dweight")
-    b = jax.nn.sigmoid(gates[..., 4:8].astype(jnp.float32))
-    close(b * (1 - b), dgates[..., 4:8], "db", 2)
-    np.testing.assert_array_equal(dgates[..., :4], 0)
-    np.testing.assert_array_equal(dgates[..., 8:], 0)
-    _, want, want_norm = fused_oracle.gated_norm_gradients(o, gate, norm_weight, dy)
-    close(want, dgate.reshape(gate.shape), "dgate")
-    close(want_norm, dnorm, "dnorm")
+    check_one_operation(evaluate, close, B=1, T=8, heads=4, width=256, borders=(1, 2, 4))
     assert interpreted == dict.fromkeys(
         ("short_conv", "short_conv_backward", "gated_norm", "gated_norm_backward"), 1
     )

@@ -81,7 +81,8 @@ def test_cross_entropy(T, V, D, lead):
 
 @pytest.mark.slow
 def test_seam_of_the_loss(interpreted):
-    """The results are those in plain JAX, but for numbers of the cotangent of the logits that are rounded otherwise, and once more."""
+    """The results are those of plain JAX, but for numbers of the cotangent of the logits that are rounded otherwise,
+    and once more."""
     draw, rng = draws(6), np.random.default_rng(0)
     x, weight = draw(24, 64, dtype="bfloat16"), draw(384, 64, scale=0.4)
     targets = jnp.asarray(rng.integers(0, 384, 24)).at[3].set(384)

@@ -104,8 +104,8 @@ def test_what_remat_keeps():
     row = jnp.asarray(tokens(B, T))
 
     def bytes_of(num_layers, remat):
-        """Bytes that the passes hand over, and that a compiled gradient needs; and the weights but the embedding, of which
-        no derivative reads a number."""
+        """Bytes that the passes hand over, that a compiled gradient needs, and of the weights but for the embedding,
+        of which no derivative reads a number."""
         sizes = {"hidden_size": D, "num_layers": num_layers, "num_heads": HO, "head_dim": K, "expand_v": 1.0}
         config = ModelConfig(vocab_size=31, **sizes, implementation="chunked", remat=remat)
         graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))

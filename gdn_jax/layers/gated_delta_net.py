@@ -17,19 +17,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import rules
-from gdn_jax.blocks import (
-    Initializer,
-    NoDecayParam,
-    ProjectionGroup,
-    ProjectionOfGroup,
-    RMSNorm,
-    bias_free_linears,
-    group_of,
-    is_one_product,
-    normalise_first,
-    shared_products,
-)
+from gdn_jax import blocks, rules
+from gdn_jax.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused import mixer, token
 from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
@@ -125,8 +114,8 @@ class GatedDeltaNet(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
-        kernel_init: Initializer | None = None,
-        out_kernel_init: Initializer | None = None,
+        kernel_init: blocks.Initializer | None = None,
+        out_kernel_init: blocks.Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         check_options(
@@ -159,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
         key_dim = num_heads * head_dim
         value_dim = num_v_heads * self.head_v_dim
         self.conv_dim = 2 * key_dim + value_dim
-        linear, out = bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
         self.q_proj = linear(hidden_size, key_dim)
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, value_dim)
@@ -181,8 +170,8 @@ class GatedDeltaNet(nnx.Module):
         self.conv_weight = None if weight is None else nnx.Param(weight)
         self.conv_bias = None if bias is None else nnx.Param(bias)
 
-        self.A_log = NoDecayParam(init_A_log(rngs.params(), num_v_heads))
-        self.dt_bias = NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))
+        self.A_log = blocks.NoDecayParam(init_A_log(rngs.params(), num_v_heads))
+        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))
         self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
 
     def init_cache(self, batch: int, dtype: DTypeLike | None = None) -> GatedDeltaNetCache:
@@ -327,7 +316,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T conv_dim"], Float[Array, "B T HO"], Float[Array, "B T HO"]]:
         """[q | k | v] before the convolution, and the raw inputs a and b of the gates."""
         groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
-        qkv, gates = shared_products(x, groups, self.dtype)
+        qkv, gates = blocks.shared_products(x, groups, self.dtype)
         a, b = jnp.split(gates, 2, axis=-1)
         return qkv, a, b
 
@@ -373,10 +362,10 @@ class GatedDeltaNet(nnx.Module):
 
     def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
         """The layer as `fused.mixer` takes it for whole rows x without a past; None where it does not."""
-        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
-        if self.conv_weight is None or self.conv_bias is not None:
+        if self.g_proj is None or self.conv_weight is None or self.conv_bias is not None:
             return None
-        if not (all(type(linear) is nnx.Linear for linear in linears) and is_one_product(x, linears)):
+        linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
+        if not (all(type(linear) is nnx.Linear for linear in linears) and blocks.is_one_product(x, linears)):
             return None
         *before, gate, output = (linear.kernel[...] for linear in linears)
         dtype = self.dtype or jnp.promote_types(x.dtype, gate.dtype)
@@ -407,12 +396,13 @@ class GatedDeltaNet(nnx.Module):
                 arrays = self._token(x, cache)
                 o, *after = token.mix_token(arrays, heads, **options)
                 gate, o, channels = self.g_proj, o[:, None], arrays.channels[:, None]
-                is_grouped = isinstance(gate, ProjectionOfGroup) and gate.group is group
-                if is_grouped and gate.stop == channels.shape[-1]:
-                    y = self._gated_output(gated_norm_of_channels, o, channels)
-                else:
-                    y = self.rule_output(o, x)
-                return y, GatedDeltaNetCache(*after)
+                if (
+                    isinstance(gate, ProjectionOfGroup)
+                    and gate.group is group
+                    and gate.stop == channels.shape[-1]
+                ):
+                    return self._gated_output(gated_norm_of_channels, o, channels), GatedDeltaNetCache(*after)
+                return self.rule_output(o, x), GatedDeltaNetCache(*after)
         *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
         if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):
             return None
@@ -420,16 +410,16 @@ class GatedDeltaNet(nnx.Module):
         o, state = token.token_step(*inputs, state=cache.state, **options)
         return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
 
-    def _group(self) -> ProjectionGroup | None:
+    def _group(self) -> blocks.ProjectionGroup | None:
         """The product that all projections of x are parts of, in a copy of the layer for single tokens."""
-        return group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
+        return blocks.group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
 
     def _token(self, x, cache) -> token.Token:
         """Arrays that `fused.token.mix_token` takes."""
         group = self._group()
         if group is None:
             groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
-            channels, gates = shared_products(x, groups, self.dtype)
+            channels, gates = blocks.shared_products(x, groups, self.dtype)
         else:
             channels = gates = group(x)
         parameters = *self.filters(), self.A_log[...], self.dt_bias[...]
@@ -444,13 +434,10 @@ class GatedDeltaNet(nnx.Module):
         return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
-        check_rows(x, mask, segment_ids, self.hidden_size)
+        check_rows(x, mask, segment_ids, self.hidden_size, cu_seqlens)
         if self.rule == "softmax_attention" and (return_cache or cache is not None or mask is not None):
             name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
             raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
-        if cu_seqlens is not None and (mask is not None or segment_ids is not None):
-            other = "mask" if mask is not None else "segment_ids"
-            raise ValueError(f"cu_seqlens: expected neither mask nor segment_ids beside it, got {other}")
         if cache is not None:
             N = x.shape[0]
             if cu_seqlens is not None:

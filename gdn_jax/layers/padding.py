@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.conv import convolve_spans, segment_starts
-from gdn_jax.shapes import check_array, check_floating
+from gdn_jax.shapes import ArgumentError, check_array, check_floating
 
 
 def check_rows(
@@ -14,13 +14,17 @@ def check_rows(
     mask: Bool[Array, "B T"] | None,
     segment_ids: Int[Array, "B T"] | None,
     hidden_size: int,
+    cu_seqlens: Int[Array, " N1"] | None = None,
 ) -> None:
-    """Raises ValueError unless x is floating [B, T, hidden_size] with T > 0, and mask and segment_ids fit it."""
+    """Raises ValueError unless x is floating [B, T, hidden_size] with T > 0, and the other arguments fit together."""
     check_array("x", x, (None, None, hidden_size), "B T hidden_size")
     check_floating("x", x)
     B, T, _ = x.shape
     if T == 0:
         raise ValueError("x: expected at least one token, got T = 0")
+    if cu_seqlens is not None and (mask is not None or segment_ids is not None):
+        other = "mask" if mask is not None else "segment_ids"
+        raise ArgumentError("cu_seqlens", "neither mask nor segment_ids beside it", other)
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, (B, T), "B T")
     if mask is not None:
