@@ -10,10 +10,10 @@ from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import check_one_operation
 
-from gdn_jax.blocks import RMSNorm
+from gdn_jax import blocks
 from gdn_jax.fused import mixer, norms
 from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.layers import GatedDeltaNet, gated_delta_net
+from gdn_jax.layers import GatedDeltaNet
 from pallas_kernels.device import launch
 
 
@@ -83,7 +83,7 @@ def test_one_operation_is_the_layer(monkeypatch):
     )
     graphdef, params = nnx.split(GatedDeltaNet(24, **sizes, rngs=nnx.Rngs(0)))
     draw, segments = draws(0), jnp.arange(9)[None] // 4
-    norm = RMSNorm(24, zero_centred=True)
+    norm = blocks.RMSNorm(24, zero_centred=True)
     norm.weight[...] = draw(24, scale=0.3)
     norm_def, norm_params = nnx.split(norm)
 
@@ -97,7 +97,7 @@ def test_one_operation_is_the_layer(monkeypatch):
     expected = fused_harness.compiled_vjp(run)(cotangents, *args)
     plain_kernels(monkeypatch)
     monkeypatch.setattr(mixer, "has_kernels", lambda *_: True)
-    monkeypatch.setattr(gated_delta_net, "is_one_product", lambda *_: True)
+    monkeypatch.setattr(blocks, "is_one_product", lambda *_: True)
     got = fused_harness.compiled_vjp(run)(cotangents, *args)
     monkeypatch.setattr(mixer, "mix", None)  # that the layer does call
     with pytest.raises(TypeError):

@@ -226,8 +226,7 @@ class GatedDeltaNet(nnx.Module):
         x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
         if mask is None and cu_seqlens is None:
             if cache is None and (found := self._as_one(x)) is not None:
-                sizes, weights = found
-                return self._mix(sizes, x, weights, segment_ids, return_cache)
+                return self._mix(*found, x, segment_ids, return_cache)
             if cache is not None and (done := self._one_token(x, cache)) is not None:
                 return done
         past, state = (None, None) if cache is None else cache
@@ -250,7 +249,7 @@ class GatedDeltaNet(nnx.Module):
         (sizes, weights), ids, return_cache = found, options.get("segment_ids"), options.get("return_cache")
         self._check_call(x, None, None, ids, None, return_cache)
         x, normalized, (inputs,) = norm.add_folded(x, y, weights.inputs)
-        return x, self._mix(sizes, normalized, weights._replace(inputs=inputs), ids, return_cache)
+        return x, self._mix(sizes, weights._replace(inputs=inputs), normalized, ids, return_cache)
 
     def rule_inputs(
         self,
@@ -308,8 +307,7 @@ class GatedDeltaNet(nnx.Module):
         options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
         if isinstance(self.o_proj, nnx.Linear):
             return norm(o, gate, weight, self.o_proj.kernel[...], **options)
-        y = norm(o, gate, weight, **options)  # a projection without a weight of its own
-        return self.o_proj(y.reshape(*y.shape[:2], -1))
+        return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
 
     def project(
         self, x: Float[Array, "B T D"]
@@ -378,7 +376,7 @@ class GatedDeltaNet(nnx.Module):
         inputs, norm = mixer.side_by_side(sizes, before, gate), self.o_norm.scale(jnp.float32)
         return sizes, mixer.Weights(inputs, *parameters, norm, output)
 
-    def _mix(self, sizes, x, weights, segment_ids, return_cache):
+    def _mix(self, sizes, weights, x, segment_ids, return_cache):
         """`__call__` by `fused.mixer`."""
         y, conv, state = mixer.mix(sizes, x, weights, segment_ids)
         return y, None if state is None or not return_cache else GatedDeltaNetCache(conv, state)
@@ -387,14 +385,13 @@ class GatedDeltaNet(nnx.Module):
         """`__call__` of one token of every row by `fused.token`; None where its kernels do not take it."""
         if x.shape[1] > 1 or self.rule != "gated_delta":
             return None
-        options: Any = dict(allow_neg_eigval=self.allow_neg_eigval)
-        group = self._group()
+        group, doubled = self._group(), self.allow_neg_eigval
         if self.conv_weight is not None and token.is_whole(x, *cache):
             first = 0 if group is None else self.conv_dim
             heads = token.Heads(self.num_heads, first, first + self.num_v_heads)
             if token.has_kernels(jax.eval_shape(self._token, x, cache), heads, self.implementation):
                 arrays = self._token(x, cache)
-                o, *after = token.mix_token(arrays, heads, **options)
+                o, *after = token.mix_token(arrays, heads, allow_neg_eigval=doubled)
                 gate, o, channels = self.g_proj, o[:, None], arrays.channels[:, None]
                 if (
                     isinstance(gate, ProjectionOfGroup)
@@ -407,7 +404,7 @@ class GatedDeltaNet(nnx.Module):
         if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):
             return None
         *inputs, conv = self._step_inputs(x, cache.conv)
-        o, state = token.token_step(*inputs, state=cache.state, **options)
+        o, state = token.token_step(*inputs, state=cache.state, allow_neg_eigval=doubled)
         return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
 
     def _group(self) -> blocks.ProjectionGroup | None:
