@@ -373,19 +373,31 @@ def test_attention_layers_have_scales_of_their_own(monkeypatch):
     assert set(given) == {1 / math.sqrt(QWEN.head_dim)}
 
 
-@pytest.mark.gpu
-def test_gradients_through_two_attention_layers_by_cudnn():
-    """In a program compiled for equal bits, which XLA's table of backward calls does not find if they are alike."""
+def gradients_by_cudnn(numbers):
+    """Gradients through two attention layers of these numbers, in two calls of a program compiled for equal bits."""
     attention = dataclasses.replace(QWEN, head_dim=64)
     model = make(attention=attention, layer_types=("attention",) * 2, dtype="bfloat16")
+    for block, number in zip(model.blocks, numbers, strict=True):
+        block.mixer.layer = number
     graphdef, params = nnx.split(model, nnx.Param)
 
     def loss(params):
         return nnx.merge(graphdef, params)(jnp.asarray(tokens(2, 128)))[0].astype(jnp.float32).var()
 
     gradient = jax.jit(jax.grad(loss), compiler_options=compiler_flags(True))
-    first, second = gradient(params), gradient(params)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+    return jax.tree.leaves(gradient(params)), jax.tree.leaves(gradient(params))
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(strict=True, reason="XLA does not find the second of two equal backward calls of cuDNN")
+def test_equal_attention_layers_by_cudnn():
+    """If this passes, `layer` and all that hands it on can go: see `attention._scale`."""
+    jax.block_until_ready(gradients_by_cudnn((0, 0)))
+
+
+@pytest.mark.gpu
+def test_gradients_through_two_attention_layers_by_cudnn():
+    for a, b in zip(*gradients_by_cudnn((0, 1)), strict=True):
         assert np.isfinite(a).all() and np.any(a)
         np.testing.assert_array_equal(a, b)
 
