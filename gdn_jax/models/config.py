@@ -126,7 +126,7 @@ class ModelConfig:
       residual_dtype: of the residual stream between the blocks, float32 or bfloat16, kept as its name. bfloat16 is
         half the traffic, and rounds the small contribution of a late block to a large sum away.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call. With "chunked" or
-        "recurrent" the parts around the rule use no kernel either.
+        "recurrent" the parts around the rule use no kernel either; with "mosaic_gpu" a part that has none warns.
       layer_types: of every layer, "gated_delta_net" or "attention"; None: every fourth one is attention where
         `attention` is given, none where it is not.
       attention: of the attention layers; None where there are none.
