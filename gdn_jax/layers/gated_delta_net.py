@@ -73,8 +73,8 @@ class GatedDeltaNet(nnx.Module):
         parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the delta rules, see `gated_delta_rule`. Other parts, and one token with a cache, run by kernels
-        where they can, but not with "chunked" or "recurrent"; with "mosaic_gpu" a part without kernels warns.
+      implementation: of the delta rules, see `gated_delta_rule`. Other parts, and one token with a cache, are
+        kernels where they can, but not with "chunked" or "recurrent"; with "mosaic_gpu" a part without kernels warns.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
