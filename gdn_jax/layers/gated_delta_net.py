@@ -242,8 +242,8 @@ class GatedDeltaNet(nnx.Module):
         self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "B T D"] | None, **options: Any
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
-        has_past = options.get("cache") is not None or options.get("mask") is not None
-        found = None if has_past else self._as_one(x)
+        is_plain = all(options.get(name) is None for name in ("cache", "mask", "cu_seqlens"))
+        found = self._as_one(x) if is_plain else None
         if found is None:
             return normalise_first(self, norm, x, y, **options)
         (sizes, weights), ids, return_cache = found, options.get("segment_ids"), options.get("return_cache")
