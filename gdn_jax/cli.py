@@ -155,7 +155,7 @@ def _info(argv: list[str]) -> int:
 
 
 def _eval(argv: list[str]) -> int:
-    from gdn_jax.training.evaluate import EvalOptions, evaluate
+    from gdn_jax.inspect.evaluate import EvalOptions, evaluate
 
     path, rest = _on_run("eval", argv)
     options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
@@ -230,7 +230,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train": ("gdn_jax.training.train", partial(_on_task, "train", _train)),
     "generate": ("gdn_jax.inspect.generate", _generate),
     "info": ("gdn_jax.inspect.info", _info),
-    "eval": ("gdn_jax.training.evaluate", _eval),
+    "eval": ("gdn_jax.inspect.evaluate", _eval),
     "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
     "check": ("gdn_jax.checks.check", _check),
     "bench": ("gdn_jax.bench.command", _bench),

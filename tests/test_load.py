@@ -15,9 +15,9 @@ from tiny_runs import TINY, train
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.locks import owned
+from gdn_jax.inspect.evaluate import bits_per_byte
 from gdn_jax.models import generate
 from gdn_jax.tasks import text
-from gdn_jax.training.evaluate import bits_per_byte
 from gdn_jax.training.load import load_run
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -21,7 +21,7 @@ from gdn_jax.hf.load import load_hf
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
 from gdn_jax.tasks import next_byte
 from gdn_jax.tasks.options import prompt_bytes
-from gdn_jax.training.load import load_run
+from gdn_jax.training.load import load_text_run
 from gdn_jax.training.options import Implementation
 
 BYTES = 256
@@ -108,10 +108,7 @@ def _open_checkpoint(path: Path, options: GenerateOptions) -> Writer:
 def _open_run(path: Path, options: GenerateOptions) -> Writer:
     if options.dtype != "auto":
         raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
-    run = load_run(path, implementation=options.implementation)
-    run.check_text()
-    for step in run.damaged:
-        print(f"gdn: note: the checkpoint of step {step} is damaged, using step {run.step}", file=sys.stderr)
+    run = load_text_run(path, options.implementation)
     return Writer(run.model, _bytes(options.prompt), _text, (0,))
 
 

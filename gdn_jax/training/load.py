@@ -6,6 +6,7 @@ print(run.decode(tokens[0]))
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,16 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
         raise RunError(f"{path}: expected a run with a checkpoint, got none: it has not come so far")
     trained = nnx.merge(graphdef, restored.state.params, rest)
     return TrainedRun(folder.path, config, options, restored.step, trained, restored.damaged)
+
+
+def load_text_run(path: Path, implementation: Implementation | None) -> TrainedRun:
+    """`load_run` for a command that reads or writes text: it also tells on stderr of damaged checkpoints.
+
+    Raises:
+      RunError: as `load_run`, or the run's task has no text.
+    """
+    run = load_run(path, implementation=implementation)
+    run.check_text()
+    for step in run.damaged:
+        print(f"gdn: note: the checkpoint of step {step} is damaged, using step {run.step}", file=sys.stderr)
+    return run

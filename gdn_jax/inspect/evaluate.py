@@ -1,7 +1,6 @@
 """`gdn eval`: bits per byte of any text under the model of a run of the task bytes."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +12,14 @@ from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Positive
 from gdn_jax.tasks import next_byte, text
 from gdn_jax.training import steps
-from gdn_jax.training.load import TrainedRun, load_run
+from gdn_jax.training.load import TrainedRun, load_text_run
 from gdn_jax.training.options import Implementation
 from gdn_jax.training.steps import Sums
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """What to read."""
+    """The text, and how much of it is scored."""
 
     data: Path | None = None
     """File or folder, all of which is new to the model if the number is to mean anything."""
@@ -62,9 +61,7 @@ def evaluate(path: Path, options: EvalOptions) -> int:
     if options.data is None:
         fail("data", "a file or a folder", "none")
     source, files = text.read(options.data, options.glob)
-    run = load_run(path, implementation=options.implementation)
-    for step in run.damaged:
-        print(f"gdn: note: the checkpoint of step {step} is damaged, using step {run.step}", file=sys.stderr)
+    run = load_text_run(path, options.implementation)
     bits, count = bits_per_byte(run, [content for _, content in files], options.val_bytes)
     total = sum(len(content) for _, content in files)
     print(f"{bits:.4f} bits per byte over {count} of {total} bytes in {len(files)} files of {source}")
