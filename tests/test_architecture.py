@@ -154,7 +154,7 @@ OUTSIDE: dict[str, set[str]] = {
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich"},
     "tasks": {"flax"},
-    "inspect": {"rich"},
+    "inspect": {"flax", "rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }

@@ -147,7 +147,7 @@ def test_another_task(tmp_path, capsys):
         ("generate {run} --temperature -1", "--temperature: expected 0 or more, got -1.0"),
         ("generate {run} --temperature nan", "--temperature: expected a finite number, got nan"),
         ("generate {run} --top-k 300", "--top-k: expected at most 256, got 300"),
-        ("generate {run} --seed -1", "--seed: expected 0 or more, got -1"),
+        ("generate {run} --seed -1", "--seed: expected 0 or more and less than 2**32, got -1"),
         ("generate {run} --implementation mosaic_gpu", "mosaic_gpu"),
         ("generate /nowhere", "expected a run folder, got /nowhere: No such file or directory (config.json)"),
         ("eval {run}", "--data: expected a file or a folder, got none"),
