@@ -78,7 +78,7 @@ _START = {"gated_delta": (True, True), "delta": (False, True), "mamba2": (True, 
 
 
 def _start(config: ModelConfig, time_step: float) -> str:
-    """How long a state remembers under fresh weights, from a head with middle decay and from erasing."""
+    """Tells how long a state remembers under fresh weights, from a head with middle decay and from erasing."""
     decays, erases = _START[config.rule]
     g = -time_step * MAX_RATE / 2 * math.sqrt(MIN_STEP * MAX_STEP) if decays else 0.0
     start = 0.5 if config.write_start is None else config.write_start
