@@ -1,0 +1,15 @@
+"""The delta rule, S <- S + beta k (v - k^T S)^T: correction."""
+
+from functools import partial
+
+from gdn_jax.ops import gated_delta_step
+from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
+from gdn_jax.rules.rule import Rule
+
+DELTA = Rule(
+    "delta",
+    gated_delta_rule_on_mesh,
+    gates=("beta",),
+    options=("initial_state", "cu_seqlens", "segment_ids", "implementation"),
+    step=partial(gated_delta_step, g=None),
+)

@@ -1,0 +1,12 @@
+"""Mamba2's rule, S <- exp(g) S + beta k v^T: decay. It has a write strength of its own instead of its time step."""
+
+from gdn_jax.rules import linear
+from gdn_jax.rules.rule import Rule
+
+MAMBA2 = Rule(
+    "mamba2",
+    linear.rows,
+    gates=("g", "beta"),
+    options=("initial_state", "segment_ids"),
+    refuses=linear.REFUSES,
+)

@@ -1,0 +1,61 @@
+"""How many functions of the packages lie between a public call and the start of its kernel: a reader follows each."""
+
+import pathlib
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import gdn_jax
+import pallas_kernels
+from pallas_kernels.device import launch
+
+FOLDERS = tuple(str(pathlib.Path(package.__file__).parent) for package in (gdn_jax, pallas_kernels))
+S = jax.ShapeDtypeStruct
+
+
+class Started(Exception):
+    """Ends a call where its kernel would be made."""
+
+
+def functions_up_to(kernel: str, monkeypatch, call, *shapes) -> list[str]:
+    """Functions of the packages that are being called when a kernel is made, the public one first."""
+    make, found = plgpu.kernel, []
+
+    def stop(body, **options):
+        if body.__name__ != kernel:
+            return make(body, **options)
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+        found.extend(f.f_code.co_qualname for f in frames if f.f_code.co_filename.startswith(FOLDERS))
+        raise Started
+
+    monkeypatch.setattr(plgpu, "kernel", stop)
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    with pytest.raises(Started):
+        jax.eval_shape(call, *shapes)
+    return found[::-1]
+
+
+def tokens(*lead, H=2, K=64):
+    """Shapes of q, k, v and of both gates."""
+    return *[S((*lead, H, K), jnp.bfloat16)] * 3, *[S((*lead, H), jnp.float32)] * 2
+
+
+def test_rule(monkeypatch):
+    """From `gated_delta_rule` to the kernel that writes its outputs, the function that starts it included."""
+    found = functions_up_to("outputs", monkeypatch, gdn_jax.gated_delta_rule, *tokens(1, 128))
+    assert found[0] == "gated_delta_rule" and found[-1] == "launch"
+    assert len(found) <= 11, found
+
+
+def test_rule_under_a_gradient(monkeypatch):
+    """The same from the rule of its derivative."""
+
+    def loss(q, *rest):
+        return jnp.sum(gdn_jax.gated_delta_rule(q, *rest)[0].astype(jnp.float32))
+
+    found = functions_up_to("outputs", monkeypatch, jax.grad(loss), *tokens(1, 128))
+    assert len(found) <= 11, found
