@@ -158,11 +158,13 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }
+CALLERS = ("mosaic", "fused", "losses", "parallel", "serving")
+"""Rooms that call kernels."""
+DERIVATIVES = {"mosaic", "fused", "losses", "parallel"}
+"""Rooms with derivatives of their own: over kernels, and over what is sent between devices."""
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
-    *(("mosaic", name) for name in ("pallas_kernels.device", "pallas_kernels.work", *KERNELS)),
-    *(("fused", name) for name in ("pallas_kernels.device", "pallas_kernels.layer", "pallas_kernels.decode")),
-    *(("serving", f"pallas_kernels.{name}") for name in ("device", "work", "forward", "decode")),
+    *((name, part) for name in CALLERS for part in (*KERNEL_PARTS, *KERNELS)),
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),
@@ -230,6 +232,16 @@ def test_rooms():
         assert below <= entered, f"ROOMS: {name} comes before {below - entered}"
         entered.add(name)
     assert OUTSIDE.keys() <= ROOMS.keys() and {name for name, _ in INSIDE_FUNCTIONS} <= ROOMS.keys()
+
+
+def test_who_calls_kernels_and_who_owns_a_derivative():
+    """Kernels are called from CALLERS, inside functions (INSIDE_FUNCTIONS), and timed by `bench`. The kernels
+    themselves have no derivative; those over them are in DERIVATIVES."""
+    below = {name: rooms for name, rooms in ROOMS.items() if not name.startswith("pallas_kernels")}
+    callers = {name for name, rooms in below.items() if any(x.startswith("pallas_kernels.") for x in rooms)}
+    assert callers == {*CALLERS, "bench"}
+    owners = {room(module_name(path)) for path in FILES if "jax.custom_vjp" in path.read_text()}
+    assert owners == DERIVATIVES
 
 
 def test_folders_hold_no_names():
