@@ -79,7 +79,7 @@ def takes_cudnn(
 
 
 def same_segment(segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B 1 T T"] | None:
-    """Which tokens of a packed row are of one segment: an id may come back later. None: there are no segments."""
+    """Tells which tokens of a row are of one segment; an id may come back later. None: there are no segments."""
     if segment_ids is None:
         return None
     changes = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)

@@ -201,7 +201,7 @@ def _pad(a, count):
 
 
 def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
-    """What a tile adds to the sums and to dW, and its dx and dlabel_weights; None for gradients not asked for."""
+    """A tile's part of the sums and of dW, and its dx and dlabel_weights; None for gradients not asked for."""
     x, targets, label_weights = tokens
     dtype = accumulation_dtype(x)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
@@ -228,13 +228,13 @@ def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
 
 
 def _product(subscripts: str, a, b) -> jax.Array:
-    """With sums in the accumulation dtype, which the result has."""
+    """A product with sums in the accumulation dtype, which is the result's."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulation_dtype(a))
 
 
 class _Softmax(NamedTuple):
-    """Of a tile of logits."""
+    """Sums over a tile of logits."""
 
     largest: Float[Array, " T"]
     best: Int[Array, " T"]

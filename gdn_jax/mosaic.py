@@ -30,7 +30,7 @@ forward kernel again in the backward pass. The output is among them for what fol
 
 
 class Call(NamedTuple):
-    """What a call is compiled for besides shapes."""
+    """Everything that a call is compiled for, besides shapes."""
 
     use_qk_l2norm: bool
     state_layout: str

@@ -241,7 +241,7 @@ def supported_implementations(
     state_layout: str = "kv",
     chunk_size: int = 64,
 ) -> dict[str, str | None]:
-    """Which implementations can run a call of `gated_delta_rule` with these arguments on this device.
+    """Says which implementations can run a call of `gated_delta_rule` with these arguments on this device.
 
     Args: those of `gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`.
 

@@ -317,7 +317,7 @@ def _spec(chosen: Mapping[str, tuple[str, ...]], names: Axes) -> PartitionSpec:
 
 
 def _mesh_axes(spec: PartitionSpec) -> set[str]:
-    """Those that an array is split over."""
+    """Mesh axes that an array is split over."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None)
     return {axis for entry in entries for axis in entry}
 

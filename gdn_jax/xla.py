@@ -23,7 +23,7 @@ from gdn_jax.shapes import (
 
 
 class Call(NamedTuple):
-    """What a call is compiled for besides shapes."""
+    """Everything that a call is compiled for, besides shapes."""
 
     use_qk_l2norm: bool
     state_layout: str

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def rule_options(self) -> dict:
-        """Those that the definition has too: all but the chunk size."""
+        """The options that the definition has too: all but the chunk size."""
         return {name: getattr(self, name) for name in ("scale", "use_qk_l2norm", "state_layout")}
 
 
@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
 
     @property
     def arguments(self) -> dict:
-        """What gated_delta_rule and the oracle take, by name."""
+        """The arguments of gated_delta_rule and of the oracle, by name."""
         return {name: x for name, x in zip(self._fields[:8], self[:8], strict=True) if x is not None}
 
 

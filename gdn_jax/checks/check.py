@@ -105,7 +105,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was compared, and why the rest was not."""
+    """The comparisons that were made, and why others were not."""
 
     rows: list[Row]
     not_run: list[str]

@@ -28,7 +28,7 @@ STATES_NAME = "gdn_states"
 
 @runtime_checkable
 class Transition(Protocol):
-    """What a chunk does to the state, apart from what it writes: all that `solve_states` asks of a rule.
+    """The effect of a chunk on the state, apart from what it writes: all that `solve_states` asks of a rule.
 
     Arrays have the axes L (chunks, walked in order), P (lanes, side by side) and those of the heads. An
     implementation is a NamedTuple of arrays, so that JAX maps over its chunks; a tangent of one is one, too.

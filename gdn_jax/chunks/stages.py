@@ -39,7 +39,7 @@ class Numerics(NamedTuple):
     operand: jnp.dtype
     accumulate: jnp.dtype
     precision: lax.Precision
-    """Of products of float32 on hardware that could round their operands."""
+    """The precision of float32 products on hardware that could round their operands."""
 
     @classmethod
     def of(cls, dtype: jnp.dtype, accumulate: jnp.dtype) -> "Numerics":
@@ -49,7 +49,7 @@ class Numerics(NamedTuple):
         return cls(jnp.dtype(operand), accumulate, lax.Precision.DEFAULT if half else lax.Precision.HIGHEST)
 
     def wide(self) -> "Numerics":
-        """The same with operands as wide as the sums: for the recurrence, where roundings grow and add up."""
+        """Numerics with operands as wide as the sums: for the recurrence, where roundings grow and add up."""
         return self._replace(operand=self.accumulate)
 
     @property

@@ -1,4 +1,4 @@
-"""What a token mixer may do with q, k, v, g and beta: the rules that are compared, under one interface.
+"""The rules that are compared: a token mixer hands each one q, k, v, g and beta, under one interface.
 
     linear_attention    S <- S + beta k v^T                                          neither decay nor correction
     mamba2              S <- exp(g) S + beta k v^T                                   decay

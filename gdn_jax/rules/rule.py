@@ -1,4 +1,4 @@
-"""What a rule is: an object that says what it takes, how it runs over rows, and how it takes one token.
+"""A rule is an object that says what it takes, how it runs over rows, and how it takes one token.
 
 Every rule has a file of its own and an entry in `table.RULES`. A rule whose gates are others (one decay for each
 channel, or an erase and a write strength) names them in `gates`, and its mixer hands over gates of these names.
@@ -15,7 +15,7 @@ from gdn_jax.gates import l2norm
 
 
 class RuleInputs(NamedTuple):
-    """What a token mixer feeds a rule, in the order in which `apply` takes it.
+    """The arrays that a token mixer feeds a rule, in the order in which `apply` takes it.
 
     Fields:
       q, k: queries and keys [B, T, H, K], of unit length where the rule wants that.

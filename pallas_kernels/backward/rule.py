@@ -54,7 +54,7 @@ class Config:
 
 
 class Cotangents(NamedTuple):
-    """Of the inputs, each in its input's dtype; None where the input is None."""
+    """Cotangents of the inputs, each in its input's dtype; None where the input is None."""
 
     dq: Float[Array, "B T Hq K"]
     dk: Float[Array, "B T Hk K"]
@@ -135,7 +135,7 @@ def backward(
 def open_adjoints(
     x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents, *, scale: float, interpret: Any = None
 ) -> tuple[Float[Array, "items HO V64 K64"], Float[Array, "items HO V64 K64"]]:
-    """What the cotangents of sequences that go on elsewhere need of every segment, of an open forward.
+    """Finds what the cotangents of sequences that go on elsewhere need of every segment of an open forward.
 
     Args: those of `backward`; cu_seqlens is not known while tracing, and there are cotangents of the final states.
 
@@ -190,7 +190,7 @@ def _at_ends(
 
 
 class _Static(NamedTuple):
-    """What a compiled backward is made for, besides shapes."""
+    """Everything that a backward is compiled for, besides shapes."""
 
     scale: float
     kv_layout: bool

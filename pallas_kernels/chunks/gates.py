@@ -129,7 +129,7 @@ def _tile(index, gmem: Any, smem: Any, sizes: _Sizes) -> None:
 
 
 class Gates(NamedTuple):
-    """What `chunk_gates` gives; see the module docstring."""
+    """Results of `chunk_gates`; see the module docstring."""
 
     g2_cum: Float[Array, "B HO T64"]
     beta_t: Float[Array, "B HO T64"]

@@ -72,7 +72,8 @@ BLOCK = 16
 """Rows of the diagonal blocks that one warp inverts."""
 
 KEY_INSTRUCTIONS, HEAD_INSTRUCTIONS = 163, 499
-"""Of an item, once and for each output head (SASS, K = 128, bfloat16): what the split of the work goes by."""
+"""Instructions of an item, once and for each output head (SASS, K = 128, bfloat16). The split of the work goes by
+them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _parts(x):
 
 
 def _parts_of_keys(kk):
-    """What all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
+    """The products that all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
     diagonal, left, half = _parts(-kk)
     i, j = iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     return jnp.where(i > j, diagonal, 0.0), left, half
@@ -140,7 +141,7 @@ def _normalized(kk, rstd_smem):
 
 
 def _of_one_sequence(first, part: int):
-    """Which entries of part number `part` join two tokens of one sequence. first [64] in layout ROW."""
+    """Marks the entries of part number `part` that join two tokens of one sequence. first [64] in layout ROW."""
     if part == 2:
         return iota((CHUNK, HALF), 1) >= along_rows(first, HALF)
     block = iota((CHUNK, BLOCK), 0) // BLOCK - part
@@ -222,7 +223,7 @@ class _Sizes(NamedTuple):
 
 
 class _Warpgroup:
-    """What one of the independent warpgroups knows."""
+    """All that one of the independent warpgroups knows."""
 
     def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: _Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
@@ -333,7 +334,7 @@ def _body(gmem: Any, smem: Any, **static):
 
 
 class Inverse(NamedTuple):
-    """What `gated_inverse` gives; see the module docstring."""
+    """Results of `gated_inverse`; see the module docstring."""
 
     t: Float[Array, "B HO T64 C"]
     rstd: Float[Array, "B Hk T64"] | None

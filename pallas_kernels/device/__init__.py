@@ -1,1 +1,1 @@
-"""What every kernel stands on: units, register layouts, shared memory, launches, and operations that Pallas lacks."""
+"""Common to all kernels: units, register layouts, shared memory, launches, and operations that Pallas lacks."""

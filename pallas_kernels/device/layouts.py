@@ -24,7 +24,7 @@ RESET_G2 = -150.0
 an ordinary number: sums and differences of gates stay finite."""
 
 L2NORM_EPS = 1e-6
-"""Of the L2 norm of q and k, as in gdn_jax.gates."""
+"""Term under the root of the L2 norm of q and k, as in gdn_jax.gates."""
 
 WGMMA = plgpu.Layout.WGMMA
 WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED

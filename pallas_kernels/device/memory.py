@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What the buffer takes."""
+        """Bytes that the buffer takes."""
         return round_up(math.prod(self.shape) * jnp.dtype(self.dtype).itemsize, ALIGNMENT)
 
     def scratch_type(self) -> Any:
@@ -59,7 +59,7 @@ class Barriers(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What the barriers take."""
+        """Bytes that the barriers take."""
         return 8 * self.count
 
     def scratch_type(self) -> Any:

@@ -59,7 +59,7 @@ class Config:
     """Chunks of a segment; 0 for whole sequences."""
     inverse: inverse_kernel.Config | None = None
     outputs: walk.Config | None = None
-    """Of the walk that writes outputs."""
+    """Configuration of the walk that writes outputs."""
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
@@ -168,7 +168,7 @@ def forward(
 
 
 class _Static(NamedTuple):
-    """What a compiled forward is made for, besides shapes."""
+    """Everything that a forward is compiled for, besides shapes."""
 
     scale: float
     use_qk_l2norm: bool
@@ -181,7 +181,7 @@ class _Static(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What is found before any state is known, padded."""
+    """Everything that is found before any state is known, padded."""
 
     q: Float[Array, "B T8 Hq K64"]
     k: Float[Array, "B T8 Hk K64"]

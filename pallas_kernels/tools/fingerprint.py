@@ -58,7 +58,7 @@ def programs(output: str) -> list[str]:
 
 
 def _printed(library: ctypes.CDLL, name: str) -> str:
-    """What the compiler prints for a configuration: it writes straight to the standard streams."""
+    """The compiler's output for a configuration: it writes straight to the standard streams."""
     modules = ptxas_report.modules(ptxas_report.lower(*CASES[name]()))
     libc, saved = ctypes.CDLL(None), [os.dup(stream) for stream in (1, 2)]
     with tempfile.TemporaryFile() as file:

@@ -104,7 +104,7 @@ def store_owned(
 
 
 def _owned(dimension: int, begin, end) -> jax.Array:
-    """Which entries of a [C, C] array have an index of [begin, end) along a dimension."""
+    """Marks the entries of a [C, C] array that have an index of [begin, end) along a dimension."""
     index = iota((CHUNK, CHUNK), dimension)
     return (index >= begin) & (index < end)
 

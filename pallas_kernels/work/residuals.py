@@ -1,4 +1,4 @@
-"""What the forward leaves for a backward."""
+"""Records of what the forward leaves for a backward."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Transition(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """What a forward over segments leaves for a backward over the same ones."""
+    """The part of `Residuals` for a backward over the same segments as the forward."""
 
     starts: Float[Array, "items HO V K"]
     """State at the start of every segment, transposed."""
@@ -37,7 +37,7 @@ class Segments(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward leaves for a backward. K and V are padded to multiples of 64."""
+    """Arrays that the forward leaves for a backward. K and V are padded to multiples of 64."""
 
     g2_cum: Float[Array, "B HO T64"]
     """In-chunk cumulative log2 decay."""

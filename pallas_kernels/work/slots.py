@@ -15,7 +15,7 @@ from pallas_kernels.work.spans import Span
 
 @jax.tree_util.register_static  # arrays that lie in slots cross the borders of compiled functions with it
 class Slots(NamedTuple):
-    """Which slot numbers a pool has, and where they lie."""
+    """The slot numbers of a pool, and where they lie."""
 
     slots: int
     """Slots of the pool. A slot number outside of it, or equal to null_slot, is padding."""
@@ -61,7 +61,7 @@ class PoolStates(NamedTuple):
     has_initial_state: Int[Array, " N"] | None
     """0 for a sequence that starts from zeros, int32. None: all go on from what their slots hold."""
     layer: Int[Array, "1"] | None
-    """Which layer's states, where the pool has several."""
+    """Number of the layer whose states these are, where the pool has several."""
 
     @classmethod
     def of(

@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What a CTA walks over."""
+    """The item that a CTA walks over."""
 
     index: jax.Array
     span: Span

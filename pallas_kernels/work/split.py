@@ -20,7 +20,7 @@ FILL = {1: 4.0, 2: 6.0}
 
 TRANSITION_STEP = {1: 0.84, 2: 1.15}
 TRANSITION_FILL = 4.0
-"""The same without outputs. That of one warpgroup was not timed again: 0.94 before, times 1.15 / 1.29 of two."""
+"""STEP and FILL without outputs. One warpgroup was not timed again: 0.94 before, times 1.15 / 1.29 of two."""
 
 SEGMENT_STEP = 1.7
 """Microseconds of one step of segment_states."""
@@ -43,10 +43,10 @@ CHAIN_RATE = 1.56
 one state warpgroup as with two (H200, 2026-11-21, 32 heads, 4096x8: 0.774 and 0.744 ms)."""
 
 ADJOINTS_STEP = 1.4
-"""The same of a chunk of segment_adjoints: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
+"""Microseconds of one chunk of segment_adjoints with one state warpgroup: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
 
 ADJOINTS_PAIR_STEP = 1.78
-"""The same with two state warpgroups. Not timed: PAIR_STEP, less what a chunk takes less than in a chain."""
+"""ADJOINTS_STEP with two state warpgroups. Not timed: PAIR_STEP, less what a chunk takes less than in a chain."""
 
 ADJOINTS_LAUNCHES = 6.0
 """Microseconds of two more launches of the backward."""
@@ -89,8 +89,11 @@ def makespan(values: np.ndarray, counts: np.ndarray, step: float, fill: float, s
 
 
 def cut(values: np.ndarray, counts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of counts[i] sequences of values[i] chunks: lengths of their segments, how many of each there are, and how many
-    segments have another one behind them."""
+    """Cuts counts[i] sequences of values[i] chunks into segments.
+
+    Returns:
+      Lengths of the segments, how many there are of each, and how many segments have another one behind them.
+    """
     whole, rest = (values // length * counts).sum(), values % length
     inner = int(((-(-values // length) - 1) * counts).sum())
     return np.append(rest, length), np.append(np.where(rest, counts, 0), whole), inner

@@ -19,7 +19,7 @@ UNROLLED = 17
 scan."""
 
 ROWS_BASE = 128
-"""Of the two numbers in `VisitTables.rows`; a power of two, more than a chunk has rows."""
+"""Base of the two numbers in `VisitTables.rows`; a power of two, more than a chunk has rows."""
 
 REDUCED = 64
 """Borders up to which every token is compared with all of them, in one reduction."""
@@ -47,11 +47,11 @@ class ItemTables(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What sequences are cut into."""
+    """The pieces that sequences are cut into."""
 
     split: Split
     tables: ItemTables | None
-    """Of packed rows."""
+    """Tables of packed rows, None for others."""
 
 
 class VisitTables(NamedTuple):
@@ -137,7 +137,7 @@ def common_length(cu_seqlens: np.ndarray, T: int) -> int | None:
 
 
 def as_rows(x: RuleArrays, rows: int) -> RuleArrays:
-    """The same call with packed sequences of equal lengths as the rows of a batch."""
+    """Returns the call with packed sequences of equal lengths as the rows of a batch."""
     tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:5])
     return RuleArrays._make((*tokens, x.initial_state, None, None))
 
