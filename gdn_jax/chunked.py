@@ -15,27 +15,28 @@ from functools import partial
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax.chunks.decay import ChunkDecay, chunk_cumsum
 from gdn_jax.chunks.recurrence import HeadTransition
 from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
 from gdn_jax.chunks.stages import Numerics, chunk_output, kkt
+from gdn_jax.shapes import Keys, LogDecay, Offsets, Outputs, Queries, Scale, States, Strength, Values
 
 
 def chunked_rule(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"],
-    beta: Float[Array, "B T HO"],
-    initial_state: Float[Array, "N HO K V"] | None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay,
+    beta: Strength,
+    initial_state: States | None,
     *,
-    scale: float | Float[Array, ""],
-    cu_seqlens: Int[Array, "N1"] | None,
+    scale: Scale,
+    cu_seqlens: Offsets | None,
     chunk_size: int,
     lanes: int | None = None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+) -> tuple[Outputs, States]:
     """The rule in chunks of `chunk_size` tokens. A reset is a gate of -inf.
 
     A row's chunks are walked in `lanes` parts side by side (see `solve_states`); None chooses. On a CPU a long row
@@ -78,13 +79,13 @@ def _rule(q, k, v, g, beta, initial_state, scale, *, numerics, cu_seqlens, chunk
 
 
 def chunk_states_of(
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"],
-    beta: Float[Array, "B T HO"],
-    initial_state: Float[Array, "N HO K V"] | None,
+    k: Keys,
+    v: Values,
+    g: LogDecay,
+    beta: Strength,
+    initial_state: States | None,
     *,
-    cu_seqlens: Int[Array, "N1"] | None,
+    cu_seqlens: Offsets | None,
     chunk_size: int,
 ) -> Float[Array, "B L HO K V"]:
     """State at the start of every chunk, in the dtype of g and computed in it; differentiable.

@@ -11,9 +11,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from gdn_jax.shapes import split_heads
+from gdn_jax.shapes import (
+    Keys,
+    LogDecay,
+    Offsets,
+    Outputs,
+    Queries,
+    Scale,
+    States,
+    Strength,
+    Values,
+    split_heads,
+)
 
 # Tokens whose states the backward pass recomputes from one saved state: memory T / 64 + 64 states, not T.
 _TOKENS_PER_CHECKPOINT = 64
@@ -27,7 +38,7 @@ def recurrent_step(
     g: Float[Array, "*H"],
     beta: Float[Array, "*H"],
     *,
-    scale: float | Float[Array, ""],
+    scale: Scale,
 ) -> tuple[Float[Array, "*H K V"], Float[Array, "*H V"]]:
     """One token of the rule. Leading axes broadcast: an input shared by several heads has size 1 there.
 
@@ -54,16 +65,16 @@ def recurrent_step(
 
 
 def recurrent_rule(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"],
-    beta: Float[Array, "B T HO"],
-    initial_state: Float[Array, "N HO K V"] | None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay,
+    beta: Strength,
+    initial_state: States | None,
     *,
-    scale: float | Float[Array, ""],
-    cu_seqlens: Int[Array, "N1"] | None = None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+    scale: Scale,
+    cu_seqlens: Offsets | None = None,
+) -> tuple[Outputs, States]:
     """The rule over T tokens by `lax.scan`, in the dtype of g (float32 or float64).
 
     A reset is a gate of -inf. With cu_seqlens (B = 1) the scan walks the packed tokens, loads a sequence's

@@ -12,9 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
 
 from gdn_jax.ops import check_call
 from gdn_jax.parallel import exchange
@@ -23,27 +21,40 @@ from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.parallel.context_plain import Plain
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.shapes import RuleArrays, accumulation_dtype
+from gdn_jax.shapes import (
+    AnyStates,
+    Keys,
+    KnownOffsets,
+    LogDecay,
+    Outputs,
+    Queries,
+    RuleArrays,
+    Scale,
+    SegmentIds,
+    Strength,
+    Values,
+    accumulation_dtype,
+)
 
 
 def gated_delta_rule(
-    q: Float[Array, "B T Hq K"],
-    k: Float[Array, "B T Hk K"],
-    v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None = None,
-    beta: Float[Array, "B T HO"] | None = None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: LogDecay | None = None,
+    beta: Strength | None = None,
     *,
     axis_name: str,
-    scale: float | Float[Array, ""] | None = None,
-    initial_state: Float[Array, "N HO _ _"] | None = None,
-    cu_seqlens: Int[Array, "N1"] | Int[np.ndarray, "N1"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
     use_qk_l2norm: bool = False,
     state_layout: str = "kv",
     chunk_size: int = 64,
     implementation: str | None = None,
     by: str | None = None,
-) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
+) -> tuple[Outputs, AnyStates]:
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
     Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;

@@ -43,7 +43,8 @@ CHAIN_RATE = 1.56
 one state warpgroup as with two (H200, 2026-11-21, 32 heads, 4096x8: 0.774 and 0.744 ms)."""
 
 ADJOINTS_STEP = 1.4
-"""Microseconds of one chunk of segment_adjoints with one state warpgroup: 49 us for one wave of 32 chunks (H200, 2026-11-21, 4 heads, 1x32768)."""
+"""Microseconds of one chunk of segment_adjoints with one state warpgroup: 49 us for one wave of 32 chunks (H200,
+2026-11-21, 4 heads, 1x32768)."""
 
 ADJOINTS_PAIR_STEP = 1.78
 """ADJOINTS_STEP with two state warpgroups. Not timed: PAIR_STEP, less what a chunk takes less than in a chain."""
