@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
-    "pallas_kernels.tools": {*KERNEL_PARTS, *KERNELS},
+    "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
     "mosaic": {
         "shapes",
         "gates",
