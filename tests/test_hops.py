@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax
 import pallas_kernels
-from gdn_jax import serving
 from pallas_kernels.device import launch
 
 FOLDERS = tuple(str(pathlib.Path(package.__file__).parent) for package in (gdn_jax, pallas_kernels))
@@ -63,16 +62,3 @@ def test_rule_under_a_gradient(monkeypatch):
 
     found = functions_up_to("outputs", monkeypatch, jax.grad(loss), *tokens(1, 128))
     assert len(found) <= 11, found
-
-
-def test_decode(monkeypatch):
-    """From `serving.decode` to the kernel of its step."""
-    pool, heads, slots = S((8, 2, 64, 64), jnp.float32), S((2,), jnp.float32), S((3,), jnp.int32)
-
-    def call(tokens, pool, heads, slots):
-        options = dict(A_log=heads, dt_bias=heads, read_slots=slots, implementation="mosaic_gpu")
-        return serving.decode(*tokens, pool, **options)
-
-    found = functions_up_to("decode_step", monkeypatch, call, tokens(3), pool, heads, slots)[1:]
-    assert found[0] == "decode" and found[-1] == "launch"
-    assert len(found) <= 12, found

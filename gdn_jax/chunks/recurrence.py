@@ -34,8 +34,10 @@ class Transition(Protocol):
     implementation is a NamedTuple of arrays, so that JAX maps over its chunks; a tangent of one is one, too.
     """
 
-    keep: Bool[Array, "L P ..."] | None
-    """False where nothing passes on to the next chunk, which starts from its forcing alone. None: True everywhere."""
+    @property
+    def keep(self) -> Bool[Array, "L P ..."] | None:
+        """False where nothing passes on to the next chunk, which starts from its forcing alone; None: nowhere."""
+        ...
 
     def shape(self) -> tuple[int, ...]:
         """(L, P, heads...), of every head's state."""
@@ -61,11 +63,11 @@ class Transition(Protocol):
         """A (x - what the chunk's tokens find in h): the values that are really written. x of None is 0."""
         ...
 
-    def found_tangent(self, d: "Transition", dx: jax.Array, h: jax.Array, numerics: Numerics) -> jax.Array:
+    def found_tangent(self, d: Any, dx: jax.Array, h: jax.Array, numerics: Numerics) -> jax.Array:
         """dx less the tangent of what the tokens find in h, along the tangent d of the transition."""
         ...
 
-    def drive_tangent(self, d: "Transition", h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+    def drive_tangent(self, d: Any, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
         """Tangent of the state at the chunk's end for given h and v_new, along the tangent d."""
         ...
 

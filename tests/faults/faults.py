@@ -155,8 +155,8 @@ FAULTS = (
     ),
     Fault(
         "shared value heads are tiled, not repeated",
-        "return jnp.repeat(v, HO // v.shape[2], axis=2)",
-        "return jnp.tile(v, (1, 1, HO // v.shape[2], 1))",
+        "repeated = jnp.repeat(v, beta.shape[2] // v.shape[2], axis=2)",
+        "repeated = jnp.tile(v, (1, 1, beta.shape[2] // v.shape[2], 1))",
         "tests/test_rules.py::test_value_heads_shared_by_query_heads",
     ),
     Fault(
