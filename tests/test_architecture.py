@@ -152,7 +152,7 @@ OUTSIDE: dict[str, set[str]] = {
     "commands": {"tyro"},
     "checks": {"ml_dtypes", "rich"},
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
-    "sweeps": {"flax", "matplotlib", "rich"},
+    "sweeps": {"flax", "matplotlib", "rich", "scipy"},
     "tasks": {"flax"},
     "inspect": {"flax", "rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},

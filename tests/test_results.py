@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps import summary, sweep
+from gdn_jax.sweeps import grid, summary
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import from_json
 
@@ -280,10 +280,10 @@ def test_tables_are_those_of_the_runs(name):
     default = sweep_options.PRESETS[config["task"].split()[1]]["small"]
     options = from_json(default, config["options"], sweep_options.GridOptions())
     o = options.sweep
-    runs = {sweep.as_run(x) for x in lines}
-    grid = itertools.product(o.mixers, o.scales)
-    assert runs == {x for part in grid for x in sweep.wanted(options, *part, lines, about(name).metric)}
-    assert len(lines) == len(runs) == sweep.count(options)
+    runs = {grid.as_run(x) for x in lines}
+    parts = itertools.product(o.mixers, o.scales)
+    assert runs == {x for part in parts for x in grid.wanted(options, *part, lines, about(name).metric)}
+    assert len(lines) == len(runs) == grid.count(options)
     rows = summary.rows(lines, o.mixers, o.scales, about(name).metric)
     sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
     assert (RESULTS / name / "table.md").read_text() == summary.markdown(

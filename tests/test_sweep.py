@@ -17,7 +17,7 @@ from gdn_jax.commands import versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps import sweep
+from gdn_jax.sweeps import grid, program, sweep
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
@@ -40,8 +40,8 @@ def start(out, *more):
 def records(out):
     """Lines of runs.jsonl without the wall clock, by run."""
     lines = JsonLines(out / "runs.jsonl").records()
-    assert len({sweep.as_run(line) for line in lines}) == len(lines), "a run was made twice"
-    return {sweep.as_run(line): {k: v for k, v in line.items() if k != "wall"} for line in lines}
+    assert len({grid.as_run(line) for line in lines}) == len(lines), "a run was made twice"
+    return {grid.as_run(line): {k: v for k, v in line.items() if k != "wall"} for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_folder(finished):
     ]
     done = records(finished)
     mixers = ("gated_delta_net", "mamba2")
-    assert list(done) == [sweep.Run(m, lr, seed) for m in mixers for lr in (0.01, 0.03) for seed in (0, 1)]
+    assert list(done) == [grid.Run(m, lr, seed) for m in mixers for lr in (0.01, 0.03) for seed in (0, 1)]
     for record in done.values():
         assert set(record["test_accuracy"]) == {"6", "9"} and 0 < record["val_loss"] < 2
         assert 0 <= record["val_accuracy"] <= 1
@@ -159,7 +159,7 @@ def test_a_run_is_that_of_gdn_train(finished):
     for step in range(1, 6):
         trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
     loss, accuracy = steps.validate(trainer.functions, trainer.state.params, task.val_batches(8))
-    record = records(finished)[sweep.Run("mamba2", lr, seed)]
+    record = records(finished)[grid.Run("mamba2", lr, seed)]
     # float32 sums in another order, over five steps of Adam
     assert record["val_loss"] == pytest.approx(loss, rel=1e-4)
     assert record["val_accuracy"] == pytest.approx(accuracy, abs=2 / (16 * 6))
@@ -228,7 +228,7 @@ def test_kill_then_resume(finished, tmp_path, compile_once):
 @pytest.mark.slow
 def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    original = sweep.Program.advance
+    original = program.Program.advance
     calls = 0
 
     def pressing(self, runs, first, last):
@@ -238,7 +238,7 @@ def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
             signal.raise_signal(signal.SIGINT)
         return original(self, runs, first, last)
 
-    monkeypatch.setattr(sweep.Program, "advance", pressing)
+    monkeypatch.setattr(program.Program, "advance", pressing)
     assert start(out) == 130
     assert f"gdn sweep parity --out {out} --resume" in capsys.readouterr().out.replace("\n", " ")
     assert 0 < len(records(out)) < 8 and not (out / "table.md").exists()

@@ -13,7 +13,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.sweeps import figure as figure_lib
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps import sweep
+from gdn_jax.sweeps import grid, program, sweep
 from gdn_jax.sweeps.scoring import shared
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import RecallOptions
@@ -45,7 +45,7 @@ def test_equal_parameters_and_initial_weights():
     task = make_task(o.task, 8)
 
     def weights(mixer):
-        return nnx.to_pure_dict(nnx.state(sweep.make_model(o, task, mixer, 3), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(program.make_model(o, task, mixer, 3), nnx.Param))
 
     alike = [mixer for mixer in MIXERS if not MIXERS[mixer].hybrid]
     shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
@@ -64,7 +64,7 @@ def test_time_step_scales_the_first_decays():
     task = make_task(o.task, 8)
     for mixer in ("mamba2", "gated_delta_net"):
         one, tenth = (
-            nnx.to_pure_dict(nnx.state(sweep.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
+            nnx.to_pure_dict(nnx.state(program.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
         )
         biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
         steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
@@ -101,8 +101,8 @@ def test_turns_in_one_program():
         for lr in (0.01, 0.03)
     ]
     task = make_task(o.task, 8)
-    runs = sweep.make_start(o, task, "mamba2")([sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
-    runs = sweep.Program(o, task, "mamba2").advance(runs, 0, 5)
+    runs = program.make_start(o, task, "mamba2")([grid.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
+    runs = program.Program(o, task, "mamba2").advance(runs, 0, 5)
     for i, options_of in enumerate(trained):
         trainer = Trainer.make(options_of, task)
         for step in range(1, 6):

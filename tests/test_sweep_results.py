@@ -7,7 +7,7 @@ from tiny_sweeps import options
 
 from gdn_jax.sweeps import figure as figure_lib
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps import summary, sweep
+from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.tasks.options import ParityOptions
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
@@ -74,13 +74,13 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
 def test_other_seeds_run_at_the_best_learning_rate():
     """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
     o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
-    assert sweep.count(o) == 4
+    assert grid.count(o) == 4
     tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
-    assert sweep.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
-        sweep.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
+    assert grid.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
+        grid.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
     ]
-    all_runs = sweep.wanted(o, "mamba2", 1, tried, "accuracy")
-    assert all_runs[2:] == [sweep.Run("mamba2", 0.03, seed) for seed in (1, 2)]
+    all_runs = grid.wanted(o, "mamba2", 1, tried, "accuracy")
+    assert all_runs[2:] == [grid.Run("mamba2", 0.03, seed) for seed in (1, 2)]
     worse = [line("mamba2", 0.03, seed, 9.0, 0.25 * seed) for seed in (1, 2)]
     [row] = summary.rows(tried + worse, ["mamba2"])
     assert row.lr == 0.03 and row.scores[4] == [0.5, 0.25, 0.5]

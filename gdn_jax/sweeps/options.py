@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from gdn_jax.commands.errors import RunError, fail
-from gdn_jax.commands.fields import Distinct, PerStart, Positive, Seed
+from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
@@ -30,6 +30,9 @@ MixerName = Literal[
     "softmax_attention",
     "hybrid",
 ]
+
+
+_Share = Range("a number between 0 and 1", lambda x: 0 < x < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,15 @@ class GridOptions:
     """Optimiser steps of a run."""
     batch_size: Annotated[int, Positive] = 32
     """Sequences of an optimiser step."""
+    write_starts: Annotated[tuple[float, ...] | None, Distinct, _Share] = None
+    """Where write strengths start, each with learning rates and seeds of its own; in the place of --write-start. All
+    runs have the bias that says it, also those that start at 0.5."""
+    time_steps: Annotated[tuple[float, ...] | None, Distinct, Positive] = None
+    """Factors of the gates' initial time steps, likewise; in the place of --time-step."""
+    curve_every: Annotated[int | None, Positive] = None
+    """Steps between two validations of every run, kept in runs.jsonl; None: no curves."""
+    max_minutes: Annotated[float | None, PerStart, Positive] = None
+    """Stop before runs that would not be finished after so many minutes. --resume continues."""
     together: Annotated[int, Positive] = 1
     """Runs of a mixer that advance side by side in one program. More use a GPU better."""
     deterministic: bool = True
@@ -279,9 +291,10 @@ def check(options: SweepOptions) -> None:
     if grid.lr_seeds is not None and grid.lr_seeds > grid.seeds:
         fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
     if grid.lr_seeds is None:
-        runs = grid.seeds * len(grid.lrs)
+        runs = grid.seeds * len(grid.lrs) * len(grid.write_starts or (1,)) * len(grid.time_steps or (1,))
         if runs % grid.together:
-            fail("together", f"a divisor of --seeds x --lrs = {runs}", grid.together)
+            what = "a divisor of the runs of a mixer at a scale, "
+            fail("together", f"{what}--seeds x --lrs x --write-starts x --time-steps = {runs}", grid.together)
 
 
 def from_file(task: str, path: Path, grid: GridOptions) -> SweepOptions:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from gdn_jax.sweeps.grid import Run
 from gdn_jax.training.progress import Bars
 
 
@@ -17,11 +18,11 @@ class SweepReporter(Bars):
         self._group = self.bars.add_task("compiling", total=steps, unit="steps")
         self._before, self._count = done * steps, 0
 
-    def group(self, runs: Sequence[tuple[str, float, int, int]]) -> None:
-        """Begins runs (mixer, learning rate, seed, scale) that advance side by side."""
+    def group(self, runs: Sequence[Run]) -> None:
+        """Begins runs that advance side by side."""
         self._before += self._count * self._steps
         self._count = len(runs)
-        mixer, lr, seed, scale = runs[0]
+        mixer, lr, seed, scale, *_ = runs[0]
         name = f"{mixer} lr {lr:g} seed {seed}" if len(runs) == 1 else f"{mixer} x {len(runs)}"
         name += f" scale {scale}" if scale != 1 else ""
         self.bars.update(self._group, description=name, completed=0)
@@ -31,17 +32,16 @@ class SweepReporter(Bars):
         self.bars.update(self._group, completed=done)
         self.bars.update(self._all, completed=self._before + done * self._count)
 
-    def done(
-        self, run: tuple[str, float, int, int], validation: float | None, tests: dict[str, float | None]
-    ) -> None:
+    def done(self, run: Run, validation: float | None, tests: dict[str, float | None]) -> None:
         """Prints a line for a finished run; None for a number that is not finite."""
-        mixer, lr, seed, scale = run
+        mixer, lr, seed, scale, *_ = run
 
         def show(value: float | None) -> str:
             return "diverged" if value is None else f"{value:.3f}"
 
         scores = "  ".join(f"{size}: {show(value)}" for size, value in tests.items())
         scaled = f" scale {scale}" if scale != 1 else ""
+        scaled += "".join(f" {name}" for name in run.start.names())
         self.console.print(
             f"{mixer:20s} lr {lr:<7g} seed {seed}{scaled}   validation {show(validation)}   test {scores}",
             highlight=False,

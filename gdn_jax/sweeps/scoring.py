@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.tasks.batch import Batch
 
@@ -17,11 +17,26 @@ class Scored(NamedTuple):
       names: of the sets.
       batch: the sequences; its weights are of no use.
       weights: of the predictions in each set; what is behind that of the last name is zero.
+      most: predictions of a row that count, at most, in all batches of this shape.
     """
 
     names: tuple[str, ...]
     batch: Batch
     weights: Float[Array, "S B T"] | np.ndarray
+    most: int = 0
+
+    def counts(self) -> Bool[np.ndarray, "B T"]:
+        """Whether a prediction counts in any set."""
+        return np.any(np.asarray(self.weights) != 0, axis=0)
+
+    def places(self) -> Int[np.ndarray, "B N"] | None:
+        """The first `most` places of each row, those that count before others; None where that is most of a row."""
+        counts = self.counts()
+        return (
+            np.argsort(~counts, axis=1, stable=True)[:, : self.most]
+            if 2 * self.most <= counts.shape[1]
+            else None
+        )
 
 
 def shared(sets: dict[str, list[Batch]]) -> list[Scored]:
@@ -49,4 +64,8 @@ def shared(sets: dict[str, list[Batch]]) -> list[Scored]:
         for i, (_, member) in enumerate(members):
             weights[i] = member.weights
         scored.append(Scored(tuple(name for name, _ in members), batch, weights))
-    return scored
+    asked: dict[tuple[int, ...], int] = {}
+    for part in scored:
+        shape = part.batch.tokens.shape
+        asked[shape] = max(asked.get(shape, 0), int(np.max(np.sum(part.counts(), axis=1))))
+    return [part._replace(most=asked[part.batch.tokens.shape]) for part in scored]

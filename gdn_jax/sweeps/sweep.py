@@ -6,12 +6,15 @@ The folder of a sweep:
     runs.jsonl     one JSON object for each finished run, with the commit that made it; all but `wall` is the same
                    after a resume
     table.md       the task's metric by mixer, scale and size of the test, at the learning rate with the lowest
-                   validation loss: mean and standard error over the seeds
+                   validation loss: how many seeds have learned, and the mean of those with its 95 % interval
     figure.png     the same
 
-A run is a function of its mixer, scale, learning rate and seed: it is lost when interrupted and made again. Runs of a
-mixer at a scale share one compiled program, in which seed and learning rate are arguments and `together` of them
-advance side by side.
+A run is a function of its mixer, scale, learning rate, start and seed: it is lost when interrupted and made again.
+Runs of a mixer at a scale share one compiled program, in which seed, learning rate and start are arguments and
+`together` of them advance side by side.
+
+With --curve-every a line of runs.jsonl has the run's learning curve: `curve.steps`, and `curve.loss` and
+`curve.accuracy` of the validation sequences of each kind, such as those of 4 pairs.
 
 Several processes may work on a sweep, on as many GPUs: the first makes the folder, the others come with `--resume`.
 Each takes a mixer at a scale that no other one has, and the last one to finish writes table and figure.
@@ -26,12 +29,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, PyTree, UInt32
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -40,186 +40,25 @@ from gdn_jax.commands.files import JsonLines, write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
-from gdn_jax.models import LanguageModel
 from gdn_jax.sweeps import figure, summary
+from gdn_jax.sweeps.grid import Run, as_run, count, starts, wanted
 from gdn_jax.sweeps.options import SweepOptions, scaled_model, state_size
+from gdn_jax.sweeps.program import Program, Runs, make_start
 from gdn_jax.sweeps.progress import SweepReporter
-from gdn_jax.sweeps.scoring import Scored, shared
+from gdn_jax.sweeps.scoring import shared
 from gdn_jax.tasks.table import SweptTask, check_same_data, make_task
-from gdn_jax.training import memory, steps
+from gdn_jax.training import memory
 from gdn_jax.training import options as options_lib
-from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.runs import RunFolder, check_free
-from gdn_jax.training.steps import Sums, TrainState
 
 # Tokens scored at a time, at most: without cuDNN softmax attention keeps a score for every two tokens of a row.
 _SCORED = 2**16
 # Times that sets are made longer at most: beyond that another compilation is less work.
 _PADDED = 4
+# Runs that will be too late are given up between these parts of their steps: before, it cannot be told.
+_TOLD, _WORTH_FINISHING = 0.05, 0.5
 # Seconds of work handed to the device at a time: how long a Ctrl-C waits, and how often the bar moves.
 _SLICE = 1.0
-
-
-class Run(NamedTuple):
-    """One point of the grid."""
-
-    mixer: str
-    lr: float
-    seed: int
-    scale: int = 1
-
-
-class Runs(NamedTuple):
-    """Runs side by side; every leaf has one entry a run."""
-
-    seed: UInt32[Array, " R"]
-    lr: Float[Array, " R"]
-    state: TrainState
-
-
-class Program:
-    """The compiled functions of a mixer at a scale, for `together` runs at a time."""
-
-    def __init__(self, options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1):
-        grid = options.sweep
-        # Shapes alone: the weights come from `make_start`, and there is no other state.
-        model = nnx.eval_shape(lambda: make_model(options, task, mixer, 0, scale))
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        assert not jax.tree.leaves(rest)
-        self.parameters: int = sum(x.size for x in jax.tree.leaves(params))
-        self._data = jax.device_put(task.data)
-
-        def advance(seed, lr, state, first, last, data):
-            """Steps first + 1 to last."""
-            optimizer = steps.make_optimizer(options.optimizer, grid.steps, lr)
-            step = partial(steps.train_step, graphdef, rest, optimizer, 1)
-            bound, turns = task.bound(data), jnp.asarray(task.turns)
-            alike = _alike(bound)
-            groups = jnp.asarray([next(i for i, g in enumerate(alike) if kind in g) for kind in task.turns])
-
-            def one(i, state):
-                # Kinds of batches may differ in their shapes: a step is compiled for each shape, and chosen.
-                at, key = (i + 1) % len(turns), (seed, i + 1)
-
-                def group(kinds: list[int], state):
-                    draws = [partial(bound.seeded_batch, *key, kind) for kind in kinds]
-                    place = jnp.searchsorted(jnp.asarray(kinds), turns[at])
-                    return step(state, jax.lax.switch(place, draws))[0]
-
-                return jax.lax.switch(groups[at], [partial(group, kinds) for kinds in alike], state)
-
-            return jax.lax.fori_loop(first, last, one, state)
-
-        def score(params, batch, weights):
-            return steps.sums_by_weights(graphdef, rest, params, batch, weights)
-
-        jit = partial(jax.jit, compiler_options=steps.compiler_flags(grid.deterministic))
-        many = partial(_side_by_side, grid.together)
-        self._advance = jit(many(advance, 3), donate_argnums=2)
-        self._score = jit(many(score, 1))
-
-    def advance(self, runs: Runs, first: int, last: int) -> Runs:
-        """The steps first + 1 to last; waits for the device."""
-        state = self._advance(runs.seed, runs.lr, runs.state, first, last, self._data)
-        return runs._replace(state=jax.block_until_ready(state))
-
-    def score(self, runs: Runs, sets: list[Scored]) -> dict[str, list[tuple[float, float]]]:
-        """Mean loss and accuracy of every run in every set."""
-        sums: dict[str, list[Sums]] = {}
-        for scored in sets:
-            got = jax.device_get(self._score(runs.state.params, scored.batch, scored.weights))
-            for i, name in enumerate(scored.names):
-                sums.setdefault(name, []).append(Sums(*(x[:, i] for x in got)))
-        return {
-            name: [steps.mean([Sums(*(x[r] for x in part)) for part in parts]) for r in range(len(runs.seed))]
-            for name, parts in sums.items()
-        }
-
-
-def make_model(
-    options: SweepOptions, task: SweptTask, mixer: str, seed: int | Array, scale: int = 1
-) -> LanguageModel:
-    """Model of a mixer with fresh weights, which are the same for all mixers but the hybrid."""
-    model = MIXERS[mixer].model(scaled_model(options, scale))
-    return steps.make_model(model, task.vocab_size, seed)
-
-
-def make_start(
-    options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1
-) -> Callable[[list[Run]], Runs]:
-    """A function from runs to their state before the first step.
-
-    It is not compiled as a whole: arrays of one shape share the program that fills them, which many random arrays in
-    one program do not.
-    """
-
-    def start(seed: Array, lr: Array) -> TrainState:
-        params = nnx.state(make_model(options, task, mixer, seed, scale), nnx.Param)
-        return TrainState(
-            params, steps.make_optimizer(options.optimizer, options.sweep.steps, lr).init(params)
-        )
-
-    many = _side_by_side(options.sweep.together, start, 2)
-
-    def start_runs(runs: list[Run]) -> Runs:
-        seed = jnp.asarray([run.seed for run in runs], jnp.uint32)
-        lr = jnp.asarray([run.lr for run in runs], jnp.float32)
-        return Runs(seed, lr, many(seed, lr))
-
-    return start_runs
-
-
-def _alike(task: SweptTask) -> list[list[int]]:
-    """The kinds of batches of a task, those of one shape together."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for kind in range(max(task.turns) + 1):
-        shape = jax.eval_shape(lambda kind=kind: task.seeded_batch(0, 0, kind).tokens).shape
-        found.setdefault(shape, []).append(kind)
-    return [*found.values()]
-
-
-def _side_by_side(count: int, f: Callable[..., PyTree], mapped: int) -> Callable[..., PyTree]:
-    """f for `count` values of its first `mapped` arguments at once; a single one runs f as it is."""
-
-    def many(*args):
-        if count > 1:
-            return jax.vmap(f, in_axes=(*(0,) * mapped, *(None,) * (len(args) - mapped)))(*args)
-        first = jax.tree.map(lambda x: x[0], args[:mapped])
-        return jax.tree.map(lambda x: x[None], f(*first, *args[mapped:]))
-
-    return many
-
-
-def count(options: SweepOptions) -> int:
-    """Number of runs of a sweep."""
-    o = options.sweep
-    trying = o.seeds if o.lr_seeds is None else o.lr_seeds
-    return len(o.mixers) * len(o.scales) * (trying * len(o.lrs) + o.seeds - trying)
-
-
-def wanted(
-    options: SweepOptions, mixer: str, scale: int, records: list[dict[str, Any]], metric: str
-) -> list[Run]:
-    """Runs of a mixer at a scale: those that try learning rates and, once their records are there, the others.
-
-    Args:
-      options: of the sweep.
-      mixer, scale: whose runs.
-      records: lines of runs.jsonl so far.
-      metric: as for `summary.rows`.
-    """
-    o = options.sweep
-    trying = o.seeds if o.lr_seeds is None else o.lr_seeds
-    runs = [Run(mixer, lr, seed, scale) for lr in o.lrs for seed in range(trying)]
-    if trying < o.seeds and {as_run(record) for record in records} >= {*runs}:
-        [row] = summary.rows(records, [mixer], [scale], metric)
-        runs += [Run(mixer, row.lr, seed, scale) for seed in range(trying, o.seeds)]
-    return runs
-
-
-def as_run(record: dict[str, Any]) -> Run:
-    """Returns the run that a line of runs.jsonl belongs to."""
-    return Run(**{name: record[name] for name in Run._fields})
 
 
 class Sweep:
@@ -228,6 +67,9 @@ class Sweep:
     def __init__(self, options: SweepOptions, task: SweptTask, lines: JsonLines):
         self.options, self.task, self.lines = options, task, lines
         self.commit = commit()
+        limit = options.sweep.max_minutes
+        self.end = math.inf if limit is None else time.monotonic() + 60 * limit
+        self.longest = 0.0  # seconds of a group so far
         size = options.sweep.batch_size
         sets = {"val": task.val_batches(size)} | {str(n): x for n, x in task.test_batches(size).items()}
         lengths = [batch.tokens.shape[1] for batches in sets.values() for batch in batches]
@@ -238,6 +80,11 @@ class Sweep:
         self.sets = shared(
             {name: [x for batch in batches for x in batch.cut(rows)] for name, batches in sets.items()}
         )
+        kinds: dict[str, list] = {}
+        names = task.kind_names()
+        for i, batch in enumerate(task.val_batches(size) if options.sweep.curve_every else ()):
+            kinds.setdefault(names[i % len(names)], []).extend(batch.cut(rows))
+        self.kinds = shared(kinds)
 
     def done(self) -> int:
         """Number of runs with a result."""
@@ -251,7 +98,7 @@ class Sweep:
         return [run for run in runs if run not in done]
 
     def run(self, reporter: SweepReporter, asked: threading.Event) -> bool:
-        """Makes what is left and no other process is at; returns whether it came to the end.
+        """Makes what is left and no other process is at; returns whether it came to the end, not stopped or late.
 
         Raises:
           RunError: a mixer cannot be made with these options.
@@ -296,34 +143,43 @@ class Sweep:
         asked: threading.Event,
     ) -> bool:
         begin = time.monotonic()
-        total = self.options.sweep.steps
+        if begin + self.longest > self.end:
+            return False
+        total, every = self.options.sweep.steps, self.options.sweep.curve_every
+        curve, compiled = summary.Curve(), begin
         reporter.group(group[:count])
         runs = start(group)
         step, stride = 0, 1  # the first step compiles
         while step < total:
             mark = time.monotonic()
-            last = min(step + stride, total)
+            last = min(step + stride, total, *([step + every - step % every] if every else []))
             runs = program.advance(runs, step, last)
             seconds = (time.monotonic() - mark) / (last - step)
             stride = 2 if step == 0 else max(1, min(4 * stride, int(_SLICE / seconds)))
             step = last
             reporter.step(step)
-            if asked.is_set():
+            if every and step % every == 0:
+                curve.add(step, program.score(runs, self.kinds))
+            now = time.monotonic()
+            compiled = now if step == 1 else compiled
+            late = step > 1 and now + (total - step) * (now - compiled) / (step - 1) > self.end
+            if asked.is_set() or (late and _TOLD < step / total < _WORTH_FINISHING):
                 return False
         scores = program.score(runs, self.sets)
-        seconds = time.monotonic() - begin
+        self.longest = seconds = time.monotonic() - begin
         for r, run in enumerate(group[:count]):
             metric = self.task.metric
             values = {name: self.task.metrics(*score[r])[metric] for name, score in scores.items()}
             values = {name: value if math.isfinite(value) else None for name, value in values.items()}
             loss, validation = scores["val"][r][0], values.pop("val")
             record = {
-                **run._asdict(),
+                **run.record(),
                 "val_loss": loss if math.isfinite(loss) else None,
                 f"val_{metric}": validation,
                 f"test_{metric}": values,
                 "parameters": program.parameters,
                 "commit": self.commit,
+                **({"curve": curve.of(r)} if every else {}),
                 "wall": {"seconds": round(seconds / count, 3)},
             }
             with alone(self.lines.path.parent):
@@ -403,6 +259,9 @@ def _work(
         )
         with listen() as asked, SweepReporter(console, total, total - left, o.steps) as reporter:
             finished = work.run(reporter, asked)
+        if not finished and not asked.is_set():
+            say(f"stopped by --max-minutes {o.max_minutes:g}; finished runs are kept; continue with: {again}")
+            return 0
         if not finished:
             say(f"interrupted; finished runs are kept; continue with: {again}")
             return INTERRUPTED
@@ -447,10 +306,13 @@ def write_results(
     What a task is about is taken from `config`, where it is stored: a large text takes long to count.
     """
     o = options.sweep
-    rows = summary.rows(records, o.mixers, o.scales, task.metric)
+    rows = summary.rows(records, o.mixers, o.scales, task.metric, starts(options))
     sizes = {scale: scaled_model(options, scale) for scale in o.scales}
     about = summary.About(**config["about"])
     table = summary.markdown(rows, records, config, about, sizes)
+    if about.answers is not None and len(o.lrs) > 1 and rows[0].curves:
+        of_all = summary.rows_by_lr(records, o.mixers, o.scales, task.metric, starts(options))
+        table += "\n" + summary.learning_rates(of_all, about)
     write_text(folder / "table.md", table)
     along = None
     if len(o.scales) > 1:

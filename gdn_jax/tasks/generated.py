@@ -118,6 +118,16 @@ class GeneratedTask[
         """Accuracy of a guess, by its name."""
         raise NotImplementedError
 
+    def answers(self) -> float:
+        [accuracy] = self.baselines().values()
+        return 1 / accuracy
+
+    def kind_names(self) -> tuple[str, ...]:
+        return ("all",)
+
+    def asked(self, kind: int) -> int | None:
+        return None
+
     def describe(self) -> dict[str, object]:
         first = jax.tree.map(np.asarray, self.train_batch(len(self.turns)))
         digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
@@ -151,13 +161,20 @@ class RecallTask(GeneratedTask[RecallOptions]):
         self.size, self.test_sizes = self.o.num_pairs, self.o.test_pairs
         pairs = self.o.parsed_cases()
         self.cases = dict(pairs)  # length by pairs
+        self.lengths = self.cases | dict(self.o.parsed_cases("test_cases"))
         if self.cases:
-            self.size, self.test_sizes = max(self.cases), tuple(self.cases)
+            self.size, self.test_sizes = max(self.cases), tuple(self.lengths)
             self.turns = tuple(self.test_sizes.index(n) for n, _ in pairs)
+
+    def kind_names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.cases or (self.size,)))
+
+    def asked(self, kind: int) -> int:
+        return [*self.cases][kind] if self.cases else self.size
 
     def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
         o = self.o
-        length = self.cases.get(num_pairs, o.length)
+        length = self.lengths.get(num_pairs, o.length)
         tokens, targets, asked = recall.sequences(
             key, kept.shape[0], length, o.vocab_size, num_pairs, o.power, kept, rewrite=o.rewrite
         )

@@ -47,6 +47,15 @@ class BytesTask:
         other.data = data
         return other
 
+    def kind_names(self) -> tuple[str, ...]:
+        return ("all",)
+
+    def asked(self, kind: int) -> None:
+        return None
+
+    def answers(self) -> None:
+        return None
+
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
         """Windows drawn inside a program; other ones than those of `train_batch`."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)

@@ -103,28 +103,34 @@ class RecallOptions(GeneratedOptions):
     """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
     One that stands here twice has two turns. They take the place of --length, --num-pairs and --test-pairs."""
 
-    def parsed_cases(self) -> list[tuple[int, int]]:
-        """Pairs and length of every one of --cases.
+    test_cases: Annotated[tuple[str, ...] | None, Distinct] = None
+    """Lengths and pairs that the trained model is tested at beside those of --cases."""
+
+    def parsed_cases(self, name: str = "cases") -> list[tuple[int, int]]:
+        """Pairs and length of every one of --cases, or of --test-cases.
 
         Raises:
           RunError: one of them is no length and pairs, or two have the same number of pairs in different lengths.
         """
         cases: dict[int, int] = {}
         turns = []
-        for case in self.cases or ():
+        for case in getattr(self, name) or ():
             length, colon, pairs = case.partition(":")
             if not (colon and length.isdecimal() and pairs.isdecimal() and int(pairs)):
-                fail("cases", "length and pairs like 64:4", case)
+                fail(name, "length and pairs like 64:4", case)
             if cases.setdefault(int(pairs), int(length)) != int(length):
-                fail("cases", "one length for a number of pairs", " ".join(self.cases or ()))
+                fail(name, "one length for a number of pairs", " ".join(getattr(self, name)))
             if int(length) % 2 or int(length) < 4 * int(pairs):
-                fail("cases", "an even length of at least four a pair", case)
+                fail(name, "an even length of at least four a pair", case)
             turns.append((int(pairs), int(length)))
         return turns
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
-        if cases := dict(self.parsed_cases()):
+        more = dict(self.parsed_cases("test_cases"))
+        if more and (not self.cases or more.keys() & dict(self.parsed_cases()).keys()):
+            fail("test_cases", "numbers of pairs beside those of --cases", " ".join(self.test_cases or ()))
+        if cases := more | dict(self.parsed_cases()):
             if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
                 least = 2 if self.rewrite else 2 * max(cases)
                 fail("vocab_size", f"an even number, at least {least}", self.vocab_size)

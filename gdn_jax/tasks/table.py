@@ -82,6 +82,18 @@ class SweptTask(Task, Protocol):
         """The same task with its data in another place."""
         ...
 
+    def kind_names(self) -> tuple[str, ...]:
+        """Names of the kinds of batches; a validation set has batches of all kinds in turn."""
+        ...
+
+    def asked(self, kind: int) -> int | None:
+        """Predictions that count in each row of a training batch of that kind, at most; None: all may."""
+        ...
+
+    def answers(self) -> float | None:
+        """How many answers a guess chooses among, whose loss is the logarithm of it; None where it is not known."""
+        ...
+
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int) -> Batch:
         """Batch of one optimiser step of the run with that seed; kind is that of `turns`, known to Python."""
         ...

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from gdn_jax import blocks, models
 from gdn_jax.commands.errors import RunError
@@ -72,12 +72,28 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error
     if options.time_step != 1:
-        for block in model.blocks:
-            if not isinstance(block.mixer, GatedDeltaNet):
-                continue  # attention has no gates
-            step = options.time_step * jax.nn.softplus(block.mixer.dt_bias[...])
-            block.mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+        scale_time_steps(model, options.time_step)
     return model
+
+
+def scale_time_steps(model: models.LanguageModel, factor: float | Float[Array, ""]) -> None:
+    """Multiplies the time steps of all gates, in place: 0.1 makes half-lives ten times as long."""
+    for mixer in _mixers(model):
+        step = factor * jax.nn.softplus(mixer.dt_bias[...])
+        mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+
+
+def set_write_start(model: models.LanguageModel, start: Float[Array, ""]) -> None:
+    """Makes write strengths start elsewhere, in place; see `write_start` of a GatedDeltaNet, which the model has."""
+    for mixer in _mixers(model):
+        bias = mixer.b_proj.bias
+        assert bias is not None, "the model has no write_start"
+        bias[...] = jnp.full_like(bias[...], jax.scipy.special.logit(start))
+
+
+def _mixers(model: models.LanguageModel) -> list[GatedDeltaNet]:
+    """The token mixers with gates: attention has none."""
+    return [block.mixer for block in model.blocks if isinstance(block.mixer, GatedDeltaNet)]
 
 
 def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:
@@ -155,24 +171,51 @@ def _sums(model: models.LanguageModel, x: Float[Array, "B T D"], batch: Batch) -
 
 
 def loss_sum(
-    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    params: PyTree,
+    batch: Batch,
+    places: Int[Array, "B N"] | None = None,
 ) -> tuple[Float[Array, ""], Sums]:
-    """Sum of the weighted losses of a batch, to be differentiated, and all sums."""
+    """Sum of the weighted losses of a batch, to be differentiated, and all sums.
+
+    With places, different ones of each row that hold all that counts, no other logits are computed.
+    """
     model = nnx.merge(graphdef, params, rest)
-    sums = _sums(model, model.hidden_states(jnp.asarray(batch.tokens))[0], batch)
+    x = model.hidden_states(jnp.asarray(batch.tokens))[0]
+    if places is not None:
+        x, batch = _at((x, batch), places)
+    sums = _sums(model, x, batch)
     return sums.loss, sums
 
 
+def _at(rows: PyTree, places: Int[Array, "B N"]) -> PyTree:
+    """What arrays [B, T, ...] hold at different places of each row, [B, N, ...]."""
+    row, places = jnp.arange(places.shape[0])[:, None], jnp.asarray(places)
+    exact = dict(unique_indices=True, mode="promise_in_bounds")
+    return jax.tree.map(lambda x: jnp.asarray(x).at[row, places].get(**exact), rows)
+
+
 def sums_by_weights(
-    graphdef: nnx.GraphDef, rest: PyTree, params: PyTree, batch: Batch, weights: Float[Array, "S B T"]
+    graphdef: nnx.GraphDef,
+    rest: PyTree,
+    params: PyTree,
+    batch: Batch,
+    weights: Float[Array, "S B T"],
+    places: Int[Array, "B N"] | None = None,
 ) -> Sums:
     """Sums of a batch with each of several weights in the place of its own; the model reads it once.
+
+    Places are as for `loss_sum`, of all weights together.
 
     Returns:
       Sums of arrays [S].
     """
     model = nnx.merge(graphdef, params, rest)
     x, _ = model.hidden_states(jnp.asarray(batch.tokens))
+    if places is not None:
+        x, batch = _at((x, batch), places)
+        weights = jnp.take_along_axis(weights, jnp.asarray(places)[None], axis=2)
     return jax.lax.map(lambda weights: _sums(model, x, batch._replace(weights=weights)), weights)
 
 
@@ -183,6 +226,7 @@ def train_step(
     accumulate: int,
     state: TrainState,
     batch: Batch,
+    places: Int[Array, "B N"] | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """One optimiser step.
 
@@ -195,13 +239,14 @@ def train_step(
       accumulate: pieces; divides the batch size.
       state: before the step.
       batch: of the step.
+      places: as for `loss_sum`, of a batch that is not cut.
 
     Returns:
       The state after the step, and its metrics.
     """
     gradient = jax.grad(partial(loss_sum, graphdef, rest), has_aux=True)
     if accumulate == 1:
-        grads, sums = gradient(state.params, batch)
+        grads, sums = gradient(state.params, batch, places)
     else:
         pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
 
