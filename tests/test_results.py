@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps import grid, summary
+from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import from_json
 
@@ -270,7 +270,7 @@ def test_configs_fit(path):
     assert options.sweep.size == size
     assert f"configs/{finding}" in (RESULTS / "README.md").read_text()
     if finding not in ("text_100m", "text_30m", "text_30m_seeds"):
-        assert options.sweep.seeds == 3
+        assert options.sweep.seeds >= 3
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -16,8 +16,8 @@ from gdn_jax import cli
 from gdn_jax.commands import versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
-from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps import grid, program, sweep
+from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
@@ -71,7 +71,30 @@ def test_folder(finished):
     assert image.startswith(b"\x89PNG") and len(image) < 150 * 1024
     table = (finished / "table.md").read_text()
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
-    assert "mean ± standard error over 2 seeds" in table and "mean validation loss" in table
+    assert "95 % t interval over those of 2 seeds that have learned something" in table
+    assert "mean validation loss" in table and "0.9 ln 2 = 0.624 nats" in table
+
+
+def test_curves(finished, tmp_path):
+    """Validation of every kind of sequences on the way, which changes nothing of the runs."""
+    out = tmp_path / "run"
+    assert start(out, "--curve-every", "2", "--mixers", "mamba2") == 0
+    plain = records(finished)
+    for run, record in records(out).items():
+        curve = record.pop("curve")
+        assert record == plain[run]
+        assert curve["steps"] == [2, 4] and curve.keys() == {"steps", "loss", "accuracy"}
+        assert all(len(x) == 2 and 0 < x[1] < 2 for x in (curve["loss"]["all"], curve["accuracy"]["all"]))
+    assert "| steps to half |" in (out / "table.md").read_text()
+
+
+def test_max_minutes(tmp_path, capsys):
+    """No run is begun that cannot be finished."""
+    out = tmp_path / "run"
+    assert start(out, "--max-minutes", "1e-9") == 0
+    assert "stopped by --max-minutes 1e-09; finished runs are kept" in capsys.readouterr().out
+    assert not JsonLines(out / "runs.jsonl").records() and not (out / "table.md").exists()
+    assert "max_minutes" not in json.loads((out / "config.json").read_text())["options"]
 
 
 def test_help_describes_every_group(capsys):
@@ -255,7 +278,7 @@ def test_divergence_is_recorded(tmp_path):
     out = tmp_path / "run"
     assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0
     assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
-    assert "| Mamba2's rule | 0.01 |" in (out / "table.md").read_text()
+    assert "| Mamba2's rule | 0.01 | 0 of 2 |" in (out / "table.md").read_text()
     assert (out / "figure.png").exists()
 
 
@@ -291,7 +314,7 @@ def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
     best = min(first, key=lambda line: line["val_loss"])
     assert (last["lr"], last["seed"]) == (best["lr"], 1)
     table = (out / "table.md").read_text()
-    assert "Bits per byte, mean ± standard error over 2 seeds" in table and "(bigram " in table
+    assert "Bits per byte, mean and 95 % t interval over 2 seeds" in table and "(bigram " in table
     assert "| mixer | learning rate | 8 bytes | 24 bytes |" in table and "a state of 32 numbers" in table
 
 
@@ -376,7 +399,9 @@ def test_presets_fit(task, size):
         ("--lrs 0.1 0.1", "--lrs: expected different values, at least one, got 0.1 0.1"),
         ("--lrs nan", "--lrs: expected a finite number, got nan"),
         ("--mixers mamba2 mamba2", "--mixers: expected different values, at least one, got mamba2 mamba2"),
-        ("--together 3", "--together: expected a divisor of --seeds x --lrs = 4, got 3"),
+        ("--write-starts 0.5 1", "--write-starts: expected a number between 0 and 1, got 1"),
+        ("--write-starts 0.5 0.1 --together 3", "a divisor of the runs of a mixer at a scale, 8, got 3"),
+        ("--together 3", "--together: expected a divisor of the runs of a mixer at a scale, 4, got 3"),
         ("--data-seed -1", "--data-seed: expected 0 or more, got -1"),
         ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
         ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),

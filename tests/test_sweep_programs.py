@@ -12,8 +12,8 @@ from tiny_sweeps import options
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.sweeps import figure as figure_lib
-from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps import grid, program, sweep
+from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps.scoring import shared
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import RecallOptions
@@ -72,6 +72,21 @@ def test_time_step_scales_the_first_decays():
         jax.tree.map(np.testing.assert_array_equal, one, tenth)
 
 
+def test_starts_are_arguments_of_one_program():
+    """What runs side by side start with is what a model of these options starts with."""
+    o = options(write_starts=(0.5, 0.06), time_steps=(1.0, 0.1), lrs=(0.01,), seeds=1, together=4)
+    task = make_task(o.task, 8)
+    runs = grid.wanted(o, "gated_delta_net", 1, [], "accuracy")
+    made = nnx.to_pure_dict(program.make_start(o, task, "gated_delta_net")(runs).state.params)
+    for i, run in enumerate(runs):
+        size = dataclasses.replace(o.model, **run.start._asdict())
+        model = steps.make_model(MIXERS["gated_delta_net"].model(size), task.vocab_size, 0)
+        wanted = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        jax.tree.map(
+            lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6), made, wanted
+        )
+
+
 def test_hybrid():
     """Attention in every fourth layer, in the last of a shallower model; it has to have another one."""
     o = options(mixers=("hybrid",))
@@ -84,8 +99,10 @@ def test_hybrid():
 
 
 @pytest.mark.slow
-def test_turns_in_one_program():
+@pytest.mark.parametrize("large", [1024, 16], ids=["all logits", "logits at the queries"])
+def test_turns_in_one_program(monkeypatch, large):
     """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
+    monkeypatch.setattr(program, "_LARGE_VOCABULARY", large)
     task_options = RecallOptions(
         vocab_size=16, cases=("8:2", "12:3", "8:1", "8:2"), train_sequences=50, val_sequences=16
     )

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from tiny_sweeps import options
 
 from gdn_jax.sweeps import figure as figure_lib
+from gdn_jax.sweeps import grid, summary
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.tasks.options import ParityOptions
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
@@ -16,7 +16,7 @@ from gdn_jax.training import options as options_lib
 def test_one_seed_has_no_spread(tmp_path):
     """The table of a sweep with one seed says neither mean nor deviation."""
     task = make_task(ParityOptions(), 4)
-    runs = [line("mamba2", 0.1, 0, 1.0, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
+    runs = [line("mamba2", 0.1, 0, 0.1, 0.5) | {"parameters": 9, "wall": {"seconds": 1.0}}]
     stored = options_lib.to_json(options(seeds=1, lrs=(0.1,), mixers=("mamba2",)))
     config = {
         "task": "sweep parity",
@@ -27,7 +27,7 @@ def test_one_seed_has_no_spread(tmp_path):
     sizes = {1: options().model}
     table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
     assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
-    assert "| Mamba2's rule | 0.1 | 50.0 | 25.0 |" in table
+    assert "| Mamba2's rule | 0.1 | 1 of 1 | 50.0 | 25.0 |" in table
     assert not {"±", "mean", "seeds"} & set(table.split())
 
 
@@ -48,10 +48,57 @@ def test_table_of_several_scales():
     table = summary.markdown(
         summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
     )
-    assert "| mixer | width | layers | state | learning rate | 4 tokens | 8 tokens |" in table
-    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 20.0 ± 10.0 | 10.0 ± 5.0 |" in table
-    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 40.0 ± 10.0 | 20.0 ± 5.0 |" in table
+    assert "| mixer | width | layers | state | learning rate | learned | 4 tokens | 8 tokens |" in table
+    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 2 of 2 | 20.0 ± 127.1 | 10.0 ± 63.5 |" in table
+    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 2 of 2 | 40.0 ± 127.1 | 20.0 ± 63.5 |" in table
     assert "9 and 27 parameters in every model; softmax" in table
+
+
+def test_the_scores_of_runs_that_have_learned():
+    """Others are counted, not averaged; a guess between two costs ln 2."""
+    runs = [line("mamba2", 0.1, seed, loss, accuracy) for seed, loss, accuracy in
+            ((0, 0.69, 0.5), (1, 0.3, 0.9), (2, None, 0.5), (3, 0.1, 1.0))]  # fmt: skip
+    [row] = summary.rows(runs, ["mamba2"])
+    learned = row.learned(2.0)
+    assert row.learned(None) == row and learned.losses == (0.3, 0.1) and learned.scores[4] == [0.9, 1.0]
+    nothing = row._replace(losses=(0.7,) * 4).learned(2.0)
+    assert nothing.losses == () and nothing.scores[4] == []
+    about = summary.About("accuracy", "accuracy", "tokens", "parity", {"a guess": 0.5}, 2.0)
+    assert summary._outcome(row, about, True) == ["2 of 4", "95.0 ± 63.5", "47.5 ± 31.8"]
+    assert summary._outcome(row._replace(losses=(0.7,) * 4), about, True) == ["0 of 4", "-", "-"]
+
+
+def test_intervals():
+    """Student's t of two and of nineteen degrees of freedom, from a printed table."""
+    np.testing.assert_allclose(summary.interval([0.0, 1.0, 2.0]), 4.303 / 3**0.5, rtol=1e-4)
+    many = np.arange(20.0)
+    np.testing.assert_allclose(summary.interval(list(many)), 2.093 * many.std(ddof=1) / 20**0.5, rtol=1e-4)
+
+
+def test_starts_and_curves():
+    """Each start has its own best learning rate, and the steps after which half of the first kind is right."""
+    o = options(lrs=(0.1, 0.2), seeds=1, write_starts=(0.5, 0.1), time_steps=(1.0, 0.1), mixers=("mamba2",))
+    wanted = grid.wanted(o, "mamba2", 1, [], "accuracy")
+    assert len(wanted) == grid.count(o) == 8 and [run.lr for run in wanted] == [0.1] * 4 + [0.2] * 4
+    starts = grid.starts(o)
+    assert starts == [(0.5, 1.0), (0.5, 0.1), (0.1, 1.0), (0.1, 0.1)]
+    curve = {"steps": [10, 20, 30], "loss": {}, "accuracy": {"2": [0.1, 0.6, 0.4], "9": [0.9, 0.9, 0.9]}}
+    runs = []
+    for i, run in enumerate(wanted):
+        record = run.record()
+        assert grid.as_run(record) == run
+        runs.append(line("mamba2", run.lr, 0, abs(i - 5) / 10, i / 10) | record | {"curve": curve})
+    rows = summary.rows(runs, ["mamba2"], starts=starts)
+    assert [(row.start, row.lr) for row in rows] == list(zip(starts, [0.2, 0.2, 0.2, 0.1], strict=True))
+    assert rows[1].losses == (0.0,) and rows[1].halfway() == [20]
+    about = summary.About("accuracy", "accuracy", "tokens", "parity", {"a guess": 0.5}, 2.0)
+    table = summary.learning_rates(summary.rows_by_lr(runs, ["mamba2"], [1], "accuracy", starts), about)
+    assert "| mixer | write start | time step | learning rate | learned | steps to half | 4" in table
+    assert "| Mamba2's rule | 0.5 | 0.1 | 0.2 | 1 of 1 | 20 | 50.0 | 25.0 |" in table
+
+
+def test_a_run_without_starts_has_none():
+    assert grid.Run("mamba2", 0.1, 0).record() == {"mixer": "mamba2", "lr": 0.1, "seed": 0, "scale": 1}
 
 
 def line(mixer, lr, seed, loss, accuracy):

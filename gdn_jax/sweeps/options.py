@@ -293,8 +293,7 @@ def check(options: SweepOptions) -> None:
     if grid.lr_seeds is None:
         runs = grid.seeds * len(grid.lrs) * len(grid.write_starts or (1,)) * len(grid.time_steps or (1,))
         if runs % grid.together:
-            what = "a divisor of the runs of a mixer at a scale, "
-            fail("together", f"{what}--seeds x --lrs x --write-starts x --time-steps = {runs}", grid.together)
+            fail("together", f"a divisor of the runs of a mixer at a scale, {runs}", grid.together)
 
 
 def from_file(task: str, path: Path, grid: GridOptions) -> SweepOptions:

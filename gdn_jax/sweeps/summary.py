@@ -291,16 +291,16 @@ def _outcome(row: Row, about: About, percent: bool) -> list[str]:
     learned = row.learned(about.answers)
     cells = [] if about.answers is None else [f"{len(learned.losses)} of {len(row.losses)}"]
     if row.curves:
-        cells.append(_median([math.inf if x is None else x for x in row.halfway()]))
+        cells.append(_middle(row.halfway()))
     for values in learned.scores.values():
         width = f" ± {_score(interval(values), percent)}" if len(values) > 1 else ""
         cells.append(_score(statistics.fmean(values), percent) + width if values else "-")
     return cells
 
 
-def _median(values: list[float]) -> str:
+def _middle(steps: list[int | None]) -> str:
     """The median of numbers of steps, and their range; "-" for those that never come."""
-    values = sorted(values)
+    values = sorted(math.inf if x is None else x for x in steps)
     middle, first, last = (
         f"{x:g}" if math.isfinite(x) else "-" for x in (values[len(values) // 2], values[0], values[-1])
     )

@@ -238,7 +238,7 @@ def _work(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
     kept = (
-        *Run._fields,
+        *Run._fields[:4],
         "val_loss",
         f"val_{task.metric}",
         f"test_{task.metric}",
