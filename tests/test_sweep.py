@@ -402,7 +402,7 @@ def test_presets_fit(task, size):
         ("--write-starts 0.5 1", "--write-starts: expected a number between 0 and 1, got 1"),
         ("--write-starts 0.5 0.1 --together 3", "a divisor of the runs of a mixer at a scale, 8, got 3"),
         ("--together 3", "--together: expected a divisor of the runs of a mixer at a scale, 4, got 3"),
-        ("--data-seed -1", "--data-seed: expected 0 or more, got -1"),
+        ("--data-seed -1", "--data-seed: expected 0 or more and less than 2**32, got -1"),
         ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
         ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
         ("--implementation mosaic_gpu", "mosaic_gpu"),
