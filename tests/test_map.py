@@ -8,7 +8,7 @@ import pytest
 from test_architecture import ROOMS
 
 import gdn_jax
-from gdn_jax import hf, layers, models, serving
+from gdn_jax import hf, layers, models, rules, serving
 
 ROOT = pathlib.Path(__file__).parent.parent
 MAP = (ROOT / "docs" / "map.md").read_text()
@@ -46,7 +46,7 @@ def test_files_are_there():
 
 
 @pytest.mark.parametrize(
-    "package", [gdn_jax, serving, layers, models, hf], ids=lambda package: package.__name__
+    "package", [gdn_jax, serving, rules, layers, models, hf], ids=lambda package: package.__name__
 )
 def test_public_names_are_in_it(package):
     names = {name for quoted in QUOTED.findall(MAP) for name in re.findall(r"\w+", quoted)}
