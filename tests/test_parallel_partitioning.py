@@ -325,14 +325,18 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
 
 
-@pytest.mark.parametrize("text", ["data=8", "data=2,head=2,context=2,sharded"])
+@pytest.mark.parametrize(
+    ("text", "heads", "width"),
+    [("data=8", 4, 64), ("data=8", 8, 128), ("data=2,head=2,context=2,sharded", 4, 64)],
+    ids=["jit", "one operation", "all axes"],
+)
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.slow
-def test_a_deep_model_lowers_no_more_kernels(text):
-    """On the shards of a mesh, by plain jit and with all axes: layers share what is lowered, forward and backward."""
-    sizes = dict(
-        vocab_size=64, hidden_size=256, intermediate_size=256, num_heads=4, head_dim=64, expand_v=1.0
-    )
+def test_a_deep_model_lowers_no_more_kernels(text, heads, width):
+    """On the shards of a mesh, by plain jit and with all axes: layers share what is lowered, forward and backward,
+    also where each is one operation."""
+    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=256, expand_v=1.0)
+    sizes |= dict(num_heads=heads, head_dim=width)
     shape = MeshShape.parse(text)
     mesh = shape.make(mesh_of((8,), ("all",)).devices.tolist())
 
