@@ -26,56 +26,29 @@ def stream_norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, **options, **arithmetic(config))
 
 
-def make_mixer(
-    config: ModelConfig,
-    layer_type: str = "gated_delta_net",
-    *,
-    kernel_init: Initializer | None = None,
-    out_kernel_init: Initializer | None = None,
-    rngs: nnx.Rngs,
-) -> TokenMixer:
-    """The token mixer of a block: a GatedDeltaNet or an Attention with every option of the config that it knows.
-
-    Args:
-      config: of the model.
-      layer_type: "gated_delta_net", or "attention" in a model whose config has `attention`.
-      kernel_init, out_kernel_init: initialisers of its projections, see `GatedDeltaNet`.
-      rngs: source of the initial weights.
-    """
-    inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
-    if layer_type == "gated_delta_net":
-        options = config.options_of(GatedDeltaNet.__init__) | arithmetic(config)
-        options["norm_eps"] = config.mixer_norm_eps or config.norm_eps
-        return GatedDeltaNet(**options, **inits, rngs=rngs)
-    assert config.attention is not None
-    norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
-    return Attention(config.hidden_size, config.attention, **norms, **arithmetic(config), **inits, rngs=rngs)
-
-
-def make_block(
-    config: ModelConfig,
-    layer: int,
-    *,
-    kernel_init: Initializer | None = None,
-    out_kernel_init: Initializer | None = None,
-    rngs: nnx.Rngs,
-) -> "Block":
+def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     """Block `layer`, counted from 0, of a model.
 
     Args:
       config: of the model; its `layer_types`, `experts` and `dense_layers` say what the block is made of.
       layer: number of the block.
-      kernel_init, out_kernel_init, rngs: as for `make_mixer`, of all projections of the block.
+      weights: `rngs`, and initialisers of all projections of the block as for `Block`.
     """
-    inits = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
-    layer_type = config.types[layer]
-    mixer = make_mixer(config, layer_type, **inits, rngs=rngs)
+    layer_type, a, e = config.types[layer], config.attention, config.experts
+    if layer_type == "gated_delta_net":
+        options = config.options_of(GatedDeltaNet.__init__) | arithmetic(config)
+        options["norm_eps"] = config.mixer_norm_eps or config.norm_eps
+        mixer = GatedDeltaNet(**options, **weights)
+    else:
+        assert a is not None
+        norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
+        mixer = Attention(config.hidden_size, a, **norms, **arithmetic(config), **weights)
     mlp = None
     if config.has_experts(layer):
-        assert config.experts is not None
-        mlp = Experts(config.hidden_size, config.experts, **arithmetic(config), **inits, rngs=rngs)
-    reordered = layer_type == "attention" and config.attention is not None and config.attention.reordered_norm
-    return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **inits, rngs=rngs)
+        assert e is not None
+        mlp = Experts(config.hidden_size, e, **arithmetic(config), **weights)
+    reordered = layer_type == "attention" and a is not None and a.reordered_norm
+    return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
 
 
 class Block(nnx.Module):
