@@ -13,7 +13,7 @@ from gdn_jax import cli
 from gdn_jax.bench import generate as generate_bench
 from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.attention import AttentionCache, reserve
-from gdn_jax.models.costs import attention_costs, model_costs, parameters
+from gdn_jax.models.costs import attention_costs, model_costs, multiplied_parameters, parameters
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.training import peak
 
@@ -91,7 +91,7 @@ def test_what_a_model_computes_and_moves(name, monkeypatch):
     used = sum(counts.values()) - (0 if config.tie_embeddings else counts["embedding"])
     if config.experts is not None:
         used -= config.num_layers * 3 * (config.experts.num_experts - config.experts.per_token) * 64 * 128
-    assert peak.multiplied_parameters(config) == used
+    assert multiplied_parameters(config) == used
     attends = config.types.count("attention") * 12 * 4 * 32 * (L + 1) / 2
     assert peak.attention_flops(config, L) == pytest.approx(attends)
     monkeypatch.setattr(generate_bench, "of_device", lambda _: 1e9)

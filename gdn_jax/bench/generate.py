@@ -34,12 +34,12 @@ from gdn_jax.commands.errors import fail
 from gdn_jax.commands.files import check_writable, replacing
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache
-from gdn_jax.models.costs import COSTS, model_costs
+from gdn_jax.models.costs import COSTS, model_costs, multiplied_parameters
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference import for_inference
 from gdn_jax.plots import COLORS
-from gdn_jax.training.peak import BANDWIDTH, multiplied_parameters, of_device
+from gdn_jax.training.peak import BANDWIDTH, of_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,11 @@ from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
 from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models.costs import multiplied_parameters
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
-from gdn_jax.training.peak import attention_flops, multiplied_parameters, share_of_peak
+from gdn_jax.training.peak import attention_flops, share_of_peak
 from gdn_jax.training.placement import Placement
 
 STEPS = 4

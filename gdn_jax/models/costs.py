@@ -64,6 +64,12 @@ def active_parameters(config: ModelConfig) -> int:
     return total - layers * (e.num_experts - e.per_token) * 3 * e.expert_size * config.hidden_size
 
 
+def multiplied_parameters(config: ModelConfig) -> int:
+    """Values that a token is multiplied by: those of its experts, not those of an embedding that only looks up."""
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return active_parameters(config) - looked_up
+
+
 def attention_costs(config: ModelConfig, L: int) -> MixerCosts:
     """Costs of an attention layer, in which every token meets all before it.
 

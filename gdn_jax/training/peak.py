@@ -3,7 +3,7 @@
 import jax
 
 from gdn_jax.models.config import ModelConfig
-from gdn_jax.models.costs import active_parameters, attention_costs
+from gdn_jax.models.costs import attention_costs
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense products of 16-bit numbers in a second, as published for the SXM form, by a part of the device's name."""
@@ -25,12 +25,6 @@ def share_of_peak(parameters: int, tokens_per_second: float, attention_flops: fl
     if peak is None:
         return None
     return (6 * parameters + attention_flops) * tokens_per_second / (peak * jax.device_count())
-
-
-def multiplied_parameters(config: ModelConfig) -> int:
-    """Values that a token is multiplied by: those of its experts, not those of an embedding that only looks up."""
-    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return active_parameters(config) - looked_up
 
 
 def attention_flops(config: ModelConfig, length: int) -> float:
