@@ -13,7 +13,7 @@ from tolerances import FLOAT32, assert_close
 from gdn_jax.blocks import RMSNorm
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
-from gdn_jax.models.decoder import ReorderedBlock, make_block
+from gdn_jax.models.block import ReorderedBlock, make_block
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.training.steps import compiler_flags
