@@ -15,7 +15,9 @@ from jax.typing import ArrayLike
 
 from gdn_jax.analysis import apply_householder, effective_rank, layer_half_lives
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#777777"
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINE_STYLES = ("-", "--", "-.", ":")
 
 TOKEN_SIZE = 9

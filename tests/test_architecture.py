@@ -105,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"gdn_jax", "commands"},
     "tasks": {"models", "commands"},
     "training": {
+        "plots",
         "shapes",
         "gdn_jax",
         "parallel",
@@ -114,7 +115,7 @@ ROOMS: dict[str, set[str]] = {
         "commands",
         "tasks",
     },
-    "sweeps": {"gdn_jax", "models", "commands", "tasks", "training"},
+    "sweeps": {"plots", "gdn_jax", "models", "commands", "tasks", "training"},
     "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training"},
     "bench": {
         "gdn_jax",

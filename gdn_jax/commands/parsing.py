@@ -1,7 +1,8 @@
-"""Command lines to options: tyro's framed messages become one line."""
+"""Command lines to options: what tyro says of a wrong one becomes one line."""
 
 import contextlib
 import io
+import re
 from typing import Any
 
 
@@ -29,9 +30,9 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
     """
     import tyro
 
-    box = io.StringIO()
+    plain = io.StringIO()  # it has no encoding, so that tyro writes lines between its sections and no boxes
     try:
-        with contextlib.redirect_stderr(box):
+        with contextlib.redirect_stdout(plain), contextlib.redirect_stderr(plain):
             return tyro.cli(
                 cls,
                 args=argv,
@@ -42,7 +43,7 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
             )
     except SystemExit as stop:
         if not stop.code:
+            print(plain.getvalue(), end="")
             raise Help from None
-        lines = [line.strip("│╭╰╮╯ ") for line in box.getvalue().splitlines()[1:]]
-        rule = next((i for i, line in enumerate(lines) if line and set(line) == {"─"}), len(lines))
-        raise Usage(f"{' '.join(lines[:rule])} (see {prog} --help)") from None
+        _, message, *_ = re.split(r"\n *-+ *\n", plain.getvalue())
+        raise Usage(f"{' '.join(message.split())} (see {prog} --help)") from None

@@ -9,21 +9,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gdn_jax.commands.files import replacing
+from gdn_jax.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from gdn_jax.sweeps.summary import Row
 from gdn_jax.training.mixers import MIXERS
 
 # Letters of a heading that fit into an inch.
 _LETTERS = 13.5
 
-# Colour, marker, filling of the marker and line of each mixer: told apart in grey as well (Okabe and Ito's colours).
+# Colour, marker, filling of the marker and line of each mixer: told apart in grey as well.
 _STYLES = {
-    "linear_attention": ("#777777", "v", "none", ":"),
-    "mamba2": ("#e69f00", "s", "full", "--"),
-    "delta_net": ("#009e73", "^", "full", "-."),
-    "gated_delta_net": ("#0072b2", "o", "full", "-"),
-    "gated_delta_net_neg": ("#d55e00", "D", "none", "-"),
-    "softmax_attention": ("#000000", "x", "full", (0, (4, 1, 1, 1, 1, 1))),
-    "hybrid": ("#cc79a7", "P", "full", (0, (6, 2))),
+    "linear_attention": (GREY, "v", "none", ":"),
+    "mamba2": (ORANGE, "s", "full", "--"),
+    "delta_net": (GREEN, "^", "full", "-."),
+    "gated_delta_net": (BLUE, "o", "full", "-"),
+    "gated_delta_net_neg": (VERMILION, "D", "none", "-"),
+    "softmax_attention": (BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1))),
+    "hybrid": (PURPLE, "P", "full", (0, (6, 2))),
 }
 
 
@@ -73,7 +74,7 @@ def draw_sweep(
     for axes, (below, curves) in zip(grid, panels, strict=False):
         _draw(axes, curves, 100 if percent else 1)
         for name, value in near.items():
-            axes.axhline((100 if percent else 1) * value, color="#777777", lw=1, ls=(0, (1, 4)), label=name)
+            axes.axhline((100 if percent else 1) * value, color=GREY, lw=1, ls=(0, (1, 4)), label=name)
         sizes = sorted({x for _, scores in curves for x in scores})
         ticks = sorted({*sizes, trained}) if along is None and len(sizes) > 1 else sizes
         axes.set_xscale("log", base=2)

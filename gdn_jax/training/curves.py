@@ -8,9 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gdn_jax.commands.files import replacing
+from gdn_jax.plots import BLUE, SKY, VERMILION
 
-# Distinct in colour, in grey and for colour-blind readers (Okabe and Ito).
-_TRAIN, _VAL, _BASELINE = "#7fb3d9", "#00527f", "#b34700"
+_TRAIN, _VAL, _BASELINE = SKY, BLUE, VERMILION
 
 
 def draw_curves(

@@ -95,7 +95,7 @@ class Trainer:
                 graphdef, rest, optimizer, accumulate, options.run.deterministic, shardings
             )
             try:
-                jax.eval_shape(functions.train, state, placement.batch(batch))
+                jax.eval_shape(functions.train, state, placement.batch(batch), True)
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
         return cls(options, task, graphdef, rest, functions, state, placement)
@@ -135,19 +135,20 @@ class Trainer:
         """Saves a checkpoint, but never a state that cannot take its next step.
 
         Raises:
-          Diverged: the next step, tried on a copy, is not finite.
+          Diverged: the next step, which is only tried, is not finite.
         """
         if store.latest() == self.step:
             return
-        copy = jax.tree.map(jnp.copy, self.state)  # the step takes over the memory of its argument
-        _, metrics = self._train(copy, self.step + 1)
-        Tally().add(self.step + 1, metrics)
+        Tally().add(self.step + 1, self._train(made=False))
         facts = {"seconds": self.seconds, "tally": dataclasses.asdict(self.tally)}
         store.save(self.step, self.state, facts)
 
-    def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
+    def _train(self, *, made: bool = True) -> StepMetrics:
+        """Makes the next step, or tries it and leaves the state as it is; returns its metrics."""
+        batch = self.task.train_batch(self.step + 1)
         with self.placement.active():
-            return self.functions.train(state, self.placement.batch(self.task.train_batch(step)))
+            self.state, metrics = self.functions.train(self.state, self.placement.batch(batch), made)
+        return metrics
 
     def _validate(self, batches: list[Batch]) -> tuple[float, float]:
         with self.placement.active():
@@ -187,7 +188,7 @@ class Trainer:
         pending: StepMetrics | None = None  # settled one step late, so that the device never waits for us
         first = self.step + 1
         while self.step < o.steps:
-            self.state, metrics = self._train(self.state, self.step + 1)
+            metrics = self._train()
             if pending is not None:
                 self.tally.add(self.step, pending)
             self.step, pending = self.step + 1, metrics
