@@ -235,7 +235,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "check": ("gdn_jax.checks.check", _check),
     "bench": ("gdn_jax.bench.command", _bench),
 }
-"""What runs a command, and the module that it takes longest to import."""
+"""Commands: the module that takes longest to import, and the function that runs the command."""
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What every command shares: its command line, its errors, its files, the versions it tells."""
+"""Parts that every command shares: its command line, its errors, its files, the versions it tells."""

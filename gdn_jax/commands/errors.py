@@ -1,4 +1,4 @@
-"""The one error of the commands that a user can act upon, and one line for any other."""
+"""Errors of the commands: one that a user can act upon, and one line for any other."""
 
 from typing import NoReturn
 
@@ -10,7 +10,7 @@ class RunError(ValueError):
 
 
 def flag(name: str) -> str:
-    """Name of an option as typed."""
+    """Returns the name of an option as it is typed."""
     return "--" + name.replace("_", "-")
 
 
@@ -26,12 +26,12 @@ def check_seed(seed: int) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Kind and beginning of an error, for a table: it may have no text, or pages of it."""
+    """Returns the kind and the beginning of an error, which may have no text, or pages of it."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def os_line(error: OSError) -> str:
-    """What the system says about a file, and which one."""
+    """Returns the file and what the system says about it."""
     return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part is not None)
 
 

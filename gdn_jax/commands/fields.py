@@ -1,4 +1,4 @@
-"""What an option may be, said beside its field: `lr: Annotated[float, Positive] = 3e-3`.
+"""Checks of options, each beside its field: `lr: Annotated[float, Positive] = 3e-3`.
 
 The notes of a field are checks, which look at the value, and marks, which hold for every value.
 """
@@ -12,7 +12,7 @@ from gdn_jax.commands.errors import fail
 
 
 class Check:
-    """What a value has to be."""
+    """A condition that a value has to meet."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises RunError where the option of that name cannot have the value, which is not None."""
@@ -61,7 +61,7 @@ class Several(Check):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What holds for an option whatever its value is, in words."""
+    """A property of an option, whatever its value is, in words."""
 
     meaning: str
 
@@ -77,7 +77,7 @@ MayChange = Mark("A resumed run may have another value than the stored one.")
 
 
 def notes(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Returns what stands beside the type of each field of a dataclass, by the field's name."""
+    """Returns the checks and marks of each field of a dataclass, by the field's name."""
     hints = get_type_hints(cls, include_extras=True)
     names = (field.name for field in dataclasses.fields(cls))
     return {name: getattr(hints[name], "__metadata__", ()) for name in names}

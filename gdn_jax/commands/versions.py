@@ -1,4 +1,4 @@
-"""What a number may depend on beside the options."""
+"""Versions that a number may depend on beside the options."""
 
 import os
 import platform

@@ -37,7 +37,7 @@ _Share = Range("a number between 0 and 1", lambda x: 0 < x < 1)
 
 @dataclasses.dataclass(frozen=True)
 class GridOptions:
-    """What is compared: mixers x scales x learning rates x seeds."""
+    """The grid of runs that are compared: mixers x scales x learning rates x seeds."""
 
     out: Annotated[Path | None, PerStart] = None
     """Folder to create. Without it, a new folder runs/sweep-<task>-<number>."""
@@ -60,7 +60,7 @@ class GridOptions:
     scales: Annotated[tuple[int, ...], Distinct, Positive] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
     scaled: Literal["width", "depth", "state"] = "width"
-    """What --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers; state:
+    """Sizes that --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers; state:
     --head-dim, and so the state by the square."""
     lrs: Annotated[tuple[float, ...], Distinct, Positive] = (4e-3, 1.2e-2)
     """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""

@@ -1,4 +1,4 @@
-"""What a sweep shows while it works: bars on a terminal, plain lines in a file."""
+"""Progress of a sweep: bars on a terminal, plain lines in a file."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the runs of a sweep say: the best learning rate of each mixer, what was learned, scores, a table."""
+"""Results of a sweep: the best learning rate of each mixer, what was learned, scores, a table."""
 
 import itertools
 import math
@@ -126,7 +126,7 @@ def interval(values: Sequence[float]) -> float:
 
 
 class About(NamedTuple):
-    """What a table says of a sweep's task; see `Task`."""
+    """Facts about a sweep's task that its table tells; see `Task`."""
 
     metric: str
     label: str
@@ -137,7 +137,7 @@ class About(NamedTuple):
 
     @classmethod
     def of(cls, task: SweptTask) -> "About":
-        """Of a task, whose text it may take a while to count."""
+        """Collects the facts of a task. A large text takes a while to count."""
         return cls(task.metric, task.label, task.axis, task.summary(), task.baselines(), task.answers())
 
 

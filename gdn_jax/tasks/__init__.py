@@ -1,1 +1,1 @@
-"""What models are trained on."""
+"""Tasks that models are trained on."""

@@ -1,4 +1,4 @@
-"""What a model is trained and scored on."""
+"""Batches of sequences, on which a model is trained and scored."""
 
 from typing import NamedTuple
 

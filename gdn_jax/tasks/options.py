@@ -1,4 +1,4 @@
-"""What can be asked of each task: one frozen dataclass a task, with the checks that need no data.
+"""Options of each task: one frozen dataclass a task, with the checks that need no data.
 
 The docstring of a class is the task's description on the command line, that under a field its help text.
 """
@@ -195,7 +195,7 @@ class SentenceOptions(GeneratedOptions, CorpusOptions):
     haystack: Literal["repeated", "text"] = "repeated"
     """repeated: the same few words over and over; text: pieces of --data, the held-out part of which is for tests."""
     value: Literal["number", "code"] = "number"
-    """What the sentence says: a number of seven digits, or a code of 32 hexadecimal digits."""
+    """Answer that the sentence gives: a number of seven digits, or a code of 32 hexadecimal digits."""
     text_weight: Annotated[float, NotNegative] = 0.0
     """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
     length: Annotated[int, Positive] = 512

@@ -1,4 +1,4 @@
-"""What a task is to the training loop: batches given by the step alone, metrics, baselines, a sample."""
+"""Tasks as the training loop sees them: batches that the step alone decides, metrics, baselines, a sample."""
 
 import json
 from typing import Protocol, runtime_checkable
@@ -58,7 +58,7 @@ class Task(Protocol):
         ...
 
     def sample(self, model: models.LanguageModel) -> str:
-        """What the trained model does, as text."""
+        """Returns a text that shows how the trained model does on one sequence."""
         ...
 
 

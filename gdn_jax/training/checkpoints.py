@@ -23,7 +23,11 @@ from gdn_jax.training.runs import RunFolder
 class Restored(NamedTuple):
     """A checkpoint that was read.
 
-    damaged: later ones that could not be, with the reason.
+    Fields:
+      step: optimiser steps behind it.
+      state: arrays of the training.
+      facts: the JSON object that was saved with them.
+      damaged: later checkpoints that could not be read, by step, with the reason.
     """
 
     step: int
@@ -59,7 +63,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager = manager
 
     def latest(self) -> int | None:
-        """Step of the latest complete checkpoint."""
+        """Returns the step of the latest complete checkpoint, None without any."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, facts: dict[str, Any]) -> None:
@@ -76,7 +80,7 @@ class Checkpoints:
             raise OSError(f"cannot write the checkpoint of step {step}: {failure}")
 
     def restore(self, like: Any) -> Restored | None:
-        """The latest checkpoint that is whole, in the structure, dtypes and placement of `like`; None without any.
+        """Reads the latest checkpoint that is whole, in the structure, dtypes and placement of `like`; None without any.
 
         Later ones that are damaged move to the folder `damaged` of the run, unless the folder is only read: they
         would be in the way of the checkpoints to come.
@@ -135,10 +139,10 @@ class Checkpoints:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What a call of Orbax returns, or its error in one line.
+    """Calls Orbax. Returns the result and None, or None and the error in one line.
 
-    On a full disk and for a damaged file Orbax and its parts raise errors of many types. What they log of them, with
-    tracebacks, says no more; reads and writes that were given up do so when they are freed.
+    On a full disk and for a damaged file Orbax and its parts raise errors of many types. They also log them with
+    tracebacks, which say no more and are left out, and reads and writes that were given up log when they are freed.
     """
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
@@ -165,7 +169,7 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _check_arrays(found: Any, like: Any) -> None:
-    """Names and shapes, before any array is read: Orbax finds out in the middle, when other reads are under way.
+    """Checks names and shapes before any array is read: Orbax would notice in the middle of other reads.
 
     Raises:
       ValueError: they are not those of `like`.
@@ -184,7 +188,7 @@ def _check_arrays(found: Any, like: Any) -> None:
 
 
 def _digest(state: Any) -> str:
-    """Of the bytes of all arrays: a changed bit in their file goes unnoticed otherwise."""
+    """Returns a digest of the bytes of all arrays: without it a changed bit in a file would go unnoticed."""
     digest = hashlib.sha256()
     for array in jax.tree.leaves(state):
         if isinstance(array, jax.Array) and not array.is_fully_addressable:

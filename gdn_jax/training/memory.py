@@ -1,4 +1,4 @@
-"""What a run needs at least of the device's memory: options that cannot fit are refused before anything is made."""
+"""The least memory of the device that a run needs. Options that cannot fit are refused before anything is made."""
 
 import os
 

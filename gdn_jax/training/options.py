@@ -31,7 +31,7 @@ _MOST_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What a run is: where it goes, how long it lasts, how often it reports."""
+    """A run: where it goes, how long it lasts, how often it reports."""
 
     out: Annotated[Path | None, PerStart] = None
     """Run folder to create. Without it, a new folder runs/<task>-<number>."""
@@ -95,7 +95,7 @@ class SizeOptions:
     implementation: Implementation = "auto"
     """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
     remat: Literal["none", "rule", "full"] = "none"
-    """What a block computes again in the backward pass to save memory: nothing, all but the rule, or all."""
+    """Parts of a block that the backward pass computes again to save memory: none, all but the rule, or all."""
 
     def config_values(self) -> dict[str, Any]:
         """Returns the fields of a `gdn_jax.models.ModelConfig` that options set; what is "auto" is left out."""
@@ -125,7 +125,7 @@ class ModelOptions(SizeOptions):
     attention_every: Annotated[int, Positive, NotInConfig] = 4
     """In a hybrid the last layer of so many is attention."""
     rule: RuleName = "gated_delta"
-    """What the token mixers do with q, k, v, g and beta."""
+    """Rule of the token mixers: how q, k, v, g and beta become outputs."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -222,7 +222,7 @@ TASKS: dict[str, TrainOptions] = {
 
 
 def flat(options: Any) -> dict[str, Any]:
-    """Every option by its name; names are unique over the groups."""
+    """Returns every option by its name. No two groups have an option of the same name."""
     groups = [getattr(options, group.name) for group in dataclasses.fields(options)]
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
 

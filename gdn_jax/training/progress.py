@@ -1,4 +1,4 @@
-"""What a run shows while it works: a bar on a terminal, plain lines in a file."""
+"""Progress of a run: a bar on a terminal, plain lines in a file."""
 
 from typing import Any
 
