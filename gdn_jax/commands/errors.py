@@ -36,6 +36,6 @@ def os_line(error: OSError) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the machine or of the device did not suffice."""
+    """Says whether an error means that the memory of the machine or of the device did not suffice."""
     full = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     return full or isinstance(error, MemoryError)

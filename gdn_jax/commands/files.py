@@ -1,4 +1,4 @@
-"""Files that are never seen half written."""
+"""Files that no reader sees half written."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from gdn_jax.commands.errors import RunError, fail
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
+    """Opens a file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -59,7 +59,7 @@ class JsonLines:
             os.fsync(file.fileno())
 
     def records(self) -> list[dict[str, Any]]:
-        """Complete lines.
+        """Returns the objects of all complete lines.
 
         Raises:
           RunError: a line is not such an object; names the line.

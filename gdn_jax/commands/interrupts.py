@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def listen() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM) sets; the second Ctrl-C interrupts at once."""
+    """Gives an event that the first Ctrl-C (or SIGTERM) sets. The second Ctrl-C interrupts at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

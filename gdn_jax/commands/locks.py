@@ -67,7 +67,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path) -> TextIO:
-    """A new file that says who this process is, open and held."""
+    """Makes a file that says who this process is, open and held."""
     owner = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -115,7 +115,7 @@ def _hold(file: TextIO) -> bool:
 
 
 def _same(file: TextIO, path: Path) -> bool:
-    """Whether the open file is still the one of that name."""
+    """Says whether the open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Command lines to options: what tyro says of a wrong one becomes one line."""
+"""Options of a command line. An error of tyro's becomes one line."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ class Help(Exception):
 
 
 def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description: str | None) -> Any:
-    """Options of type cls.
+    """Reads options of type cls off a command line.
 
     Args:
       cls: a dataclass.

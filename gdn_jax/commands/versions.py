@@ -13,7 +13,7 @@ PACKAGES = ("gdn-jax", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpo
 
 
 def versions() -> dict[str, str]:
-    """Python, PACKAGES, the system, the devices and the driver by name; a driver only where there is a GPU."""
+    """Returns Python, PACKAGES, the system, the devices and, where there is a GPU, the driver, by name."""
     device = jax.devices()[0]
     found = {
         "python": platform.python_version(),
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Commit of the repository that this package lies in, with a "+" where a file of it has changed since.
+    """Returns the commit of the repository of this package, with a "+" where a file of it has changed since.
 
     Where there is no repository, as in a copy of its files on another machine: what GDN_COMMIT in the environment
     says, None without it.

@@ -32,7 +32,7 @@ class EvalOptions:
 
 
 def bits_per_byte(run: TrainedRun, texts: list[bytes], val_bytes: int) -> tuple[float, int]:
-    """Mean bits per byte of texts under a run's model, and how many bytes were scored.
+    """Returns the mean bits per byte of texts under a run's model, and how many bytes were scored.
 
     Bytes are scored in windows of the run's --length, each from those before it in the window.
 

@@ -60,8 +60,8 @@ class GridOptions:
     scales: Annotated[tuple[int, ...], Distinct, Positive] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
     scaled: Literal["width", "depth", "state"] = "width"
-    """Sizes that --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers; state:
-    --head-dim, and so the state by the square."""
+    """Sizes that --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers;
+    state: --head-dim, and so the state by the square."""
     lrs: Annotated[tuple[float, ...], Distinct, Positive] = (4e-3, 1.2e-2)
     """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
     seeds: Annotated[int, Positive] = 3

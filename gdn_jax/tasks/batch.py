@@ -15,11 +15,11 @@ class Batch(NamedTuple):
     weights: Float[Array, "B T"] | np.ndarray
 
     def pad(self, length: int) -> "Batch":
-        """The same with tokens appended that do not count: a causal model gives the same numbers."""
+        """Returns the batch with tokens appended that do not count: a causal model gives the same numbers."""
         more = length - self.tokens.shape[1]
         return Batch(*(jnp.pad(x, ((0, 0), (0, more))) for x in self))
 
     def cut(self, rows: int) -> list["Batch"]:
-        """The same sequences in batches of equal size, of at most so many."""
+        """Returns the sequences in batches of equal size, of at most so many."""
         size = next(n for n in range(rows, 0, -1) if self.tokens.shape[0] % n == 0)
         return [Batch(*(x[i : i + size] for x in self)) for i in range(0, self.tokens.shape[0], size)]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Key
 def sequences(
     key: Key[Array, ""], batch: int, length: int, num_tokens: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Random sequences to copy.
+    """Draws sequences to copy.
 
     Args:
       key: source of the randomness.

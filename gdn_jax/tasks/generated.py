@@ -56,15 +56,15 @@ class GeneratedTask[
         self.test_sizes: tuple[int, ...] = () if isinstance(self.o, RecallOptions) else self.o.test_lengths
 
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
-        """Fresh sequences of a size; a pure function of its arguments, also under jit."""
+        """Draws fresh sequences of a size; a pure function of its arguments, also under jit."""
         raise NotImplementedError
 
     def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
-        """Fresh sequences to train on."""
+        """Draws fresh sequences to train on."""
         return self.draw(key, batch, self.size)
 
     def draw_validation(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
-        """Fresh sequences to validate with."""
+        """Draws fresh sequences to validate with."""
         return self.draw_training(key, batch, kind)
 
     def bound(self, data: PyTree) -> "GeneratedTask":
@@ -76,7 +76,7 @@ class GeneratedTask[
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), i)
 
     def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array, kind: int = 0) -> Batch:
-        """Batch of one optimiser step of the run with that seed; both may be traced.
+        """Draws the batch of one optimiser step of the run with that seed; both may be traced.
 
         Of a training set of a fixed size every sequence is a function of its number and of the seed of the options,
         which the runs of a sweep share: it is drawn again whenever its number is.
@@ -115,7 +115,7 @@ class GeneratedTask[
         return {"accuracy": accuracy}
 
     def baselines(self) -> dict[str, float]:
-        """Accuracy of a guess, by its name."""
+        """Returns the accuracy of a guess, by its name."""
         raise NotImplementedError
 
     def answers(self) -> float:
@@ -304,7 +304,7 @@ class SentenceTask(GeneratedTask[SentenceOptions]):
 
 
 def _tracked(tokens: jax.Array, targets: jax.Array, trained: int) -> Batch:
-    """Every prediction counts; in sequences beyond the trained length, those past it."""
+    """Makes a batch in which every prediction counts; in sequences beyond the trained length, those past it."""
     length = tokens.shape[1]
     counts = jnp.arange(length) >= (trained if length > trained else 0)
     return Batch(tokens, targets, jnp.broadcast_to(counts.astype(jnp.float32), tokens.shape))

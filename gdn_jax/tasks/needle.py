@@ -61,7 +61,7 @@ def hide(
 def void_pairs(
     key: Key[Array, ""], batch: int, length: int, num_tokens: int, num_pairs: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Random pairs, a marker that makes them void, a needle of pairs, and its keys in another order.
+    """Draws random pairs, a marker that makes them void, a needle of pairs, and the needle's pairs in another order.
 
     Args:
       key: source of the randomness; the same key gives the same sequences.

@@ -57,7 +57,7 @@ class BytesTask:
         return None
 
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
-        """Windows drawn inside a program; other ones than those of `train_batch`."""
+        """Draws windows inside a program. They are other ones than those of `train_batch`."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
         starts = jax.random.randint(key, (self.batch_size, 1), 0, self.data.shape[0] - self.length)
         rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)
@@ -105,7 +105,7 @@ class BytesTask:
         }
 
     def _held_out(self) -> list[str]:
-        """Names of the files that are held out, or of the packages."""
+        """Returns the names of the files that are held out, or of the packages."""
         files = self.corpus.val_files
         return sorted({name.split("/")[0] for name in files}) if self.o.packages else list(files)
 
@@ -126,7 +126,7 @@ class BytesTask:
 
 
 def encode(prompt: str) -> Int[Array, "1 T"]:
-    """Tokens of the beginning of a file: a zero, and the bytes of the prompt.
+    """Returns the tokens of the beginning of a file: a zero, and the bytes of the prompt.
 
     Raises:
       RunError: the prompt stands for no bytes.
@@ -135,13 +135,13 @@ def encode(prompt: str) -> Int[Array, "1 T"]:
 
 
 def decode(tokens: Int[Array, " T"]) -> str:
-    """Readable text of bytes up to a zero, which ends a file; what is no text becomes U+FFFD."""
+    """Returns readable text of bytes up to a zero, which ends a file. What is no text becomes U+FFFD."""
     readable = bytes(np.asarray(tokens, np.uint8)).split(b"\0")[0].decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
 
 
 def batches(stream: np.ndarray, starts: np.ndarray, length: int, size: int) -> list[Batch]:
-    """Windows of a stream in batches of `size`; the last one is filled up with windows that do not count."""
+    """Cuts windows of a stream in batches of `size`. The last batch is filled up with windows that do not count."""
     made = []
     for first in range(0, len(starts), size):
         some = starts[first : first + size]
@@ -153,5 +153,5 @@ def batches(stream: np.ndarray, starts: np.ndarray, length: int, size: int) -> l
 
 
 def bits(loss: float) -> float:
-    """Bits per byte of a mean loss in nats."""
+    """Returns the bits per byte of a mean loss in nats."""
     return loss / math.log(2)

@@ -1,4 +1,4 @@
-"""Bigram and trigram tables of bytes: what counting alone achieves on the same text."""
+"""Bigram and trigram tables of bytes: they show how far counting alone comes on the same text."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ PRIOR = (
 
 
 def bits_per_byte(train: np.ndarray, val: np.ndarray, positions: np.ndarray) -> dict[str, float]:
-    """Cross entropy of count tables fitted on `train`, in bits per byte of `val` at `positions`.
+    """Returns the cross entropy of count tables fitted on `train`, in bits per byte of `val` at `positions`.
 
     Each order backs off to the one below it, with n(context) the count of a context and m the prior:
 
@@ -44,7 +44,7 @@ def bits_per_byte(train: np.ndarray, val: np.ndarray, positions: np.ndarray) -> 
 
 
 def _trigrams(stream: np.ndarray) -> np.ndarray:
-    """How often each three bytes a b y follow each other, at (a * 256 + b) * 256 + y."""
+    """Counts how often each three bytes a b y follow each other, at (a * 256 + b) * 256 + y."""
     counts = np.zeros(256**3, np.int64)
     codes = np.empty(min(_COUNTED, max(0, stream.size - 2)), np.int64)
     for first in range(0, stream.size - 2, _COUNTED):

@@ -12,7 +12,7 @@ from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, 
 
 
 def prompt_bytes(prompt: str) -> bytes:
-    """A prompt in UTF-8; bytes of a command line that are no UTF-8 come in as surrogates and go out as they were.
+    """Returns a prompt in UTF-8. Bytes of a command line that are no UTF-8 come as surrogates and leave as they were.
 
     Raises:
       RunError: it holds other surrogates, which stand for no bytes.
@@ -74,7 +74,7 @@ class GeneratedOptions:
     """Different training sequences (of each of --cases), drawn with replacement. None: every one is fresh."""
 
     def freshness(self) -> str:
-        """Whether training sequences come again, in words."""
+        """Says in words whether training sequences come again."""
         n = self.train_sequences
         return "always fresh" if n is None else f"trained on {n} sequences"
 

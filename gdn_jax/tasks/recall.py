@@ -28,7 +28,7 @@ def sequences(
     *,
     rewrite: bool = False,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Random sequences of recall.
+    """Draws sequences of recall.
 
     Args:
       key: source of the randomness; the same key gives the same sequences.

@@ -1,4 +1,4 @@
-"""A sentence hidden in a long text, and a question for what it says, all of it in bytes.
+"""A sentence hidden in a long text, and a question for its answer, all in bytes.
 
     ...haystack... The secret of KEY is VALUE. ...haystack... What is the secret of KEY? It is VALUE
 
@@ -61,7 +61,7 @@ def hide(
 
 
 def noise(batch: int, length: int) -> UInt8[Array, "B T"]:
-    """The same few words over and over."""
+    """Returns the same few words over and over."""
     return jnp.broadcast_to(np.resize(_bytes(NOISE), length), (batch, length))
 
 
@@ -69,7 +69,7 @@ def noise(batch: int, length: int) -> UInt8[Array, "B T"]:
 def pieces(
     key: Key[Array, ""], stream: UInt8[Array, " n"], *, batch: int, length: int
 ) -> UInt8[Array, "batch length"]:
-    """Pieces of a stream that begin anywhere in it; a zero, between two files, becomes the end of a line."""
+    """Draws pieces that begin anywhere in a stream. A zero, between two files, becomes the end of a line."""
     starts = jax.random.randint(key, (batch, 1), 0, stream.size - length + 1)
     rows = stream[starts + jnp.arange(length)]
     return jnp.where(rows == 0, jnp.uint8(ord("\n")), rows)

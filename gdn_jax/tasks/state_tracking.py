@@ -21,24 +21,24 @@ from jaxtyping import Array, Int, Key
 
 @partial(jax.jit, static_argnums=(1, 2))
 def parity(key: Key[Array, ""], batch: int, length: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Random bits [batch, length] and the parity of the bits up to and including each."""
+    """Draws bits [batch, length], and computes the parity of the bits up to and including each."""
     bits = jax.random.randint(key, (batch, length), 0, 2)
     return bits, jnp.cumsum(bits, 1) % 2
 
 
 def elements(things: int) -> np.ndarray:
-    """All permutations of that many things [n!, things] in lexicographic order: row p sends thing i to p[i]."""
+    """Returns all permutations of so many things [n!, things] in lexicographic order: row p sends thing i to p[i]."""
     return np.array(list(itertools.permutations(range(things))))
 
 
 def products(permutations: np.ndarray) -> np.ndarray:
-    """Table [n!, n!] of indices: entry a, b is first a, then b."""
+    """Returns a table [n!, n!] of indices: entry a, b is the product of first a, then b."""
     index = {tuple(p): i for i, p in enumerate(permutations.tolist())}
     return np.array([[index[tuple(b[a])] for b in permutations] for a in permutations])
 
 
 def swaps(permutations: np.ndarray) -> np.ndarray:
-    """Indices of the permutations that exchange two things."""
+    """Returns the indices of the permutations that exchange two things."""
     moved = (permutations != np.arange(permutations.shape[1])).sum(1)
     return np.flatnonzero(moved == 2)
 
@@ -51,7 +51,7 @@ def words(
     letters: Int[Array, " L"],
     table: Int[Array, "G G"],
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Random words of a group and the product of each word's letters up to and including each.
+    """Draws words of a group, and computes the product of each word's letters up to and including each letter.
 
     Args:
       key: source of the randomness.

@@ -30,31 +30,31 @@ class Task(Protocol):
     axis: str
 
     def train_batch(self, step: int) -> Batch:
-        """Batch of one optimiser step, a function of the seed and the step alone."""
+        """Returns the batch of one optimiser step, which the seed and the step alone decide."""
         ...
 
     def val_batches(self, size: int) -> list[Batch]:
-        """The validation set, the same at every call, in batches of `size` sequences."""
+        """Returns the validation set, the same at every call, in batches of `size` sequences."""
         ...
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
-        """Sets that a trained model is tested on, by their size (pairs, tokens), all padded to the same length."""
+        """Returns the sets that a trained model is tested on, by size (pairs, tokens), padded to one length."""
         ...
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
-        """Metrics of a mean loss in nats and a mean accuracy."""
+        """Returns the metrics of a mean loss in nats and a mean accuracy."""
         ...
 
     def baselines(self) -> dict[str, float]:
-        """The metric of simple methods on the validation set."""
+        """Returns the metric of simple methods on the validation set."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """Facts about the data for config.json; `fingerprint` must agree when a run is resumed."""
+        """Returns facts about the data for config.json. `fingerprint` must agree when a run is resumed."""
         ...
 
     def summary(self) -> str:
-        """The data in one line."""
+        """Describes the data in one line."""
         ...
 
     def sample(self, model: models.LanguageModel) -> str:
@@ -79,7 +79,7 @@ class SweptTask(Task, Protocol):
     size: int
 
     def bound(self, data: PyTree) -> "SweptTask":
-        """The same task with its data in another place."""
+        """Returns the task with its data in another place."""
         ...
 
     def kind_names(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class SweptTask(Task, Protocol):
         ...
 
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int) -> Batch:
-        """Batch of one optimiser step of the run with that seed; kind is that of `turns`, known to Python."""
+        """Draws the batch of one optimiser step of the run with that seed. Its kind is known to Python."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Files to byte streams: which files, which of them are held out, and windows of the streams.
+"""Byte streams of files: which files are read, which of them are held out, and windows of the streams.
 
 A stream is a zero byte, then each file followed by a zero byte: the zero marks where a file begins and ends,
 so a model can be asked for a new file by giving it a zero.
@@ -34,7 +34,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of both streams: the same text, split the same way."""
+        """A digest of both streams. It is the same for the same text, split the same way."""
         digest = hashlib.sha256(self.train.tobytes())
         digest.update(b"held out")
         digest.update(self.val.tobytes())
@@ -42,7 +42,7 @@ class Corpus:
 
 
 def _walk(root: Path, pattern: str, skip: list[str]) -> list[Path]:
-    """Files below root in a fixed order, without skipped names; links to folders are not followed."""
+    """Returns the files below root in a fixed order, without skipped names. Links to folders are not followed."""
     found: list[Path] = []
 
     def fail(error: OSError) -> None:
@@ -67,7 +67,7 @@ def _read(path: Path) -> bytes:
 
 
 def held_out(names: list[str]) -> list[bool]:
-    """Which files are held out: one in ten by the hash of its relative path, at least one, never all.
+    """Chooses the files that are held out: one in ten by the hash of its relative path, at least one, never all.
 
     The hash keeps a file on its side of the split when others come or go.
     """
@@ -79,7 +79,7 @@ def held_out(names: list[str]) -> list[bool]:
 
 
 def held_out_packages(names: list[str]) -> list[bool]:
-    """Which files are held out: those of one package in ten, see `held_out`.
+    """Chooses the files that are held out: all of one package in ten, see `held_out`.
 
     Raises:
       RunError: there is one package only.
@@ -93,7 +93,7 @@ def held_out_packages(names: list[str]) -> list[bool]:
 
 
 def stream(texts: list[bytes]) -> np.ndarray:
-    """One stream of all texts."""
+    """Joins all texts in one stream."""
     return np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)
 
 
@@ -175,7 +175,7 @@ def load(data: Path | None, glob: str = "*", *, packages: bool = False, length: 
 
 
 def window_starts(size: int, length: int, max_bytes: int) -> np.ndarray:
-    """Starts of disjoint validation windows, at most max_bytes predicted bytes, spread evenly.
+    """Returns starts of disjoint validation windows of at most max_bytes predicted bytes, spread evenly.
 
     A window starting at s predicts the bytes s + 1 .. s + length from those before them in the window.
     """
@@ -185,6 +185,6 @@ def window_starts(size: int, length: int, max_bytes: int) -> np.ndarray:
 
 
 def windows(stream: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets [len(starts), length], int32: the targets are the inputs one byte later."""
+    """Returns inputs and targets [len(starts), length], int32: the targets are the inputs one byte later."""
     rows = stream[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     return rows[:, :-1], rows[:, 1:]

@@ -80,7 +80,7 @@ class Checkpoints:
             raise OSError(f"cannot write the checkpoint of step {step}: {failure}")
 
     def restore(self, like: Any) -> Restored | None:
-        """Reads the latest checkpoint that is whole, in the structure, dtypes and placement of `like`; None without any.
+        """Reads the latest whole checkpoint in the structure, dtypes and placement of `like`; None without any.
 
         Later ones that are damaged move to the folder `damaged` of the run, unless the folder is only read: they
         would be in the way of the checkpoints to come.

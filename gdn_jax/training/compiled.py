@@ -1,4 +1,4 @@
-"""Where `gdn train` keeps compiled programs for the next run."""
+"""The folder in which `gdn train` keeps compiled programs for the next run."""
 
 import os
 from pathlib import Path
@@ -32,6 +32,6 @@ def keep_compiled(wanted: bool) -> Path | None:
 
 
 def user_cache() -> Path:
-    """The user's cache directory: XDG_CACHE_HOME where that is an absolute path, as its specification has it."""
+    """Returns the user's cache directory: XDG_CACHE_HOME where that is an absolute path, as its rules say."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return given if given.is_absolute() else Path.home() / ".cache"

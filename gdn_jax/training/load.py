@@ -1,4 +1,4 @@
-"""A trained run as an object: the model with its weights, its options, its text as tokens and back.
+"""A trained run as an object: its model with the weights, its options, and the way from text to tokens and back.
 
 run = load_run("runs/book")
 tokens = generate(run.model, run.encode("It was "), 200)
@@ -46,7 +46,7 @@ class TrainedRun:
     damaged: dict[int, str]
 
     def encode(self, prompt: str) -> Int[Array, "1 T"]:
-        """Tokens of the beginning of a text: a zero byte, which begins every file, and the prompt in UTF-8.
+        """Returns the tokens of a prompt: a zero byte, which begins every file, and the prompt in UTF-8.
 
         Raises:
           RunError: the run's task has no text.
@@ -55,7 +55,7 @@ class TrainedRun:
         return next_byte.encode(prompt)
 
     def decode(self, tokens: Int[Array, " T"]) -> str:
-        """Text of tokens, up to the zero byte that ends a file; what is not printable becomes U+FFFD.
+        """Returns the text of tokens up to the zero byte that ends a file. What is not printable becomes U+FFFD.
 
         Raises:
           RunError: the run's task has no text.

@@ -13,7 +13,7 @@ _HALF = 2  # bytes of a bfloat16, the narrowest that a residual stream can be
 
 
 def parameters(model: SizeOptions, vocab_size: int) -> int:
-    """Values of the embedding, the head and the projections of all layers, without norms, gates and convolutions.
+    """Counts the embedding, the head and the projections of all layers, but no norms, gates and convolutions.
 
     The count is in Python's integers and makes no array, so that sizes beyond any memory have one too.
     """
@@ -29,7 +29,7 @@ def parameters(model: SizeOptions, vocab_size: int) -> int:
 
 
 def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: int) -> int:
-    """Bytes that a training step cannot do without.
+    """Returns the bytes that a training step needs at least.
 
     Args:
       model, vocab_size: of the model.
@@ -43,7 +43,7 @@ def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
 
 
 def available() -> int:
-    """Bytes of the device's memory, of the machine where the device is its CPU."""
+    """Returns the bytes of the device's memory, or of the machine's where the device is its CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -63,6 +63,6 @@ def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
 
 
 def check_run(options: TrainOptions, vocab_size: int) -> None:
-    """`check` of a run. Sequences have at least --length tokens in every task."""
+    """Raises RunError where a run cannot fit into memory. Sequences have at least --length tokens in every task."""
     batch = options.run.batch_size
     check(options.model, vocab_size, batch, batch // options.run.accumulate, options.task.length)

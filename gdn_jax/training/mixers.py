@@ -23,7 +23,7 @@ class Mixer(NamedTuple):
     hybrid: bool = False
 
     def model(self, size: SizeOptions) -> ModelOptions:
-        """A model of that size with this mixer."""
+        """Returns a model of that size with this mixer."""
         options = ModelOptions(
             **dataclasses.asdict(size), rule=self.rule, allow_neg_eigval=self.allow_neg_eigval
         )
@@ -45,7 +45,7 @@ MIXERS: dict[str, Mixer] = {
 
 
 def label(model: ModelOptions) -> str:
-    """Name of a model's mixer in words."""
+    """Returns the name of a model's mixer in words."""
     if model.model == "hybrid":
         return f"hybrid with attention in every {model.attention_every}th layer"
     name = next(m.label for m in MIXERS.values() if m.rule == model.rule)

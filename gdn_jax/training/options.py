@@ -289,13 +289,13 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
 
 
 def _marked(options: Any, mark: fields.Mark) -> set[str]:
-    """Names of the options of all groups that carry a mark."""
+    """Returns the names of the options of all groups that carry a mark."""
     groups = (type(getattr(options, group.name)) for group in dataclasses.fields(options))
     return set().union(*(fields.marked(group, mark) for group in groups))
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of a JSON object can be an option of that type."""
+    """Says whether a value of a JSON object can be an option of that type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in inner

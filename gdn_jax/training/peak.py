@@ -1,4 +1,4 @@
-"""How much of the device's arithmetic a run uses."""
+"""The share of the device's arithmetic that a run uses."""
 
 import jax
 
@@ -13,7 +13,7 @@ BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 
 
 def share_of_peak(parameters: int, tokens_per_second: float, attention_flops: float = 0.0) -> float | None:
-    """Share of the peak of all devices that training takes; None where the peak of a device is not known.
+    """Returns the share of the peak of all devices that training takes; None where a device's peak is not known.
 
     Args:
       parameters: trained values that a token is multiplied by: not those of an embedding that only looks up. Each
@@ -28,7 +28,7 @@ def share_of_peak(parameters: int, tokens_per_second: float, attention_flops: fl
 
 
 def attention_flops(config: ModelConfig, length: int) -> float:
-    """Operations a token of the scores and sums of all attention layers in training, for rows of one length.
+    """Returns the operations that the attention layers take for a token in training, beside their projections.
 
     Both gradients of a product cost as much as two of it; what a kernel computes again does not count.
     """
@@ -37,6 +37,6 @@ def attention_flops(config: ModelConfig, length: int) -> float:
 
 
 def of_device(published: dict[str, float]) -> float | None:
-    """The number of JAX's default device in a table such as PEAK_FLOPS; None where it is not there."""
+    """Returns the number of JAX's default device in a table such as PEAK_FLOPS; None if it is not there."""
     kind = jax.devices()[0].device_kind
     return next((number for name, number in published.items() if name in kind), None)

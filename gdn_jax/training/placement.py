@@ -1,4 +1,4 @@
-"""Where a run's state and batches lie: on one device, or on a mesh of the devices of all processes."""
+"""Places of a run's state and batches: one device, or a mesh of the devices of all processes."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ class Placement:
 
     @classmethod
     def on(cls, text: str | None) -> "Placement":
-        """The placement that an option asks for, on all devices; None: none.
+        """Returns the placement on all devices that an option asks for; without one, that of JAX.
 
         Raises:
           RunError: the text is no mesh, or not one of as many devices as there are.
@@ -48,11 +48,11 @@ class Placement:
             raise RunError(f"--mesh: {error}") from error
 
     def active(self) -> contextlib.AbstractContextManager:
-        """In which everything on the mesh is traced and run."""
+        """Returns the context in which everything on the mesh is traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def state(self, params: PyTree, optimizer: Any) -> tuple[TrainState, TrainState | None]:
-        """The state before the first step, in its place, and the shardings of it; inside `active`."""
+        """Returns the state before the first step, in its place, and its shardings. Call it inside `active`."""
         if self.mesh is None:
             return TrainState(params, optimizer.init(params)), None
         try:
@@ -65,7 +65,7 @@ class Placement:
         ), shardings
 
     def batch(self, batch: Batch) -> Batch:
-        """A batch, which every process has the whole of, in its place.
+        """Puts a batch, of which every process has the whole, in its place.
 
         Rows and tokens that do not count are added where their numbers do not divide.
         """
@@ -77,7 +77,7 @@ class Placement:
         return Batch._make(place(np.pad(np.asarray(x), more), where) for x in batch)
 
     def whole(self, tree: PyTree) -> PyTree:
-        """Arrays on the mesh as arrays of which this process has the whole; all processes call it."""
+        """Returns arrays of the mesh, of each of which this process has the whole. All processes call this."""
         if self.mesh is None:
             return tree
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -86,6 +86,6 @@ class Placement:
 
 
 def place(x: PyTree, where: Sharding) -> jax.Array:
-    """An array that every process has the whole of, where each device takes its part."""
+    """Makes an array of which each device takes its part. Every process has the whole of x."""
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])

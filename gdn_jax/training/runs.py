@@ -87,7 +87,7 @@ class RunFolder:
 
     @classmethod
     def follow(cls, path: Path, scratch: Path) -> "RunFolder":
-        """A run whose first process is another one: checkpoints are shared, all else goes to scratch."""
+        """Opens a run whose first process is another one: checkpoints are shared, all else goes to scratch."""
         run, lines = cls(scratch), path / "metrics.jsonl"
         run.checkpoints, run.damaged = path / "checkpoints", path / "damaged"
         if lines.exists():
@@ -103,7 +103,7 @@ class RunFolder:
         self._metrics.append(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """Complete lines of metrics.jsonl."""
+        """Returns the complete lines of metrics.jsonl."""
         return self._metrics.records()
 
     def rewind(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The pure functions of training: one optimiser step, one validation batch, and the optimiser they use."""
+"""Pure functions of training: one optimiser step, one validation batch, and the optimiser of both."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -53,14 +53,14 @@ class Functions(NamedTuple):
 
 
 def compute_dtype(options: ModelOptions) -> str:
-    """Dtype of activations: the one asked for, or bfloat16 unless the device is a CPU."""
+    """Returns the dtype of activations: the one asked for, or bfloat16 unless the device is a CPU."""
     if options.dtype != "auto":
         return options.dtype
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> models.LanguageModel:
-    """Language model of the options with fresh weights. The seed may be traced.
+    """Makes the language model of the options with fresh weights. The seed may be traced.
 
     Raises:
       RunError: the sizes do not make a model.
@@ -97,7 +97,7 @@ def _mixers(model: models.LanguageModel) -> list[GatedDeltaNet]:
 
 
 def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:
-    """Learning rate of the update with a given count (0 is the first): linear rise to lr, then half a cosine."""
+    """Makes the learning rate of an update from the count before it: a linear rise to lr, then half a cosine."""
     rising = max(1, round(options.warmup * steps))
     shape = optax.warmup_cosine_decay_schedule(
         init_value=1 / (rising + 1),
@@ -110,7 +110,7 @@ def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> op
 
 
 def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm; what `blocks.weight_decay_mask` marks False does not decay.
+    """Makes AdamW behind a clip of the global norm. What `blocks.weight_decay_mask` marks False does not decay.
 
     The learning rate may be traced: runs that differ in it alone share their compiled step.
     """
@@ -127,7 +127,7 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
 
 
 def clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` by the `global_norm` below."""
+    """Makes what `optax.clip_by_global_norm` makes, with the `global_norm` below."""
 
     def update(updates, state, params=None):
         del params
@@ -142,7 +142,7 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
 
 def global_norm(grads: PyTree) -> Float[Array, ""]:
-    """Square root of the sum of all squares.
+    """Returns the square root of the sum of all squares.
 
     The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
     each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices it is one
@@ -204,7 +204,7 @@ def sums_by_weights(
     weights: Float[Array, "S B T"],
     places: Int[Array, "B N"] | None = None,
 ) -> Sums:
-    """Sums of a batch with each of several weights in the place of its own; the model reads it once.
+    """Returns the sums of a batch for each of several weights in place of its own. The model reads the batch once.
 
     Places are as for `loss_sum`, of all weights together.
 
@@ -228,7 +228,7 @@ def train_step(
     batch: Batch,
     places: Int[Array, "B N"] | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimiser step.
+    """Makes one optimiser step.
 
     The loss is sum(weight * nll) / sum(weight) over the whole batch, also when the batch is cut into `accumulate`
     pieces: gradients of the pieces are added in float32.
@@ -300,16 +300,16 @@ def make_functions(
 
 
 def compiler_flags(deterministic: bool) -> dict[str, bool] | None:
-    """Options of `jax.jit` that make the present device repeat a run bit for bit."""
+    """Returns options of `jax.jit` with which the present device repeats a run bit for bit."""
     return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
 
 
 def mean(sums: list[Sums]) -> tuple[float, float]:
-    """Mean loss in nats and mean accuracy over the weighted predictions of all batches."""
+    """Returns mean loss in nats and mean accuracy over the weighted predictions of all batches."""
     loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))
     return loss / weight, correct / weight
 
 
 def validate(functions: Functions, params: PyTree, batches: Iterable[Batch]) -> tuple[float, float]:
-    """`mean` of the batches under the parameters."""
+    """Returns the `mean` of the batches under the parameters."""
     return mean([functions.evaluate(params, batch) for batch in batches])

@@ -78,7 +78,7 @@ def _tell(error: Exception, again: str) -> None:
 
 
 def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
-    """`train` in the first process, or the only one."""
+    """Trains in the first process, or the only one."""
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
         with owned(run.path):
@@ -113,7 +113,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
 
 
 def _follow(options: TrainOptions, placement: Placement) -> int:
-    """`train` in the other processes: the same steps and checkpoints, and nothing else in the run folder."""
+    """Trains in another process: the same steps and checkpoints, and nothing else in the run folder."""
     if options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
     trainer = Trainer.make(
@@ -126,7 +126,12 @@ def _follow(options: TrainOptions, placement: Placement) -> int:
 
 
 def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Console) -> int:
-    """Trains to the end or until stopped; returns the exit status. then: versions at the start of the run."""
+    """Trains to the end or until stopped; returns the exit status.
+
+    Args:
+      trainer, run, console: of the run.
+      then: versions at the start of the run.
+    """
     o, name = trainer.options.run, trainer.options.task.task
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "train", name, "--out", str(run.path), "--resume"])

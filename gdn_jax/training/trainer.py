@@ -77,7 +77,7 @@ class Trainer:
 
     @classmethod
     def make(cls, options: TrainOptions, task: Task, placement: Placement | None = None) -> "Trainer":
-        """A trainer at step 0. Traces the step, so that an unusable configuration fails here.
+        """Makes a trainer at step 0. Traces the step, so that an unusable configuration fails here.
 
         Raises:
           RunError: the options do not make a model.
@@ -106,7 +106,7 @@ class Trainer:
         return sum(x.size for x in jax.tree.leaves(self.state.params))
 
     def model(self) -> Any:
-        """The model with the present parameters, on one device."""
+        """Returns the model with the present parameters, on one device."""
         return nnx.merge(self.graphdef, self.placement.whole(self.state.params), self.rest)
 
     def restore(self, store: Checkpoints) -> dict[int, str]:
@@ -123,7 +123,7 @@ class Trainer:
         return damaged
 
     def lines(self) -> list[int]:
-        """Steps up to the present one that a line of metrics is written at."""
+        """Returns the steps up to the present one after which a line of metrics is written."""
         o = self.options.run
         at = {
             *range(o.log_every, self.step + 1, o.log_every),
@@ -155,7 +155,7 @@ class Trainer:
             return steps.validate(self.functions, self.state.params, map(self.placement.batch, batches))
 
     def validate(self) -> dict[str, float]:
-        """Validation metrics, named val_*."""
+        """Returns the validation metrics, named val_*."""
         size = self.options.run.batch_size // self.options.run.accumulate
         loss, accuracy = self._validate(self.task.val_batches(size))
         if not math.isfinite(loss):
@@ -163,7 +163,7 @@ class Trainer:
         return {"val_loss": loss} | {"val_" + k: v for k, v in self.task.metrics(loss, accuracy).items()}
 
     def test(self) -> dict[int, dict[str, float]]:
-        """Metrics of the tests by their size; none where the task has no tests."""
+        """Returns the metrics of the tests by their size; none where the task has no tests."""
         size = self.options.run.batch_size // self.options.run.accumulate
         return {
             at: self.task.metrics(*self._validate(batches))
@@ -244,6 +244,6 @@ class Trainer:
             )
 
     def _embedding(self) -> int:
-        """Values of the embedding, where they only look up: not the output projection too."""
+        """Counts the values of the embedding where it only looks up, and is not the output projection too."""
         options = self.options.model
         return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size
