@@ -18,7 +18,8 @@ from rich.console import Console
 from gdn_jax import supported_implementations
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.table import table
-from gdn_jax.commands.errors import RunError, check_seed, fail, one_line
+from gdn_jax.commands.errors import RunError, fail, one_line
+from gdn_jax.commands.fields import Seed
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.versions import versions
 
@@ -87,7 +88,7 @@ class Benchmark:
             if not numbers or min(numbers) < 1:
                 expected = "numbers of at least 1" if isinstance(value, tuple) else "at least 1"
                 fail(name, expected, " ".join(map(str, numbers)) or "none")
-        check_seed(self.seed)
+        Seed.check("seed", self.seed)
         if self.json is not None:
             check_writable("json", self.json)
 

@@ -19,12 +19,6 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
     raise RunError(f"{flag(name)}: expected {expected}, got {got}")
 
 
-def check_seed(seed: int) -> None:
-    """Raises RunError unless a seed is one of 32 bits without a sign."""
-    if not 0 <= seed < 2**32:
-        fail("seed", "0 or more and less than 2**32", seed)
-
-
 def one_line(error: Exception) -> str:
     """Returns the kind and the beginning of an error, which may have no text, or pages of it."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
