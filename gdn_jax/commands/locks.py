@@ -1,9 +1,9 @@
 """One process at a time owns a folder, or a part of its work.
 
-The owner keeps a file `lock` in the folder that says who it is: host, process, since when. The file comes into being
-whole and by a hard link, which one process alone can make, on shared file systems too. As long as its owner lives,
-the kernel keeps a lock (flock) on it. So a process of the same host can tell whether an owner is gone, however it
-ended, and takes over what a dead one left. The owner on another host cannot be asked: its lock is respected.
+The owner keeps a file `lock` in the folder that says who it is: host, process, since when. One process at a time
+looks for the file and makes it. As long as its owner lives, the kernel keeps a lock (flock) on it. So a process of
+the same host can tell whether an owner is gone, however it ended, and takes over what a dead one left. The owner on
+another host cannot be asked: its lock is respected.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,11 +37,8 @@ def owned(folder: Path, part: str | None = None) -> Iterator[None]:
       Taken: another process owns it, or a lock of another host is in the way; names the owner and the way out.
     """
     path = folder / (NAME if part is None else f"{NAME}.{part}")
-    mine = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        file = _take(path, _write(mine), mine)
-    finally:
-        mine.unlink(missing_ok=True)
+    with alone(folder):
+        file = _take(path)
     with file:
         try:
             yield
@@ -66,6 +62,19 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _take(path: Path) -> TextIO:
+    """Makes the lock, open and held: a free one, or one that a dead process of this host has left."""
+    while True:
+        with contextlib.suppress(FileNotFoundError), open(path, "r+", encoding="utf-8") as theirs:
+            owner = _owner(theirs.read())
+            here = owner["host"] == socket.gethostname()
+            if not here or not _hold(theirs):
+                raise Taken(_refusal(path, owner, here))
+            path.unlink()
+        with contextlib.suppress(FileExistsError):  # on a file system where `alone` does not wait
+            return _write(path)
+
+
 def _write(path: Path) -> TextIO:
     """Makes a file that says who this process is, open and held."""
     owner = {
@@ -74,35 +83,11 @@ def _write(path: Path) -> TextIO:
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     file = open(path, "x", encoding="utf-8")
-    _hold(file)  # before the file gets the name of the lock: one that is not held is that of a dead process
+    _hold(file)
     file.write(json.dumps(owner) + "\n")
     file.flush()
     os.fsync(file.fileno())
     return file
-
-
-def _take(path: Path, file: TextIO, mine: Path) -> TextIO:
-    """Gives the file, now called `mine`, the name of the lock: a free one, or that of a dead process of this host."""
-    while True:
-        with contextlib.suppress(FileExistsError):
-            try:
-                os.link(mine, path)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                file = _write(path)
-            return file
-        if _same(file, path):
-            return file  # the link was made, and the answer of a network file system lost
-        with contextlib.suppress(FileNotFoundError), open(path, "r+", encoding="utf-8") as theirs:
-            owner = _owner(theirs.read())
-            here = owner["host"] == socket.gethostname()
-            if not here or not _hold(theirs):
-                raise Taken(_refusal(path, owner, here))
-            # Who finds the same dead owner waits no longer than this: the first one to hold its file replaces it.
-            if _same(theirs, path):
-                os.replace(mine, path)
-                return file
 
 
 def _hold(file: TextIO) -> bool:
