@@ -23,9 +23,7 @@ from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.tasks.table import vocab_size
-from gdn_jax.training import options as options_lib
-from gdn_jax.training.options import RunOptions
-from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.load import open_run
 from gdn_jax.training.steps import compute_dtype
 
 NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
@@ -107,11 +105,7 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
 
 
 def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
-    _, stored = RunFolder.open(path)
-    if stored["task"] not in options_lib.TASKS:
-        raise RunError(f"{path}: expected a run of gdn train, got one of the task {stored['task']}")
-    options = options_lib.from_json(options_lib.TASKS[stored["task"]], stored["options"], RunOptions())
-    options_lib.check(options)
+    _, stored, options = open_run(path)
     values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
     config = ModelConfig(vocab_size=vocab_size(options.task), **values)
     return f"{path}: a run of {stored['task']}", config, [], options.model.time_step

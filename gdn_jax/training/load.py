@@ -69,6 +69,20 @@ class TrainedRun:
             raise RunError(f"{self.path}: expected a run of the task bytes, got {self.options.task.task}")
 
 
+def open_run(path: Path) -> tuple[RunFolder, dict[str, Any], TrainOptions]:
+    """Opens a run of `gdn train`; returns its folder, config.json and options.
+
+    Raises:
+      RunError: there is no such run, or its options cannot be used.
+    """
+    folder, config = RunFolder.open(path)
+    if config["task"] not in options_lib.TASKS:
+        raise RunError(f"{path}: expected a run of gdn train, got one of the task {config['task']}")
+    options = options_lib.from_json(options_lib.TASKS[config["task"]], config["options"], RunOptions())
+    options_lib.check(options)
+    return folder, config, options
+
+
 def load_run(path: str | Path, *, implementation: Implementation | None = None) -> TrainedRun:
     """Loads the latest whole checkpoint of a run; the folder is only read, and the run may still be at work.
 
@@ -81,11 +95,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
     Raises:
       RunError: there is no such run, or no checkpoint that can be read.
     """
-    folder, config = RunFolder.open(Path(path))
-    if config["task"] not in options_lib.TASKS:
-        raise RunError(f"{path}: expected a run of gdn train, got one of the task {config['task']}")
-    options = options_lib.from_json(options_lib.TASKS[config["task"]], config["options"], RunOptions())
-    options_lib.check(options)
+    folder, config, options = open_run(Path(path))
     size = options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)
