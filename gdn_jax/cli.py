@@ -126,7 +126,7 @@ def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[st
 
 
 def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
-    """The run folder, which is the first word, and the options; only the options where help is asked for."""
+    """Returns the run folder, which is the first word, and the options; without a folder where help is asked for."""
     if argv and argv[0] not in ("-h", "--help"):
         if argv[0].startswith("-"):
             raise Usage(f"gdn {command}: expected the run folder before the options, got {argv[0]}")
@@ -211,7 +211,7 @@ def _sweep(task: str, argv: list[str]) -> int:
 
 
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
-    """config.json of the run to resume."""
+    """Reads config.json of the run to resume."""
     from gdn_jax.training.runs import RunFolder
 
     _, config = RunFolder.open(out)
@@ -221,7 +221,7 @@ def _stored(task: str, out: Path | None) -> dict[str, Any]:
 
 
 def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
-    """Options cls[task] of a command line."""
+    """Reads options cls[task] off a command line."""
     task = type(default.task)
     return parse(cls[task], argv, prog, default, task.__doc__)
 
