@@ -48,7 +48,7 @@ class Sums(NamedTuple):
 class Functions(NamedTuple):
     """Compiled functions of a run."""
 
-    train: Callable[..., tuple[TrainState, StepMetrics]]  # of a state, a batch and, where asked, False
+    train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     evaluate: Callable[[PyTree, Batch], Sums]
 
 
@@ -271,10 +271,7 @@ def make_functions(
     deterministic: bool = True,
     shardings: TrainState | None = None,
 ) -> Functions:
-    """Compiles the step functions of a model.
-
-    `train` takes over the memory of the state. Its third argument says whether the step is made: False only tries
-    it, and the state comes back as it was, with the metrics that the step would have. One program does both.
+    """Compiled step functions of a model.
 
     Args:
       graphdef, rest, optimizer, accumulate: see `train_step`.
@@ -284,9 +281,8 @@ def make_functions(
         it, jax 0.11.2, and do not without; a CPU agrees in any case.)
     """
 
-    def train(state: TrainState, batch: Batch, made: bool | Array = True) -> tuple[TrainState, StepMetrics]:
-        after, metrics = train_step(graphdef, rest, optimizer, accumulate, state, batch)
-        return jax.tree.map(partial(jnp.where, made), after, state), metrics
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        return train_step(graphdef, rest, optimizer, accumulate, state, batch)
 
     def evaluate(params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]

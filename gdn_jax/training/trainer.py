@@ -95,7 +95,7 @@ class Trainer:
                 graphdef, rest, optimizer, accumulate, options.run.deterministic, shardings
             )
             try:
-                jax.eval_shape(functions.train, state, placement.batch(batch), True)
+                jax.eval_shape(functions.train, state, placement.batch(batch))
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
         return cls(options, task, graphdef, rest, functions, state, placement)
@@ -135,20 +135,19 @@ class Trainer:
         """Saves a checkpoint, but never a state that cannot take its next step.
 
         Raises:
-          Diverged: the next step, which is only tried, is not finite.
+          Diverged: the next step, tried on a copy, is not finite.
         """
         if store.latest() == self.step:
             return
-        Tally().add(self.step + 1, self._train(made=False))
+        copy = jax.tree.map(jnp.copy, self.state)  # the step takes over the memory of its argument
+        _, metrics = self._train(copy, self.step + 1)
+        Tally().add(self.step + 1, metrics)
         facts = {"seconds": self.seconds, "tally": dataclasses.asdict(self.tally)}
         store.save(self.step, self.state, facts)
 
-    def _train(self, *, made: bool = True) -> StepMetrics:
-        """Makes the next step, or tries it and leaves the state as it is; returns its metrics."""
-        batch = self.task.train_batch(self.step + 1)
+    def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
         with self.placement.active():
-            self.state, metrics = self.functions.train(self.state, self.placement.batch(batch), made)
-        return metrics
+            return self.functions.train(state, self.placement.batch(self.task.train_batch(step)))
 
     def _validate(self, batches: list[Batch]) -> tuple[float, float]:
         with self.placement.active():
@@ -188,7 +187,7 @@ class Trainer:
         pending: StepMetrics | None = None  # settled one step late, so that the device never waits for us
         first = self.step + 1
         while self.step < o.steps:
-            metrics = self._train()
+            self.state, metrics = self._train(self.state, self.step + 1)
             if pending is not None:
                 self.tally.add(self.step, pending)
             self.step, pending = self.step + 1, metrics
