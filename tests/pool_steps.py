@@ -16,7 +16,7 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.serving.pools import make_cursors
+from gdn_jax.serving.ring_arrays import make_cursors
 
 
 @dataclasses.dataclass(frozen=True)

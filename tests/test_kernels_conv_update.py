@@ -2,7 +2,6 @@
 races when interpreted, in place when lowered, and refused with a reason."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import harness
@@ -17,10 +16,9 @@ from serving_cases import assert_same_bits
 from test_kernels_decode import in_place
 
 from gdn_jax import serving
-from gdn_jax.serving import conv as serving_conv
-from gdn_jax.serving import kernels, shards
-from gdn_jax.serving import step as serving_step
-from pallas_kernels.decode import conv_update, step
+from gdn_jax.serving import shards
+from gdn_jax.serving.call import interpreted as interpreted_calls
+from pallas_kernels.decode import conv_update
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -36,15 +34,10 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture
-def interpreted(monkeypatch, hopper):
-    """Public calls interpret the kernels: outside jit, inside which the interpreter hangs."""
-    for module, name in ((conv_update, "conv_update"), (step, "step_of_channels")):
-        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
-    for module, name in ((serving_conv, "_token"), (serving_step, "_decode")):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-    monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
-    choose = SimpleNamespace(cond=lambda wanted, yes, no, x: yes(x) if wanted else no(x))
-    monkeypatch.setattr(kernels, "lax", choose)
+def interpreted():
+    """Public calls interpret the kernels."""
+    with interpreted_calls(INTERPRET):
+        yield
 
 
 class Call(NamedTuple):
@@ -103,7 +96,7 @@ def test_as_plain_jax(name):
     arguments, pool = CALLS[name].draw()
 
     def run(implementation):
-        return serving.causal_conv1d_update(pool=pool, implementation=implementation, **arguments)
+        return serving.causal_conv1d_update(pool=jnp.array(pool), implementation=implementation, **arguments)
 
     want, plain = run("xla")
     y, new = run("mosaic_gpu")
@@ -120,7 +113,8 @@ def test_channels_of_a_wider_array():
     rng = np.random.default_rng(0)
     shapes = (3, 300), (3, 256, 3), (256, 4)
     x, pool, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
-    y, new = conv_update.conv_update(x, pool, weight, read_slots=None, write_slots=None)
+    slots = dict(read_slots=None, write_slots=None)
+    y, new = conv_update.conv_update(x, pool, weight, **slots, interpret=INTERPRET)
     want, plain = serving.causal_conv1d_update(
         x[:, :256], pool, weight, read_slots=np.arange(3), implementation="xla"
     )

@@ -4,7 +4,6 @@ when lowered, and refused with a reason."""
 import dataclasses
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import harness
 import jax
@@ -18,8 +17,7 @@ from tolerances import assert_close
 
 from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.serving import drafts, kernels, shards
-from gdn_jax.serving import step as serving_step
+from gdn_jax.serving.call import interpreted as interpreted_calls
 from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
 from pallas_kernels.device import launch
 
@@ -34,20 +32,10 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture
-def interpreted(monkeypatch, hopper):
-    """Public calls interpret the kernels: outside jit, inside which the interpreter hangs."""
-    kernel_calls = (
-        (step, "step"),
-        (ring_step, "ring_step"),
-        (ring_drafts, "ring_drafts"),
-    )
-    for module, name in kernel_calls:
-        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
-    for module, name in ((serving_step, "_decode"), (drafts, "_verify")):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-    monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
-    choose = SimpleNamespace(cond=lambda wanted, yes, no, x: yes(x) if wanted else no(x))
-    monkeypatch.setattr(kernels, "lax", choose)
+def interpreted():
+    """Public calls interpret the kernels."""
+    with interpreted_calls(INTERPRET):
+        yield
 
 
 QUICK = ("plain", "vk", "float16-null-slot", "tokens-uneven", "saturated-gate", "tree-uneven")

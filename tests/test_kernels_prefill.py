@@ -15,7 +15,7 @@ from test_kernels_decode import in_place
 from tolerances import assert_close
 
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.serving import prompts, shards
+from gdn_jax.serving.call import interpreted as interpreted_calls
 from gdn_jax.shapes import Dims
 from pallas_kernels.chunks import inverse
 from pallas_kernels.device import launch
@@ -33,17 +33,15 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def interpreted(monkeypatch, hopper):
-    """A function that makes public calls interpret the kernels in a configuration, outside jit, inside which the
-    interpreter hangs."""
+    """A function that makes public calls interpret the kernels in a configuration."""
 
     def configured(**config):
         small = rule.Config(inverse=inverse.Config(warpgroups=2, ctas=1), **config)
-        monkeypatch.setattr(rule, "forward", partial(rule.forward, config=small, interpret=INTERPRET))
+        monkeypatch.setattr(rule, "forward", partial(rule.forward, config=small))
         monkeypatch.setattr(rule, "known_lengths", lambda cu_seqlens: None)  # as under jit
-        monkeypatch.setattr(prompts, "_prefill_in_place", prompts._prefill_in_place.__wrapped__)
-        monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
 
-    return configured
+    with interpreted_calls(INTERPRET):
+        yield configured
 
 
 WHOLE = Case("whole", (70, 0, 5, 40, 1), padding=(3,), fresh=(2,))

@@ -17,9 +17,7 @@ from serving_cases import draw, draw_pool
 
 import gdn_jax
 from gdn_jax import partitioning, serving
-from gdn_jax.serving import conv as serving_conv
-from gdn_jax.serving import drafts, kernels, shards, slots
-from gdn_jax.serving import step as serving_step
+from gdn_jax.serving import pools, shards
 from pallas_kernels.device import launch
 
 SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICIT, True)}
@@ -131,41 +129,14 @@ PLAIN = {
 @pytest.fixture
 def plain_kernels(monkeypatch):
     """In the kernels' places the plain forms of what they do."""
-
-    def on_pool(pool, raw, read_slots, write_slots, layer, options):
-        read, write = slots.addresses(pool, read_slots, write_slots, options.null_slot, layer)
-        o, pool = serving_step._plain(pool, raw, read, write, options)
-        return jnp.where(read.is_slot[:, None, None], o, 0).astype(raw.v.dtype), pool
-
-    def drafts_on_pool(pool, raw, start, after, num_tokens, parents, options):
-        o, pool = drafts._plain(pool, raw, start, after, parents, options)
-        is_token = drafts.token_mask(num_tokens, options.dims.T) & start.is_slot[:, None]
-        return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool
-
-    def on_ring(pool, raw, read_slots, layer, options):
-        plain = options._replace(implementation="xla")
-        return serving_step._decode_on_shard(plain, pool, raw, read_slots, None, layer)
-
-    def drafts_on_ring(pool, raw, at, num_accepted, num_tokens, parents, options):
-        plain = options._replace(implementation="xla")
-        return drafts._verify_on_shard(plain, pool, raw, at.slot, num_accepted, num_tokens, parents, at.layer)
-
-    def convolve(static, pool, x, weight, bias, read_slots, write_slots, layer):
-        arguments = (pool, x, weight, bias, read_slots, write_slots, layer, static, "xla")
-        return serving_conv._token.__wrapped__(*arguments)
-
     monkeypatch.setattr(shards, "CHANNELS", 3)
-    stand_ins = {
-        "convolve": convolve,
-        "convolution_unsupported": lambda *args: None,
-        "decode": on_pool,
-        "verify": drafts_on_pool,
-        "decode_on_ring": on_ring,
-        "verify_on_ring": drafts_on_ring,
-        "unsupported": lambda *args, **options: None,
-    }
-    for name, f in stand_ins.items():
-        monkeypatch.setattr(kernels, name, f)
+    for plain in pools.BY_KERNELS:
+
+        def unsupported(self, tokens, where) -> None:
+            """They run every call."""
+
+        stand_in = type(f"Opaque{plain.__name__}", (plain,), {"is_opaque": True, "unsupported": unsupported})
+        monkeypatch.setitem(pools.BY_KERNELS, plain, stand_in)
     jax.clear_caches()  # of what was traced with the kernels
     yield
     jax.clear_caches()

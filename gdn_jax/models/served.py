@@ -13,6 +13,7 @@ from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.inference import for_inference
+from gdn_jax.serving.pools import draft_slots
 
 
 class LayerPools(NamedTuple):
@@ -166,7 +167,6 @@ class ServedModel:
             qkv, conv = serving.causal_conv1d_verify(
                 _project(mixer, x), pools[i].conv, *mixer.filters(), state_slots=state_slots, **spans
             )
-            is_ring = isinstance(pools[i].state, serving.RingPool)
             o, state = serving.verify(
                 *_heads(mixer, qkv),
                 mixer.a_proj(x),
@@ -174,7 +174,7 @@ class ServedModel:
                 pools[i].state,
                 A_log=mixer.A_log[...],
                 dt_bias=mixer.dt_bias[...],
-                state_slots=state_slots[:, 0] if is_ring else state_slots,
+                state_slots=draft_slots(pools[i].state, state_slots),
                 allow_neg_eigval=mixer.allow_neg_eigval,
                 batch_invariant=self._batch_invariant,
                 **spans,

@@ -1,7 +1,7 @@
 """Checks of what the serving operations are given: shapes before the call, values where they are known.
 
-Values are known where they come as NumPy arrays, and are then checked for free. Those of JAX arrays are looked at
-only while `gdn_jax.debug_checks` is on.
+Values are known where they come as NumPy arrays, and are then checked for free. The values of JAX arrays are looked
+at only while `gdn_jax.debug_checks` is on.
 """
 
 from collections.abc import Callable
@@ -13,37 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax import ops
-from gdn_jax.shapes import Dims, check_array, check_choice, check_floating, rule_dims
-
-IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-"""Names of the implementations of decode and verify, fastest first."""
+from gdn_jax.shapes import Dims, check_array, check_floating, rule_dims
 
 
-def choose(implementation: str | None, no_kernel: Callable[[], str | None]) -> str:
-    """The implementation that runs: the one that is named, else the kernels where they can run.
-
-    Args:
-      implementation: the caller's.
-      no_kernel: says why the kernels cannot run this call; None if they can.
-
-    Raises:
-      ValueError: there is no such implementation.
-      NotImplementedError: the kernels are named and cannot run, with the reason.
-    """
-    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
-    if implementation is None:
-        return "xla" if no_kernel() else "mosaic_gpu"
-    if implementation == "mosaic_gpu" and (reason := no_kernel()):
-        raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
-    return implementation
-
-
-def token_dims(q, k, v, a, b, A_log, dt_bias, *, letters: str, state_layout: str) -> Dims:
+def token_dims(raw: Any, *, letters: str, state_layout: str) -> Dims:
     """Checks the arrays of decode or verify and returns their dimensions.
 
     Args:
+      raw: the `Raw` tokens.
       letters: the axes before the heads, "B" for q [B, Hk, K] or "N, T" for q [N, T, Hk, K].
     """
+    q, k, v, a, b, A_log, dt_bias, _ = raw
     leading = (None,) * len(letters.split(", "))
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x, (*leading, None, None), f"{letters}, heads, width")
@@ -81,12 +61,6 @@ def check_pool(pool: Any, shape: tuple[int, ...], letters: str, layer: Any) -> N
         layers = pool.shape[1]
         if isinstance(layer, (int, np.integer)) and not 0 <= layer < layers:
             raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
-
-
-def state_shape(dims: Dims, state_layout: str) -> tuple[tuple[int, int, int], str]:
-    """Shape of one state, and its letters."""
-    widths, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
-    return (dims.HO, *widths), f"HO, {letters}"
 
 
 def slot_count(pool: Any) -> int:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.serving.arguments import slot_count
-from gdn_jax.serving.prompts import GRID
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
+from gdn_jax.serving.states import GRID
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
@@ -26,7 +26,7 @@ Decode = Callable[..., tuple[jax.Array, Any]]
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may wait."""
+    """The queue of waiting requests is full."""
 
 
 class _State(NamedTuple):

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.serving.tokens import Options, Tokens
+from gdn_jax.serving.call import Call
+from gdn_jax.serving.tokens import Tokens
 from gdn_jax.shapes import split_heads
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -68,7 +69,7 @@ class Appended(NamedTuple):
 
 
 def respond(
-    entry: Entry, x: Tokens, parents: Int[Array, "B T"] | None = None, *, options: Options, ring_dtype: Any
+    entry: Entry, x: Tokens, parents: Int[Array, "B T"] | None = None, *, call: Call, ring_dtype: Any
 ) -> Appended:
     """The module's equations for tokens [B, T, heads, ...] one after the other, over one reading of the states.
 
@@ -77,8 +78,8 @@ def respond(
     Args:
       parents: which of them each token follows, -1 for the last one of the ring; None for a chain.
     """
-    entry = entry.split(options.split)
-    q, k, v, g, beta = (options.split(jnp.moveaxis(y, 1, 2)) for y in x)  # [B, *heads, T, ...]
+    entry = entry.split(x.split)
+    q, k, v, g, beta = (x.split(jnp.moveaxis(y, 1, 2)) for y in x)  # [B, *heads, T, ...]
     found, read = (einsum("...tk,...kv->...tv", y, entry.state) for y in (k, q))
     (B, *_, T, _), L = v.shape, entry.g.shape[-1]
 
@@ -95,7 +96,7 @@ def respond(
         o = total * read + recall(q) + jnp.sum(q * k, -1, keepdims=True) * u
         stored_k, stored_u = (y.astype(ring_dtype).astype(y.dtype) for y in (k, u))
         seen_k, seen_u = seen_k.at[..., L + t, :].set(stored_k), seen_u.at[..., L + t, :].set(stored_u)
-        return seen_k, seen_u, since.at[..., 1 + L + t].set(0), (options.scale * o, u)
+        return seen_k, seen_u, since.at[..., 1 + L + t].set(0), (call.scale * o, u)
 
     def follow(carry, x):
         seen_k, seen_u, since = carry
@@ -117,5 +118,4 @@ def respond(
     in_order = (jnp.arange(T), None if parents is None else parents.T, xs)
     carry = (with_room(entry.k, -2), with_room(entry.u, -2), since)
     _, out = lax.scan(follow, carry, in_order)  # [T, B, *heads, V]
-    shape = (options.dims.HO, options.dims.V)
-    return Appended(*(jnp.moveaxis(y, 0, 1).reshape(B, T, *shape) for y in out))
+    return Appended(*(jnp.moveaxis(y, 0, 1).reshape(B, T, x.g.shape[-1], v.shape[-1]) for y in out))

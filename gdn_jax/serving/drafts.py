@@ -4,36 +4,14 @@ A step takes the last sampled token and gamma drafts. After it the caller knows 
 the next step, which starts from the state after the last accepted token.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
-from gdn_jax import ops
-from gdn_jax.serving import kernels, ring, shards, slots
-from gdn_jax.serving.arguments import (
-    check_integers,
-    check_pool,
-    check_range,
-    check_scale,
-    check_slots,
-    check_values,
-    choose,
-    slot_count,
-    state_shape,
-    token_dims,
-)
-from gdn_jax.serving.pools import RingPool, check_ring
-from gdn_jax.serving.slots import Address, Indices
-from gdn_jax.serving.tokens import Options, Raw, Tokens, by_row, prepare, step
-from gdn_jax.shapes import STATE_LAYOUTS
-
-Pool = Float[Array, "slots *state"] | RingPool
+from gdn_jax.serving.call import Call, Spans
+from gdn_jax.serving.pools import Arrays, opened, serve
+from gdn_jax.serving.slots import Indices
+from gdn_jax.serving.tokens import Raw
 
 
 def verify(
@@ -42,7 +20,7 @@ def verify(
     v: Float[Array, "N T HV V"],
     a: Float[Array, "N T HO"],
     b: Float[Array, "N T HO"],
-    pool: Pool,
+    pool: Arrays,
     *,
     A_log: Float[Array, " HO"],
     dt_bias: Float[Array, " HO"],
@@ -58,7 +36,7 @@ def verify(
     layer: Any = None,
     batch_invariant: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N T HO V"], Pool]:
+) -> tuple[Float[Array, "N T HO V"], Arrays]:
     """T = 1 + gamma tokens of every request, of which the caller will accept some. The pool is donated.
 
     A pool of states keeps one after every token: request n starts from
@@ -95,156 +73,7 @@ def verify(
     Source: vLLM's `fused_recurrent_gated_delta_rule` with `ssm_state_indices` [N, 1 + gamma]; SGLang's
       `retrieve_parent_token`.
     """
-    dims = token_dims(q, k, v, a, b, A_log, dt_bias, letters="N, T", state_layout=state_layout)
-    is_ring = isinstance(pool, RingPool)
-    check_pool(pool.state if is_ring else pool, *state_shape(dims, state_layout), layer)
-    check_spans((dims.B, dims.T), pool, state_slots, num_accepted_tokens, num_tokens, parents, null_slot)
-    if is_ring:
-        check_ring(pool, dims, layer)
-        if dims.T > pool.length:
-            raise ValueError(
-                f"q: expected at most {pool.length} tokens, the length of the ring, got {dims.T}"
-            )
-        if parents is not None and pool.parents is None:
-            raise ValueError("parents: expected a ring that is made for trees, see make_ring_pool")
-    raw = Raw(q, k, v, a, b, A_log, dt_bias)
-    kv_layout = state_layout == STATE_LAYOUTS[0]
-    no_kernel = partial(kernels.unsupported, raw, pool, is_tree=parents is not None, kv_layout=kv_layout)
-    options = Options(
-        dims,
-        check_scale(scale, dims),
-        use_qk_l2norm,
-        allow_neg_eigval,
-        state_layout,
-        null_slot,
-        batch_invariant,
-        choose(implementation, no_kernel),
-    )
-    if ops.debug_checks_are_on():
-        shards.warn_of_gathered(pool, raw)
-    spans = (state_slots, num_accepted_tokens, num_tokens, parents)
-    spans = tuple(None if x is None else jnp.asarray(x) for x in spans)
-    return _verify(pool, raw, *spans, layer, options)
-
-
-def check_spans(
-    size: tuple[int, int], pool, state_slots, num_accepted_tokens, num_tokens, parents, null_slot
-) -> None:
-    """Checks the arguments [N] and [N, T] that say where the tokens of a call begin, end and follow one another."""
-    N, T = size
-    shape, letters = ((N,), "N") if isinstance(pool, RingPool) else ((N, T), "N, T")
-    check_slots(
-        "state_slots", state_slots, shape, letters, slot_count(pool), null_slot=null_slot, unique=True
-    )
-    check_integers("num_accepted_tokens", num_accepted_tokens, (N,), "N")
-    check_range("num_accepted_tokens", num_accepted_tokens, 1, T)
-    if num_tokens is not None:
-        check_integers("num_tokens", num_tokens, (N,), "N")
-        check_range("num_tokens", num_tokens, 0, T)
-    if parents is not None:
-        check_integers("parents", parents, (N, T), "N, T")
-        check_values(_check_parents, parents)
-
-
-def _check_parents(parents) -> None:
-    parents = np.asarray(parents)
-    if ((parents < -1) | (parents >= np.arange(parents.shape[1]))).any():
-        raise ValueError(
-            f"parents: expected an earlier token of the row for each, or -1, got {parents.tolist()}"
-        )
-
-
-def span_addresses(
-    pool: Any,
-    state_slots: Array,
-    num_accepted: Array,
-    num_tokens: Array | None,
-    null_slot: int | None,
-    layer: Any,
-) -> tuple[Address, Address]:
-    """Where each request starts [N], and where the state after each token goes [N, T]."""
-    T = state_slots.shape[1]
-    last = num_accepted.astype(jnp.int32) - 1
-    start = jnp.take_along_axis(state_slots, jnp.clip(last, 0, T - 1)[:, None], axis=1)[:, 0]
-    start = Address.of(start, pool, null_slot, layer).only((last >= 0) & (last < T))
-    is_token = start.is_slot[:, None] & token_mask(num_tokens, T)
-    return start, Address.of(state_slots, pool, null_slot, layer).only(is_token)
-
-
-def token_mask(num_tokens: Integer[Array, " N"] | None, T: int) -> Array:
-    """[N or 1, T]: which tokens there are."""
-    if num_tokens is None:
-        return jnp.ones((1, T), bool)
-    return jnp.arange(T) < num_tokens[:, None]
-
-
-def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tuple[Array, Array]:
-    """Applies step(state, token) -> (state, output) along the tokens of every request.
-
-    Args:
-      state: before the first token [N, ...].
-      tokens: a pytree of arrays [N, T, ...].
-      parents: [N, T], see `verify`; None for chains.
-
-    Returns:
-      The states after every token and the outputs, [N, T, ...].
-    """
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    if parents is None:
-
-        def follow(state, x):
-            state, o = step(state, x)
-            return state, (state, o)
-
-        _, (states, o) = lax.scan(follow, state, tokens)
-    else:
-        N, T = parents.shape
-        request = jnp.arange(N)
-        states = jnp.zeros((T + 1, *state.shape), state.dtype).at[0].set(state)
-
-        def branch(states, x):
-            t, parent, x = x
-            state, o = step(states[parent + 1, request], x)
-            return states.at[t + 1].set(state), o
-
-        states, o = lax.scan(branch, states, (jnp.arange(T), parents.T, tokens))
-        states = states[1:]
-    return jnp.moveaxis(states, 0, 1), jnp.moveaxis(o, 0, 1)
-
-
-@partial(jax.jit, static_argnums=7, donate_argnums=0, inline=True)
-def _verify(pool, raw: Raw, state_slots, num_accepted, num_tokens, parents, layer, options: Options):
-    others = (state_slots, num_accepted, num_tokens, parents, layer)
-    return shards.serve(_verify_on_shard, options, pool, raw, *others)
-
-
-def _verify_on_shard(options: Options, pool, raw: Raw, state_slots, num_accepted, num_tokens, parents, layer):
-    by_kernels = options.implementation == "mosaic_gpu"
-    if isinstance(pool, RingPool):
-        at = Address.of(state_slots, pool, options.null_slot, layer)
-        at = at.only((num_accepted >= 1) & (num_accepted <= options.dims.T))
-        if by_kernels:
-            if pool.parents is None:
-                return kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, None, options)
-            pool = ring.drop(pool, at, num_accepted)
-            o, pool = kernels.verify_on_ring(pool, raw, at, num_accepted, num_tokens, parents, options)
-            return o, ring.put_parents(pool, at, parents, options.dims.T)
-        o, pool = ring.verify(pool, raw, at, num_accepted, num_tokens, parents, options)
-    else:
-        at, after = span_addresses(pool, state_slots, num_accepted, num_tokens, options.null_slot, layer)
-        if by_kernels:
-            return kernels.verify(pool, raw, at, after, num_tokens, parents, options)
-        o, pool = _plain(pool, raw, at, after, parents, options)
-    is_token = token_mask(num_tokens, options.dims.T) & at.is_slot[:, None]
-    return jnp.where(is_token[..., None, None], o, 0).astype(raw.v.dtype), pool
-
-
-def _plain(pool, raw: Raw, start: Address, after: Address, parents, options: Options):
-    tokens = prepare(raw, pool, options)
-    h = options.swap(slots.take(pool, start).astype(tokens.g.dtype))
-
-    def along(h, tokens: Tokens, parents):
-        return walk(partial(step, options=options), h, tokens, parents)
-
-    h, o = by_row(along, options, h, tokens, parents)
-    return o, slots.put(pool, after, options.swap(h))
+    call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation)
+    memory = opened(pool, state_layout, null_slot)
+    spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
+    return serve("verify", call, Raw(q, k, v, a, b, A_log, dt_bias), memory, spans)

@@ -1,5 +1,4 @@
-"""Decode, verify, prefill and the convolution of a token by the kernels: which calls they take, and what stands
-between such a call and them.
+"""The pools with their operations by the kernels, and which calls these take.
 
 The kernels normalise q and k, know padding, and change the pool in place. Those of decode and verify make the gates,
 and a request's bits do not depend on the others. What is left for here is the cursors of rings, and requests that
@@ -7,320 +6,268 @@ write where others read: the kernels of a token read and write at once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from gdn_jax import ops
-from gdn_jax.serving import slots
-from gdn_jax.serving.pools import RingPool
+from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
+from gdn_jax.serving.ring import DeferredPool
+from gdn_jax.serving.ring_arrays import RingPool, drop, put_parents
 from gdn_jax.serving.slots import Address
-from gdn_jax.serving.tokens import Options, Raw
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
+from gdn_jax.serving.states import StatePool
+from gdn_jax.serving.tokens import Raw
+from gdn_jax.serving.windows import Channels, WindowPool
+from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 
 
-def unsupported(raw: Raw, pool: Any, *, is_tree: bool = False, kv_layout: bool = True) -> str | None:
-    """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can.
+class StateKernels(StatePool):
+    """A `StatePool` by kernels that read and write states in their slots."""
 
-    Args:
-      is_tree: whether it has parents.
-      kv_layout: whether states are [K, V], of which trees on a ring have to be.
-    """
-    from pallas_kernels.decode import ring_drafts, ring_step, step
-    from pallas_kernels.device.launch import device_reason
+    is_opaque: ClassVar[bool] = True
 
-    if isinstance(pool, RingPool):
-        reason = ring_step.check_supported(*raw[:3], pool.state, pool.k, pool.u, pool.g)
-        if reason is None and is_tree:
-            reason = ring_drafts.check_supported(*raw[:3], *pool[:3], kv_layout=kv_layout)
+    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+        """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
+        from pallas_kernels.decode import step
+
+        reason = step.check_supported(*tokens[:3], self.arrays, is_tree=_is_tree(where))
+        return reason or _gates_reason(tokens) or _reason(self)
+
+    def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+        """`serving.decode` of tokens [B, ...]."""
+        numbers = _int32(at.read_slots, self)
+        if at.write_slots is not None:
+            return _read_first(
+                self, at, lambda pool, read, write, layer: pool._token(call, raw, read, write, layer)
+            )
+        return self._token(call, raw, numbers, numbers, at.layer)
+
+    def _token(self, call: Call, raw: Raw, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
+        """A token of every request, none of which reads what another writes."""
+        from pallas_kernels.decode.step import Channels, step_of_channels
+
+        heads, K = tuple(x.shape[-2] for x in raw[:3]), raw.k.shape[-1]
+        x = raw.with_token_axis()
+        if x.qkv is None:
+            q, k, v, first = *(y.reshape(*y.shape[:2], -1) for y in x[:3]), Channels()
+        else:
+            q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=heads[0] * K, v=2 * heads[1] * K)
+        slots: dict[str, Any] = {
+            "read_slots": read,
+            "write_slots": write[:, None],
+            "null_slot": self.null_slot,
+        }
+        layout: dict[str, Any] = {"heads": heads, "first": first}
+        options = layout | slots | _options(call, raw, self, layer)
+        o, arrays = step_of_channels(q, k, v, x.a, x.b, self.arrays, **options)
+        return o[:, 0], self.holding(arrays)
+
+    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+        """`serving.verify` of tokens [N, T, ...]. No request reads what another writes."""
+        from pallas_kernels.decode.step import step
+
+        start, after = self.span(spans)
+        at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
+        at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
+        o, arrays = step(*raw[:5], self.arrays, **at, **_options(call, raw, self, spans.layer))
+        return o, self.holding(arrays)
+
+    def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
+        """Whether a call of `serving.prefill` runs by kernels that read and write the states of a pool themselves.
+
+        Raises:
+          NotImplementedError: the named implementation of the rule cannot run this call, with the reason.
+        """
+        from pallas_kernels.forward import rule
+
+        if call.batch_invariant or call.checkpoint_every:
+            return False
+        dims, cu_seqlens, S = tokens.dims, tokens.cu_seqlens, jax.ShapeDtypeStruct
+        initial = S((dims.N, *self.arrays.shape[-3:]), accumulation_dtype(*tokens[:5], self.arrays))
+        shapes = tokens._replace(initial_state=initial, cu_seqlens=S(cu_seqlens.shape, cu_seqlens.dtype))
+        options = call.scale, self.layout, call.chunk_size, call.implementation
+        runs = ops.check_call(shapes, *options)[2] == "mosaic_gpu"
+        return runs and not _varies(self) and rule.check_pool(dims, self.arrays, call.scale) is None
+
+    def prefill(self, call: PromptCall, tokens: RuleArrays, at: At) -> tuple[Float[Array, "1 T HO V"], Any]:
+        """`serving.prefill`. It cannot be differentiated."""
+        from pallas_kernels.forward import rule
+        from pallas_kernels.work.slots import PoolStates
+
+        write = None if at.write_slots is None else _int32(at.write_slots, self)
+        numbers = (_int32(at.read_slots, self), write, at.has_initial_state)
+        states = PoolStates.of(self.arrays, *numbers, null_slot=self.null_slot, layer=at.layer)
+        options: dict[str, Any] = dict(scale=call.scale, use_qk_l2norm=call.use_qk_l2norm)
+        options |= dict(state_layout=self.layout, interpret=interpreter.get())
+        o, places, _ = rule.forward(tokens._replace(initial_state=states), **options)
+        return o, self.holding(places.reshape(self.arrays.shape))
+
+
+class DeferredKernels(DeferredPool):
+    """A `DeferredPool` by kernels that read and append to rings in their slots."""
+
+    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+        """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
+        from pallas_kernels.decode import ring_drafts, ring_step
+
+        state, k, u, g, *_ = self.arrays
+        reason = ring_step.check_supported(*tokens[:3], state, k, u, g)
+        if reason is None and _is_tree(where):
+            kv_layout = self.layout == STATE_LAYOUTS[0]
+            reason = ring_drafts.check_supported(*tokens[:3], state, k, u, kv_layout=kv_layout)
             reason = reason and f"a tree of drafts on a ring: {reason}"
-    else:
-        reason = step.check_supported(*raw[:3], pool, is_tree=is_tree)
-    if reason is None and accumulation_dtype(*raw) != jnp.float32:
-        reason = "a gate is float64; the kernels compute in float32"
-    return reason or _varying_reason(pool) or device_reason()
+        return reason or _gates_reason(tokens) or _reason(self)
+
+    def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+        """A token in the ring of each request."""
+        from pallas_kernels.decode.ring_step import ring_step
+
+        options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
+        options |= {"drafts": None} | _options(call, raw, self, at.layer)
+        o, *arrays = ring_step(*raw.with_token_axis()[:5], *self.arrays[:5], **options)
+        return o[:, 0], self._with(arrays)
+
+    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+        """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first.
+
+        Of the last call's tokens the first that were accepted stay in the ring, or all that are left there. In a ring
+        that is made for trees these have been moved together before.
+        """
+        at, T = self._span(spans, raw), raw.q.shape[1]
+        if self.arrays.parents is None:
+            return self._append_drafts(call, raw, at, spans)
+        pool = self.holding(drop(self.arrays, at, spans.num_accepted_tokens))
+        o, pool = pool._append_drafts(call, raw, at, spans)
+        return o, self.holding(put_parents(pool.arrays, at, spans.parents, T))
+
+    def _append_drafts(self, call: Call, raw: Raw, at: Address, spans: Spans) -> tuple[Array, Any]:
+        from pallas_kernels.decode import ring_drafts, ring_step
+
+        T, arrays = raw.q.shape[1], list(self.arrays[:5])
+        num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
+        options: dict[str, Any] = {"read_slots": at.slot} | _options(call, raw, self, at.layer)
+        if not ring_drafts.check_supported(*raw[:3], *arrays[:3], kv_layout=options["kv_layout"]):
+            del options["kv_layout"]
+            options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
+            o, *arrays = ring_drafts.ring_drafts(*raw[:5], *arrays, **options)
+            return o, self._with(arrays)
+        outputs = []
+        for t in range(0, T, ring_step.MAX_TOKENS):
+            some = [x[:, t : t + ring_step.MAX_TOKENS] for x in raw[:5]]
+            options |= {"drafts": ring_step.Drafts(T, t), "accepted": None if t else accepted}
+            options["num_tokens"] = None if num_tokens is None else num_tokens - t
+            o, *arrays = ring_step.ring_step(*some, *arrays, **options)
+            outputs.append(o)
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(arrays)
+
+    def _with(self, arrays: list[Array]) -> StatePool:
+        """The pool with other arrays that a kernel has changed in place: all but the parents."""
+        return self.holding(RingPool._make((*arrays, self.arrays.parents)))
 
 
-def convolution_unsupported(pool: Array, x: Array, weight: Array, bias: Array | None) -> str | None:
-    """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
-    from pallas_kernels.decode import conv_update
-    from pallas_kernels.device.launch import device_reason
+class WindowKernels(WindowPool):
+    """A `WindowPool` by the kernel of a token."""
 
-    reason = conv_update.check_supported(x, pool, weight, bias)
-    return reason or _varying_reason(pool) or device_reason()
+    is_opaque: ClassVar[bool] = True
+
+    def unsupported(self, tokens: Channels, where: Any) -> str | None:
+        """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
+        from pallas_kernels.decode import conv_update
+
+        x, weight, bias, _ = tokens
+        return conv_update.check_supported(x, self.arrays, weight, bias) or _reason(self)
+
+    def decode(self, call: Any, raw: Channels, at: At) -> tuple[Float[Array, "B D"], Any]:
+        """`serving.causal_conv1d_update`."""
+        from pallas_kernels.decode.conv_update import conv_update
+
+        x, weight, bias, _ = raw
+
+        def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
+            options: dict[str, Any] = {"read_slots": read, "write_slots": write, "layer": layer}
+            options |= {"null_slot": pool.null_slot} | {
+                "silu": call == "silu",
+                "interpret": interpreter.get(),
+            }
+            y, arrays = conv_update(x, pool.arrays, weight, bias, **options)
+            return y, pool.holding(arrays)
+
+        if at.write_slots is not None:
+            return _read_first(self, at, run)
+        numbers = _int32(at.read_slots, self)
+        return run(self, numbers, numbers, at.layer)
 
 
-def _varying_reason(pool: Any) -> str | None:
-    if not _varies(pool):
-        return None
-    return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
-
-
-def _varies(pool: Any) -> bool:
-    """Whether JAX keeps in the pool's types the mesh axes that it varies over: it then refuses to let a kernel write
-    into the pool."""
-    return any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(pool))
-
-
-def _rule(raw: Raw, options: Options) -> dict[str, Any]:
-    """What the kernels are told of the rule."""
+def _options(call: Call, raw: Raw, pool: StatePool, layer: Any) -> dict[str, Any]:
+    """Options that the kernels of decode and verify have in common."""
     return {
         "A_log": raw.A_log,
         "dt_bias": raw.dt_bias,
-        "scale": options.scale,
-        "use_qk_l2norm": options.use_qk_l2norm,
-        "allow_neg_eigval": options.allow_neg_eigval,
-        "kv_layout": options.state_layout == STATE_LAYOUTS[0],
+        "scale": call.scale,
+        "use_qk_l2norm": call.use_qk_l2norm,
+        "allow_neg_eigval": call.allow_neg_eigval,
+        "kv_layout": pool.layout == STATE_LAYOUTS[0],
+        "layer": layer,
+        "interpret": interpreter.get(),
     }
 
 
-def _one_token(raw: Raw) -> Raw:
-    """Tokens [B, ..] as [B, 1, ..]."""
-    q, k, v, a, b = (x[:, None] for x in raw[:5])
-    return Raw(q, k, v, a, b, raw.A_log, raw.dt_bias)
+def _read_first(pool: Any, at: At, run: Callable[..., tuple[Array, Any]]) -> tuple[Array, Any]:
+    """Calls run(pool, read, write, layer), a kernel that reads and writes slots at once: outputs and the pool.
 
-
-def _int32(numbers: Array, pool: Any) -> Int[Array, " B"]:
-    """Slot numbers for a kernel. It makes padding of all that is outside the pool; int32 has to hold it for that."""
-    return numbers if numbers.dtype == jnp.int32 else Address.of(numbers, pool).slot
-
-
-def convolve(
-    static: tuple[str | None, int | None],
-    pool: Array,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    read_slots: Array,
-    write_slots: Array | None,
-    layer: Any,
-) -> tuple[Array, Array]:
-    """`serving.causal_conv1d_update`; static: its activation and null_slot."""
-    from pallas_kernels.decode.conv_update import conv_update
-
-    activation, null_slot = static
-
-    def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
-        at: dict[str, Any] = {
-            "read_slots": read,
-            "write_slots": write,
-            "layer": layer,
-            "null_slot": null_slot,
-        }
-        return conv_update(x, pool, weight, bias, silu=activation == "silu", **at)
-
-    return _in_slots(run, pool, read_slots, write_slots, layer, null_slot)
-
-
-def decode(
-    pool: Array,
-    raw: Raw,
-    read_slots: Array,
-    write_slots: Array | None,
-    layer: Any,
-    options: Options,
-    qkv: Array | None = None,
-) -> tuple[Array, Array]:
-    """`serving.decode` on a pool of states. The kernel reads q, k and v where they lie in qkv [B, D], if that is
-    given."""
-    from pallas_kernels.decode import step
-
-    one, common = _one_token(raw), _rule(raw, options)
-
-    def run(pool, read: Array, write: Array, layer: Any, null_slot: int | None):
-        at: dict[str, Any] = {"read_slots": read, "write_slots": write[:, None]}
-        at |= {"layer": layer, "null_slot": null_slot}
-        if qkv is None:
-            o, pool = step.step(*one[:5], pool, **common, **at)
-        else:
-            Hk, HV, K = options.dims.Hk, options.dims.HV, options.dims.K
-            at |= {"heads": (Hk, Hk, HV), "first": step.Channels(k=Hk * K, v=2 * Hk * K)}
-            x = qkv[:, None]
-            o, pool = step.step_of_channels(x, x, x, one.a, one.b, pool, **common, **at)
-        return o[:, 0], pool
-
-    return _in_slots(run, pool, read_slots, write_slots, layer, options.null_slot)
-
-
-def _in_slots(
-    run: Callable[..., tuple[Array, Array]],
-    pool: Array,
-    read_slots: Array,
-    write_slots: Array | None,
-    layer: Any,
-    null_slot: int | None,
-) -> tuple[Array, Array]:
-    """run(pool, read, write, layer, null_slot), a kernel that reads and writes slots at once: outputs and the pool.
-
-    Where a request writes what another reads, it runs on a pool of all states that are read.
+    Where a request writes what another reads, it runs on copies of all slots that are read.
     """
-    numbers = _int32(read_slots, pool)
-    if write_slots is None:
-        return run(pool, numbers, numbers, layer, null_slot)
-    read, write = slots.addresses(pool, read_slots, write_slots, null_slot, layer)
+    read, write = pool.addresses(at)
 
     def in_place(pool):
-        return run(pool, numbers, _int32(write_slots, pool), layer, null_slot)
+        return run(pool, _int32(at.read_slots, pool), _int32(at.write_slots, pool), at.layer)
 
-    def read_first(pool):
-        rows = jnp.arange(read_slots.shape[0], dtype=jnp.int32)
-        rows = jnp.where(read.is_slot, rows, slots.BEYOND)
-        o, states = run(slots.take(pool, read), rows, rows, None, None)
-        return o, slots.put(pool, write, states)
+    def on_copies(pool):
+        return pool.on_copies(at, lambda copies, at: run(copies, at.read_slots, at.read_slots, None))
 
-    return lax.cond(_writes_where_another_reads(read, write), read_first, in_place, pool)
-
-
-def _writes_where_another_reads(read: Address, write: Address) -> Array:
     same = (write.slot[:, None] == read.slot[None, :]) & write.is_slot[:, None]
-    return jnp.any(same & ~jnp.eye(same.shape[0], dtype=bool))
+    crossed = jnp.any(same & ~jnp.eye(same.shape[0], dtype=bool))
+    if interpreter.get() is not None:  # outside of a compiled function
+        return on_copies(pool) if crossed else in_place(pool)
+    return lax.cond(crossed, on_copies, in_place, pool)
 
 
-def verify(
-    pool: Array,
-    raw: Raw,
-    start: Address,
-    after: Address,
-    num_tokens: Array | None,
-    parents: Array | None,
-    options: Options,
-) -> tuple[Array, Array]:
-    """`serving.verify` on a pool with a state for each token. No request reads what another writes."""
-    from pallas_kernels.decode.step import step
-
-    at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot, "layer": start.layer}
-    if options.dims.T > 1:  # one token alone follows no other
-        at["parents"] = _int32_or_none(parents)
-    return step(*raw[:5], pool, **_rule(raw, options), **at, num_tokens=_int32_or_none(num_tokens))
+def _int32(numbers: Any, pool: StatePool) -> Int[Array, " B"]:
+    """Slot numbers for a kernel. It makes padding of all that is outside the pool; int32 has to hold it for that."""
+    return numbers if numbers.dtype == jnp.int32 else Address.of(numbers, pool.arrays).slot
 
 
-def _int32_or_none(x: Array | None) -> Array | None:
+def _int32_or_none(x: Any) -> Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def decode_on_ring(
-    pool: RingPool, raw: Raw, numbers: Array, layer: Any, options: Options
-) -> tuple[Array, RingPool]:
-    """`serving.decode` on a `RingPool`, without write_slots."""
-    from pallas_kernels.decode import ring_step
-
-    o, *after = ring_step.ring_step(
-        *_one_token(raw)[:5],
-        *pool[:5],
-        read_slots=_int32(numbers, pool),
-        drafts=None,
-        layer=layer,
-        null_slot=options.null_slot,
-        **_rule(raw, options),
-    )
-    return o[:, 0], RingPool._make((*after, pool.parents))
+def _parents(raw: Raw, spans: Spans) -> Array | None:
+    """Parents for a kernel, to which one token alone follows no other."""
+    return _int32_or_none(spans.parents) if raw.q.shape[1] > 1 else None
 
 
-def verify_on_ring(
-    pool: RingPool,
-    raw: Raw,
-    at: Address,
-    num_accepted: Array,
-    num_tokens: Array | None,
-    parents: Array | None,
-    options: Options,
-) -> tuple[Array, RingPool]:
-    """`serving.verify` on a `RingPool`. Where T more tokens find no room, the accepted ones are flushed first.
-
-    Parents are those of the new tokens. Of the last call's, the first num_accepted in the ring stay, or all that are
-    left there.
-    """
-    from pallas_kernels.decode import ring_drafts, ring_step
-
-    T, rule = options.dims.T, _rule(raw, options)
-    num_tokens, accepted = (None if x is None else x.astype(jnp.int32) for x in (num_tokens, num_accepted))
-    if ring_drafts.check_supported(*raw[:3], *pool[:3], kv_layout=rule["kv_layout"]) is None:
-        del rule["kv_layout"]
-        spans: dict[str, Any] = {"accepted": accepted, "num_tokens": num_tokens, "layer": at.layer}
-        spans["parents"] = _int32_or_none(parents) if T > 1 else None  # one token alone follows no other
-        o, *arrays = ring_drafts.ring_drafts(*raw[:5], *pool[:5], read_slots=at.slot, **spans, **rule)
-        return o, RingPool._make((*arrays, pool.parents))
-    arrays, outputs = list(pool[:5]), []
-    for t in range(0, T, ring_step.MAX_TOKENS):
-        some = slice(t, t + ring_step.MAX_TOKENS)
-        o, *arrays = ring_step.ring_step(
-            *(x[:, some] for x in raw[:5]),
-            *arrays,
-            drafts=ring_step.Drafts(T, t),
-            read_slots=at.slot,
-            accepted=None if t else accepted,
-            num_tokens=None if num_tokens is None else num_tokens - t,
-            layer=at.layer,
-            **rule,
-        )
-        outputs.append(o)
-    o = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1)
-    return o, RingPool._make((*arrays, pool.parents))
+def _is_tree(where: At | Spans) -> bool:
+    return isinstance(where, Spans) and where.parents is not None
 
 
-Tokens = tuple[Array, Array, Array, Array | None, Array | None]
-"""q, k, v, g and beta of packed rows."""
+def _gates_reason(raw: Raw) -> str | None:
+    wide = accumulation_dtype(*raw) != jnp.float32
+    return "a gate is float64; the kernels compute in float32" if wide else None
 
 
-class PromptOptions(NamedTuple):
-    """Static options of a call of `prefill`."""
+def _reason(pool: StatePool) -> str | None:
+    """Why no kernel can change the pool in place on JAX's default device; None if one can."""
+    from pallas_kernels.device.launch import device_reason
 
-    scale: float
-    use_qk_l2norm: bool
-    state_layout: str
-    null_slot: int | None
-
-
-def take_prompts(
-    dims: Dims,
-    tokens: Tokens,
-    cu_seqlens: Any,
-    pool: Any,
-    options: PromptOptions,
-    chunk_size: int,
-    implementation: str | None,
-) -> bool:
-    """Whether a call of `serving.prefill` runs by kernels that read and write the states of a pool themselves.
-
-    Where it does not, `gated_delta_rule` runs on states that are taken out of the pool.
-
-    Raises:
-      NotImplementedError: the named implementation of the rule cannot run this call, with the reason.
-    """
-    from pallas_kernels.forward import rule
-
-    shape = (dims.N, *pool.shape[-3:])
-    initial = jax.ShapeDtypeStruct(shape, accumulation_dtype(*tokens, pool))
-    arrays = RuleArrays(*tokens, initial_state=initial, cu_seqlens=cu_seqlens, segment_ids=None)
-    call = options.scale, options.state_layout, chunk_size, implementation
-    by_kernels = ops.check_call(arrays, *call)[2] == "mosaic_gpu"
-    return by_kernels and not _varies(pool) and rule.check_pool(dims, pool, options.scale) is None
+    if _varies(pool):
+        return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
+    return None if interpreter.get() is not None else device_reason()
 
 
-def prefill(
-    options: PromptOptions,
-    pool: Array,
-    tokens: Tokens,
-    cu_seqlens: Array,
-    read_slots: Array,
-    write_slots: Array | None,
-    has_initial_state: Array | None,
-    layer: Any,
-) -> tuple[Array, Array]:
-    """`serving.prefill` on a pool of states. It cannot be differentiated."""
-    from pallas_kernels.forward import rule
-    from pallas_kernels.work.slots import PoolStates
-
-    write = None if write_slots is None else _int32(write_slots, pool)
-    numbers = (_int32(read_slots, pool), write, has_initial_state)
-    states = PoolStates.of(pool, *numbers, null_slot=options.null_slot, layer=layer)
-    o, places, _ = rule.forward(
-        RuleArrays(*tokens, states, cu_seqlens, None),
-        scale=options.scale,
-        use_qk_l2norm=options.use_qk_l2norm,
-        state_layout=options.state_layout,
-    )
-    return o, places.reshape(pool.shape)
+def _varies(pool: StatePool) -> bool:
+    """Whether JAX keeps in the pool's types the mesh axes that it varies over: it then refuses to let a kernel write
+    into the pool."""
+    return any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(pool))

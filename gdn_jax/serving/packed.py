@@ -12,12 +12,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from gdn_jax.gates import log_decay_from_alpha
-from gdn_jax.serving.pools import RingPool
-from gdn_jax.serving.prompts import Pool, prefill
+from gdn_jax.serving import shards
+from gdn_jax.serving.call import At, Call
+from gdn_jax.serving.pools import Arrays, opened, serve
+from gdn_jax.serving.prompts import prefill
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.step import decode_raw
+from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.tokens import Raw
-from gdn_jax.shapes import STATE_LAYOUTS, check_array, check_choice
+from gdn_jax.shapes import STATE_LAYOUTS, check_array
 
 
 def prefill_packed(
@@ -25,7 +27,7 @@ def prefill_packed(
     decay: Float[Array, "T HV"],
     beta: Float[Array, "T HV"],
     row_offsets: Integer[Array, " N1"] | Integer[np.ndarray, " N1"],
-    pool: Pool,
+    pool: Arrays,
     *,
     read_slots: Indices,
     write_slots: Indices | None = None,
@@ -33,7 +35,7 @@ def prefill_packed(
     scale: float | None = None,
     state_layout: str = "kv",
     **options: Any,
-) -> tuple[Float[Array, "T HV_V"], Pool]:
+) -> tuple[Float[Array, "T HV_V"], Arrays]:
     """Pass 2 of the two-pass prefill: the rule on the output of the convolution. The pool is donated.
 
     Queries and keys are normalised and queries scaled inside. The widths of the heads are the pool's; what channels
@@ -58,7 +60,7 @@ def prefill_packed(
     Source: Modular's `gated_delta`. Its documentation calls the decay exp(-softplus), which leaves out the learned
       rate: it is exp(-exp(A_log) softplus(a + dt_bias)).
     """
-    q, k, v = _heads(qkv, pool, state_layout)
+    q, k, v = _heads(qkv, opened(pool, state_layout))
     T, HV, V = v.shape
     for name, x in (("decay", decay), ("beta", beta)):
         check_array(name, x, (T, HV), "T, HV")
@@ -85,13 +87,17 @@ def decode_packed(
     qkv: Float[Array, "B D"],
     a: Float[Array, "B HV"],
     b: Float[Array, "B HV"],
-    pool: Pool,
+    pool: Arrays,
     *,
-    state_layout: str = "kv",
     A_log: Float[Array, " HV"],
     dt_bias: Float[Array, " HV"],
+    read_slots: Indices,
+    write_slots: Indices | None = None,
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
     **options: Any,
-) -> tuple[Float[Array, "B HV V"], Pool]:
+) -> tuple[Float[Array, "B HV V"], Arrays]:
     """`decode` of queries, keys and values in one array, as `causal_conv1d_update` gives them. The pool is donated.
 
     The kernel reads them where they lie. The widths of the heads are the pool's; what channels are left make the key
@@ -99,7 +105,7 @@ def decode_packed(
 
     Args:
       qkv: [B, 2 Hk K + HV V], queries, keys and values of every request.
-      a, b, pool, A_log, dt_bias, state_layout: as for `decode`.
+      a, b, pool, A_log, dt_bias, read_slots, write_slots, state_layout, null_slot, layer: as for `decode`.
       options: the other options of `decode`.
 
     Returns:
@@ -108,22 +114,21 @@ def decode_packed(
     Raises:
       ValueError, NotImplementedError: as for `decode`.
     """
-    raw = Raw(*_heads(qkv, pool, state_layout), a, b, A_log, dt_bias)
-    return decode_raw(raw, pool, qkv, state_layout=state_layout, **options)
+    memory = opened(pool, state_layout, null_slot)
+    raw = Raw(*_heads(qkv, memory), a, b, A_log, dt_bias, None if shards.is_split(memory, qkv) else qkv)
+    return serve("decode", Call(**options), raw, memory, At(read_slots, write_slots, layer))
 
 
 def _heads(
-    qkv: Float[Array, "T D"], pool: Pool, state_layout: str
+    qkv: Float[Array, "T D"], pool: StatePool
 ) -> tuple[Float[Array, "T Hk K"], Float[Array, "T Hk K"], Float[Array, "T HV V"]]:
     """Queries, keys and values of packed channels.
 
     Raises:
       ValueError: the channels are not those of the pool's heads.
     """
-    check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    states = pool.state if isinstance(pool, RingPool) else pool
-    HV, *widths = states.shape[-3:]
-    K, V = widths if state_layout == "kv" else widths[::-1]
+    HV, *widths = pool.states.shape[-3:]
+    K, V = widths if pool.layout == STATE_LAYOUTS[0] else widths[::-1]
     check_array("qkv", qkv, (None, None), "T, D")
     T, D = qkv.shape
     key_dim, rest = divmod(D - HV * V, 2)

@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, slots: Indices, pool: Any, null_slot: int | None = None, layer: Any = None) -> "Address":
-        """Of slot numbers of any integer dtype."""
+        """Address of slots by numbers of any integer dtype."""
         slots, size = jnp.asarray(slots), slot_count(pool)
         is_slot = (slots >= 0) & (slots < size)
         if null_slot is not None:
@@ -52,18 +52,8 @@ class Address(NamedTuple):
 
     @property
     def where(self) -> tuple:
-        """What an array of the pool is indexed by."""
+        """Index of the slots in an array of the pool."""
         return (self.slot,) if self.layer is None else (self.slot, self.layer)
-
-
-def addresses(
-    pool: Any, read_slots: Array, write_slots: Array | None, null_slot: int | None, layer: Any
-) -> tuple[Address, Address]:
-    """Where a call reads and where it writes; it writes nothing for a request that it does not read."""
-    read = Address.of(read_slots, pool, null_slot, layer)
-    if write_slots is None:
-        return read, read
-    return read, Address.of(write_slots, pool, null_slot, layer).only(read.is_slot)
 
 
 def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
@@ -80,7 +70,7 @@ def rows_of(x: Array, rows: Int[Array, "..."], fill: Any = 0) -> Array:
 
 
 def take(pool: Any, at: Address) -> Any:
-    """What the slots hold, zeros for padding: the pool's arrays with the slots' shape in place of the slot axis."""
+    """Reads slots, zeros for padding: the pool's arrays with the slots' shape in place of the slot axis."""
     return jax.tree.map(lambda x: x.at[at.where].get(mode="fill", fill_value=0), pool)
 
 
@@ -90,7 +80,7 @@ def put(pool: Any, at: Address, rows: Any) -> Any:
 
 
 def take_slots(pool: Any, slots: Indices, *, null_slot: int | None = None) -> Any:
-    """What some slots hold, for instance to keep a request elsewhere while its slot serves another.
+    """Reads some slots, for instance to keep a request elsewhere while its slot serves another.
 
     Args:
       pool: an array or a pytree of arrays [slots, ...], also a `RingPool`.

@@ -1,7 +1,7 @@
-"""Tokens as the rule takes them: gates from raw a and b, unit queries and keys, heads that are shared not repeated.
+"""Tokens as a caller gives them and as the rule takes them: gates from raw a and b, unit queries and keys.
 
-All of it in float32, or float64 where an argument is: no gate and no norm is rounded between its input and its last
-use, whatever the dtypes of the inputs and of the pool.
+All of it is computed in float32, or float64 where an argument is: no gate and no norm is rounded between its input
+and its last use, whatever the dtypes of the inputs and of the pool. Heads that are shared are not repeated.
 """
 
 from collections.abc import Callable
@@ -12,42 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax import gates, reference
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, split_heads
-
-
-class Options(NamedTuple):
-    """Static options of a call."""
-
-    dims: Dims
-    scale: float
-    use_qk_l2norm: bool
-    allow_neg_eigval: bool
-    state_layout: str
-    null_slot: int | None
-    batch_invariant: bool
-    implementation: str
-    """"mosaic_gpu" or "xla"."""
-
-    def of_heads(self, raw: "Raw") -> "Options":
-        """The same for a call with some of the heads, those of raw."""
-        Hq, Hk, HV = (x.shape[-2] for x in raw[:3])
-        return self._replace(dims=self.dims._replace(Hq=Hq, Hk=Hk, HV=HV, HO=max(Hq, HV)))
-
-    @property
-    def head_counts(self) -> tuple[int, int, int, int]:
-        return (self.dims.Hq, self.dims.Hk, self.dims.HV, self.dims.HO)
-
-    def split(self, x: Array) -> Array:
-        """The head axis, which is the first after that of requests, as axes that broadcast: see `split_heads`."""
-        return split_heads(x, 1, self.head_counts)
-
-    def join(self, x: Array, widths: int) -> Array:
-        """`split` of an array with all HO heads undone; widths: axes behind the heads."""
-        return x.reshape(x.shape[0], self.dims.HO, *x.shape[x.ndim - widths :])
-
-    def swap(self, h: Array) -> Array:
-        """Between [.., K, V] and the caller's layout; its own inverse."""
-        return h if self.state_layout == STATE_LAYOUTS[0] else jnp.swapaxes(h, -1, -2)
+from gdn_jax.serving.call import Call
+from gdn_jax.shapes import accumulation_dtype, split_heads
 
 
 class Raw(NamedTuple):
@@ -60,6 +26,14 @@ class Raw(NamedTuple):
     b: Array
     A_log: Array
     dt_bias: Array
+    qkv: Array | None = None
+    """An array [..., D] whose channels q, k and v are, one behind the other, if there is one. A kernel then reads
+    them there, and q, k and v are never made."""
+
+    def with_token_axis(self) -> "Raw":
+        """One token of every request, [B, ...], as [B, 1, ...]."""
+        q, k, v, a, b = (x[:, None] for x in self[:5])
+        return Raw(q, k, v, a, b, self.A_log, self.dt_bias, None if self.qkv is None else self.qkv[:, None])
 
 
 class Tokens(NamedTuple):
@@ -71,34 +45,42 @@ class Tokens(NamedTuple):
     g: Float[Array, "*B HO"]
     beta: Float[Array, "*B HO"]
 
+    def split(self, x: Array) -> Array:
+        """The head axis of an array [B, heads, ...], as axes that broadcast: see `split_heads`."""
+        return split_heads(x, 1, (*(y.shape[-2] for y in self[:3]), self.g.shape[-1]))
 
-def prepare(raw: Raw, pool: Any, options: Options) -> Tokens:
-    """Gates, norms and dtypes; pool counts for the dtype alone."""
-    dtype = accumulation_dtype(*raw, pool)
+
+def prepare(raw: Raw, states: Any, call: Call) -> Tokens:
+    """Gates, norms and dtypes.
+
+    Args:
+      states: anything that has the dtype of the states.
+    """
+    dtype = accumulation_dtype(*raw, states)
     q, k, v = (x.astype(dtype) for x in raw[:3])
-    if options.use_qk_l2norm:
+    if call.use_qk_l2norm:
         q, k = gates.l2norm(q), gates.l2norm(k)
     g = gates.log_decay(raw.a.astype(dtype), raw.A_log, raw.dt_bias)
-    beta = gates.write_strength(raw.b.astype(dtype), allow_neg_eigval=options.allow_neg_eigval)
+    beta = gates.write_strength(raw.b.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)
     return Tokens(q, k, v, g, beta)
 
 
-def step(h: Float[Array, "B HO K V"], x: Tokens, options: Options) -> tuple[Array, Array]:
+def step(h: Float[Array, "B HO K V"], x: Tokens, call: Call) -> tuple[Array, Array]:
     """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
-    h, o = reference.recurrent_step(options.split(h), *map(options.split, x), scale=options.scale)
-    return options.join(h, 2), options.join(o, 1)
+    new, o = reference.recurrent_step(x.split(h), *map(x.split, x), scale=call.scale)
+    return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
 
 
-def by_row(f: Callable, options: Options, *rows: Any) -> Any:
+def by_row(f: Callable, call: Call, *rows: Any) -> Any:
     """f over requests, the leading axis of its arguments and results: all at once, or one after the other.
 
     One after the other, every request meets the same compiled code, whatever else is in the batch and however many
     there are: its bits do not depend on its neighbours. A lone request gets a neighbour, because a loop of one
     iteration would be compiled as no loop at all.
     """
-    if not options.batch_invariant:
+    if not call.batch_invariant:
         return f(*rows)
-    B = options.dims.B
+    B = jax.tree.leaves(rows)[0].shape[0]
     if B == 1:
         rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), rows)
 
@@ -109,9 +91,43 @@ def by_row(f: Callable, options: Options, *rows: Any) -> Any:
 
 
 def alone(f: Callable) -> Callable:
-    """f, compiled without regard to where its arguments come from and where its results go."""
+    """The function compiled without regard to where its arguments come from and where its results go."""
 
     def g(*args):
         return jax.lax.optimization_barrier(f(*jax.lax.optimization_barrier(args)))
 
     return g
+
+
+def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tuple[Array, Array]:
+    """Applies step(state, token) -> (state, output) along the tokens of every request.
+
+    Args:
+      state: before the first token [N, ...].
+      tokens: a pytree of arrays [N, T, ...].
+      parents: [N, T], see `verify`; None for chains.
+
+    Returns:
+      The states after every token and the outputs, [N, T, ...].
+    """
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    if parents is None:
+
+        def follow(state, x):
+            state, o = step(state, x)
+            return state, (state, o)
+
+        _, (states, o) = jax.lax.scan(follow, state, tokens)
+    else:
+        N, T = parents.shape
+        request = jnp.arange(N)
+        states = jnp.zeros((T + 1, *state.shape), state.dtype).at[0].set(state)
+
+        def branch(states, x):
+            t, parent, x = x
+            state, o = step(states[parent + 1, request], x)
+            return states.at[t + 1].set(state), o
+
+        states, o = jax.lax.scan(branch, states, (jnp.arange(T), parents.T, tokens))
+        states = states[1:]
+    return jnp.moveaxis(states, 0, 1), jnp.moveaxis(o, 0, 1)

@@ -1,0 +1,50 @@
+"""The pool of the short convolution: a slot holds the last W - 1 inputs of a request, oldest first."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax import conv
+from gdn_jax.serving import slots
+from gdn_jax.serving.call import At, Spans
+from gdn_jax.serving.states import StatePool
+from gdn_jax.serving.tokens import walk
+
+
+class Channels(NamedTuple):
+    """Inputs [..., D] of the convolution, and its filters."""
+
+    x: Array
+    weight: Float[Array, "D W"]
+    bias: Float[Array, " D"] | None
+    cu_seqlens: Any = None
+
+
+class WindowPool(StatePool):
+    """An array of windows [slots, D, W - 1]. The one option of its operations is the activation."""
+
+    names: ClassVar[Any] = "d ."
+
+    def advance(self, call: Any, raw: Any, states: Array, spans: Spans | None) -> tuple[Array, Array]:
+        """Outputs of a token of every request and the windows after it, or with spans those of each token."""
+        x, weight, bias, _ = raw
+
+        def one(window, x):
+            y, window = conv.causal_conv1d_update(x, window, weight, bias, activation=call)
+            return window, y
+
+        windows, y = one(states, x) if spans is None else walk(one, states, x, spans.parents)
+        return y, windows
+
+    def prefill(self, call: Any, tokens: Channels, at: At) -> tuple[Float[Array, "1 T D"], Any]:
+        """`serving.causal_conv1d`."""
+        read, write = self.addresses(at)
+        x, weight, bias, cu_seqlens = tokens
+        windows = self.take(read)
+        if at.has_initial_state is not None:
+            windows = jnp.where(at.has_initial_state[:, None, None], windows, 0)
+        options = dict(activation=call, initial_state=windows, cu_seqlens=cu_seqlens)
+        y, windows = conv.causal_conv1d(x, weight, bias, **options)
+        y = jnp.where(slots.is_real(cu_seqlens, read, x.shape[1])[:, None], y, 0)
+        return y, self.put(write, windows)

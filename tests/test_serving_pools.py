@@ -1,0 +1,99 @@
+"""A new kind of pool is a class and an entry: 8-bit states with a scale for each head, by the public calls."""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving_cases import HK, HV, K, V, assert_same_bits, draw, draw_pool, one
+
+from gdn_jax import serving
+from gdn_jax.serving import pools, slots
+from gdn_jax.serving.states import StatePool
+
+
+class ByteStates(NamedTuple):
+    codes: Any
+    scale: Any
+
+
+class BytePool(StatePool):
+    names: ClassVar[Any] = ByteStates("h . .", "h . .")
+
+    @property
+    def states(self):
+        return self.arrays.codes
+
+    def check(self, dims, layer):
+        assert self.states.dtype == jnp.int8
+
+    def take(self, at):
+        codes, scale = slots.take(self.arrays, at)
+        return codes.astype(jnp.float32) * scale
+
+    def put(self, at, states):
+        scale = jnp.max(jnp.abs(states), (-2, -1), keepdims=True) / 127
+        codes = jnp.round(states / jnp.where(scale == 0, 1, scale))
+        return self.holding(slots.put(self.arrays, at, ByteStates(codes, scale)))
+
+
+READ, WRITE = np.array([3, -1, 0]), np.array([3, 1, 6])
+SPANS = dict(state_slots=np.array([[3, 4], [-1, -1], [0, 5]]), num_accepted_tokens=np.array([1, 1, 1]))
+
+
+@pytest.fixture
+def start(monkeypatch, no_type_checks):
+    """A pool whose states are whole numbers of steps."""
+    monkeypatch.setitem(pools.KINDS, ByteStates, BytePool)
+    scale = np.full((8, HV, 1, 1), 0.25, np.float32)
+    return ByteStates(np.clip(np.round(draw_pool(8) * 40), -127, 127).astype(np.int8), scale)
+
+
+def served(call, start):
+    """Outputs and the states that are left, of a pool of bytes and of the same states in float32."""
+    states = start.codes * start.scale
+    (o, new), (want_o, want) = (call(jnp.array(states) if x is states else x) for x in (start, states))
+    return (o, np.asarray(new.codes * new.scale)), (np.asarray(want_o), np.asarray(want)), states
+
+
+CALLS = {
+    "decode": lambda x, pool: serving.decode(*one(x), pool, **x.gates, read_slots=READ, write_slots=WRITE),
+    "verify": lambda x, pool: serving.verify(*map(jnp.asarray, x.tokens), pool, **x.gates, **SPANS),
+    "prefill": lambda x, pool: serving.prefill(
+        *(jnp.asarray(y).reshape(1, 6, *y.shape[2:]) for y in x.tokens[:3]),
+        None,
+        None,
+        np.array([0, 2, 4, 6]),
+        pool,
+        read_slots=READ,
+        write_slots=WRITE,
+        scale=0.1,
+        use_qk_l2norm=True,
+    ),
+    "packed": lambda x, pool: serving.decode_packed(
+        jnp.concatenate([y.reshape(3, -1) for y in one(x)[:3]], -1),
+        *one(x)[3:],
+        pool,
+        **x.gates,
+        read_slots=READ,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pool_of_bytes(name, start):
+    """The same outputs, from the same states; new states are rounded to a step of their head."""
+    x = draw(3, 2, heads=(HK, HV), widths=(K, V))
+    (o, new), (want_o, want), before = served(lambda pool: CALLS[name](x, pool), start)
+    assert_same_bits(want_o, o)
+    changed = (new != before).any((1, 2, 3))
+    assert changed.any() and (changed == (want != before).any((1, 2, 3))).all()
+    step = np.abs(want).max((-2, -1), keepdims=True) / 127
+    assert (np.abs(new - want)[changed] <= 0.51 * np.broadcast_to(step, want.shape)[changed]).all()
+    assert_same_bits(before[~changed], new[~changed])
+
+
+def test_no_kernel_takes_it(start):
+    x = draw(3, 1)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': no kernel reads a BytePool"):
+        serving.decode(*one(x), start, **x.gates, read_slots=READ, implementation="mosaic_gpu")
