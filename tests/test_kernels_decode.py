@@ -3,6 +3,7 @@ when lowered, and refused with a reason."""
 
 import dataclasses
 import re
+import traceback
 from functools import partial
 
 import harness
@@ -17,6 +18,7 @@ from tolerances import assert_close
 
 from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
+from gdn_jax.serving import shards
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
 from pallas_kernels.device import launch
@@ -216,6 +218,27 @@ def test_kernels_run_unasked():
         lowered = jax.jit(partial(pool_steps.serve, case)).trace(pool_steps.draw(case))
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == runs
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_call_is_a_few_frames_from_its_kernel(monkeypatch):
+    """Counted where the kernel is made, that call among them; JAX's own frames are left out."""
+    found = []
+
+    def kernel(*args, **options):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        found.append(1 + sum("/gdn_jax/" in file or "/pallas_kernels/" in file for file in files))
+        raise InterruptedError
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
+    for case in (Case("token"), Case("drafts", T=4)):
+        with pytest.raises(InterruptedError):
+            pool_steps.serve(case, pool_steps.draw(case), **KERNELS)
+    with pytest.raises(InterruptedError):
+        case, x = RING_CASES[0][0], pool_steps.draw_ring(*RING_CASES[0])
+        pool_steps.serve_ring(case, x, pool_steps.ring_pool(case, x), **KERNELS)
+    assert max(found) <= 12, found
 
 
 @pytest.mark.parametrize(

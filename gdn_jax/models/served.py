@@ -17,7 +17,7 @@ from gdn_jax.serving.pools import draft_slots
 
 
 class LayerPools(NamedTuple):
-    """What the slots hold for one layer."""
+    """Contents of the slots for one layer."""
 
     conv: Float[Array, "slots D W1"]
     state: Float[Array, "slots HO K V"] | serving.RingPool

@@ -30,7 +30,7 @@ class QueueFull(RuntimeError):
 
 
 class _State(NamedTuple):
-    """What a slot holds: the model's memory of a request, and the request's newest token."""
+    """Contents of the slots: the model's memory of a request, and the request's newest token."""
 
     pools: Any
     newest: jax.Array
@@ -50,7 +50,7 @@ class _Request:
     """New tokens that have been read."""
     slot: int | None = None
     kept: Any = None
-    """What the slot held, while another request uses it."""
+    """Contents of the slot, while another request uses it."""
     is_done: bool = False
 
 

@@ -1,6 +1,6 @@
-"""What a call of a serving operation is given beside tokens and a pool: options, and where its states lie.
+"""Options of a call of a serving operation, and where its states lie.
 
-Options are fixed in the program that runs; places are arrays of its own. Both are checked here, once.
+A program is made for its options, and is given the places as arrays. Both are checked here, once.
 """
 
 from collections.abc import Iterator
@@ -46,11 +46,7 @@ class Call:
     implementation: str | None = None
 
     def checked(self, dims: Dims) -> Any:
-        """The same with the factor of the output as a number.
-
-        Raises:
-          ValueError: it is none.
-        """
+        """The same options with the factor of the output as a number; raises ValueError where it is none."""
         return replace(self, scale=check_scale(self.scale, dims))
 
 

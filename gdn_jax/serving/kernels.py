@@ -38,32 +38,22 @@ class StateKernels(StatePool):
 
     def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
-        numbers = _int32(at.read_slots, self)
-        if at.write_slots is not None:
-            return _read_first(
-                self, at, lambda pool, read, write, layer: pool._token(call, raw, read, write, layer)
-            )
-        return self._token(call, raw, numbers, numbers, at.layer)
-
-    def _token(self, call: Call, raw: Raw, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
-        """A token of every request, none of which reads what another writes."""
         from pallas_kernels.decode.step import Channels, step_of_channels
 
-        heads, K = tuple(x.shape[-2] for x in raw[:3]), raw.k.shape[-1]
-        x = raw.with_token_axis()
-        if x.qkv is None:
-            q, k, v, first = *(y.reshape(*y.shape[:2], -1) for y in x[:3]), Channels()
-        else:
-            q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=heads[0] * K, v=2 * heads[1] * K)
-        slots: dict[str, Any] = {
-            "read_slots": read,
-            "write_slots": write[:, None],
-            "null_slot": self.null_slot,
-        }
-        layout: dict[str, Any] = {"heads": heads, "first": first}
-        options = layout | slots | _options(call, raw, self, layer)
-        o, arrays = step_of_channels(q, k, v, x.a, x.b, self.arrays, **options)
-        return o[:, 0], self.holding(arrays)
+        (Hq, Hk, HV), K = (x.shape[-2] for x in raw[:3]), raw.k.shape[-1]
+        x, first = raw.with_token_axis(), Channels()
+        q, k, v = (y.reshape(*y.shape[:2], -1) for y in x[:3])
+        if x.qkv is not None:
+            q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
+        heads: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first}
+        options = heads | _options(call, raw, self)
+
+        def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
+            slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
+            o, arrays = step_of_channels(q, k, v, x.a, x.b, pool.arrays, **slots, **options, layer=layer)
+            return o[:, 0], pool.holding(arrays)
+
+        return _in_slots(self, at, run)
 
     def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. No request reads what another writes."""
@@ -72,7 +62,7 @@ class StateKernels(StatePool):
         start, after = self.span(spans)
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
-        o, arrays = step(*raw[:5], self.arrays, **at, **_options(call, raw, self, spans.layer))
+        o, arrays = step(*raw[:5], self.arrays, **at, **_options(call, raw, self), layer=spans.layer)
         return o, self.holding(arrays)
 
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
@@ -126,7 +116,7 @@ class DeferredKernels(DeferredPool):
         from pallas_kernels.decode.ring_step import ring_step
 
         options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
-        options |= {"drafts": None} | _options(call, raw, self, at.layer)
+        options |= {"drafts": None, "layer": at.layer} | _options(call, raw, self)
         o, *arrays = ring_step(*raw.with_token_axis()[:5], *self.arrays[:5], **options)
         return o[:, 0], self._with(arrays)
 
@@ -148,7 +138,7 @@ class DeferredKernels(DeferredPool):
 
         T, arrays = raw.q.shape[1], list(self.arrays[:5])
         num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
-        options: dict[str, Any] = {"read_slots": at.slot} | _options(call, raw, self, at.layer)
+        options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, raw, self)
         if not ring_drafts.check_supported(*raw[:3], *arrays[:3], kv_layout=options["kv_layout"]):
             del options["kv_layout"]
             options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
@@ -187,21 +177,15 @@ class WindowKernels(WindowPool):
         x, weight, bias, _ = raw
 
         def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
-            options: dict[str, Any] = {"read_slots": read, "write_slots": write, "layer": layer}
-            options |= {"null_slot": pool.null_slot} | {
-                "silu": call == "silu",
-                "interpret": interpreter.get(),
-            }
-            y, arrays = conv_update(x, pool.arrays, weight, bias, **options)
+            slots = {"read_slots": read, "write_slots": write, "null_slot": pool.null_slot}
+            options: dict[str, Any] = {"silu": call == "silu", "interpret": interpreter.get()}
+            y, arrays = conv_update(x, pool.arrays, weight, bias, **slots, **options, layer=layer)
             return y, pool.holding(arrays)
 
-        if at.write_slots is not None:
-            return _read_first(self, at, run)
-        numbers = _int32(at.read_slots, self)
-        return run(self, numbers, numbers, at.layer)
+        return _in_slots(self, at, run)
 
 
-def _options(call: Call, raw: Raw, pool: StatePool, layer: Any) -> dict[str, Any]:
+def _options(call: Call, raw: Raw, pool: StatePool) -> dict[str, Any]:
     """Options that the kernels of decode and verify have in common."""
     return {
         "A_log": raw.A_log,
@@ -210,20 +194,22 @@ def _options(call: Call, raw: Raw, pool: StatePool, layer: Any) -> dict[str, Any
         "use_qk_l2norm": call.use_qk_l2norm,
         "allow_neg_eigval": call.allow_neg_eigval,
         "kv_layout": pool.layout == STATE_LAYOUTS[0],
-        "layer": layer,
         "interpret": interpreter.get(),
     }
 
 
-def _read_first(pool: Any, at: At, run: Callable[..., tuple[Array, Any]]) -> tuple[Array, Any]:
+def _in_slots(pool: Any, at: At, run: Callable[..., tuple[Array, Any]]) -> tuple[Array, Any]:
     """Calls run(pool, read, write, layer), a kernel that reads and writes slots at once: outputs and the pool.
 
     Where a request writes what another reads, it runs on copies of all slots that are read.
     """
+    numbers = _int32(at.read_slots, pool)
+    if at.write_slots is None:
+        return run(pool, numbers, numbers, at.layer)
     read, write = pool.addresses(at)
 
     def in_place(pool):
-        return run(pool, _int32(at.read_slots, pool), _int32(at.write_slots, pool), at.layer)
+        return run(pool, numbers, _int32(at.write_slots, pool), at.layer)
 
     def on_copies(pool):
         return pool.on_copies(at, lambda copies, at: run(copies, at.read_slots, at.read_slots, None))

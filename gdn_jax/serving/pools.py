@@ -1,6 +1,5 @@
 """Which object stands for the arrays of a caller's pool, in plain JAX and by kernels, and a call of tokens on it."""
 
-from dataclasses import fields
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -18,7 +17,7 @@ from gdn_jax.serving.windows import WindowPool
 from gdn_jax.shapes import STATE_LAYOUTS, check_choice
 
 Arrays = Float[Array, "slots *state"] | RingPool
-"""What a caller may have for a pool of states."""
+"""Types of a caller's pool of states."""
 
 KINDS: dict[type, type[StatePool]] = {RingPool: DeferredPool}
 """Kinds of pools by the type of their arrays; anything else is an array of states."""
@@ -47,7 +46,7 @@ def opened(arrays: Any, layout: str, null_slot: int | None = None) -> StatePool:
 def by_kernels(pool: StatePool) -> StatePool:
     """The same pool with its operations by kernels; one that has none stays as it is."""
     kind = BY_KERNELS.get(type(pool), type(pool))
-    return kind(**{field.name: getattr(pool, field.name) for field in fields(pool)})
+    return kind(pool.arrays, pool.layout, pool.null_slot)
 
 
 def choose(pool: StatePool, implementation: str | None, tokens: Any, where: Any) -> StatePool:

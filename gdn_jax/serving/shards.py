@@ -96,8 +96,8 @@ def _sizes(args: Any, axes: Any) -> dict[str, int]:
     """Into how many parts heads and channels can be split: no two parts share a head, or a block, of any array."""
     sizes: dict[str, int] = {}
 
-    def count(x, names: str) -> None:
-        for name, n in zip(names.split(), x.shape, strict=True) if x is not None else ():
+    def count(x: Any, names: str | None) -> None:
+        for name, n in zip(names.split(), x.shape, strict=True) if names else ():
             if name in ("h", "d"):
                 sizes[name] = math.gcd(sizes.get(name, 0), n)
 

@@ -35,7 +35,7 @@ class StatePool:
     """
 
     arrays: Any
-    """What the caller has and gets: an array or a pytree of arrays [slots, ...]."""
+    """The caller's own: an array or a pytree of arrays [slots, ...]."""
     layout: str = "kv"
     """Whether a state is [K, V] or, with "vk", [V, K]."""
     null_slot: int | None = None
@@ -66,7 +66,11 @@ class StatePool:
         """Names of all dimensions."""
 
         def one(x: Any, names: str) -> str | None:
-            return None if x is None else " ".join(("s", *"." * (x.ndim - 1 - len(names.split())), names))
+            return (
+                None
+                if x is None or names is None
+                else " ".join(("s", *"." * (x.ndim - 1 - len(names.split())), names))
+            )
 
         return self.holding(jax.tree.map(one, self.arrays, self.names, is_leaf=lambda x: x is None))
 

@@ -54,7 +54,7 @@ def prepare(raw: Raw, states: Any, call: Call) -> Tokens:
     """Gates, norms and dtypes.
 
     Args:
-      states: anything that has the dtype of the states.
+      states: the array of the states, or another of its dtype.
     """
     dtype = accumulation_dtype(*raw, states)
     q, k, v = (x.astype(dtype) for x in raw[:3])
