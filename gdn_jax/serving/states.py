@@ -66,11 +66,7 @@ class StatePool:
         """Names of all dimensions."""
 
         def one(x: Any, names: str) -> str | None:
-            return (
-                None
-                if x is None or names is None
-                else " ".join(("s", *"." * (x.ndim - 1 - len(names.split())), names))
-            )
+            return None if x is None else " ".join(("s", *"." * (x.ndim - 1 - len(names.split())), names))
 
         return self.holding(jax.tree.map(one, self.arrays, self.names, is_leaf=lambda x: x is None))
 
