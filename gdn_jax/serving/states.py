@@ -26,6 +26,13 @@ GRID = 64
 """Tokens of a chunk where bits count: pieces of a prompt that end on multiples of it can have the whole's bits."""
 
 
+register = partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout", "null_slot"]
+)
+"""Makes a kind of pool a pytree of its arrays."""
+
+
+@register
 @dataclass(frozen=True)
 class StatePool:
     """An array of states, with the operations of serving in plain JAX.
@@ -49,7 +56,7 @@ class StatePool:
     """Whether XLA, left alone, would gather the arrays on every device: for a kernel, or for appending to rings."""
 
     def __init_subclass__(cls) -> None:
-        jax.tree_util.register_dataclass(cls, data_fields=["arrays"], meta_fields=["layout", "null_slot"])
+        register(cls)
 
     @property
     def states(self) -> Any:
@@ -188,9 +195,6 @@ class StatePool:
         return o, pool.put(write, final)
 
 
-jax.tree_util.register_dataclass(StatePool, ["arrays"], ["layout", "null_slot"])
-
-
 def outputs(o: Array, is_token: Bool[Array, "*N"], raw: Any) -> Array:
     """Outputs [*N, ...] in the dtype of the tokens, 0 at padding."""
     mask = is_token.reshape(*is_token.shape, *(1,) * (o.ndim - is_token.ndim))
@@ -209,16 +213,16 @@ def _all_at_once(
     tokens: RuleArrays, initial: Array, keep: bool, options: dict
 ) -> tuple[Array, Array, Array | None]:
     """The rule: outputs, final states, and if they are kept the states at the start of every chunk."""
-    options |= dict(initial_state=initial, cu_seqlens=tokens.cu_seqlens)
-    o, final = ops.gated_delta_rule(*tokens[:5], **options)
+    sequences: dict[str, Any] = dict(initial_state=initial, cu_seqlens=tokens.cu_seqlens)
+    o, final = ops.gated_delta_rule(*tokens[:5], **sequences, **options)
     if not keep:
         return o, final, None
     _, k, v, g, beta, *_ = tokens
     if g is None:
         g = jnp.zeros((*k.shape[:2], final.shape[1]), final.dtype)
-    same = {name: options[name] for name in ("state_layout", "chunk_size")}
-    same |= dict(use_k_l2norm=options["use_qk_l2norm"], cu_seqlens=tokens.cu_seqlens)
-    return o, final, ops.chunk_states(k, v, g, beta, initial_state=initial, **same)[0]
+    sequences |= {name: options[name] for name in ("state_layout", "chunk_size")}
+    h = ops.chunk_states(k, v, g, beta, use_k_l2norm=options["use_qk_l2norm"], **sequences)
+    return o, final, h[0]
 
 
 def _by_chunks(
