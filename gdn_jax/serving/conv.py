@@ -96,7 +96,7 @@ def causal_conv1d_update(
     conv.check(x[:, None], weight, bias, activation)
     tokens = Channels(x, weight, bias)
     windows = choose(windows, implementation, tokens, at)
-    run = shards.serve if windows.is_opaque else shards.leave_to_xla
+    run = shards.by_heads if windows.is_opaque else shards.leave_to_xla
     y, windows = run(("decode", activation), windows, tokens, at)
     return y, windows.arrays
 

@@ -74,7 +74,7 @@ def serve(method: str, call: Call, raw: Raw, pool: StatePool, where: Any) -> tup
     where.check(pool, letters, *raw.q.shape[:-2])
     call = call.checked(dims)
     pool = choose(pool, call.implementation, raw, where)
-    o, pool = shards.serve((method, call), pool, raw, where)
+    o, pool = shards.by_heads((method, call), pool, raw, where)
     return o, pool.arrays
 
 

@@ -114,7 +114,7 @@ def prefill(
         return o, memory.arrays
     if ops.debug_checks_are_on():
         ops.check_values(dims.T, g, None)
-    o, fast = shards.serve(work, fast, tokens, at)
+    o, fast = shards.by_heads(work, fast, tokens, at)
     return o, fast.arrays
 
 

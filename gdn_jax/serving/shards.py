@@ -26,7 +26,7 @@ NAMES = VECTORS | GATES | {"x": "d", "weight": "d .", "bias": "d"}
 """Names of the last dimensions of the arrays that may be split; before them come rows and tokens."""
 
 
-def serve(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array, Any]:
+def by_heads(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array, Any]:
     """Outputs and the pool, which is donated; every device computes those of its own heads.
 
     Args:
