@@ -7,13 +7,11 @@ nothing is sent.
 
 from gdn_jax.serving.batching import QueueFull, Server
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
-from gdn_jax.serving.drafts import verify
-from gdn_jax.serving.packed import decode_packed, prefill_packed
-from gdn_jax.serving.prompts import prefill
+from gdn_jax.serving.prompts import prefill, prefill_packed
 from gdn_jax.serving.ring import accept, flush, snapshot
 from gdn_jax.serving.ring_arrays import RingPool, make_ring_pool
 from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
-from gdn_jax.serving.step import decode
+from gdn_jax.serving.step import decode, decode_packed, verify
 
 __all__ = [
     "QueueFull",

@@ -8,13 +8,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from gdn_jax import ops
+from gdn_jax.gates import log_decay_from_alpha
 from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_integers, check_sequences, check_slots, check_values
 from gdn_jax.serving.call import At, PromptCall
 from gdn_jax.serving.pools import Arrays, by_kernels, opened
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import GRID
-from gdn_jax.shapes import RuleArrays, rule_dims
+from gdn_jax.serving.tokens import heads_of
+from gdn_jax.shapes import RuleArrays, check_array, rule_dims
 
 
 def prefill(
@@ -116,6 +118,67 @@ def prefill(
         ops.check_values(dims.T, g, None)
     o, fast = shards.by_heads(work, fast, tokens, at)
     return o, fast.arrays
+
+
+def prefill_packed(
+    qkv: Float[Array, "T D"],
+    decay: Float[Array, "T HV"],
+    beta: Float[Array, "T HV"],
+    row_offsets: Integer[Array, " N1"] | Integer[np.ndarray, " N1"],
+    pool: Arrays,
+    *,
+    read_slots: Indices,
+    write_slots: Indices | None = None,
+    has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"] | None = None,
+    scale: float | None = None,
+    state_layout: str = "kv",
+    **options: Any,
+) -> tuple[Float[Array, "T HV_V"], Arrays]:
+    """Pass 2 of the two-pass prefill: the rule on the output of the convolution. The pool is donated.
+
+    Queries and keys are normalised and queries scaled inside. The widths of the heads are the pool's; what channels
+    are left make the key heads.
+
+    Args:
+      qkv: [T, 2 Hk K + HV V], queries, keys and values of every token, as the convolution gave them.
+      decay: linear decay [T, HV] in [0, 1], exp(g); 0 is a full reset.
+      beta: write strength [T, HV].
+      row_offsets: [N + 1], the cu_seqlens of `prefill`.
+      pool: states [slots, HV, K, V], or [slots, HV, V, K] with state_layout "vk"; or a `RingPool`. Its dtype is
+        independent of qkv's.
+      read_slots, write_slots, has_initial_state, scale, state_layout: as for `prefill`.
+      options: the other options of `prefill`, but use_qk_l2norm.
+
+    Returns:
+      o [T, HV * V] in qkv's dtype, and the pool.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
+
+    Source: Modular's `gated_delta`. Its documentation calls the decay exp(-softplus), which leaves out the learned
+      rate: it is exp(-exp(A_log) softplus(a + dt_bias)).
+    """
+    q, k, v = heads_of(qkv, opened(pool, state_layout))
+    T, HV, V = v.shape
+    for name, x in (("decay", decay), ("beta", beta)):
+        check_array(name, x, (T, HV), "T, HV")
+    o, pool = prefill(
+        q[None],
+        k[None],
+        v[None],
+        log_decay_from_alpha(decay)[None],
+        beta[None],
+        row_offsets,
+        pool,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        scale=scale,
+        use_qk_l2norm=True,
+        state_layout=state_layout,
+        **options,
+    )
+    return o.reshape(T, HV * V), pool
 
 
 def _check_apart(null_slot: int | None, written, checkpoints) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax import gates, reference
 from gdn_jax.serving.call import Call
-from gdn_jax.shapes import accumulation_dtype, split_heads
+from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype, check_array, split_heads
 
 
 class Raw(NamedTuple):
@@ -131,3 +131,25 @@ def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tu
         states, o = jax.lax.scan(branch, states, (jnp.arange(T), parents.T, tokens))
         states = states[1:]
     return jnp.moveaxis(states, 0, 1), jnp.moveaxis(o, 0, 1)
+
+
+def heads_of(
+    qkv: Float[Array, "T D"], pool: Any
+) -> tuple[Float[Array, "T Hk K"], Float[Array, "T Hk K"], Float[Array, "T HV V"]]:
+    """Queries, keys and values of packed channels.
+
+    Raises:
+      ValueError: the channels are not those of the pool's heads.
+    """
+    HV, *widths = pool.states.shape[-3:]
+    K, V = widths if pool.layout == STATE_LAYOUTS[0] else widths[::-1]
+    check_array("qkv", qkv, (None, None), "T, D")
+    T, D = qkv.shape
+    key_dim, rest = divmod(D - HV * V, 2)
+    if rest or key_dim < K or key_dim % K:
+        raise ValueError(
+            f"qkv: expected 2 Hk K + HV V channels with HV V = {HV} * {V} and K = {K}, which are the pool's, got {D}"
+        )
+    q, k, v = jnp.split(qkv, [key_dim, 2 * key_dim], axis=-1)
+    Hk = key_dim // K
+    return q.reshape(T, Hk, K), k.reshape(T, Hk, K), v.reshape(T, HV, V)
