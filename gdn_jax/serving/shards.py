@@ -37,7 +37,7 @@ def by_heads(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array
     if ops.debug_checks_are_on():
         _warn_of_gathered(pool, tokens)
     if interpreter.get() is not None:
-        return _run(work, pool, tokens, where)
+        return _run(work, *jax.tree.map(jnp.asarray, (pool, tokens, where)))
     return change(work, (_axes(tokens)[0], pool.axes), pool, tokens, where)
 
 
