@@ -42,7 +42,7 @@ class Case:
     offsets: tuple[int, ...] | None = None
     """With T > 1, which of its states each row goes on from, if they are given."""
     parents: tuple[tuple[int, ...], ...] | None = None
-    """Of the tokens of the first rows, if they are trees; the rows after these have the same ones again."""
+    """Parents of the first rows' tokens, if they are trees; the rows after these have the same ones again."""
     elsewhere: bool = False
     """Whether states are written to other slots than they are read from."""
     use_qk_l2norm: bool = True
@@ -107,7 +107,7 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
 
 
 def public_options(case: Case, **more) -> dict:
-    """Of `serving.decode` and `serving.verify`."""
+    """Options of `serving.decode` and `serving.verify`."""
     names = ("use_qk_l2norm", "allow_neg_eigval", "null_slot")
     options = {name: getattr(case, name) for name in names}
     return options | {"state_layout": "kv" if case.kv_layout else "vk"} | more

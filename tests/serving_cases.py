@@ -96,7 +96,7 @@ def one(x: Requests, t: int = 0) -> tuple:
 
 
 def bits(x) -> np.ndarray:
-    """What an array is made of, so that -0.0 and 0.0, and two NaNs, can be told apart."""
+    """The bits of an array, so that -0.0 and 0.0, and two NaNs, can be told apart."""
     x = np.asarray(x)
     return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
 

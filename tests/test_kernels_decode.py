@@ -82,7 +82,7 @@ def test_default_tiles(K, V, pool_dtype, kv_layout, block):
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("interpreted")
 def test_tiles_are_brought_near(monkeypatch, pool_dtype):
-    """As with more warpgroups than an H200 has at once; some of them are padding."""
+    """There are more warpgroups than run at once, as on an H200 with many states; some of them are padding."""
     monkeypatch.setattr(step, "NUM_SMS", 1)
     case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype)
     x = pool_steps.draw(case)

@@ -1,4 +1,4 @@
-"""What the serving operations refuse: shapes always, values where they are known or while debug checks are on."""
+"""Refusals of the serving operations: shapes always, values where they are known or while debug checks are on."""
 
 import re
 
