@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax
 import pallas_kernels
+from gdn_jax import serving
 from pallas_kernels.device import launch
 
 FOLDERS = tuple(str(pathlib.Path(package.__file__).parent) for package in (gdn_jax, pallas_kernels))
@@ -62,3 +63,18 @@ def test_rule_under_a_gradient(monkeypatch):
 
     found = functions_up_to("outputs", monkeypatch, jax.grad(loss), *tokens(1, 128))
     assert len(found) <= 11, found
+
+
+def test_decode(monkeypatch):
+    """From `serving.decode` to its kernel on a pool of states, and on one of rings."""
+
+    def call(q, k, v, a, b, pool, gates, slots):
+        return serving.decode(q, k, v, a, b, pool, A_log=gates, dt_bias=gates, read_slots=slots)
+
+    pool, rest = S((9, 2, 64, 64), jnp.float32), (S((2,), jnp.float32), S((7,), jnp.int32))
+    rings = jax.eval_shape(lambda x: serving.make_ring_pool(x, num_key_heads=2), pool)
+    for kernel, arrays in (("decode_step", pool), ("decode_deferred", rings)):
+        with monkeypatch.context() as patch:
+            found = functions_up_to(kernel, patch, call, *tokens(7), arrays, *rest)
+        assert found[0] == "decode" and found[-1] == "launch"
+        assert len(found) <= 11, found

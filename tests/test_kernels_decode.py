@@ -3,7 +3,6 @@ when lowered, and refused with a reason."""
 
 import dataclasses
 import re
-import traceback
 from functools import partial
 
 import harness
@@ -18,7 +17,6 @@ from tolerances import assert_close
 
 from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.serving import shards
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
 from pallas_kernels.device import launch
@@ -218,29 +216,6 @@ def test_kernels_run_unasked():
         lowered = jax.jit(partial(pool_steps.serve, case)).trace(pool_steps.draw(case))
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == runs
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_call_is_a_few_frames_from_its_kernel(monkeypatch):
-    """Counted where the kernel is made, that call among them; JAX's own frames are left out."""
-    found = []
-
-    def kernel(*args, **options):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        found.append(1 + sum("/gdn_jax/" in file or "/pallas_kernels/" in file for file in files))
-        raise InterruptedError
-
-    monkeypatch.setattr(plgpu, "kernel", kernel)
-    monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
-    # Shapes of their own, so that no other test has had these calls traced.
-    for case in (Case("token", N=7), Case("drafts", N=7, T=4)):
-        with pytest.raises(InterruptedError):
-            pool_steps.serve(case, pool_steps.draw(case), **KERNELS)
-    case = Case("ring", N=7)
-    x = pool_steps.draw_ring(case, [0] * 7)
-    with pytest.raises(InterruptedError):
-        pool_steps.serve_ring(case, x, pool_steps.ring_pool(case, x), **KERNELS)
-    assert len(found) == 3 and max(found) <= 12, found
 
 
 @pytest.mark.parametrize(
