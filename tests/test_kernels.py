@@ -21,7 +21,8 @@ from pallas_kernels.chunks import inverse
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.device import launch
 from pallas_kernels.forward import rule as forward_rule
-from pallas_kernels.tools import configurations, ptxas_report
+from pallas_kernels.tools import compiling
+from pallas_kernels.tools.rule_calls import RULE_CALLS
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables
 
@@ -40,17 +41,19 @@ def first_rows(num_tokens: int) -> np.ndarray:
     return np.maximum(starts - token // 64 * 64, 0).astype(np.int32)
 
 
+def quick(name: str) -> bool:
+    """Each kernel in its usual form, whole and packed."""
+    if name in RULE_CALLS:
+        return name in ("rule", "rule, packed", "rule, normalised", "rule, pool", "rule, open")
+    return not re.search(r", .*,|K \d|float16|segments", name)
+
+
 @pytest.mark.parametrize(
     "name",
-    [  # quick ones: each kernel in its usual form, whole and packed
-        pytest.param(
-            name, marks=pytest.mark.slow if re.search(r", .*,|[KV] \d|float16|segments", name) else ()
-        )
-        for name in configurations.CASES
-    ],
+    [pytest.param(x, marks=() if quick(x) else pytest.mark.slow) for x in compiling.CALLS],
 )
 def test_lowers_for_compute_capability_9(name):
-    text = ptxas_report.lower(*configurations.CASES[name]()).as_text()
+    text = compiling.CALLS[name].lower().as_text()
     assert text.count("mosaic_gpu") >= 1
 
 

@@ -4,8 +4,6 @@ A call is named by what differs from one row of 1024 tokens with two key heads f
 bfloat16, with a state in layout "vk". Its kernels follow from the call, as they do for users.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward
+from pallas_kernels.tools.calls import Call
 from pallas_kernels.work.slots import PoolStates, Slots
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
@@ -36,8 +35,8 @@ def rule_call(
     warpgroups: int = 2,
     segment_chunks: int = 0,
     is_open: bool = False,
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and its argument shapes: the rule, and its backward where the kernels have one.
+) -> Call:
+    """The rule, and its backward where the kernels have one.
 
     Args:
       heads: of q and k, and of v.
@@ -83,12 +82,12 @@ def rule_call(
         return starts, o, final, backward.open_adjoints(x, residuals, cotangents, scale=0.1)
 
     final = S((N, HV, *widths), F32) if state and pool is None else None
-    return (run_open if is_open else run), (x, S((1, T, HV, V), dtype), final)
+    return Call(run_open if is_open else run, (x, S((1, T, HV, V), dtype), final), {})
 
 
 SEGMENTS, HALF, PACKED = dict(segment_chunks=4), dict(warpgroups=1), dict(packed=3)
-RULE_CALLS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-    name: partial(rule_call, **options)
+RULE_CALLS: dict[str, Call] = {
+    name: rule_call(**options)
     for name, options in {
         "rule": {},
         "rule, half": HALF,
@@ -136,4 +135,3 @@ RULE_CALLS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] 
         "rule, pool, bfloat16, vk, segments": dict(pool=BF16) | PACKED | SEGMENTS,
     }.items()
 }
-"""Name -> a function without arguments that returns (function, argument shapes)."""

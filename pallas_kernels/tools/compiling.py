@@ -1,0 +1,146 @@
+"""Compiles the kernels of the calls on a machine without a GPU, and gives what the compiler prints.
+
+Each kernel is lowered for compute capability 9.0 and compiled by the plugin that JAX itself would use. Needs gcc and
+ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of the installed jax version, is fetched through pip
+once, into a cache folder. The plugin asks the driver for the device; a library that answers "compute capability 9.0"
+takes its place. Loading the result fails, after the messages are out.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib.mlir import ir
+
+from pallas_kernels.tools.decode_calls import DECODE_CALLS
+from pallas_kernels.tools.layer_calls import LAYER_CALLS
+from pallas_kernels.tools.rule_calls import RULE_CALLS
+
+CALLS = DECODE_CALLS | LAYER_CALLS | RULE_CALLS
+"""Name -> a call."""
+
+DRIVER = """
+int cuInit(unsigned f) { return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuDeviceGet(int *d, int i) { *d = 0; return 0; }
+int cuDeviceGetCount(int *n) { *n = 0; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
+"""
+"""Attribute 75 is the major number of the compute capability."""
+
+PLUGIN = "GDN_PLUGIN"
+"""Environment variable with the path of JAX's compiler plugin, in processes that compile."""
+
+
+def in_process_of_compiler(program: str, variable: str) -> bool:
+    """Whether this process may call `compiler`. If not, runs the program in one that may, with the same arguments.
+
+    Args:
+      program: name of the module.
+      variable: an environment variable that is set, by which the plugin prints what is wanted.
+    """
+    if PLUGIN in os.environ:
+        return True
+    plugin, cache = _plugin()
+    libraries = f"{cache}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    environment = dict(os.environ, LD_LIBRARY_PATH=libraries, JAX_PLATFORMS="cpu")
+    environment |= {PLUGIN: str(plugin), variable: "1"}
+    subprocess.run([sys.executable, "-m", program, *sys.argv[1:]], env=environment, check=True)
+    return False
+
+
+def printed(only: str) -> Iterator[tuple[str, str]]:
+    """The name of each kernel of the calls whose name contains a text, and what the compiler prints for it.
+
+    A kernel of an earlier call is left out.
+    """
+    library, seen = _compiler(), set()
+    for name, call in CALLS.items():
+        if only not in name:
+            continue
+        for label, module in _labelled(name, call.lower()):
+            if module not in seen:
+                seen.add(module)
+                yield label, _printed(library, module)
+
+
+def _plugin() -> tuple[Path, Path]:
+    """Paths of the compiler plugin and of the folder that holds the driver's stand-in; fetched and built once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gdn-ptxas" / jax.__version__
+    plugin = cache / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not plugin.exists():
+        wheel = f"jax-cuda13-pjrt=={jax.__version__}"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), wheel]
+        subprocess.run(command, check=True)
+        (file,) = cache.glob("*.whl")
+        zipfile.ZipFile(file).extractall(cache)
+        file.unlink()
+    driver = cache / "libcuda.so.1"
+    if not driver.exists():
+        command = ["gcc", "-shared", "-fPIC", "-o", str(driver), "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
+        subprocess.run(command, input=DRIVER.encode(), check=True)
+    return plugin, cache
+
+
+def _compiler() -> ctypes.CDLL:
+    """JAX's compiler plugin, whose MosaicGpuCompile(module, length) prints what the environment asks for."""
+    library = ctypes.CDLL(os.environ[PLUGIN])
+    library.MosaicGpuCompile.restype = ctypes.c_void_p
+    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return library
+
+
+def _modules(lowered: jax.stages.Lowered) -> list[bytes]:
+    """The kernels of a lowered function, as the compiler takes them."""
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "mosaic_gpu" in str(op.attributes["call_target_name"]):
+            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+            found.append(ir.StringAttr(config["module"]).value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
+    return found
+
+
+def _labelled(name: str, lowered: jax.stages.Lowered) -> list[tuple[str, bytes]]:
+    """The kernels of a call with their names, which are the call's where it has but one."""
+    modules = _modules(lowered)
+    if len(modules) == 1:
+        return [(name, modules[0])]
+    kernels: list[str] = []
+    for module in modules:
+        kernel = next(x for x in re.findall(rb"\x00(\w+)_mosaic_gpu\x00", module) if x != b"stable").decode()
+        count = sum(other.split(" ")[0] == kernel for other in kernels)
+        kernels.append(f"{kernel} {count + 1}" if count else kernel)
+    return [(f"{name}: {kernel}", module) for kernel, module in zip(kernels, modules, strict=True)]
+
+
+def _printed(library: ctypes.CDLL, module: bytes) -> str:
+    """The compiler's output for a kernel: it writes straight to the standard streams."""
+    sys.stdout.flush()
+    libc, saved = ctypes.CDLL(None), [os.dup(stream) for stream in (1, 2)]
+    with tempfile.TemporaryFile() as file:
+        try:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+            library.MosaicGpuCompile(module, len(module))
+            libc.fflush(None)
+        finally:
+            for stream, old in zip((1, 2), saved, strict=True):
+                os.dup2(old, stream)
+                os.close(old)
+        file.seek(0)
+        return file.read().decode(errors="replace")
