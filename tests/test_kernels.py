@@ -1,4 +1,4 @@
-"""The Pallas kernels without a GPU: all calls of the tools lower, and stages are right and free of races, interpreted."""
+"""The Pallas kernels without a GPU: they lower, and stages are right and free of races, interpreted."""
 
 import dataclasses
 import re

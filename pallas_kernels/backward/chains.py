@@ -26,7 +26,6 @@ from pallas_kernels.backward.chain import (
     Config,
     Cta,
     adjoint_step,
-    helper,
     start,
     store_dv,
     store_output,
@@ -34,6 +33,7 @@ from pallas_kernels.backward.chain import (
     wait_loaded,
     walk,
 )
+from pallas_kernels.backward.chain_helper import helper
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import load_state, store_state, transposed
 from pallas_kernels.work.tables import Items, VisitTables

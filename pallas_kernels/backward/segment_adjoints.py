@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.backward.chain import ROWS, Config, Cta, adjoint_step, helper, start, walk
+from pallas_kernels.backward.chain import ROWS, Config, Cta, adjoint_step, start, walk
+from pallas_kernels.backward.chain_helper import helper
 from pallas_kernels.device.layouts import zeros
 from pallas_kernels.device.memory import load_state
 from pallas_kernels.work.tables import Items, VisitTables
