@@ -26,7 +26,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None = None) -> Residuals:
-    """What the forward hands over, in NumPy float64, rounded at the end."""
+    """Residuals as the forward hands them over, in NumPy float64, rounded at the end."""
     B, T, HO, Hk = case.B, case.T, case.HO, case.heads[1]
     T64 = -(-T // 64) * 64
     cu = [0] if x.cu_seqlens is None else x.cu_seqlens

@@ -140,7 +140,7 @@ class Sizes(NamedTuple):
 
 
 class Cta:
-    """What every warpgroup of a CTA knows."""
+    """All that every warpgroup of a CTA knows."""
 
     def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes

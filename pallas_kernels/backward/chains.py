@@ -122,7 +122,7 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 
 
 class Chains(NamedTuple):
-    """What the gradients are made of."""
+    """The arrays that the gradients are made of."""
 
     h: Float[Array, "visits HO V K"]
     u: Float[Array, "visits HO C V"]

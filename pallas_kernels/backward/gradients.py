@@ -79,7 +79,7 @@ class Gradients(NamedTuple):
     """Gradients with padded widths; dg of every in-chunk cumulative gate summed up, that is of each token's gate."""
 
     dq: Float[Array, "B T Hdq K"]
-    """Of each query head, or of each output head where key heads share query heads."""
+    """Gradient for each query head, or for each output head where key heads share query heads."""
     dk: Float[Array, "B T Hk K"]
     dg: Float[Array, "visits HO C"]
     dv_u: Float[Array, "visits HO C"]

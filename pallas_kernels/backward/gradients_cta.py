@@ -1,4 +1,4 @@
-"""What the warpgroups of `gradients` share: shared memory, where an item lies, and who waits for whom.
+"""The ground that the warpgroups of `gradients` share: shared memory, where an item lies, and who waits for whom.
 
 Threads (warpgroups): two compute warpgroups run the same code. Number 0 makes dP and number 1 makes dL, for both;
 then each makes the gradients of its own 64 columns of K. The helper makes <h, dh> and dg, and loads by bulk copies,
@@ -145,7 +145,7 @@ class Place(NamedTuple):
 
 
 class Cta:
-    """What every warpgroup of a CTA knows.
+    """All that every warpgroup of a CTA knows.
 
     A pair is q and k of one query head; a step is 64 columns of V of one output head. Items, pairs and steps are
     counted from 0 in every CTA.

@@ -1,4 +1,4 @@
-"""What a segment does to a state: the walk of `forward.walk` without outputs, from zeros and from the identity.
+"""The effect of a segment on a state: the walk of `forward.walk` without outputs, from zeros and from the identity.
 
 The state after a segment is h M^T + E, where h [V, K] is the (transposed) state before it. E is the state that a walk
 from zeros ends with. M^T [K, K] is what a walk from the identity ends with, all of whose values are zeros: its rows
@@ -159,7 +159,7 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 
 
 class Transitions(NamedTuple):
-    """What every segment does to a state; see the module docstring."""
+    """The effect of every segment on a state; see the module docstring."""
 
     e: Float[Array, "items HO V K"]
     m_t: Transition
@@ -177,7 +177,7 @@ def segment_transitions(
     config: Config | None = None,
     interpret=None,
 ) -> Transitions:
-    """What every segment but a sequence's last does to a state; see the module docstring.
+    """The effect on a state of every segment but a sequence's last; see the module docstring.
 
     Args: those of `outputs`; items are segments.
     """

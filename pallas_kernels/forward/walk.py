@@ -127,11 +127,11 @@ class Sizes(NamedTuple):
     kv_layout: bool = False
     h_0_kv_layout: bool = False
     slots: Slots | None = None
-    """Of a pool that the states lie in."""
+    """Slots of a pool that the states lie in."""
 
 
 class Cta:
-    """What every warpgroup of a CTA knows."""
+    """All that every warpgroup of a CTA knows."""
 
     def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
