@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
 from pallas_kernels.layer import tiles
@@ -146,8 +146,7 @@ def cross_entropy(
     interpret: Any = None,
 ) -> Exponentials:
     """What the cross entropies of logits x W^T are made of, where `check_supported` says so."""
-    run = _compiled if interpret is None else _run
-    return run(config or CONFIG, interpret, x, weight, targets)
+    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight, targets)
 
 
 def _run(config, interpret, x, weight, targets):
@@ -170,7 +169,3 @@ def _run(config, interpret, x, weight, targets):
         interpret=interpret,
     )
     return Exponentials(results["u"], *(results[name][:, :T] for name in of_tiles))
-
-
-_compiled = jax.jit(_run, static_argnums=(0, 1))
-"""So that a call outside jit compiles once."""

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
@@ -122,8 +122,7 @@ def gated_norm(
       eps: added to the mean square.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    run = _compiled_forward if interpret is None else _run_forward
-    return run(eps, interpret, o, z, weight)
+    return compiled(_run_forward, interpret, static=2)(eps, interpret, o, z, weight)
 
 
 def _in_blocks(z: jax.Array, V: int) -> jax.Array:
@@ -158,8 +157,7 @@ def gated_norm_backward(
 
     Where z has more heads than gates, nothing is written to theirs in dz, which may hold anything.
     """
-    run = _compiled_backward if interpret is None else _run_backward
-    return run(eps, again, interpret, o, z, weight, dy)
+    return compiled(_run_backward, interpret, static=3)(eps, again, interpret, o, z, weight, dy)
 
 
 def _run_backward(eps, again, interpret, o, z, weight, dy):
@@ -182,8 +180,3 @@ def _run_backward(eps, again, interpret, o, z, weight, dy):
     )
     dz, dweight = results["dz"].reshape(z.shape), jnp.sum(results["dw"], axis=(0, 1))
     return results["do"], dz, dweight, results.get("y")
-
-
-_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1))
-_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tiles import COLUMNS
 
@@ -80,8 +80,7 @@ def logit_cotangents(
     interpret: Any = None,
 ) -> Float[Array, "T V"]:
     """dl of the module's docstring, for exponentials that `check_supported` accepts."""
-    run = _compiled if interpret is None else _run
-    return run(interpret, u, f, targets, b)
+    return compiled(_run, interpret)(interpret, u, f, targets, b)
 
 
 def _run(interpret, u, f, targets, b):
@@ -91,7 +90,3 @@ def _run(interpret, u, f, targets, b):
     return launch(
         "logit_cotangents", _body, inputs=inputs, outputs=outputs, memory={}, ctas=ctas, interpret=interpret
     )["dl"]
-
-
-_compiled = jax.jit(_run, static_argnums=0)
-"""So that a call outside jit compiles once."""

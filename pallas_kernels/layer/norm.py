@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
@@ -126,8 +126,7 @@ def add_norm(
         weight, where it needs the norm's result too, the factors of the rows [N] in float32.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    run = _compiled_forward if interpret is None else _run_forward
-    return run(eps, dtype, keep, interpret, x, y, weight)
+    return compiled(_run_forward, interpret, static=4)(eps, dtype, keep, interpret, x, y, weight)
 
 
 def _run_forward(eps, dtype, keep, interpret, x, y, weight):
@@ -177,8 +176,9 @@ def add_norm_backward(
     Returns:
       dx in the stream's dtype, the same in y_dtype, and dweight in float32, None without a weight.
     """
-    run = _compiled_backward if interpret is None else _run_backward
-    return run(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors)
+    return compiled(_run_backward, interpret, static=4)(
+        eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors
+    )
 
 
 def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
@@ -209,8 +209,3 @@ def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
     dx = results["dx"]
     dy = None if y_dtype is None else results.get("dy", dx)
     return dx, dy, None if weight is None else jnp.sum(results["dw"], axis=(0, 1))
-
-
-_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3))
-_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2, 3))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
@@ -342,10 +342,9 @@ def short_conv(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    run = (
-        _compiled_forward if interpret is None else _run_forward
-    )  # the interpreter hangs inside a compiled function
-    return run(heads, width, normalize, config or FORWARD, interpret, x, weight, fresh)
+    return compiled(_run_forward, interpret, static=5)(
+        heads, width, normalize, config or FORWARD, interpret, x, weight, fresh
+    )
 
 
 def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -395,8 +394,9 @@ def short_conv_backward(
       dothers: where x has other channels, an array like x with what dx shall hold for them. The rest of it may hold
         anything.
     """
-    run = _compiled_backward if interpret is None else _run_backward
-    return run(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers)
+    return compiled(_run_backward, interpret, static=3)(
+        normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers
+    )
 
 
 def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
@@ -422,8 +422,3 @@ def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, do
     )
     dweight = jnp.sum(results["dw"], axis=0).reshape(WIDTH, D).T
     return results["dx"].reshape(x.shape), dweight
-
-
-_compiled_forward = jax.jit(_run_forward, static_argnums=(0, 1, 2, 3, 4))
-_compiled_backward = jax.jit(_run_backward, static_argnums=(0, 1, 2))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

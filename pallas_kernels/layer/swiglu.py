@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
@@ -91,8 +91,7 @@ def _backward(gmem: Any, smem: Any) -> None:
 
 def swiglu(ab: Float[Array, " N2"], *, interpret: Any = None) -> Float[Array, " N"]:
     """silu(a) b in ab's dtype; for results that `check_supported` accepts."""
-    run = _compiled_forward if interpret is None else _run_forward
-    return run(interpret, ab)
+    return compiled(_run_forward, interpret)(interpret, ab)
 
 
 def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -117,8 +116,7 @@ def swiglu_backward(
     ab: Float[Array, " N2"], dh: Float[Array, " N"], *, interpret: Any = None
 ) -> Float[Array, " N2"]:
     """Gradient of <dh, silu(a) b> with respect to ab."""
-    run = _compiled_backward if interpret is None else _run_backward
-    return run(interpret, ab, dh)
+    return compiled(_run_backward, interpret)(interpret, ab, dh)
 
 
 def _run_backward(interpret, ab, dh):
@@ -132,8 +130,3 @@ def _run_backward(interpret, ab, dh):
         ctas=_blocks(dh.size)[1],
         interpret=interpret,
     )["dab"].reshape(-1)
-
-
-_compiled_forward = jax.jit(_run_forward, static_argnums=0)
-_compiled_backward = jax.jit(_run_backward, static_argnums=0)
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

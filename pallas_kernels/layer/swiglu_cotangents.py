@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.layer import tiles
@@ -150,8 +150,7 @@ def swiglu_cotangents(
     interpret: Any = None,
 ) -> Float[Array, "M F2"]:
     """Gradient of <dy, h W> with respect to ab, h = silu(a) b, where `check_supported` says so."""
-    run = _compiled if interpret is None else _run
-    return run(config or CONFIG, interpret, dy, weight, ab)
+    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, dy, weight, ab)
 
 
 def _run(config, interpret, dy, weight, ab):
@@ -167,7 +166,3 @@ def _run(config, interpret, dy, weight, ab):
         warpgroups=3,
         interpret=interpret,
     )["dab"]
-
-
-_compiled = jax.jit(_run, static_argnums=(0, 1))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

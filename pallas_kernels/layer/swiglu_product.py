@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.operations import Device
@@ -111,8 +111,7 @@ def swiglu_product(
     interpret: Any = None,
 ) -> tuple[Float[Array, "M F2"], Float[Array, "M F"]]:
     """ab = x W and h = silu(a) b, in x's dtype, where `check_supported` says so."""
-    run = _compiled if interpret is None else _run
-    return run(config or CONFIG, interpret, x, weight)
+    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight)
 
 
 def _run(config, interpret, x, weight):
@@ -133,7 +132,3 @@ def _run(config, interpret, x, weight):
         interpret=interpret,
     )
     return results["ab"], results["h"]
-
-
-_compiled = jax.jit(_run, static_argnums=(0, 1))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""

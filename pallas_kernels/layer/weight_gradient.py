@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import launch
+from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.layer import tiles
 from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
@@ -122,8 +122,7 @@ def weight_gradient(
     Args:
       parts: of `num_parts`.
     """
-    run = _compiled if interpret is None else _run
-    return run(config or CONFIG, parts, interpret, x, dy)
+    return compiled(_run, interpret, static=3)(config or CONFIG, parts, interpret, x, dy)
 
 
 def _run(config, parts, interpret, x, dy):
@@ -141,7 +140,3 @@ def _run(config, parts, interpret, x, dy):
         interpret=interpret,
     )
     return jnp.sum(results["dw"], axis=0)
-
-
-_compiled = jax.jit(_run, static_argnums=(0, 1, 2))
-"""So that the layers of a model share one kernel, and a call outside jit compiles once."""
