@@ -273,8 +273,10 @@ mlir.register_lowering(LAUNCH, lower_launch)
 def no_launch(monkeypatch):
     """Kernels that write the sum of all they read everywhere: all around them runs as on a GPU."""
 
-    def launch(name, body, *, inputs, outputs, **rest):
-        given, results = ({k: x for k, x in part.items() if x is not None} for part in (inputs, outputs))
+    def launch(name, body, *, inputs, outputs, updated=None, **rest):
+        updated = updated or {}
+        parts = inputs | updated, outputs | {k: x for k, x in updated.items() if x is not None}
+        given, results = ({k: x for k, x in part.items() if x is not None} for part in parts)
         shapes = tuple((tuple(y.shape), jnp.dtype(y.dtype)) for y in results.values())
         arrays = LAUNCH.bind(*given.values(), name=name, outputs=shapes)
         varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
