@@ -77,7 +77,7 @@ def a_gpu(monkeypatch):
 
 
 def test_a_profile_gives_spans_and_kernels(a_gpu):
-    """From the first kernel's start to the last one's end: 10 + 1 + 30, 12 + 1 + 30 and 17 + 1 + 30 us."""
+    """Spans from the first start to the last end: 10 + 1 + 30, 12 + 1 + 30 and 17 + 1 + 30 us."""
     a_gpu["Stream #13(Compute)"] = kernels()
     timing = measure.measure(lambda: None, 3)
     np.testing.assert_allclose(timing[:3], (0.043, 0.041, 0.048))
@@ -86,7 +86,7 @@ def test_a_profile_gives_spans_and_kernels(a_gpu):
 
 
 def test_some_kernels_of_a_profile_are_summed(a_gpu):
-    """Those whose names begin as asked, call by call; a call with another number of them is refused."""
+    """Kernels whose names begin as asked are summed, call by call; a call with another number of them is refused."""
     runs = [("swiglu", 0, 2), ("nvjet", 2, 7), ("swiglu", 9, 1), ("swiglu", 20, 4), ("nvjet", 24, 1)]
     a_gpu["Stream #1"] = [*runs, ("swiglu", 25, 1)]
     timing = measure.by_device(lambda: None, 2, "swiglu")
@@ -210,7 +210,7 @@ def test_inputs():
 
 
 def test_part_is_the_rule_on_those_heads():
-    """What is compared: the rule on few heads gives the same there as on all heads, gradients included."""
+    """The rule on the few heads that are compared gives the same there as on all heads, gradients included."""
     problem = Problem(Row(3, 6, (9, 4), width=4), "training", "float32", 0)
     few = problem.expected
     step, args = passes.call("training", "recurrent", problem.x, None, problem.cu_seqlens)
@@ -237,7 +237,7 @@ def test_table():
 
 
 def test_table_on_a_terminal():
-    """What does not fit follows below with the same keys; keys that do not differ are said once."""
+    """A column that does not fit follows below with the same keys; keys that do not differ are said once."""
     rows = [{"length": 2**i, "by": "x", **{f"number {j}": 1.0 * j for j in range(12)}} for i in (10, 15)]
     said, *blocks = table(["length", "by"], rows, 80).split("\n\n")
     assert said == "by x" and len(blocks) == 2
@@ -308,7 +308,7 @@ def test_the_loop_over_cases(tmp_path):
     }
     assert content["results"][-1]["failure"].startswith("wrong: o") and content["notes"] == ["seen once"]
     assert content["options"]["repeats"] == "9" and "jax" in content["versions"]
-    status, out, _ = run(Three(max_minutes=-1))
+    status, out, _ = run(Three(max_minutes=1e-9))
     assert status == 1 and "not timed, --max-minutes: case 2" in out
 
 
@@ -364,10 +364,10 @@ def test_table_is_the_default_where_the_kernels_run(kernels_everywhere, tmp_path
 def test_ratios_go_to_the_fastest_other_library(monkeypatch):
     """Published or measured here; the floor is that of a GPU, in 16 bits."""
     problem = Problem(Row(16, 32, (4096,) * 8, (0.637, 1.964, 0.432)), "forward", "bfloat16", 0)
-    result = Result({}, Timing(0.216, 0.21, 0.23), {"first call s": 2.5}, {"o": 4e-3})
+    result = Result({}, Timing(0.216, 0.21, 0.23), {"first s": 2.5}, {"o": 4e-3})
     known = problem.beside(result, {}).values()
     assert (known["best peer"], known["its ms"], known["ratio"]) == ("FlashInfer", 0.432, 0.5)
-    assert known["first call s"] == 2.5 and "floor ms" not in known
+    assert known["first s"] == 2.5 and "floor ms" not in known
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     here = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()
     assert here["best peer"] == "fla (here)" and here["ratio"] == pytest.approx(0.54)
@@ -443,7 +443,7 @@ def test_what_raises_does_not_lose_the_others(kernels_everywhere, monkeypatch):
     ],
 )
 def test_variants_are_calls_of_the_kernels(what, name, packed):
-    """What is timed lowers for an NVIDIA GPU, with the results that are compared."""
+    """The timed call lowers for an NVIDIA GPU, with the results that are compared."""
     row = Row(8, 8, (1500, 548) if packed else (2048,))
     x, config = bench_rows.inputs(row), kernel_bench.VARIANTS[what][name]
 
@@ -513,7 +513,7 @@ def test_custom_rows(tmp_path):
     (result,) = content["results"]
     assert result["pass"] == "backward" and result["by"] == "recurrent"
     assert result["errors"].keys() == {"dq", "dk", "dv", "dg", "dbeta", "dh_0"}
-    assert 0 < result["fastest"] <= result["ms"] <= result["slowest"] and result["first call s"] > 0
+    assert 0 < result["fastest"] <= result["ms"] <= result["slowest"] and result["first s"] > 0
     assert not {"floor ms", "ratio"} & result.keys()
 
 
@@ -548,12 +548,12 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
     "words, message",
     [
         ("rule --heads 2 3", "--heads: expected value heads that are a multiple of the key heads, got 2 3"),
-        ("rule --lengths 4 0", "--lengths: expected one or more lengths of at least 1, got 4 0"),
-        ("rule --lengths", "--lengths: expected one or more lengths of at least 1, got"),
+        ("rule --lengths 4 0", "--lengths: expected a number above 0, got 0"),
+        ("rule --lengths", "--lengths: expected one value or more, got none"),
         ("rule --width 257", "--width: expected 1 to 256, got 257"),
-        ("rule --repeats 0", "--repeats: expected at least 1, got 0"),
-        ("rule --calls 0", "--calls: expected at least 1, got 0"),
-        ("rule --passes", "--passes: expected one or more passes, got none"),
+        ("rule --repeats 0", "--repeats: expected a number above 0, got 0"),
+        ("rule --calls 0", "--calls: expected a number above 0, got 0"),
+        ("rule --passes", "--passes: expected different values, at least one, got none"),
         ("rule --implementations fast", "fast"),
         (
             "rule --rows 1x --width 8",
@@ -562,7 +562,7 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("rule --rows 1x", f"--rows: expected a device for the kernels {NO_KERNELS}, got 1x"),
         ("kernels --variants auto", f"--variants: expected a device for the kernels {NO_KERNELS}, got auto"),
         ("rule --json nowhere/x.json", "--json: expected a file in a folder that exists, got nowhere/x.json"),
-        ("decode --batches 0", "--batches: expected numbers of at least 1, got 0"),
+        ("decode --batches 0", "--batches: expected a number above 0, got 0"),
         (
             "decode --heads 2 3",
             "--heads: expected a number of value heads that the key heads divide, got 2 3",
@@ -570,17 +570,17 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("decode --width 300", "--width: expected 1 to 256, got 300"),
         ("decode --implementations triton", "triton"),
         ("decode --tokens 17", "--tokens: expected no more than a ring holds, got 17"),
-        ("prefill --tokens 0", "--tokens: expected numbers of at least 1, got 0"),
+        ("prefill --tokens 0", "--tokens: expected a number above 0, got 0"),
         ("prefill --tokens 70 --requests 71", "--requests: expected no more than there are tokens, got 71"),
         ("step --lengths 60", "--lengths: expected divisors of --tokens 32768, got 60"),
         ("step --model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
-        ("step --tokens 0", "--tokens: expected at least 1, got 0"),
+        ("step --tokens 0", "--tokens: expected a number above 0, got 0"),
         ("step --options depth=3", "--options: expected fields of ModelConfig"),
         ("step --options remat=some", "--options: expected values that fit"),
         ("generate --model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
-        ("generate --contexts 8 -1", "--contexts: expected numbers of at least 1, got 8 -1"),
+        ("generate --contexts 8 -1", "--contexts: expected a number above 0, got -1"),
         ("generate --prefill -1", "--prefill: expected 0 or more, got -1"),
-        ("generate --largest-cache 0", "--largest-cache: expected a positive number, got 0"),
+        ("generate --largest-cache 0", "--largest-cache: expected a number above 0, got 0"),
         ("generate --figure nowhere/x.png", "--figure: expected a file in a folder that exists"),
         ("parts --length 60", "--length: expected a divisor of --tokens 65536, got 60"),
         ("parts --only flight", "--only: expected parts of names such as residual sum and RMSNorm"),
@@ -630,7 +630,7 @@ def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch)
         if peer.name == "fla":
             raise OSError("no compiler")
         factor = 2 if peer.name == "FlashInfer" else 1
-        return peers.Measurement(Timing(2.0, 2.0, 2.0), {name: factor * x for name, x in right.items()})
+        return Timing(2.0, 2.0, 2.0), {name: factor * x for name, x in right.items()}
 
     monkeypatch.setattr(peers, "missing", lambda peer: None)
     monkeypatch.setattr(peers, "measure", measured)

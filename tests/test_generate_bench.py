@@ -59,7 +59,7 @@ def test_a_cache_too_large_is_a_line_of_its_own(capsys):
 
 @pytest.mark.slow
 def test_the_timed_loop_is_that_of_generate():
-    """From the cache of a prompt it gives the tokens of `generate`, and from a random one it ends where it should."""
+    """From a prompt's cache the loop gives the tokens of `generate`; from a random one it ends where it should."""
     model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     prompt = np.arange(32).reshape(2, 16).astype(np.int32)

@@ -26,7 +26,7 @@ def test_prompts_are_timed_beside_the_rule_alone(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rule", "difference"])
 def test_wrong_outputs_are_not_timed(name, monkeypatch, capsys):
-    """Of the rule against float64, or of prompts over a pool against the rule."""
+    """Outputs of the rule are compared with float64, or of prompts over a pool against the rule."""
     right = prefill_bench.worst_ratio
     calls = iter([1, 0] if name == "rule" else [0, 1])
     monkeypatch.setattr(prefill_bench, "worst_ratio", lambda *x: right(*x) + next(calls))

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -18,8 +18,8 @@ from rich.console import Console
 from gdn_jax import supported_implementations
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.table import table
-from gdn_jax.commands.errors import RunError, fail, one_line
-from gdn_jax.commands.fields import Seed
+from gdn_jax.commands.errors import RunError, one_line
+from gdn_jax.commands.fields import Check, Positive, Range, Seed, check
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.versions import versions
 
@@ -40,9 +40,10 @@ class Result(NamedTuple):
         """Everything that is known, by the name that it has in the table and in the JSON."""
         values = self.about | (self.timing._asdict() if self.timing else {}) | self.numbers
         if self.errors:
-            values |= {"error": max(self.errors.values()), "errors": self.errors}
+            values["error"] = max(self.errors.values())
+            values["errors"] = {name: e if math.isfinite(e) else str(e) for name, e in self.errors.items()}
         values["failure"] = self.failure
-        return {name: x for name, x in values.items() if x not in (None, "") and x == x}
+        return {name: x for name, x in values.items() if x not in (None, "", math.inf) and x == x}
 
     def told(self) -> str:
         """The line that is printed as soon as the result is there."""
@@ -64,33 +65,34 @@ class Case(NamedTuple):
     run: Callable[[], Iterable[Result]]
 
 
+class Writable(Check):
+    """A file that can be written."""
+
+    def check(self, name: str, value: Path) -> None:
+        """See `Check.check`."""
+        check_writable(name, value)
+
+
+Width = Range("1 to 256", lambda x: 1 <= x <= 256)
+"""Width of a head."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """Options that all benchmarks share, and the methods that each has."""
 
-    repeats: int = 9
+    repeats: Annotated[int, Positive] = 9
     """Measurements."""
-    seed: int = 0
+    seed: Annotated[int, Seed] = 0
     """Seed of the inputs."""
-    max_minutes: float = math.inf
+    max_minutes: Annotated[float | None, Positive] = None
     """Starts no case after this time."""
-    json: Path | None = None
+    json: Annotated[Path | None, Writable()] = None
     """File for all numbers, rewritten after every case."""
-
-    positive: ClassVar[tuple[str, ...]] = ()
-    """Options, numbers or tuples of numbers, that have to be 1 or more."""
 
     def check(self) -> None:
         """Raises RunError, before any work, for the first option that cannot be used."""
-        for name in ("repeats", *self.positive):
-            value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not numbers or min(numbers) < 1:
-                expected = "numbers of at least 1" if isinstance(value, tuple) else "at least 1"
-                fail(name, expected, " ".join(map(str, numbers)) or "none")
-        Seed.check("seed", self.seed)
-        if self.json is not None:
-            check_writable("json", self.json)
+        check(self)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """The cases in the order in which they are timed; note is told what else a reader should know."""
@@ -129,7 +131,7 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
 
     _say(progress, ", ".join(f"{name} {value}" for name, value in about.items()))
     for case in benchmark.cases(lambda text: notes.update({text: None})):
-        if time.monotonic() - started > 60 * benchmark.max_minutes:
+        if benchmark.max_minutes is not None and time.monotonic() - started > 60 * benchmark.max_minutes:
             notes[f"not timed, --max-minutes: {_name(case.about)}"] = None
             continue
         try:

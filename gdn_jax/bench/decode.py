@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ import numpy as np
 
 from gdn_jax import serving
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, wrong
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width, wrong
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
 
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
 """Largest error of an output, by the dtype of the inputs."""
@@ -34,28 +35,24 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 class ServingBenchmark(Benchmark):
     """Options that the benchmarks of serving share."""
 
-    repeats: int = 20
+    repeats: Annotated[int, Positive] = 20
     """Timed calls; of deferred writes, timed periods."""
-    pools: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    pools: Annotated[tuple[Literal["float32", "bfloat16"], ...], Distinct] = ("float32", "bfloat16")
     """dtypes of the pool of states."""
-    heads: tuple[int, int] = (16, 32)
+    heads: Annotated[tuple[int, int], Positive] = (16, 32)
     """Key heads (and query heads) and value heads."""
-    width: int = 128
+    width: Annotated[int, Width] = 128
     """Width K = V of a head."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """dtype of q, k, v, of the gates' inputs, and of the keys and values in a ring."""
     state_layout: Literal["kv", "vk"] = "kv"
     """Layout of the states."""
 
-    positive: ClassVar[tuple[str, ...]] = ("heads",)
-
     def check(self) -> None:
         """See `Benchmark.check`."""
         super().check()
         if self.heads[1] % self.heads[0]:
             fail("heads", "a number of value heads that the key heads divide", " ".join(map(str, self.heads)))
-        if not 1 <= self.width <= 256:
-            fail("width", "1 to 256", self.width)
 
     def failure(self, errors: dict[str, float]) -> str | None:
         """Which errors are too large; None if none is."""
@@ -106,18 +103,16 @@ class Problem(NamedTuple):
 class DecodeBenchmark(ServingBenchmark):
     """A step of every running request."""
 
-    batches: tuple[int, ...] = (1, 8, 32, 128, 512)
+    batches: Annotated[tuple[int, ...], Distinct, Positive] = (1, 8, 32, 128, 512)
     """Requests of a step, one line of the table for each."""
-    deferred: tuple[int, ...] = (1, 16)
+    deferred: Annotated[tuple[int, ...], Distinct, Positive] = (1, 16)
     """Tokens between two writes of a state; 1 is a plain pool."""
-    tokens: tuple[int, ...] = (1, 4)
+    tokens: Annotated[tuple[int, ...], Distinct, Positive] = (1, 4)
     """Tokens of a step: 1 is `serving.decode`, more are `serving.verify`."""
-    drafts: tuple[Literal["chain", "tree"], ...] = ("chain",)
+    drafts: Annotated[tuple[Literal["chain", "tree"], ...], Distinct] = ("chain",)
     """Whether each of a step's tokens follows the one before, or token t token (t - 1) // 2."""
     implementations: tuple[Literal["mosaic_gpu", "xla"], ...] = ()
     """Implementations to time, "mosaic_gpu" for the kernels. If none is named: the one that runs unasked."""
-
-    positive: ClassVar[tuple[str, ...]] = ("batches", "deferred", "tokens", "heads")
 
     def check(self) -> None:
         """See `Benchmark.check`."""

@@ -13,12 +13,11 @@ grows with the context is the attention layers'.
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Benchmark, Case, Result
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, Writable
 from gdn_jax.bench.sizes import model_config
-from gdn_jax.commands.errors import fail
-from gdn_jax.commands.files import check_writable, replacing
+from gdn_jax.commands.fields import Distinct, NotNegative, Positive
+from gdn_jax.commands.files import replacing
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache
 from gdn_jax.models.costs import COSTS, model_costs, multiplied_parameters
@@ -46,28 +45,26 @@ from gdn_jax.training.peak import BANDWIDTH, of_device
 class GenerateBenchmark(Benchmark):
     """A language model that reads a prompt and writes."""
 
-    repeats: int = 5
+    repeats: Annotated[int, Positive] = 5
     """Measurements."""
     model: str = "0.4b"
     """The model: tiny, 0.4b or 1.3b as of gdn bench step, or a preset of gdn info, such as qwen3.5-0.8b."""
-    batches: tuple[int, ...] = (1, 32, 256)
+    batches: Annotated[tuple[int, ...], Distinct, Positive] = (1, 32, 256)
     """Rows that are written at once, one line of the table for each and every context."""
-    contexts: tuple[int, ...] = (128,)
+    contexts: Annotated[tuple[int, ...], Distinct, Positive] = (128,)
     """Tokens in the cache before the first timed one."""
-    tokens: int = 64
+    tokens: Annotated[int, Positive] = 64
     """Timed tokens of a row in one measurement."""
-    prefill: int = 32768
+    prefill: Annotated[int, NotNegative] = 32768
     """Tokens of the prompt whose reading is timed, in one row; 0 leaves that out."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and computation."""
     options: tuple[str, ...] = ()
     """More fields of the ModelConfig, as in residual_dtype=bfloat16."""
-    largest_cache: float = 120.0
+    largest_cache: Annotated[float, Positive] = 120.0
     """Lines whose cache would have more GB (10^9 bytes) are left out."""
-    figure: Path | None = None
+    figure: Annotated[Path | None, Writable()] = None
     """PNG to draw: milliseconds of a token over the context, a line for each batch; drawn again after every line."""
-
-    positive: ClassVar[tuple[str, ...]] = ("batches", "contexts", "tokens")
 
     def config(self) -> ModelConfig:
         """The model's configuration; raises RunError where there is none."""
@@ -77,12 +74,6 @@ class GenerateBenchmark(Benchmark):
         """See `Benchmark.check`."""
         super().check()
         self.config()
-        if self.prefill < 0:
-            fail("prefill", "0 or more", self.prefill)
-        if not 0 < self.largest_cache < math.inf:
-            fail("largest_cache", "a positive number", self.largest_cache)
-        if self.figure is not None:
-            check_writable("figure", self.figure)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """A case for the prompt, and one for each context and batch."""

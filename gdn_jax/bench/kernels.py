@@ -7,7 +7,7 @@ recurrence, and its time is that of the device, as for the rule.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 
@@ -17,6 +17,7 @@ from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
 from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
@@ -75,9 +76,9 @@ def call(what: str, config: Any, x: Inputs, known, cu_seqlens) -> tuple[Callable
 class KernelBenchmark(Benchmark):
     """Configurations of the rule's kernels, kernel by kernel."""
 
-    variants: tuple[str, ...] = ("auto", "full", "half")
+    variants: Annotated[tuple[str, ...], Distinct] = ("auto", "full", "half")
     """Configurations, as in auto half "half, segments of 16"."""
-    passes: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    passes: Annotated[tuple[Literal["forward", "backward"], ...], Distinct] = ("forward", "backward")
     """forward; backward, given what the forward saved."""
     rows: tuple[str, ...] = ()
     """Only the rows whose name contains one of these, as in "16,32 1x"."""

@@ -16,7 +16,7 @@ Without a GPU all times are by the clock and those of whole calls, in plain JAX,
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.model_parts import NARROW, WIDE, Part, Product, parts, products
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Positive
 from gdn_jax.training.peak import BANDWIDTH, of_device
 from gdn_jax.training.steps import compiler_flags
 
@@ -44,16 +45,14 @@ class PartsBenchmark(Benchmark):
 
     model: Literal["tiny", "0.4b", "1.3b"] = "0.4b"
     """The model whose sizes they have, as of gdn bench step."""
-    tokens: int = 65536
+    tokens: Annotated[int, Positive] = 65536
     """Tokens of a call."""
-    length: int = 8192
+    length: Annotated[int, Positive] = 8192
     """Tokens of a row."""
     only: tuple[str, ...] = ()
     """Only the parts and products whose name contains one of these, as in "SwiGLU" "logits"."""
-    calls: int = 64
+    calls: Annotated[int, Positive] = 64
     """Calls that follow one another in one measurement by the clock."""
-
-    positive: ClassVar[tuple[str, ...]] = ("tokens", "calls")
 
     def asked(self) -> tuple[list[Part], list[Product]]:
         """The parts and products that are timed."""
@@ -68,7 +67,7 @@ class PartsBenchmark(Benchmark):
     def check(self) -> None:
         """See `Benchmark.check`."""
         super().check()
-        if self.length < 1 or self.tokens % self.length:
+        if self.tokens % self.length:
             fail("length", f"a divisor of --tokens {self.tokens}", self.length)
         if measure.on_gpu() and (reason := no_kernels()):
             fail("model", f"a device for the kernels ({reason})", self.model)

@@ -161,8 +161,8 @@ class Problem:
             program = measure.compiled(step, *args)
             results = jax.block_until_ready(program(*args))
             numbers = {
-                "first call s": time.perf_counter() - started,
-                "temporary GiB": measure.temporary_gib(program),
+                "first s": time.perf_counter() - started,
+                "temp GiB": measure.temporary_gib(program),
             }
             got = {name: part(name, y) for name, y in named(self.what, results).items()}
             result = result._replace(numbers=numbers, errors=errors(self.expected, got))

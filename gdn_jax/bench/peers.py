@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from gdn_jax.bench.measure import WARM_UP, Timing
+from gdn_jax.bench.passes import Part, Problem
 from gdn_jax.checks.accuracy import NAMES
 
 
@@ -95,33 +96,12 @@ def missing(peer: Peer) -> str | None:
     return None if backend == "gpu" else f"needs a GPU, JAX's default device is a {backend}"
 
 
-class Measurement(NamedTuple):
-    """Time of a peer's call, and its results by the names of `accuracy`."""
-
-    timing: Timing
-    results: dict[str, np.ndarray]
-
-
-def measure(
-    peer: Peer,
-    x: Any,
-    cu_seqlens: np.ndarray | None,
-    what: str,
-    part: Callable[[str, Any], Any],
-    repeats: int,
-) -> Measurement:
-    """Times a peer.
-
-    Args:
-      x: rows.Inputs, on the GPU.
-      cu_seqlens: borders of the sequences; None for a single one.
-      what: "forward", "backward" (given what the forward saved) or "training" (both).
-      part: function of a result's name and value for the part of it that is returned.
-      repeats: timed replays.
-    """
+def measure(peer: Peer, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
+    """Times a peer on a GPU; returns also its results on the heads that are compared, by the names of `accuracy`."""
     torch: Any = import_module("torch")
-    arguments = _arguments(peer, x, cu_seqlens, what != "forward")
-    primals = [arguments.q, arguments.k, arguments.v, arguments.g, arguments.beta, arguments.initial_state]
+    what = problem.what
+    arguments = _arguments(peer, problem)
+    primals = arguments[:6]
 
     def forward():
         return peer.call(arguments)
@@ -153,25 +133,26 @@ def measure(
         graph = second
     timing = _replays(graph, repeats)
 
-    results = {}
+    results, part = {}, Part.of(problem.row, what)
     for name, tensor in zip(NAMES, (*outputs, *grads), strict=False):
         tensor = tensor.detach()
         if peer.v_first and name in ("final_state", "dh_0"):
             tensor = tensor.transpose(-1, -2)
         results[name] = part(name, tensor).float().cpu().numpy()
-    return Measurement(timing, results)
+    return timing, results
 
 
-def _arguments(peer: Peer, x: Any, cu_seqlens: np.ndarray | None, differentiable: bool) -> Arguments:
+def _arguments(peer: Peer, problem: Problem) -> Arguments:
     torch: Any = import_module("torch")
-    q, k, v, g, beta, state, do, dh_T = (torch.from_dlpack(a).clone() for a in jax.block_until_ready(x))
+    inputs = jax.block_until_ready(problem.x)
+    q, k, v, g, beta, state, do, dh_T = (torch.from_dlpack(a).clone() for a in inputs)
     if peer.linear_alpha:
         g = g.exp()
     if peer.v_first:
         state, dh_T = (s.transpose(-1, -2).contiguous() for s in (state, dh_T))
-    borders = np.array([0, q.shape[1]]) if cu_seqlens is None else cu_seqlens
+    borders = np.cumsum((0, *problem.row.lengths))
     for primal in (q, k, v, g, beta, state):
-        primal.requires_grad_(differentiable)
+        primal.requires_grad_(problem.what != "forward")
     cu = torch.tensor(borders, dtype=torch.int64, device=q.device)
     return Arguments(q, k, v, g, beta, state, do, dh_T, cu, int(np.diff(borders).max()))
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from gdn_jax.bench.measure import Timing
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
 
 CHECKED = 128
 """Tokens of the last prompt that are compared with float64."""
@@ -51,14 +52,12 @@ class Problem(NamedTuple):
 class PrefillBenchmark(ServingBenchmark):
     """Prompts of requests that are served."""
 
-    tokens: tuple[int, ...] = (8192, 32768)
+    tokens: Annotated[tuple[int, ...], Distinct, Positive] = (8192, 32768)
     """Tokens of all prompts of a call, one line of the table for each."""
-    requests: tuple[int, ...] = (1, 8, 64)
+    requests: Annotated[tuple[int, ...], Distinct, Positive] = (1, 8, 64)
     """Prompts of a call."""
     implementation: Literal["mosaic_gpu", "chunked"] | None = None
     """Implementation of the rule; by default the one that runs unasked."""
-
-    positive: ClassVar[tuple[str, ...]] = ("tokens", "requests", "heads")
 
     def check(self) -> None:
         """See `Benchmark.check`."""

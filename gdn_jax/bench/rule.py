@@ -10,16 +10,17 @@ and last heads.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 from gdn_jax import supported_implementations
 from gdn_jax.bench import passes, peers
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width, no_kernels
 from gdn_jax.bench.measure import Timing, on_gpu
 from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
+from gdn_jax.commands.fields import Distinct, Positive, Repeated
 
 PEER_SLACK = 4.0
 """Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""
@@ -29,26 +30,27 @@ PEER_SLACK = 4.0
 class RuleBenchmark(Benchmark):
     """The implementations of the rule."""
 
-    passes: tuple[Literal["forward", "backward", "training"], ...] = ("forward", "training")
+    passes: Annotated[tuple[Literal["forward", "backward", "training"], ...], Distinct] = (
+        "forward",
+        "training",
+    )
     """forward; backward, given what the forward saved; training: the two together."""
     rows: tuple[str, ...] = ()
-    """Of the table, only the rows whose name contains one of these, as in "16,32 1x"."""
+    """Only the rows of the table whose name contains one of these, as in "16,32 1x"."""
     implementations: tuple[Literal["mosaic_gpu", "chunked", "recurrent"], ...] = ()
     """Implementations to time. If none is named: the kernels for the table, else all (no "recurrent" on a GPU)."""
-    heads: tuple[int, int] | None = None
+    heads: Annotated[tuple[int, int] | None, Positive] = None
     """Key heads (and query heads) and value heads, instead of the table; (4, 4) if any other size is given."""
-    lengths: tuple[int, ...] | None = None
+    lengths: Annotated[tuple[int, ...] | None, Repeated, Positive] = None
     """Lengths of the packed sequences, instead of the table; else 2048."""
-    width: int | None = None
+    width: Annotated[int | None, Width] = None
     """Width K = V of a head, instead of the table; else 64."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of q, k, v, instead of the table; else float32."""
     peers: bool = True
     """Times other libraries too, if they are installed."""
-    calls: int = 8
-    """Calls chained in one program, where there is no GPU."""
-
-    positive: ClassVar[tuple[str, ...]] = ("calls",)
+    calls: Annotated[int, Positive] = 8
+    """Calls in a row in one measurement, where there is no GPU."""
 
     @property
     def is_table(self) -> bool:
@@ -63,14 +65,8 @@ class RuleBenchmark(Benchmark):
         if self.rows and (reason := no_kernels()):
             fail("rows", f"a device for the kernels ({reason})", " ".join(self.rows))
         Hk, HV = self.heads or (4, 4)
-        if Hk < 1 or HV < 1 or HV % Hk:
+        if HV % Hk:
             fail("heads", "value heads that are a multiple of the key heads", f"{Hk} {HV}")
-        if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
-            fail("lengths", "one or more lengths of at least 1", " ".join(map(str, self.lengths)))
-        if self.width is not None and not 1 <= self.width <= 256:
-            fail("width", "1 to 256", self.width)
-        if not self.passes:
-            fail("passes", "one or more passes", "none")
 
     def plan(self) -> tuple[list[tuple[Row, str]], str, tuple[str, ...]]:
         """Rows with their passes, the dtype and the implementations."""
@@ -114,21 +110,20 @@ class RuleBenchmark(Benchmark):
 
     def time_peers(self, problem: Problem, note: Callable[[str], None]) -> dict[str, Timing]:
         """Times of the other libraries that are installed and right."""
-        row, what, x = problem.row, problem.what, problem.x
-        measured = {}
+        row, measured = problem.row, {}
         for peer in peers.PEERS:
-            if peers.missing(peer) or (what != "forward" and not peer.has_backward):
+            if peers.missing(peer) or (problem.what != "forward" and not peer.has_backward):
                 continue
             try:
-                found = peers.measure(peer, x, row.cu_seqlens, what, passes.Part.of(row, what), self.repeats)
+                timing, results = peers.measure(peer, problem, self.repeats)
             except Exception as error:  # another library's, which must not end the table
                 note(f"{row.name}: {peer.name} raised {one_line(error)}")
                 continue
-            errors = passes.errors(problem.expected, found.results)
-            if failure := passes.miss(errors, x, problem.dtype, PEER_SLACK):
+            errors = passes.errors(problem.expected, results)
+            if failure := passes.miss(errors, problem.x, problem.dtype, PEER_SLACK):
                 note(f"{row.name}: {peer.name} is not counted, {failure}")
             else:
-                measured[peer.name] = found.timing
+                measured[peer.name] = timing
         return measured
 
     def summary(self, results: list[Result]) -> list[str]:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gdn_jax import gated_delta_rule
 from gdn_jax.bench import measure, passes, profiles
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, wrong
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width, wrong
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.bench.step import training_step
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
 from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 from gdn_jax.training.placement import Placement
@@ -46,20 +47,20 @@ TOKENS, STATES = PartitionSpec(DATA, CONTEXT, HEAD), PartitionSpec(DATA, HEAD)
 class ScaleBenchmark(Benchmark):
     """The rule and a training step on meshes of several devices."""
 
-    repeats: int = 5
+    repeats: Annotated[int, Positive] = 5
     """Measurements."""
     mesh: tuple[str, ...] = ()
     """Meshes to time, as in data=2 head=2 context=2. Default: all devices along each axis; of the step, with whole
     and with sharded parameters along data, and along context."""
     parts: tuple[Literal["rule", "step"], ...] = ("rule", "step")
     """The rule, forward and backward; the training step of a model."""
-    tokens: tuple[int, ...] = (262144,)
+    tokens: Annotated[tuple[int, ...], Distinct, Positive] = (262144,)
     """Tokens of all rows together in the rule, one group of lines for each."""
-    rows: int = 8
+    rows: Annotated[int, Positive] = 8
     """Rows that the tokens are cut into where the mesh has no context axis; there they are one row."""
-    heads: tuple[int, int] = (16, 32)
+    heads: Annotated[tuple[int, int], Positive] = (16, 32)
     """Key heads and value heads."""
-    width: int = 128
+    width: Annotated[int, Width] = 128
     """Width K = V of a head."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """dtype of q, k, v."""
@@ -67,19 +68,17 @@ class ScaleBenchmark(Benchmark):
     """Implementation of the rule; default: the fastest that supports the call."""
     model: Literal["tiny", "0.4b", "1.3b"] = "0.4b"
     """Size of the model of the step, as of gdn bench step."""
-    length: int = 8192
+    length: Annotated[int, Positive] = 8192
     """Tokens of a row of the step on one device."""
-    step_tokens: int = 32768
+    step_tokens: Annotated[int, Positive] = 32768
     """Tokens of a step for each device."""
-    calls: int = 8
+    calls: Annotated[int, Positive] = 8
     """Calls that follow one another in one measurement."""
     context_by: Literal["states", "heads"] | None = None
-    """What the devices of a context axis hand to each other in the rule: states, or all tokens of some heads.
+    """Whether the devices of a context axis hand to each other states in the rule, or all tokens of some heads.
     Default: the one that is predicted to take less time."""
     kernels: bool = False
     """Also prints the time of each kernel of the first GPU in a call, from a profile."""
-
-    positive: ClassVar[tuple[str, ...]] = ("heads", "width", "rows", "step_tokens", "calls")
 
     def check(self) -> None:
         """See `Benchmark.check`."""
@@ -91,11 +90,11 @@ class ScaleBenchmark(Benchmark):
                     fail("context_by", f"states, as {shape} does not divide {heads} heads", "heads")
                 for tokens in self.tokens if part == "rule" else ():
                     rows = self.rows if shape.context == 1 else shape.data
-                    if tokens < 1 or rows % shape.data or tokens % (rows * shape.context):
+                    if rows % shape.data or tokens % (rows * shape.context):
                         fail("tokens", f"a multiple of {rows} rows, which {shape} divides", tokens)
         if self.kernels and not measure.on_gpu():
             fail("kernels", "a GPU to profile", jax.default_backend())
-        if self.length < 1 or self.step_tokens % self.length:
+        if self.step_tokens % self.length:
             fail("length", f"a divisor of --step-tokens {self.step_tokens}", self.length)
 
     def shapes(self, part: str) -> list[MeshShape]:
@@ -198,7 +197,7 @@ class ScaleBenchmark(Benchmark):
     def _timed(self, call: Callable[[], Any], program: Any) -> tuple[Timing, dict[str, Any]]:
         """The time of a call, its temporary memory and, if asked for, each kernel of the first GPU."""
         timing = measure.by_clock(call, self.repeats, self.calls)
-        numbers: dict[str, Any] = {"temporary GiB": measure.temporary_gib(program)}
+        numbers: dict[str, Any] = {"temp GiB": measure.temporary_gib(program)}
         if self.kernels:
 
             def calls() -> None:

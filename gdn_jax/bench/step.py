@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from gdn_jax.bench import measure, profiles
 from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.costs import multiplied_parameters
 from gdn_jax.tasks.batch import Batch
@@ -103,21 +104,19 @@ def training_step(
 class StepBenchmark(Benchmark):
     """The whole training step of a model."""
 
-    repeats: int = 5
+    repeats: Annotated[int, Positive] = 5
     """Measurements, of four steps each."""
     model: str = "0.4b"
     """The model: tiny, 0.4b with 24 layers of width 1024, 1.3b with 24 of width 2048, or a preset of gdn info, such
     as qwen3.5-0.8b."""
-    lengths: tuple[int, ...] = (2048, 8192, 32768)
+    lengths: Annotated[tuple[int, ...], Distinct, Positive] = (2048, 8192, 32768)
     """Tokens of a row, one line of the table for each."""
-    tokens: int = 32768
+    tokens: Annotated[int, Positive] = 32768
     """Tokens of a step: its rows have the same length."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype."""
     options: tuple[str, ...] = ()
     """More fields of the ModelConfig, as in remat=rule."""
-
-    positive: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def config(self) -> ModelConfig:
         """The model's configuration.
@@ -132,7 +131,7 @@ class StepBenchmark(Benchmark):
         super().check()
         self.config()
         for length in self.lengths:
-            if length < 1 or self.tokens % length:
+            if self.tokens % length:
                 fail("lengths", f"divisors of --tokens {self.tokens}", length)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
@@ -150,9 +149,9 @@ class StepBenchmark(Benchmark):
         numbers = {
             "tokens/s": per_second,
             "of peak": share_of_peak(multiplied_parameters(config), per_second, flops),
-            "temporary GiB": measure.temporary_gib(step.program),
+            "temp GiB": measure.temporary_gib(step.program),
             "init s": step.init_s,
-            "first step s": step.first_step_s,
+            "first s": step.first_step_s,
             "loss": step.loss,
             **{f"{kind} ms": ms for kind, ms in kinds.items()},
             "longest kernels ms": kernels,
