@@ -186,7 +186,6 @@ def conv_update(
     N, (D, W) = x.shape[0], weight.shape
     config = config or Config.default(D)
     slots = Slots(pool.shape[0], null_slot, 1 if layer is None else pool.shape[1])
-    in_place = jax.new_ref(one_for_all_layers(pool, layer))
     results = launch(
         "conv_update",
         functools.partial(_body, call=Call(D, W, silu, slots), config=config),
@@ -197,12 +196,12 @@ def conv_update(
             "read_slots": read_slots,
             "write_slots": write_slots,
             "layer": layer_input(layer),
-            "pool": in_place,
         },
         outputs={"y": jax.ShapeDtypeStruct((N, D), x.dtype)},
+        updated={"pool": one_for_all_layers(pool, layer)},
         memory={},
         ctas=N * (D // config.channels),
         auto_barriers=False,
         interpret=interpret,
     )
-    return results["y"], jax.freeze(in_place).reshape(pool.shape)
+    return results["y"], results["pool"].reshape(pool.shape)

@@ -71,17 +71,17 @@ def launch_in_place(
       layer: index of the second axis of a pool that serves a whole model, or None.
     """
     v, names = inputs["v"], Results._fields[1:]
-    in_place = [jax.new_ref(one_for_all_layers(x, layer)) for x in pool]
     results = launch(
         name,
         body,
-        inputs={**inputs, "layer": layer_input(layer), **dict(zip(names, in_place, strict=True))},
+        inputs={**inputs, "layer": layer_input(layer)},
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
+        updated={name: one_for_all_layers(x, layer) for name, x in zip(names, pool, strict=True)},
         memory=memory,
         ctas=ctas,
         warpgroups=warpgroups,
         auto_barriers=False,
         interpret=interpret,
     )
-    after = (jax.freeze(x).reshape(y.shape) for x, y in zip(in_place, pool, strict=True))
+    after = (results[name].reshape(x.shape) for name, x in zip(names, pool, strict=True))
     return Results(results["o"], *after)

@@ -394,7 +394,7 @@ def step_of_channels(
     rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
     config = config or Config.default(K, V, pool.dtype, kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
-    in_place, device = jax.new_ref(one_for_all_layers(pool, layer)), Device(interpret is not None)
+    device = Device(interpret is not None)
     tiles = N * HV * (V // config.block)
     results = launch(
         "decode_step",
@@ -412,13 +412,13 @@ def step_of_channels(
             "num_tokens": num_tokens,
             "parents": parents,
             "layer": layer_input(layer),
-            "pool": in_place,
         },
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
+        updated={"pool": one_for_all_layers(pool, layer)},
         memory=memory(rule, config, T, num_tokens is not None, None if parents is None else pool.dtype),
         ctas=tiles,
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )
-    return results["o"], jax.freeze(in_place).reshape(pool.shape)
+    return results["o"], results["pool"].reshape(pool.shape)

@@ -122,7 +122,8 @@ def launch(
         **options,
     )
     arrays = kernel(*args)
-    varying: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in given.values()))
+    types = [jax.typeof(x) for x in (given | changed).values()]
+    varying: frozenset = frozenset().union(*(x.manual_axis_type.varying for x in types))
     made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
     return made | {key: jax.freeze(reference) for key, reference in references.items()}
 
