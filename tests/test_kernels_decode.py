@@ -18,7 +18,16 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted as interpreted_calls
-from pallas_kernels.decode import ring_drafts, ring_step, step, tiles
+from pallas_kernels.decode import (
+    deferred,
+    drafts,
+    drafts_mma,
+    drafts_mma_cta,
+    step,
+    tiles,
+    vectors,
+    walk,
+)
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -288,17 +297,19 @@ def test_verify_on_a_ring(case, counts):
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     """On a single SM, through fewer stages than a state has chunks. Padding lies between two states, also after a
     flush."""
-    monkeypatch.setattr(ring_step, "NUM_SMS", 1)
+    monkeypatch.setattr(walk, "NUM_SMS", 1)
     x = pool_steps.draw_ring(case, counts)
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
-    config = ring_step.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
+    config = vectors.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
     options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
     tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
     if case.T > 1:
-        options |= {"drafts": ring_step.Drafts(case.T), "accepted": jnp.ones(case.N, jnp.int32)}
+        options |= {"drafts": drafts.Drafts(case.T), "accepted": jnp.ones(case.N, jnp.int32)}
+        run = drafts.drafts
     else:
-        options |= {"drafts": None}
-    results = ring_step.ring_step(*tokens, *pool[:5], **options)[:5]
+        del options["num_tokens"]
+        run = deferred.deferred
+    results = run(*tokens, *pool[:5], **options)[:5]
     after = [n + 1 - 16 * (n == 15) if case.T == 1 else n * (n <= 16 - case.T) + case.T for n in counts]
     pool_steps.assert_ring_right(case, x, after, results)
 
@@ -306,15 +317,14 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
 @pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
     """Likewise by tensor cores."""
-    monkeypatch.setattr(ring_drafts, "NUM_SMS", 1)
+    monkeypatch.setattr(walk, "NUM_SMS", 1)
     case, counts = Case("drafts", T=4, K=64, V=64, pool_dtype="bfloat16"), (15, 3, 5)
     x = pool_steps.draw_ring(case, counts)
     names = ("A_log", "dt_bias", "read_slots", "num_tokens")
     options = {name: x[name] for name in names} | case.options | {"interpret": INTERPRET}
-    options |= {"config": ring_drafts.Config(case.V, 1, states), "accepted": jnp.ones(case.N, jnp.int32)}
-    del options["kv_layout"]
+    options |= {"config": drafts_mma_cta.Config(case.V, 1, states), "accepted": jnp.ones(case.N, jnp.int32)}
     tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
-    results = ring_drafts.ring_drafts(*tokens, *pool[:5], **options)[:5]
+    results = drafts_mma.drafts_mma(*tokens, *pool[:5], **options)[:5]
     pool_steps.assert_ring_right(case, x, [4, 7, 9], results)
 
 
@@ -332,7 +342,7 @@ def test_what_tensor_cores_do_not_take(change, reason):
     S = jax.ShapeDtypeStruct
     q, v = S((3, 4, 1, case.K), "bfloat16"), S((3, 4, 2, case.V), "bfloat16")
     state, ring_k, ring_u = S((9, 2, case.K, case.V), case.pool_dtype), q, v
-    got = ring_drafts.check_supported(q, q, v, state, ring_k, ring_u, kv_layout=case.kv_layout)
+    got = drafts_mma.check_supported(q, q, v, state, ring_k, ring_u, kv_layout=case.kv_layout)
     assert got is None if reason is None else re.search(reason, str(got))
 
 
@@ -355,7 +365,7 @@ def test_ring_refusals_say_why(ring, change, reason):
     q, v = S((3, case.T, 1, 128), "bfloat16"), S((3, case.T, 2, 128), "bfloat16")
     state = S((9, 2, 128, 128), case.pool_dtype)
     rings = [S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u")]
-    got = ring_step.check_supported(q, q, v, state, *rings, S((9, 2, 16), g_dtype))
+    got = vectors.check_supported(q, q, v, state, *rings, S((9, 2, 16), g_dtype))
     assert got is None if reason is None else reason in str(got)
 
 

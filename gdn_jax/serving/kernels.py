@@ -101,23 +101,23 @@ class DeferredKernels(DeferredPool):
 
     def unsupported(self, tokens: Raw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
-        from pallas_kernels.decode import ring_drafts, ring_step
+        from pallas_kernels.decode import drafts_mma, vectors
 
         state, k, u, g, *_ = self.arrays
-        reason = ring_step.check_supported(*tokens[:3], state, k, u, g)
+        reason = vectors.check_supported(*tokens[:3], state, k, u, g)
         if reason is None and _is_tree(where):
             kv_layout = self.layout == STATE_LAYOUTS[0]
-            reason = ring_drafts.check_supported(*tokens[:3], state, k, u, kv_layout=kv_layout)
+            reason = drafts_mma.check_supported(*tokens[:3], state, k, u, kv_layout=kv_layout)
             reason = reason and f"a tree of drafts on a ring: {reason}"
         return reason or _gates_reason(tokens) or _reason(self)
 
     def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
-        from pallas_kernels.decode.ring_step import ring_step
+        from pallas_kernels.decode.deferred import deferred
 
         options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
-        options |= {"drafts": None, "layer": at.layer} | _options(call, raw, self)
-        o, *arrays = ring_step(*raw.with_token_axis()[:5], *self.arrays[:5], **options)
+        options |= {"layer": at.layer} | _options(call, raw, self)
+        o, *arrays = deferred(*raw.with_token_axis()[:5], *self.arrays[:5], **options)
         return o[:, 0], self._with(arrays)
 
     def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
@@ -134,22 +134,21 @@ class DeferredKernels(DeferredPool):
         return o, self.holding(put_parents(pool.arrays, at, spans.parents, T))
 
     def _append_drafts(self, call: Call, raw: Raw, at: Address, spans: Spans) -> tuple[Array, Any]:
-        from pallas_kernels.decode import ring_drafts, ring_step
+        from pallas_kernels.decode import drafts, drafts_mma
 
         T, arrays = raw.q.shape[1], list(self.arrays[:5])
         num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
         options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, raw, self)
-        if not ring_drafts.check_supported(*raw[:3], *arrays[:3], kv_layout=options["kv_layout"]):
-            del options["kv_layout"]
+        if not drafts_mma.check_supported(*raw[:3], *arrays[:3], kv_layout=options["kv_layout"]):
             options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
-            o, *arrays = ring_drafts.ring_drafts(*raw[:5], *arrays, **options)
+            o, *arrays = drafts_mma.drafts_mma(*raw[:5], *arrays, **options)
             return o, self._with(arrays)
         outputs = []
-        for t in range(0, T, ring_step.MAX_TOKENS):
-            some = [x[:, t : t + ring_step.MAX_TOKENS] for x in raw[:5]]
-            options |= {"drafts": ring_step.Drafts(T, t), "accepted": None if t else accepted}
+        for t in range(0, T, drafts.MAX_TOKENS):
+            some = [x[:, t : t + drafts.MAX_TOKENS] for x in raw[:5]]
+            options |= {"drafts": drafts.Drafts(T, t), "accepted": None if t else accepted}
             options["num_tokens"] = None if num_tokens is None else num_tokens - t
-            o, *arrays = ring_step.ring_step(*some, *arrays, **options)
+            o, *arrays = drafts.drafts(*some, *arrays, **options)
             outputs.append(o)
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(arrays)
 

@@ -1,4 +1,4 @@
-"""What `ring_step` has in registers: a ring, and sums of products with a state that comes in chunks.
+"""What `deferred` and `drafts` have in registers: a ring, and sums of products with a state that comes in chunks.
 
 Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
 """
@@ -8,12 +8,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.ring import LENGTH, Slot
-from pallas_kernels.decode.tiles import ACCESS_BYTES, WARP, WARPS, Rule, lane_layout, load
+from pallas_kernels.decode.ring import LENGTH
+from pallas_kernels.decode.tiles import (
+    ACCESS_BYTES,
+    WARP,
+    WARPS,
+    Sizes,
+    column_layout,
+    lane_layout,
+    load,
+    spread,
+)
+from pallas_kernels.decode.walk import Unit
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 
@@ -33,9 +42,9 @@ class Shape(NamedTuple):
     chunks: int
 
     @classmethod
-    def of(cls, rule: Rule, block: int, chunk_bytes: int, itemsize: int) -> "Shape":
+    def of(cls, sizes: Sizes, block: int, chunk_bytes: int, itemsize: int) -> "Shape":
         """Of `block` entries of V, in chunks of at most so many bytes."""
-        total, columns = (rule.K, block) if rule.kv_layout else (block, rule.K)
+        total, columns = (sizes.K, block) if sizes.kv_layout else (block, sizes.K)
         sizes = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
         rows = max((n for n in sizes if n * columns * itemsize <= chunk_bytes), default=ROW_ALIGNMENT)
         return cls(rows, columns, total // rows)
@@ -63,21 +72,6 @@ def tall_layout(rows: int) -> Any:
     that belong to its rows, neighbours in a vector, come in one access."""
     tiling = plgpu.Tiling(((rows, 4 * WARP), (rows // WARPS, 4)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
-
-
-def column_layout(columns: int) -> Any:
-    """Of [rows, columns]: a column to a thread where there are enough, so that sums over rows stay in a warp."""
-    lanes = math.gcd(columns // WARPS, WARP)
-    if lanes == WARP:
-        tiling = plgpu.Tiling(((1, WARPS * WARP), (WARP,), (1,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
-
-
-def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """A vector along `axis` of an array, repeated along the other axis."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
 
 class Held(NamedTuple):
@@ -112,11 +106,11 @@ class Ring:
         self.g_layout = lane_layout(lanes, LENGTH // lanes)
         self.rows = self.k_layout.reduce(1)
 
-    def load(self, here: Slot, count: jax.Array, with_u: bool) -> Held:
+    def load(self, here: Unit, count: jax.Array, with_u: bool) -> Held:
         along, shape = self.g_layout.reduce(0), (LENGTH, LENGTH)
         # All loads come before the first use of one.
-        k, u = load(here.k, self.k_layout), load(here.u, self.u_layout) if with_u else None
-        g = load(here.g, along)
+        k, u = load(here.ring_k, self.k_layout), load(here.ring_u, self.u_layout) if with_u else None
+        g = load(here.ring_g, along)
         position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=along)
         g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
@@ -199,7 +193,7 @@ class Products:
 
     def __init__(
         self,
-        rule: Rule,
+        sizes: Sizes,
         shape: Shape,
         sums: Any,
         vectors: Any,
@@ -208,11 +202,11 @@ class Products:
         device: Device,
         tall: bool,
     ):
-        self.kv, self.shape, self.v_layout = rule.kv_layout, shape, v_layout
+        self.kv, self.shape, self.v_layout = sizes.kv_layout, shape, v_layout
         self.sums, self.vectors, self.device = sums, vectors, device
         self.tall = tall and self.kv and shape.columns == 4 * WARP
         # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
-        lanes = next(n for n in (8, 16, WARP) if n == WARP or rule.K // n * count <= VECTOR_REGISTERS)
+        lanes = next(n for n in (8, 16, WARP) if n == WARP or sizes.K // n * count <= VECTOR_REGISTERS)
         self.slices = row_slices(shape.columns, WARP if self.kv else lanes)
         if self.tall:
             self.slices = Slices(TALL_ROWS, tall_layout(TALL_ROWS))

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode.tiles import (
     GRANULE,
     Norms,
-    Rule,
+    Sizes,
     Tile,
     Vectors,
     load,
@@ -144,15 +144,15 @@ GROUP = 2
 """Tokens whose vectors are loaded together."""
 
 
-def memory(rule: Rule, config: Config, T: int, uneven: bool, tree_of: Any = None) -> Memory:
+def memory(sizes: Sizes, config: Config, T: int, uneven: bool, tree_of: Any = None) -> Memory:
     """Shared memory of a CTA: several tokens, and for trees the state from which they begin, of the pool's dtype."""
     if T == 1 and not uneven:
         return {}
-    shape = Tile(rule, config.block, 4).shape
+    shape = Tile(sizes, config.block, 4).shape
     return {
         "initial": None if tree_of is None else Buffer(shape, tree_of),
-        "q": Buffer((T, rule.K)),
-        "k": Buffer((T, rule.K)),
+        "q": Buffer((T, sizes.K)),
+        "k": Buffer((T, sizes.K)),
         "v": Buffer((T, config.block)),
         "scalars": Buffer((T, SCALARS)),
     }
@@ -162,7 +162,7 @@ def _body(
     gmem: Any,
     smem: Any,
     *,
-    rule: Rule,
+    sizes: Sizes,
     config: Config,
     tiles: int,
     T: int,
@@ -170,39 +170,39 @@ def _body(
     device: Device,
 ) -> None:
     itemsize = gmem.pool.dtype.itemsize
-    tile = Tile(rule, config.block, itemsize, config.across)
+    tile = Tile(sizes, config.block, itemsize, config.across)
     row, head, entries = tile.where(grid_index())
-    q_head, k_head = lax.div(head, rule.HV // rule.Hq), lax.div(head, rule.HV // rule.Hk)
+    q_head, k_head = lax.div(head, sizes.HV // sizes.Hq), lax.div(head, sizes.HV // sizes.Hk)
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
     count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
 
     def q_at(t):
-        return gmem.q.at[row, t, pl.ds(first.q + q_head * rule.K, rule.K)]
+        return gmem.q.at[row, t, pl.ds(first.q + q_head * sizes.K, sizes.K)]
 
     def k_at(t):
-        return gmem.k.at[row, t, pl.ds(first.k + k_head * rule.K, rule.K)]
+        return gmem.k.at[row, t, pl.ds(first.k + k_head * sizes.K, sizes.K)]
 
     def v_at(t):
-        return gmem.v.at[row, t, pl.ds(first.v + head * rule.V + entries.start, config.block)]
+        return gmem.v.at[row, t, pl.ds(first.v + head * sizes.V + entries.start, config.block)]
 
     def store_o(t, o):
         store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
 
     def gates(t):
         alpha = jnp.exp(log_decay(gmem.a[row, t, first.a + head], gmem.A_log[head], gmem.dt_bias[head]))
-        return alpha, write_strength(gmem.b[row, t, first.b + head], rule.allow_neg_eigval)
+        return alpha, write_strength(gmem.b[row, t, first.b + head], sizes.allow_neg_eigval)
 
     def write_slot(t):
         return row if gmem.write_slots is None else gmem.write_slots[row, t]
 
     def write(to, S):
-        @pl.when(rule.is_slot(to))
+        @pl.when(sizes.slots.is_slot(to))
         def _():
-            place = rule.place(to, gmem.layer)
+            place = sizes.slots.place(to, gmem.layer)
             store_any(tile.state(gmem.pool, place, head, entries), S.astype(gmem.pool.dtype))
 
     def read():
-        return load(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries), tile.layout)
+        return load(tile.state(gmem.pool, sizes.slots.place(slot, gmem.layer), head, entries), tile.layout)
 
     def bring_near():
         """Asks the L2 cache for the tile of a warpgroup that has no room on an SM yet."""
@@ -213,9 +213,11 @@ def _body(
             row, head, entries = tile.where(later)
             slot = row if gmem.read_slots is None else gmem.read_slots[row]
 
-            @pl.when(rule.is_slot(slot))
+            @pl.when(sizes.slots.is_slot(slot))
             def _():
-                plgpu.async_prefetch(tile.state(gmem.pool, rule.place(slot, gmem.layer), head, entries))
+                plgpu.async_prefetch(
+                    tile.state(gmem.pool, sizes.slots.place(slot, gmem.layer), head, entries)
+                )
 
     def again(S):
         return device.unknown(S, tile.layout) if config.narrow else S
@@ -234,7 +236,7 @@ def _body(
     def prepare(group, _):
         """Tokens in shared memory, some at once; the last one several times if there are not as many."""
         numbers = [jnp.minimum(group * GROUP + i, T - 1) for i in range(min(GROUP, T))]
-        whole = vector_layout(rule.K)
+        whole = vector_layout(sizes.K)
         found = [
             (
                 load(q_at(t), whole),
@@ -300,11 +302,11 @@ def _body(
         lax.fori_loop(0, count, token, S.astype(jnp.float32))
 
     if T == 1 and gmem.num_tokens is None:
-        pl.when(rule.is_slot(slot))(functools.partial(one, tile.vectors(q_at(0), k_at(0), v_at(0))))
+        pl.when(sizes.slots.is_slot(slot))(functools.partial(one, tile.vectors(q_at(0), k_at(0), v_at(0))))
     else:
-        pl.when(rule.is_slot(slot))(several)
+        pl.when(sizes.slots.is_slot(slot))(several)
     # Padding tokens, or a padding row.
-    padding_from = jnp.where(rule.is_slot(slot), count, 0)
+    padding_from = jnp.where(sizes.slots.is_slot(slot), count, 0)
     lax.fori_loop(padding_from, T, lambda t, _: store_o(t, tile.zeros()), None)
 
 
@@ -385,20 +387,26 @@ def step_of_channels(
       o [N, T, HV, V] in v's dtype, and the pool.
     """
     N, T = q.shape[:2]
-    Hq, Hk, HV = heads
-    K, V = pool.shape[-2:] if kv_layout else pool.shape[:-3:-1]
     for x, start in zip((q, k, v), first[:3], strict=True):
         assert x.shape[2] % ALIGNED == start % ALIGNED == 0, f"channels from {start} of {x.shape}"
-    slots, layers = pool.shape[0], 1 if layer is None else pool.shape[1]
-    norm, span = (use_qk_l2norm, allow_neg_eigval), (slots, null_slot, layers)
-    rule = Rule(Hq, Hk, HV, K, V, scale, *norm, kv_layout, *span)
+    sizes = Sizes.of(
+        heads,
+        pool,
+        layer,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        allow_neg_eigval=allow_neg_eigval,
+        kv_layout=kv_layout,
+        null_slot=null_slot,
+    )
+    K, V, HV = sizes.K, sizes.V, sizes.HV
     config = config or Config.default(K, V, pool.dtype, kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
     device = Device(interpret is not None)
     tiles = N * HV * (V // config.block)
     results = launch(
         "decode_step",
-        functools.partial(_body, rule=rule, config=config, tiles=tiles, T=T, first=first, device=device),
+        functools.partial(_body, sizes=sizes, config=config, tiles=tiles, T=T, first=first, device=device),
         inputs={
             "q": q,
             "k": k,
@@ -415,7 +423,7 @@ def step_of_channels(
         },
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},
-        memory=memory(rule, config, T, num_tokens is not None, None if parents is None else pool.dtype),
+        memory=memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype),
         ctas=tiles,
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,

@@ -40,39 +40,58 @@ GRANULE = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What is computed: heads, widths and options of the rule."""
+class Sizes:
+    """Static sizes and switches of one kernel."""
 
     Hq: int
     Hk: int
     HV: int
     K: int
     V: int
+    slots: Slots
+    """Slots of the pool that the states lie in."""
     scale: float
-    use_qk_l2norm: bool = True
-    allow_neg_eigval: bool = False
-    kv_layout: bool = True
+    use_qk_l2norm: bool
+    allow_neg_eigval: bool
+    kv_layout: bool
     """Whether states are [K, V]; else [V, K]."""
-    slots: int = 1
-    null_slot: int | None = None
-    layers: int = 1
 
-    def is_slot(self, slot: jax.Array) -> jax.Array:
-        """As of `Slots`."""
-        return self._pool.is_slot(slot)
+    @classmethod
+    def of(
+        cls,
+        heads: tuple[int, int, int],
+        states: jax.Array,
+        layer: Any,
+        *,
+        scale: float,
+        use_qk_l2norm: bool = True,
+        allow_neg_eigval: bool = False,
+        kv_layout: bool = True,
+        null_slot: int | None = None,
+    ) -> "Sizes":
+        """The sizes of a call.
 
-    def place(self, slot: jax.Array, layer: Any) -> jax.Array:
-        """As of `Slots`."""
-        return self._pool.place(slot, layer)
-
-    @property
-    def _pool(self) -> Slots:
-        return Slots(self.slots, self.null_slot, self.layers)
+        Args:
+          heads: Hq, Hk and HV.
+          states: a pool [slots, HV, K, V], or [slots, layers, HV, K, V] where a layer is given.
+          layer: index of the pool's second axis where it serves a whole model, else None.
+          scale: factor of the output.
+          use_qk_l2norm: whether q and k are normalised.
+          allow_neg_eigval: beta = 2 sigmoid(b).
+          kv_layout: whether states are [K, V]; else [V, K].
+          null_slot: a slot that is padding too.
+        """
+        K, V = states.shape[-2:] if kv_layout else states.shape[:-3:-1]
+        slots = Slots(states.shape[0], null_slot, 1 if layer is None else states.shape[1])
+        return cls(*heads, K, V, slots, scale, use_qk_l2norm, allow_neg_eigval, kv_layout)
 
 
 def lane_layout(lanes: int, width: int) -> Any:
-    """Of an array [rows, columns]: a thread has `width` neighbours of a row, `lanes` threads lie along it, the other
-    threads of a warp in the rows below, and the warps below each other."""
+    """Layout of [rows, columns] whose warps lie below each other.
+
+    A thread has `width` neighbours of a row, `lanes` threads of a warp lie along the row, and the others in the rows
+    below.
+    """
     rows = WARP // lanes
     if rows == 1:
         tiling = plgpu.Tiling(((WARPS, WARP * width), (width,)))
@@ -82,7 +101,7 @@ def lane_layout(lanes: int, width: int) -> Any:
 
 
 def across_layout(columns: int, itemsize: int) -> Any:
-    """Of an array [rows, columns]: the warps lie beside each other, so that sums over rows need no other warp."""
+    """Layout of [rows, columns] whose warps lie beside each other, so that sums over rows need no other warp."""
     width = ACCESS_BYTES // itemsize
     lanes = columns // (WARPS * width)
     if lanes == 1:
@@ -93,13 +112,28 @@ def across_layout(columns: int, itemsize: int) -> Any:
 
 
 def vector_layout(n: int) -> Any:
-    """Of [n]: all of it in every warp, so that sums need no other warp."""
+    """Layout of [n] that every warp has whole, so that sums need no other warp."""
     return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
 
 
+def column_layout(columns: int) -> Any:
+    """Layout of [rows, columns] with a column to a thread where there are enough: sums over rows stay in a warp."""
+    lanes = math.gcd(columns // WARPS, WARP)
+    if lanes == WARP:
+        tiling = plgpu.Tiling(((1, WARPS * WARP), (WARP,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
+
+
 def load(ref: Any, layout: Any) -> jax.Array:
-    """What lies in memory, in registers."""
+    """Loads from memory to registers."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """A vector along `axis` of an array, repeated along the other axis."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
 
 def _log1p(z: jax.Array) -> jax.Array:
@@ -113,7 +147,10 @@ def _log1p(z: jax.Array) -> jax.Array:
 
 
 class Vectors(NamedTuple):
-    """A token of one head as it lies in memory: q and k along the tile's K, again whole in every warp, and v."""
+    """A token of one head as it lies in memory.
+
+    q and k are there twice: along the K of the tile, and whole in every warp.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -123,11 +160,12 @@ class Vectors(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Of a token's q and k."""
+    """What is known of the lengths of a token's q and k."""
 
     q: Any
-    """1 / |q|, 1 without normalisation, as k."""
+    """1 / |q|; 1 without normalisation."""
     k: Any
+    """1 / |k|, likewise."""
     qk: jax.Array
     """q . k of the vectors as they came."""
 
@@ -135,11 +173,11 @@ class Norms(NamedTuple):
 class Tile:
     """Where a tile lies, and how its registers are laid out."""
 
-    def __init__(self, rule: Rule, block: int, itemsize: int, across: bool = False):
-        self.rule, self.block = rule, block
-        self.k_axis = 0 if rule.kv_layout else 1
-        self.shape = (rule.K, block) if rule.kv_layout else (block, rule.K)
-        self.width, self.lanes = threads_of_row(rule.kv_layout, self.shape[1], itemsize)
+    def __init__(self, sizes: Sizes, block: int, itemsize: int, across: bool = False):
+        self.sizes, self.block = sizes, block
+        self.k_axis = 0 if sizes.kv_layout else 1
+        self.shape = (sizes.K, block) if sizes.kv_layout else (block, sizes.K)
+        self.width, self.lanes = threads_of_row(sizes.kv_layout, self.shape[1], itemsize)
         self.layout = (
             across_layout(self.shape[1], itemsize) if across else lane_layout(self.lanes, self.width)
         )
@@ -147,28 +185,32 @@ class Tile:
 
     def where(self, number: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         """Row of the batch, value head and entries of V of a tile; neighbours in number lie side by side."""
-        parts = self.rule.V // self.block
+        parts = self.sizes.V // self.block
         head, part = lax.div(number, parts), lax.rem(number, parts)
-        return lax.div(head, self.rule.HV), lax.rem(head, self.rule.HV), pl.ds(part * self.block, self.block)
+        return (
+            lax.div(head, self.sizes.HV),
+            lax.rem(head, self.sizes.HV),
+            pl.ds(part * self.block, self.block),
+        )
 
     def state(self, pool: Any, place: jax.Array, head: jax.Array, entries: Any) -> Any:
         """The tile in the pool."""
-        return pool.at[place, head, :, entries] if self.rule.kv_layout else pool.at[place, head, entries]
+        return pool.at[place, head, :, entries] if self.sizes.kv_layout else pool.at[place, head, entries]
 
     def vectors(self, q: Any, k: Any, v: Any) -> Vectors:
         """Loads q [K], k [K] and the tile's entries of v."""
-        along_k, whole = self.k_layout, vector_layout(self.rule.K)
+        along_k, whole = self.k_layout, vector_layout(self.sizes.K)
         return Vectors(
             load(q, along_k), load(k, along_k), load(q, whole), load(k, whole), load(v, self.v_layout)
         )
 
     def over_v(self, x: jax.Array) -> jax.Array:
         """A vector along K, repeated along V."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, [self.k_axis]), self.layout)
+        return spread(x, self.shape, self.k_axis, self.layout)
 
     def over_k(self, x: jax.Array) -> jax.Array:
         """A vector along V, repeated along K."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, [1 - self.k_axis]), self.layout)
+        return spread(x, self.shape, 1 - self.k_axis, self.layout)
 
     def zeros(self) -> jax.Array:
         """Zeros along V."""
@@ -186,7 +228,11 @@ class Tile:
         beta: jax.Array,
         again: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The state after a token, and its output along V; all float32. again(S) is the S that is changed."""
+        """The state after a token, and its output along V; all float32.
+
+        Args:
+          again: makes the S that is changed from the S that sums are taken of.
+        """
         q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
         return self.update(S, q, k, v, alpha, beta, lambda: self.norms(q_whole, k_whole), again)
 
@@ -201,25 +247,25 @@ class Tile:
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
     ) -> tuple[jax.Array, jax.Array]:
-        """The same from float32 vectors along the tile, and their norms."""
+        """Computes `token` from float32 vectors along the tile, and their norms."""
         y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)
-        o = (self.rule.scale * rq) * (alpha * z + (rk * qk) * u)
+        o = (self.sizes.scale * rq) * (alpha * z + (rk * qk) * u)
         return again(S).astype(jnp.float32) * alpha + self.over_v(k) * self.over_k(rk * u), o
 
     def follow(
         self, S: jax.Array, k: jax.Array, v: jax.Array, alpha: jax.Array, beta: jax.Array, rk: jax.Array
     ) -> jax.Array:
-        """The state after a token whose output is not asked for, as of `update`."""
+        """The state of `update` after a token whose output is not asked for."""
         (y,) = self.products(S, [k])
         u = beta * (v - (alpha * rk) * y)
         return S * alpha + self.over_v(k) * self.over_k(rk * u)
 
     def norms(self, q: jax.Array, k: jax.Array) -> Norms:
-        """Of whole vectors."""
+        """The norms of vectors that every warp has whole."""
         qk = jnp.sum(q * k)
-        if not self.rule.use_qk_l2norm:
+        if not self.sizes.use_qk_l2norm:
             return Norms(1.0, 1.0, qk)
         return Norms(lax.rsqrt(jnp.sum(q * q) + L2NORM_EPS), lax.rsqrt(jnp.sum(k * k) + L2NORM_EPS), qk)
 
@@ -227,8 +273,8 @@ class Tile:
 def threads_of_row(kv_layout: bool, columns: int, itemsize: int) -> tuple[int, int]:
     """Neighbours that a thread has of a row of a tile, and threads along the row.
 
-    Rows of V are short: one access covers them. Of a row of K a warp has a part at once, so that few steps of a sum
-    go from thread to thread; the parts are those that were fastest.
+    Rows of V are short: one access covers them. A warp has only a part of a row of K at once, so that few steps of a
+    sum go from thread to thread; the parts are those that were fastest.
     """
     width = ACCESS_BYTES // itemsize
     if not kv_layout:
@@ -246,6 +292,6 @@ def log_decay(a: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
 
 
 def write_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:
-    """beta = sigmoid(b), or twice that, likewise."""
+    """beta = sigmoid(b), or twice that, in float32 from a scalar of any floating dtype."""
     beta = 1.0 / (1.0 + jnp.exp(-b.astype(jnp.float32)))
     return 2.0 * beta if allow_neg_eigval else beta

@@ -1,0 +1,307 @@
+"""Tokens as vectors beside a state that passes in chunks: what `deferred` and `drafts` share.
+
+For the tokens t of a call, behind the count tokens j of a ring on a checkpoint S0,
+
+    u = beta (v - (D k^T S0 + sum_j D_j (k . k_j) u_j))
+    o = scale (D q^T S0 + sum_j D_j (q . k_j) u_j + (q . k) u)
+
+where D_j is the decay since token j, and D that since the checkpoint, both with the new token's gate. All tokens of a
+call share one reading of S0: their products with it are taken first, and what they say to each other is worked out on
+vectors afterwards.
+
+A state passes through shared memory in chunks. The copies of the next chunks, also of the next state, are on their
+way while one is worked on and while a state's tokens are finished.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode import step, walk
+from pallas_kernels.decode.ring import LENGTH
+from pallas_kernels.decode.ring_products import Held, Products, Ring, Shape, row_slices
+from pallas_kernels.decode.tiles import (
+    GRANULE,
+    Sizes,
+    column_layout,
+    load,
+    log_decay,
+    vector_layout,
+    write_strength,
+)
+from pallas_kernels.decode.walk import Ends, Here, Unit
+from pallas_kernels.device.memory import (
+    ALIGNMENT,
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    store_any,
+)
+
+RING_DTYPES = ("float32", "bfloat16")
+"""Dtypes of keys and values in a ring."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a kernel runs, not what it computes."""
+
+    block: int
+    """Entries of V that a warpgroup takes at once."""
+    warpgroups: int = 4
+    """Warpgroups of a CTA."""
+    stages: int = 5
+    """Chunks of a state in shared memory, for each warpgroup; at most all of one state."""
+    chunk_bytes: int = 8192
+    """Bytes of a chunk at most."""
+
+    @classmethod
+    def default(cls, V: int) -> "Config":
+        """Whole heads where V allows it."""
+        return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
+
+
+def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
+    """Why the kernels cannot take a call, from its arrays or their shapes; None if they can."""
+    length = ring_u.shape[-2]
+    if length != LENGTH:
+        return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
+    if ring_k.dtype != ring_u.dtype or jnp.dtype(ring_u.dtype).name not in RING_DTYPES:
+        return f"the ring is {ring_k.dtype} and {ring_u.dtype}; the kernel takes {' and '.join(RING_DTYPES)}"
+    if ring_g.dtype != jnp.float32:
+        return f"the ring's log decays are {ring_g.dtype}; the kernel takes float32"
+    if q.ndim == 4 and q.shape[1] > LENGTH:
+        return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
+    return step.check_supported(q, k, v, state)
+
+
+def rows_of_sums(sizes: Sizes, config: Config, T: int) -> int:
+    """Rows of the buffer in which `Products` sums."""
+    return 2 * row_slices(config.block).rows if sizes.kv_layout else 2 * T
+
+
+def vector_memory(sizes: Sizes, config: Config, T: int) -> dict[str, Buffer]:
+    """Shared memory for the vectors of the tokens."""
+    W = config.warpgroups
+    return {"vectors": Buffer((W, 2 * T, sizes.K)), "weights": Buffer((W, 2 * T, LENGTH))}
+
+
+def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> Memory:
+    """Shared memory for chunks of states: as many stages as there is room for beside the others."""
+    W, shape = config.warpgroups, Shape.of(sizes, config.block, config.chunk_bytes, jnp.dtype(dtype).itemsize)
+    stage = Buffer((W, shape.rows, shape.columns), dtype)
+    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
+    stages = min(config.stages, shape.chunks, room)
+    return {
+        "state": Buffer((W, stages, shape.rows, shape.columns), dtype),
+        "arrived": Barriers(1, W * stages),
+    }
+
+
+class Cta(walk.Cta):
+    """What a warpgroup knows.
+
+    Args:
+      sums: shared memory of `rows_of_sums` rows for each warpgroup.
+      tall: whether rows of a state lie below each other in a thread, as of `Products`.
+    """
+
+    def __init__(self, gmem: Any, smem: Any, *, sums: Any, tall: bool, **static: Any):
+        super().__init__(gmem, smem, **static)
+        sizes, block, T = self.sizes, self.config.block, self.T
+        self.shape = Shape.of(sizes, block, self.config.chunk_bytes, gmem.state.dtype.itemsize)
+        self.ring = Ring(sizes.K, block, gmem.ring_k.dtype.itemsize)
+        self.vectors, self.weights = smem.vectors.at[self.wg], smem.weights.at[self.wg]
+        layout = column_layout(block)
+        self.products = Products(
+            sizes, self.shape, sums.at[self.wg], self.vectors, 2 * T, layout, self.dev, tall
+        )
+
+    def copy_chunk(self, i: jax.Array, c: jax.Array, copies: jax.Array, slot: jax.Array) -> None:
+        """Starts the copy of chunk c of the i-th unit's state, behind `copies` others of this warpgroup."""
+        self.copy(i, slot, (c,), lambda _: lax.rem(copies, self.stages))
+
+    def wait_for_copy(self, n: jax.Array) -> Any:
+        """The chunk of the n-th copy, which has arrived."""
+        return self.wait(lax.rem(n, self.stages))
+
+    def spilled(self) -> tuple[Any, Any]:
+        """Keys and values in shared memory that become part of a state."""
+        return self.smem.keys.at[self.wg], self.smem.values.at[self.wg]
+
+
+class Token(NamedTuple):
+    """What is known of a token before the state is."""
+
+    q: jax.Array
+    """Normalised, whole in every warp, as k."""
+    k: jax.Array
+    stored_k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class Raw(NamedTuple):
+    """What a unit's tokens are made of."""
+
+    A_log: jax.Array
+    dt_bias: jax.Array
+    tokens: list[tuple[jax.Array, ...]]
+    """q, k, v, a and b of each."""
+
+
+def load_tokens(cta: Cta, at: Unit) -> Raw:
+    """Loads a unit's tokens."""
+    gmem, row, head = cta.gmem, at.row, at.head
+    whole = vector_layout(cta.sizes.K)
+    A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
+    tokens = [
+        (
+            load(gmem.q.at[row, t, at.q_head], whole),
+            load(gmem.k.at[row, t, at.k_head], whole),
+            load(gmem.v.at[row, t, head, at.entries], cta.along_v),
+            gmem.a[row, t, head],
+            gmem.b[row, t, head],
+        )
+        for t in range(cta.T)
+    ]
+    return Raw(A_log, dt_bias, tokens)
+
+
+def prepare_tokens(cta: Cta, raw: Raw, held: Held) -> list[Token]:
+    """The tokens, whose vectors and weights of the ring's tokens are in shared memory then."""
+    gmem, vectors, tokens = cta.gmem, cta.vectors, []
+    for t, (q, k, v, a, b) in enumerate(raw.tokens):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        rq, rk, _ = cta.tile.norms(q, k)
+        g = log_decay(a, raw.A_log, raw.dt_bias)
+        beta = write_strength(b, cta.sizes.allow_neg_eigval)
+        stored_k = (k * rk).astype(gmem.ring_k.dtype)
+        tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
+        # The state's products are with q and k as they lie here; every warp writes the same.
+        store_any(vectors.at[2 * t], k * rk)
+        store_any(vectors.at[2 * t + 1], q * rq)
+    plgpu.commit_smem()
+    decayed = jnp.float32(0)
+    for t, token in enumerate(tokens):
+        decayed = decayed + token.g
+        for j in (2 * t, 2 * t + 1):
+            x = load(vectors.at[j], cta.ring.k_layout.reduce(0))
+            store_any(cta.weights.at[j], cta.ring.weights(held, x, decayed))
+    return tokens
+
+
+def take_state(
+    cta: Cta,
+    i: jax.Array,
+    here: Here,
+    next_slot: jax.Array,
+    *,
+    change: Callable | None = None,
+    stays: Any = False,
+) -> list[jax.Array]:
+    """What `Products` carries behind the i-th unit's state. The copies of the next unit's first chunks are started.
+
+    Args:
+      change: change(chunk, row) changes a chunk, which begins with a row of the state, before products are taken.
+      stays: whether the last chunks are to stay in shared memory instead, a scalar.
+    """
+    shape, stages = cta.shape, cta.stages
+    assert here.copies is not None
+    copies: jax.Array = here.copies
+
+    def one(c, carry):
+        chunk, row = cta.wait_for_copy(copies + c), c * shape.rows
+        if change is not None:
+            change(chunk, row)
+        carry = cta.products.add(chunk, row, carry)
+        # All warps have read the chunk.
+        plgpu.commit_smem()
+        later = c + stages
+        number = copies + later
+        is_same = later < shape.chunks
+        cta.copy_chunk(i, later, number, jnp.where(is_same, here.slot, -1))
+        cta.copy_chunk(i + 1, later - shape.chunks, number, jnp.where(is_same | stays, -1, next_slot))
+        return carry
+
+    return lax.fori_loop(0, shape.chunks, one, cta.products.start())
+
+
+class Answer(NamedTuple):
+    """What a token reads and writes, along V."""
+
+    o: jax.Array
+    u: jax.Array
+    stored_u: jax.Array
+    """u as the ring has it."""
+
+
+def answers(cta: Cta, held: Held, tokens: list[Token], carry: list[jax.Array]) -> Iterator[Answer]:
+    """What each token reads and writes, one after the other, from what `take_state` gave."""
+    total, since, us = held.total, [], []
+    for t, token in enumerate(tokens):
+        total, since = total + token.g, [x + token.g for x in since]
+        decay = jnp.exp(total)
+        y, z = cta.products.of_token(t, carry)
+        found = decay * y + cta.ring.recall(held, cta.weights.at[2 * t])
+        read = decay * z + cta.ring.recall(held, cta.weights.at[2 * t + 1])
+        for s, earlier in enumerate(tokens[:t]):
+            k = earlier.stored_k.astype(jnp.float32)
+            D = jnp.exp(since[s])
+            found = found + (D * jnp.sum(token.k * k)) * us[s]
+            read = read + (D * jnp.sum(token.q * k)) * us[s]
+        u = token.beta * (token.v - found)
+        o = cta.sizes.scale * (read + jnp.sum(token.q * token.k) * u)
+        stored_u = u.astype(cta.gmem.ring_u.dtype)
+        yield Answer(o, u, stored_u)
+        us.append(stored_u.astype(jnp.float32))
+        since.append(jnp.float32(0))
+
+
+def append(
+    at: Unit, ends: Ends, position: jax.Array, token: Token, stored_u: jax.Array, condition: Any
+) -> None:
+    """Makes a token an entry of the ring, if a condition holds."""
+
+    @pl.when(condition)
+    def _():
+        store_any(at.ring_u.at[position], stored_u)
+
+        @pl.when(ends.head)
+        def _():
+            at.ring_g[position] = token.g
+
+        @pl.when(ends.key_head)
+        def _():
+            store_any(at.ring_k.at[position], token.stored_k)
+
+
+def begin(cta: Cta, count: Callable) -> Here:
+    """Starts the copies of the first unit's first chunks.
+
+    Args:
+      count: count(cta, i, slot), as of `Cta.count_of`.
+    """
+    first, slot = jnp.int32(0), cta.slot_of(jnp.int32(0))
+    for c in range(cta.stages):
+        cta.copy_chunk(first, jnp.int32(c), jnp.int32(c), slot)
+    return Here(slot, cta.count_of(first, slot, count), copies=first)
+
+
+def pass_by(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array, count: Callable) -> Here:
+    """Passes by the i-th unit, which is padding, and starts the copies of the next one's first chunks."""
+    cta.clear(i)
+    assert here.copies is not None
+    for c in range(cta.stages):
+        cta.copy_chunk(i + 1, jnp.int32(c), here.copies + c, next_slot)
+    return Here(next_slot, cta.count_of(i + 1, next_slot, count), copies=here.copies)
