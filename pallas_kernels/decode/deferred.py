@@ -101,8 +101,7 @@ def _fold(
     store_any(values.at[LENGTH], u)
     plgpu.commit_smem()
     decay, missing = jnp.exp(held.total + token.g), shape.chunks - stages
-    assert here.copies is not None
-    copies: jax.Array = here.copies
+    copies = here.copies
 
     def one(p, _):
         # The last chunks are still there; the first ones come again.

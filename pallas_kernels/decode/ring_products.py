@@ -45,8 +45,8 @@ class Shape(NamedTuple):
     def of(cls, sizes: Sizes, block: int, chunk_bytes: int, itemsize: int) -> "Shape":
         """Of `block` entries of V, in chunks of at most so many bytes."""
         total, columns = (sizes.K, block) if sizes.kv_layout else (block, sizes.K)
-        sizes = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
-        rows = max((n for n in sizes if n * columns * itemsize <= chunk_bytes), default=ROW_ALIGNMENT)
+        heights = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
+        rows = max((n for n in heights if n * columns * itemsize <= chunk_bytes), default=ROW_ALIGNMENT)
         return cls(rows, columns, total // rows)
 
 

@@ -89,13 +89,13 @@ def rows_of_sums(sizes: Sizes, config: Config, T: int) -> int:
     return 2 * row_slices(config.block).rows if sizes.kv_layout else 2 * T
 
 
-def vector_memory(sizes: Sizes, config: Config, T: int) -> dict[str, Buffer]:
+def vector_memory(sizes: Sizes, config: Config, T: int) -> dict[str, Any]:
     """Shared memory for the vectors of the tokens."""
     W = config.warpgroups
     return {"vectors": Buffer((W, 2 * T, sizes.K)), "weights": Buffer((W, 2 * T, LENGTH))}
 
 
-def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> Memory:
+def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> dict[str, Any]:
     """Shared memory for chunks of states: as many stages as there is room for beside the others."""
     W, shape = config.warpgroups, Shape.of(sizes, config.block, config.chunk_bytes, jnp.dtype(dtype).itemsize)
     stage = Buffer((W, shape.rows, shape.columns), dtype)
@@ -156,7 +156,7 @@ class Raw(NamedTuple):
 
     A_log: jax.Array
     dt_bias: jax.Array
-    tokens: list[tuple[jax.Array, ...]]
+    tokens: list[tuple[Any, ...]]
     """q, k, v, a and b of each."""
 
 
@@ -217,8 +217,7 @@ def take_state(
       stays: whether the last chunks are to stay in shared memory instead, a scalar.
     """
     shape, stages = cta.shape, cta.stages
-    assert here.copies is not None
-    copies: jax.Array = here.copies
+    copies = here.copies
 
     def one(c, carry):
         chunk, row = cta.wait_for_copy(copies + c), c * shape.rows
@@ -301,7 +300,6 @@ def begin(cta: Cta, count: Callable) -> Here:
 def pass_by(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array, count: Callable) -> Here:
     """Passes by the i-th unit, which is padding, and starts the copies of the next one's first chunks."""
     cta.clear(i)
-    assert here.copies is not None
     for c in range(cta.stages):
         cta.copy_chunk(i + 1, jnp.int32(c), here.copies + c, next_slot)
     return Here(next_slot, cta.count_of(i + 1, next_slot, count), copies=here.copies)

@@ -159,7 +159,7 @@ class Here(NamedTuple):
     """Tokens that stay in its ring."""
     next_slot: jax.Array | None = None
     """Slot of the unit after it, in a kernel that asks for slots that early."""
-    copies: jax.Array | None = None
+    copies: Any = None
     """Copies of chunks before the first one of its state, in a kernel that counts them."""
 
 
