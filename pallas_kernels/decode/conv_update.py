@@ -49,7 +49,7 @@ class Config:
     """How the kernel runs, not what it computes."""
 
     channels: int
-    """Of a warpgroup, a multiple of `LANES`."""
+    """Channels of a warpgroup, a multiple of `LANES`."""
 
     @classmethod
     def default(cls, D: int) -> "Config":
@@ -62,8 +62,8 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What is computed."""
+class Sizes:
+    """Static sizes and switches of one kernel."""
 
     D: int
     W: int
@@ -91,23 +91,23 @@ def check_supported(
     return None
 
 
-def _body(gmem: Any, smem: Any, *, call: Call, config: Config) -> None:
-    blocks = call.D // config.channels
+def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config) -> None:
+    blocks = sizes.D // config.channels
     row, block = lax.div(grid_index(), blocks), lax.rem(grid_index(), blocks)
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
     to = row if gmem.write_slots is None else gmem.write_slots[row]
-    is_slot = call.slots.is_slot(slot)
+    is_slot = sizes.slots.is_slot(slot)
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
     def states(slot, channels):
         """References to the inputs of a slot, oldest first."""
-        return [gmem.pool.at[call.slots.place(slot, gmem.layer), channels, j] for j in range(call.W - 1)]
+        return [gmem.pool.at[sizes.slots.place(slot, gmem.layer), channels, j] for j in range(sizes.W - 1)]
 
     def read(first):
         channels = pl.ds(first, LANES)
         inputs = [load(s, layout) for s in states(slot, channels)]
         inputs.append(load(gmem.x.at[row, channels], layout))
-        taps = [load(gmem.w.at[channels, j], layout) for j in range(call.W)]
+        taps = [load(gmem.w.at[channels, j], layout) for j in range(sizes.W)]
         bias = None if gmem.bias is None else load(gmem.bias.at[channels], layout)
         return channels, inputs, taps, bias
 
@@ -117,10 +117,10 @@ def _body(gmem: Any, smem: Any, *, call: Call, config: Config) -> None:
             total = total + s.astype(jnp.float32) * w.astype(jnp.float32)
         if bias is not None:
             total = total + bias.astype(jnp.float32)
-        y = total / (1.0 + jnp.exp(-total)) if call.silu else total
+        y = total / (1.0 + jnp.exp(-total)) if sizes.silu else total
         store_any(gmem.y.at[row, channels], y.astype(gmem.y.dtype))
 
-        @pl.when(call.slots.is_slot(to))
+        @pl.when(sizes.slots.is_slot(to))
         def _():
             for reference, s in zip(states(to, channels), inputs[1:], strict=True):
                 store_any(reference, s.astype(gmem.pool.dtype))
@@ -144,13 +144,13 @@ def _body(gmem: Any, smem: Any, *, call: Call, config: Config) -> None:
             for first in firsts:
                 store_any(gmem.y.at[row, pl.ds(first, LANES)], zeros)
 
-    rest = call.D % config.channels
+    rest = sizes.D % config.channels
     if not rest:
         take()
     else:
         is_last = block == blocks - 1
         pl.when(jnp.logical_not(is_last))(take)
-        pl.when(is_last)(lambda: take(*(call.D - LANES - piece for piece in range(0, rest, LANES))))
+        pl.when(is_last)(lambda: take(*(sizes.D - LANES - piece for piece in range(0, rest, LANES))))
 
 
 def conv_update(
@@ -175,8 +175,8 @@ def conv_update(
       x, pool, weight, bias: inputs that `check_supported` accepts.
       read_slots: where each request's state is. One that is negative, past the pool or null_slot is padding: its
         output is 0, and nothing is read or written. None: that of request i is in slot i.
-      write_slots: where the new state goes; padding: it is dropped. No slot twice, and none that another request
-        reads. None: where the states were in the absence of read_slots.
+      write_slots: where the new state goes, which is dropped where that is padding. No slot twice, and none that
+        another request reads. None, without read_slots: where the states were.
       silu: whether y is silu of the sum.
       null_slot: a slot that is padding too.
       layer: index of the second axis of a pool that serves a whole model.
@@ -188,7 +188,7 @@ def conv_update(
     slots = Slots(pool.shape[0], null_slot, 1 if layer is None else pool.shape[1])
     results = launch(
         "conv_update",
-        functools.partial(_body, call=Call(D, W, silu, slots), config=config),
+        functools.partial(_body, sizes=Sizes(D, W, silu, slots), config=config),
         inputs={
             "x": x,
             "w": weight,

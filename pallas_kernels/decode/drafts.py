@@ -80,7 +80,7 @@ def memory(sizes: Sizes, config: Config, T: int, drafts: Drafts, state_dtype: An
 
 
 class Cta(vectors.Cta):
-    """What a warpgroup knows."""
+    """The knowledge of a warpgroup, with the drafts of the call."""
 
     def __init__(self, gmem: Any, smem: Any, *, drafts: Drafts, **static: Any):
         super().__init__(gmem, smem, sums=smem.sums, tall=False, **static)

@@ -1,4 +1,4 @@
-"""What the warpgroups of `drafts_mma` share: sizes, shared memory and layouts."""
+"""Sizes, shared memory and layouts of `drafts_mma`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def _bytes(config: Config, K: int, T: int) -> int:
 
 
 class Cta(walk.Cta):
-    """What a warpgroup knows."""
+    """The knowledge of a warpgroup, with its buffers by name."""
 
     def __init__(self, gmem: Any, smem: Any, **static: Any):
         super().__init__(gmem, smem, **static)

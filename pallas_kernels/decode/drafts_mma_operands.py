@@ -1,4 +1,4 @@
-"""What `drafts_mma` makes of its tokens and of a ring before the state is there: the operands of tensor cores.
+"""The operands of tensor cores that `drafts_mma` makes of its tokens and of a ring before the state is there.
 
 What is float32 becomes the sum of two bfloat16 terms, which have 16 of its 24 bits. Differences of log decays are
 those of numbers of at least `LOG_FLOOR`, where a decay is 0.
@@ -24,7 +24,7 @@ LOG_FLOOR = -104.0
 
 
 class Raw(NamedTuple):
-    """What a unit's operands are made of, in registers."""
+    """A unit's tokens and its ring in registers, as they were loaded."""
 
     A_log: jax.Array
     dt_bias: jax.Array
@@ -38,7 +38,7 @@ class Raw(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is known of a ring before the state is there."""
+    """A ring before the state is there."""
 
     total: jax.Array
     """Log decay since the checkpoint; 0 after a flush."""

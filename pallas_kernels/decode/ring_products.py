@@ -1,4 +1,4 @@
-"""What `deferred` and `drafts` have in registers: a ring, and sums of products with a state that comes in chunks.
+"""A ring in registers, and sums of products with a state that comes in chunks, for `deferred` and `drafts`.
 
 Nothing here touches global memory but the loads of a ring, and the states that tokens are added to.
 """
@@ -27,23 +27,25 @@ from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 
 VECTOR_REGISTERS = 64
-"""That a thread has for vectors along K, beside states [V, K]."""
+"""Registers of a thread for vectors along K, beside states [V, K]."""
 
 ROW_ALIGNMENT = 16
-"""Rows of a chunk are a multiple of this, which is as many as a warpgroup has beside each other."""
+"""Rows of a chunk are a multiple of this: a warpgroup takes so many at once."""
 
 
 class Shape(NamedTuple):
     """A state's tile in chunks."""
 
     rows: int
-    """Of a chunk."""
+    """Rows of a chunk."""
     columns: int
+    """Columns of the tile."""
     chunks: int
+    """Chunks of the tile."""
 
     @classmethod
     def of(cls, sizes: Sizes, block: int, chunk_bytes: int, itemsize: int) -> "Shape":
-        """Of `block` entries of V, in chunks of at most so many bytes."""
+        """The shape of a tile of `block` entries of V, in chunks of at most so many bytes."""
         total, columns = (sizes.K, block) if sizes.kv_layout else (block, sizes.K)
         heights = (n for n in range(ROW_ALIGNMENT, total + 1, ROW_ALIGNMENT) if total % n == 0)
         rows = max((n for n in heights if n * columns * itemsize <= chunk_bytes), default=ROW_ALIGNMENT)
@@ -58,18 +60,18 @@ class Slices(NamedTuple):
 
 
 def row_slices(columns: int, lanes: int = WARP) -> Slices:
-    """Of four neighbours to a thread, at most so many threads along a row."""
+    """Slices with four neighbours to a thread, and at most so many threads along a row."""
     lanes = math.gcd(columns // 4, lanes)
     return Slices(WARPS * WARP // lanes, lane_layout(lanes, 4))
 
 
 TALL_ROWS = 16
-"""That a warpgroup takes at once where a thread has rows below each other: four to a thread."""
+"""Rows that a warpgroup takes at once in the tall layout: four to a thread."""
 
 
 def tall_layout(rows: int) -> Any:
-    """Of [rows, 128]: a thread has four neighbours of each of its warp's rows, which lie below each other. So numbers
-    that belong to its rows, neighbours in a vector, come in one access."""
+    """The tall layout, of [rows, 128]: a thread has four neighbours of each of its warp's rows, which lie below each
+    other. Numbers that belong to these rows are neighbours in a vector, and come in one access."""
     tiling = plgpu.Tiling(((rows, 4 * WARP), (rows // WARPS, 4)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3,), vector_dim=-1)
 
@@ -86,9 +88,10 @@ class Held(NamedTuple):
     total: jax.Array
     """Log decay since the checkpoint."""
     count: jax.Array
+    """Tokens in the ring."""
 
     def emptied(self, now: jax.Array) -> "Held":
-        """Without tokens, if they are dropped now."""
+        """The ring without tokens, if they are dropped now."""
         u = jnp.where(now, jnp.zeros_like(self.u), self.u)
         return self._replace(u=u, total=jnp.where(now, 0.0, self.total), count=jnp.where(now, 0, self.count))
 
@@ -97,7 +100,7 @@ class Ring:
     """The layouts of a ring, and what is done with it."""
 
     LANES = 8
-    """Along a key."""
+    """Threads along a key."""
 
     def __init__(self, K: int, block: int, itemsize: int):
         lanes = math.gcd(K // 4, self.LANES)
@@ -123,12 +126,16 @@ class Ring:
         return held._replace(u=self._tokens_of(load(u, self.u_layout), held.count))
 
     def _tokens_of(self, u: jax.Array, count: jax.Array) -> jax.Array:
-        """In float32, zeros behind them."""
+        """The values of the tokens in float32, zeros behind them."""
         entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
         return jnp.where(entry < count, u.astype(jnp.float32), 0.0)
 
     def weights(self, held: Held, x: jax.Array, log_decay: jax.Array) -> jax.Array:
-        """D_j (x . k_j) [L] of a vector [K], with what decayed since the ring's last token."""
+        """D_j (x . k_j) [L] for a vector x [K].
+
+        Args:
+          log_decay: since the ring's last token.
+        """
         k = held.k.astype(jnp.float32)
         products = jnp.sum(k * spread(x, k.shape, 1, self.k_layout), axis=1)
         position = plgpu.broadcasted_iota(jnp.int32, (LENGTH,), 0, layout=self.rows)
@@ -167,9 +174,9 @@ def add_tokens(
 
     Args:
       source: the rows in memory, of [K, block] or [block, K].
-      first: the first one's number in the state.
+      first: number of the first row in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
-      tall: all rows lie below each other in a thread, where they have 128 columns.
+      tall: whether rows of 128 columns are taken in the tall layout.
     """
     size = source.shape
     tall = tall and size[1] == 4 * WARP
@@ -188,7 +195,7 @@ class Products:
 
     Args:
       sums: shared memory that nothing else uses between `start` and the last `of_token`.
-      tall: rows lie below each other in a thread, where states [K, V] have 128 columns.
+      tall: whether rows of 128 columns, of states [K, V], are taken in the tall layout.
     """
 
     def __init__(
@@ -213,7 +220,7 @@ class Products:
         self.count = count
 
     def start(self) -> list[jax.Array]:
-        """What is carried from chunk to chunk: sums of [K, V], the vectors of [V, K]."""
+        """The carry from chunk to chunk: sums where states are [K, V], the vectors where they are [V, K]."""
         rows, layout = self.slices
         if not self.kv:
             return [load(self.vectors.at[i], layout.reduce(0)) for i in range(self.count)]
@@ -235,7 +242,7 @@ class Products:
         return carry
 
     def of_token(self, t: int, carry: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """k^T S and q^T S of token t along V, after all chunks. It is called for one token after the other."""
+        """k^T S and q^T S of token t along V, after all chunks. Called for one token after the other."""
         if not self.kv:
             if t == 0:
                 plgpu.commit_smem()

@@ -65,7 +65,7 @@ MAX_TREE = 32
 """Tokens of a tree: an int32 has a bit for each of a token's ancestors."""
 
 POOL_DTYPES = ("float32", "bfloat16")
-"""Of the states in a pool."""
+"""Dtypes of the states in a pool."""
 
 REDUCTION_BYTES = 4096
 """Shared memory for sums over warps."""
@@ -80,14 +80,15 @@ class Config:
     across: bool = False
     """Whether warps lie beside each other along V, with states [K, V]: sums over K then need no other warp."""
     narrow: bool = False
-    """Whether the tile of one token, of a bfloat16 pool, waits in 16 bits while sums are taken, and is widened twice:
-    registers then hold more tiles."""
+    """Whether the tile of one token from a bfloat16 pool waits in 16 bits while sums are taken, and is widened twice.
+    Registers then hold more tiles."""
     ahead: int = 0
-    """Warpgroups between that of one token and the one whose tile it brings into the L2 cache; 0: it brings none."""
+    """How many warpgroups later the tile is needed that the warpgroup of one token brings into the L2 cache; 0: it
+    brings none."""
 
     @classmethod
     def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
-        """What was fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
+        """The fastest on an H200 with K = V = 128 (docs/log/decode.md), where V and registers allow it."""
         is_half, most = jnp.dtype(pool_dtype).itemsize == 2, 32
         if kv_layout:
             most = 128 if is_half else 64
@@ -134,18 +135,23 @@ class Channels(NamedTuple):
 
 
 ALONE = Channels()
-"""Each in an array of its own."""
+"""Where the heads begin if each input is an array of its own."""
 
 
 SCALARS = 5
-"""Of a token in shared memory: exp(g), beta, and the norms."""
+"""Scalars of a token in shared memory: exp(g), beta, and the norms."""
 
 GROUP = 2
 """Tokens whose vectors are loaded together."""
 
 
 def memory(sizes: Sizes, config: Config, T: int, uneven: bool, tree_of: Any = None) -> Memory:
-    """Shared memory of a CTA: several tokens, and for trees the state from which they begin, of the pool's dtype."""
+    """Shared memory of a CTA: several tokens, and for trees the state from which they begin.
+
+    Args:
+      uneven: whether requests have different numbers of tokens.
+      tree_of: dtype of the pool where the tokens are trees, else None.
+    """
     if T == 1 and not uneven:
         return {}
     shape = Tile(sizes, config.block, 4).shape
@@ -158,156 +164,187 @@ def memory(sizes: Sizes, config: Config, T: int, uneven: bool, tree_of: Any = No
     }
 
 
-def _body(
-    gmem: Any,
-    smem: Any,
-    *,
-    sizes: Sizes,
-    config: Config,
-    tiles: int,
-    T: int,
-    first: Channels,
-    device: Device,
-) -> None:
-    itemsize = gmem.pool.dtype.itemsize
-    tile = Tile(sizes, config.block, itemsize, config.across)
-    row, head, entries = tile.where(grid_index())
-    q_head, k_head = lax.div(head, sizes.HV // sizes.Hq), lax.div(head, sizes.HV // sizes.Hk)
-    slot = row if gmem.read_slots is None else gmem.read_slots[row]
-    count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[row], 0, T)
+class Cta:
+    """The knowledge of a CTA's warpgroup: its tile, and where the tokens lie."""
 
-    def q_at(t):
-        return gmem.q.at[row, t, pl.ds(first.q + q_head * sizes.K, sizes.K)]
+    def __init__(
+        self,
+        gmem: Any,
+        smem: Any,
+        *,
+        sizes: Sizes,
+        config: Config,
+        T: int,
+        first: Channels,
+        tiles: int,
+        interpreted: bool,
+    ):
+        self.gmem, self.smem, self.sizes, self.config = gmem, smem, sizes, config
+        self.T, self.first, self.tiles, self.dev = T, first, tiles, Device(interpreted)
+        self.tile = Tile(sizes, config.block, gmem.pool.dtype.itemsize, config.across)
+        self.row, self.head, self.entries = self.tile.where(grid_index())
+        self.q_head = lax.div(self.head, sizes.HV // sizes.Hq)
+        self.k_head = lax.div(self.head, sizes.HV // sizes.Hk)
+        self.slot = self.read_slot(self.row)
+        self.count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[self.row], 0, T)
 
-    def k_at(t):
-        return gmem.k.at[row, t, pl.ds(first.k + k_head * sizes.K, sizes.K)]
+    def read_slot(self, row: jax.Array) -> jax.Array:
+        """The slot that a row's state is read from."""
+        return row if self.gmem.read_slots is None else self.gmem.read_slots[row]
 
-    def v_at(t):
-        return gmem.v.at[row, t, pl.ds(first.v + head * sizes.V + entries.start, config.block)]
+    def write_slot(self, t: Any) -> jax.Array:
+        """The slot that the state after token t goes to."""
+        return self.row if self.gmem.write_slots is None else self.gmem.write_slots[self.row, t]
 
-    def store_o(t, o):
-        store_any(gmem.o.at[row, t, head, entries], o.astype(gmem.o.dtype))
+    def q(self, t: Any) -> Any:
+        """A reference to q of token t."""
+        return self.gmem.q.at[self.row, t, pl.ds(self.first.q + self.q_head * self.sizes.K, self.sizes.K)]
 
-    def gates(t):
+    def k(self, t: Any) -> Any:
+        """A reference to k of token t."""
+        return self.gmem.k.at[self.row, t, pl.ds(self.first.k + self.k_head * self.sizes.K, self.sizes.K)]
+
+    def v(self, t: Any) -> Any:
+        """A reference to the tile's entries of v of token t."""
+        channel = self.first.v + self.head * self.sizes.V + self.entries.start
+        return self.gmem.v.at[self.row, t, pl.ds(channel, self.config.block)]
+
+    def gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """exp(g) and beta of token t."""
+        gmem, first, row, head = self.gmem, self.first, self.row, self.head
         alpha = jnp.exp(log_decay(gmem.a[row, t, first.a + head], gmem.A_log[head], gmem.dt_bias[head]))
-        return alpha, write_strength(gmem.b[row, t, first.b + head], sizes.allow_neg_eigval)
+        return alpha, write_strength(gmem.b[row, t, first.b + head], self.sizes.allow_neg_eigval)
 
-    def write_slot(t):
-        return row if gmem.write_slots is None else gmem.write_slots[row, t]
+    def state(self, slot: jax.Array, head: jax.Array, entries: Any) -> Any:
+        """A reference to a tile of a slot's state."""
+        return self.tile.state(self.gmem.pool, self.sizes.slots.place(slot, self.gmem.layer), head, entries)
 
-    def write(to, S):
-        @pl.when(sizes.slots.is_slot(to))
+    def read(self) -> jax.Array:
+        """The tile of the state at the start of the call, in the pool's dtype."""
+        return load(self.state(self.slot, self.head, self.entries), self.tile.layout)
+
+    def write(self, to: jax.Array, S: jax.Array) -> None:
+        """Writes the tile to a slot; drops it where that is padding."""
+
+        @pl.when(self.sizes.slots.is_slot(to))
         def _():
-            place = sizes.slots.place(to, gmem.layer)
-            store_any(tile.state(gmem.pool, place, head, entries), S.astype(gmem.pool.dtype))
+            store_any(self.state(to, self.head, self.entries), S.astype(self.gmem.pool.dtype))
 
-    def read():
-        return load(tile.state(gmem.pool, sizes.slots.place(slot, gmem.layer), head, entries), tile.layout)
+    def write_output(self, t: Any, o: jax.Array) -> None:
+        """Writes the output of token t."""
+        store_any(self.gmem.o.at[self.row, t, self.head, self.entries], o.astype(self.gmem.o.dtype))
 
-    def bring_near():
-        """Asks the L2 cache for the tile of a warpgroup that has no room on an SM yet."""
-        later = grid_index() + config.ahead
 
-        @pl.when(later < tiles)
-        def _():
-            row, head, entries = tile.where(later)
-            slot = row if gmem.read_slots is None else gmem.read_slots[row]
+def _bring_near(cta: Cta) -> None:
+    """Asks the L2 cache for the tile of a warpgroup that has no room on an SM yet."""
+    later = grid_index() + cta.config.ahead
 
-            @pl.when(sizes.slots.is_slot(slot))
-            def _():
-                plgpu.async_prefetch(
-                    tile.state(gmem.pool, sizes.slots.place(slot, gmem.layer), head, entries)
-                )
+    @pl.when(later < cta.tiles)
+    def _():
+        row, head, entries = cta.tile.where(later)
+        slot = cta.read_slot(row)
+        pl.when(cta.sizes.slots.is_slot(slot))(lambda: plgpu.async_prefetch(cta.state(slot, head, entries)))
+
+
+def _decode(cta: Cta, x: Vectors) -> None:
+    """The only token of a row."""
+    S = cta.read()
+    if 0 < cta.config.ahead < cta.tiles:
+        _bring_near(cta)
+    to = cta.write_slot(0)
 
     def again(S):
-        return device.unknown(S, tile.layout) if config.narrow else S
+        return cta.dev.unknown(S, cta.tile.layout) if cta.config.narrow else S
 
-    def one(x: Vectors):
-        S = read()
-        if 0 < config.ahead < tiles:
-            bring_near()
-        to = write_slot(0)
-        S, o = tile.token(S, x, *gates(0), again=again)
-        # Rounded outside of the branch: its registers are free earlier.
-        S = S.astype(gmem.pool.dtype)
-        store_o(0, o)
-        write(to, S)
+    S, o = cta.tile.token(S, x, *cta.gates(0), again=again)
+    # Rounded outside of the branch: its registers are free earlier.
+    S = S.astype(cta.gmem.pool.dtype)
+    cta.write_output(0, o)
+    cta.write(to, S)
 
-    def prepare(group, _):
-        """Tokens in shared memory, some at once; the last one several times if there are not as many."""
-        numbers = [jnp.minimum(group * GROUP + i, T - 1) for i in range(min(GROUP, T))]
-        whole = vector_layout(sizes.K)
-        found = [
-            (
-                load(q_at(t), whole),
-                load(k_at(t), whole),
-                load(v_at(t), tile.v_layout),
-                *gates(t),
-            )
-            for t in numbers
-        ]
-        for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
-            q, k, v = (y.astype(jnp.float32) for y in vectors)
-            for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
-                store_any(ref.at[t], y)
-            for i, y in enumerate((alpha, beta, *tile.norms(q, k))):
-                smem.scalars[t, i] = jnp.float32(y)
 
-    def ancestors(t):
-        """Of a token, as bits; a parent that does not come before it is none."""
+def _prepare(cta: Cta, group: jax.Array) -> None:
+    """Stores a group of tokens in shared memory; the last one several times where there are not as many."""
+    smem, whole = cta.smem, vector_layout(cta.sizes.K)
+    numbers = [jnp.minimum(group * GROUP + i, cta.T - 1) for i in range(min(GROUP, cta.T))]
+    found = [
+        (load(cta.q(t), whole), load(cta.k(t), whole), load(cta.v(t), cta.tile.v_layout), *cta.gates(t))
+        for t in numbers
+    ]
+    for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
+        q, k, v = (y.astype(jnp.float32) for y in vectors)
+        for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
+            store_any(ref.at[t], y)
+        for i, y in enumerate((alpha, beta, *cta.tile.norms(q, k))):
+            smem.scalars[t, i] = jnp.float32(y)
 
-        def up(i, carry):
-            found, wanted = carry
-            s = t - 1 - i
-            is_one = s == wanted
-            bit = lax.shift_left(jnp.int32(1), s)
-            return jnp.where(is_one, found | bit, found), jnp.where(is_one, gmem.parents[row, s], wanted)
 
-        return lax.fori_loop(0, t, up, (jnp.int32(0), gmem.parents[row, t]))[0]
+def _ancestors(cta: Cta, t: jax.Array) -> jax.Array:
+    """The ancestors of token t, as bits; a parent that does not come before it is none."""
 
-    def state_before(t):
-        """The state that a token of a tree follows, from that of the start of the call on."""
-        path = ancestors(t)
+    def up(i, carry):
+        found, wanted = carry
+        s = t - 1 - i
+        is_one = s == wanted
+        bit = lax.shift_left(jnp.int32(1), s)
+        return jnp.where(is_one, found | bit, found), jnp.where(is_one, cta.gmem.parents[cta.row, s], wanted)
 
-        def follow(s, S):
-            alpha, beta, _, rk, _ = (smem.scalars[s, i] for i in range(SCALARS))
-            k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
-            return tile.follow(S, k, v, alpha, beta, rk)
+    return lax.fori_loop(0, t, up, (jnp.int32(0), cta.gmem.parents[cta.row, t]))[0]
 
-        def visit(s, S):
-            is_one = lax.shift_right_logical(path, s) & 1 == 1
-            return lax.cond(is_one, functools.partial(follow, s), lambda S: S, S)
 
-        return lax.fori_loop(0, t, visit, load(smem.initial, tile.layout).astype(jnp.float32))
+def _state_before(cta: Cta, t: jax.Array) -> jax.Array:
+    """The state that token t of a tree follows, from the state at the start of the call on."""
+    smem, tile, path = cta.smem, cta.tile, _ancestors(cta, t)
 
-    def token(t, S):
-        if gmem.parents is not None:
-            S = lax.cond(gmem.parents[row, t] == t - 1, lambda S: S, lambda _: state_before(t), S)
-        to = write_slot(t)
-        alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
-        q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
-        v = load(smem.v.at[t], tile.v_layout)
-        S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
-        store_o(t, o)
-        write(to, S)
-        return S
+    def follow(s, S):
+        alpha, beta, _, rk, _ = (smem.scalars[s, i] for i in range(SCALARS))
+        k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
+        return tile.follow(S, k, v, alpha, beta, rk)
 
-    def several():
-        # The state is on its way while the tokens are prepared.
-        S = read()
-        lax.fori_loop(0, -(-T // GROUP), prepare, None)
-        if gmem.parents is not None:
-            store_any(smem.initial, S)
-        plgpu.commit_smem()
-        lax.fori_loop(0, count, token, S.astype(jnp.float32))
+    def visit(s, S):
+        is_one = lax.shift_right_logical(path, s) & 1 == 1
+        return lax.cond(is_one, functools.partial(follow, s), lambda S: S, S)
 
-    if T == 1 and gmem.num_tokens is None:
-        pl.when(sizes.slots.is_slot(slot))(functools.partial(one, tile.vectors(q_at(0), k_at(0), v_at(0))))
+    return lax.fori_loop(0, t, visit, load(smem.initial, tile.layout).astype(jnp.float32))
+
+
+def _token(cta: Cta, t: jax.Array, S: jax.Array) -> jax.Array:
+    """Token t, whose vectors, norms and gates wait in shared memory: the state after it."""
+    gmem, smem, tile = cta.gmem, cta.smem, cta.tile
+    if gmem.parents is not None:
+        follows = gmem.parents[cta.row, t] == t - 1
+        S = lax.cond(follows, lambda S: S, lambda _: _state_before(cta, t), S)
+    to = cta.write_slot(t)
+    alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
+    q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
+    v = load(smem.v.at[t], tile.v_layout)
+    S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
+    cta.write_output(t, o)
+    cta.write(to, S)
+    return S
+
+
+def _verify(cta: Cta) -> None:
+    """All tokens of a row, one after the other."""
+    # The state is on its way while the tokens are prepared.
+    S = cta.read()
+    lax.fori_loop(0, -(-cta.T // GROUP), lambda group, _: _prepare(cta, group), None)
+    if cta.gmem.parents is not None:
+        store_any(cta.smem.initial, S)
+    plgpu.commit_smem()
+    lax.fori_loop(0, cta.count, functools.partial(_token, cta), S.astype(jnp.float32))
+
+
+def _body(gmem: Any, smem: Any, **static: Any) -> None:
+    cta = Cta(gmem, smem, **static)
+    is_slot = cta.sizes.slots.is_slot(cta.slot)
+    if cta.T == 1 and gmem.num_tokens is None:
+        pl.when(is_slot)(functools.partial(_decode, cta, cta.tile.vectors(cta.q(0), cta.k(0), cta.v(0))))
     else:
-        pl.when(sizes.slots.is_slot(slot))(several)
+        pl.when(is_slot)(lambda: _verify(cta))
     # Padding tokens, or a padding row.
-    padding_from = jnp.where(sizes.slots.is_slot(slot), count, 0)
-    lax.fori_loop(padding_from, T, lambda t, _: store_o(t, tile.zeros()), None)
+    padding_from = jnp.where(is_slot, cta.count, 0)
+    lax.fori_loop(padding_from, cta.T, lambda t, _: cta.write_output(t, cta.tile.zeros()), None)
 
 
 def step(
@@ -317,19 +354,17 @@ def step(
     a: Float[Array, "N T HV"],
     b: Float[Array, "N T HV"],
     pool: Float[Array, "slots *layers HV rows columns"],
-    *,
-    kv_layout: bool = True,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
     """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
 
     Args:
       q, k, v, a, b, pool: inputs that `check_supported` accepts.
-      kv_layout, options: of `step_of_channels`.
+      options: of `step_of_channels`.
     """
     heads = (q.shape[2], k.shape[2], v.shape[2])
     q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
-    return step_of_channels(q, k, v, a, b, pool, heads=heads, kv_layout=kv_layout, **options)
+    return step_of_channels(q, k, v, a, b, pool, heads=heads, **options)
 
 
 def step_of_channels(
@@ -348,14 +383,10 @@ def step_of_channels(
     write_slots: Int[Array, "N T"] | None,
     num_tokens: Int[Array, " N"] | None = None,
     parents: Int[Array, "N T"] | None = None,
-    scale: float,
-    use_qk_l2norm: bool = True,
-    allow_neg_eigval: bool = False,
-    kv_layout: bool = True,
-    null_slot: int | None = None,
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
+    **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
     """`step` of heads that lie side by side in arrays of channels, of which several may be one array.
 
@@ -363,25 +394,21 @@ def step_of_channels(
 
     Args:
       q, k, v, a, b: arrays of channels, q, k and v of one dtype and with a multiple of `ALIGNED` channels.
-      pool: as of `check_supported`.
+      pool: states that `check_supported` accepts.
       heads: Hq, Hk and HV.
       first: where the heads of each begin in its array, for q, k and v a multiple of `ALIGNED`.
       A_log, dt_bias: parameters of the decay.
       read_slots: where each request's state is. One that is negative, past the pool or null_slot is padding: its
         output is 0, and nothing is read or written. None: that of request i is in slot i.
-      write_slots: where the state after each token goes; padding: it is dropped. No slot twice, and none that another
-        request reads. None, for one token: where the states were in the absence of read_slots.
+      write_slots: where the state after each token goes, which is dropped where that is padding. No slot twice, and
+        none that another request reads. None, for one token without read_slots: where the states were.
       num_tokens: tokens that each request has; the others are padding. None for all.
       parents: of two to `MAX_TREE` tokens, those that each one follows, which come before it; -1 for the state that
         was read. None: each follows the one before.
-      scale: factor of the output.
-      use_qk_l2norm: whether q and k are normalised.
-      allow_neg_eigval: beta = 2 sigmoid(b).
-      kv_layout: whether states are [K, V]; else [V, K].
-      null_slot: a slot that is padding too.
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
+      options: as for `Sizes.of`.
 
     Returns:
       o [N, T, HV, V] in v's dtype, and the pool.
@@ -389,24 +416,15 @@ def step_of_channels(
     N, T = q.shape[:2]
     for x, start in zip((q, k, v), first[:3], strict=True):
         assert x.shape[2] % ALIGNED == start % ALIGNED == 0, f"channels from {start} of {x.shape}"
-    sizes = Sizes.of(
-        heads,
-        pool,
-        layer,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        allow_neg_eigval=allow_neg_eigval,
-        kv_layout=kv_layout,
-        null_slot=null_slot,
-    )
-    K, V, HV = sizes.K, sizes.V, sizes.HV
-    config = config or Config.default(K, V, pool.dtype, kv_layout, T)
+    sizes = Sizes.of(heads, pool, layer, **options)
+    HV, K, V = sizes.HV, sizes.K, sizes.V
+    config = config or Config.default(K, V, pool.dtype, sizes.kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
-    device = Device(interpret is not None)
     tiles = N * HV * (V // config.block)
+    static: Any = dict(sizes=sizes, config=config, T=T, first=first, tiles=tiles)
     results = launch(
         "decode_step",
-        functools.partial(_body, sizes=sizes, config=config, tiles=tiles, T=T, first=first, device=device),
+        functools.partial(_body, **static, interpreted=interpret is not None),
         inputs={
             "q": q,
             "k": k,

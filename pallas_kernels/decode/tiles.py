@@ -160,7 +160,7 @@ class Vectors(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """What is known of the lengths of a token's q and k."""
+    """Lengths and product of a token's q and k."""
 
     q: Any
     """1 / |q|; 1 without normalisation."""

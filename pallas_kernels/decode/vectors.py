@@ -108,7 +108,7 @@ def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> di
 
 
 class Cta(walk.Cta):
-    """What a warpgroup knows.
+    """The knowledge of a warpgroup, with the layouts of tokens, ring and chunks.
 
     Args:
       sums: shared memory of `rows_of_sums` rows for each warpgroup.
@@ -140,19 +140,21 @@ class Cta(walk.Cta):
 
 
 class Token(NamedTuple):
-    """What is known of a token before the state is."""
+    """A token before the state is there."""
 
     q: jax.Array
-    """Normalised, whole in every warp, as k."""
+    """q, normalised, whole in every warp."""
     k: jax.Array
+    """k, likewise."""
     stored_k: jax.Array
+    """k as the ring has it."""
     v: jax.Array
     g: jax.Array
     beta: jax.Array
 
 
 class Raw(NamedTuple):
-    """What a unit's tokens are made of."""
+    """A unit's tokens as they were loaded."""
 
     A_log: jax.Array
     dt_bias: jax.Array
@@ -210,7 +212,9 @@ def take_state(
     change: Callable | None = None,
     stays: Any = False,
 ) -> list[jax.Array]:
-    """What `Products` carries behind the i-th unit's state. The copies of the next unit's first chunks are started.
+    """Takes the products of the tokens with the i-th unit's state: the carry of `Products` behind it.
+
+    The copies of the next unit's first chunks are started.
 
     Args:
       change: change(chunk, row) changes a chunk, which begins with a row of the state, before products are taken.
@@ -237,7 +241,7 @@ def take_state(
 
 
 class Answer(NamedTuple):
-    """What a token reads and writes, along V."""
+    """A token's output and its written value, along V."""
 
     o: jax.Array
     u: jax.Array
@@ -246,7 +250,7 @@ class Answer(NamedTuple):
 
 
 def answers(cta: Cta, held: Held, tokens: list[Token], carry: list[jax.Array]) -> Iterator[Answer]:
-    """What each token reads and writes, one after the other, from what `take_state` gave."""
+    """Yields the answer to each token, one after the other, from the carry of `take_state`."""
     total, since, us = held.total, [], []
     for t, token in enumerate(tokens):
         total, since = total + token.g, [x + token.g for x in since]

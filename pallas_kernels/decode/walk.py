@@ -28,7 +28,7 @@ from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
 
 class Cta:
-    """What a warpgroup knows.
+    """The knowledge of a warpgroup about the units that it takes.
 
     Args:
       config: its `block` and `warpgroups` are read.
@@ -143,18 +143,19 @@ class Unit:
 
 
 class Ends(NamedTuple):
-    """Of which heads a unit is the last one."""
+    """Whether a unit is the last one of its heads."""
 
     head: jax.Array
-    """Whether it is that of its value head."""
+    """Whether it is the last one of its value head."""
     key_head: jax.Array
-    """Whether it is that of all value heads that share its key head."""
+    """Whether it is the last one of all value heads that share its key head."""
 
 
 class Here(NamedTuple):
-    """What is known at the beginning of a unit."""
+    """The carry of the walk at the beginning of a unit."""
 
     slot: jax.Array
+    """Slot of the unit."""
     count: jax.Array
     """Tokens that stay in its ring."""
     next_slot: jax.Array | None = None
