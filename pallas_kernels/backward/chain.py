@@ -148,9 +148,9 @@ class Cta:
         self.dtype = gmem.k.dtype
         self.packed = gmem.cu_seqlens is not None
         self.waits_for_helper = self.packed and (config.state_in_smem or sizes.float16)
-        """Whether packed rows wait for the helper alone, and it for all of a chunk. Else it waits for what it masks,
-        and makes P of the other chunks before their T, v or do have come; that takes a register more, which K > 128
-        and float16 lack."""
+        """Whether the state warpgroups wait for the helper alone, and the helper waits for all of a chunk. Otherwise
+        the helper waits only for what it masks, and makes P of the other chunks before their T, v or do have come.
+        That takes a register more, which K > 128 and float16 lack."""
         self.num_state = config.state_warpgroups
         # The adjoints come first: their chunks take longer.
         adjoints = sizes.split.num_items * sizes.HO * sizes.tiles

@@ -131,7 +131,7 @@ class Sizes(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item lies."""
+    """The place of an item."""
 
     span: Span
     visit: jax.Array
@@ -140,7 +140,7 @@ class Place(NamedTuple):
 
     @property
     def tokens(self):
-        """Its tokens in the row."""
+        """The item's tokens in the row."""
         return pl.ds(self.chunk * CHUNK, CHUNK)
 
 
@@ -170,7 +170,7 @@ class Cta:
         """Items of this CTA. Those of the padding of packed rows come after them."""
 
     def _items_of(self, visits):
-        """How many of this CTA's items are those of the first visits."""
+        """The number of this CTA's items that belong to the first visits."""
         rounds = jnp.maximum(visits * self.sizes.Hk + self.config.ctas - 1 - self.worker, 0)
         return lax.div(rounds, self.config.ctas)
 
@@ -179,7 +179,7 @@ class Cta:
         return self._items_of(self.gmem.first_visit[self.sizes.N + 1])
 
     def place_of(self, n) -> Place:
-        """Where the n-th item lies."""
+        """The place of the n-th item."""
         sizes, gmem = self.sizes, self.gmem
         item = self.worker + n * self.config.ctas
         visit, key_head = lax.div(item, sizes.Hk), lax.rem(item, sizes.Hk)
@@ -209,15 +209,15 @@ class Cta:
         return place, head, pl.ds(lax.rem(rest, self.v_tiles) * WIDTH, WIDTH)
 
     def token_stage(self, step):
-        """Where do, dv and u of a step are."""
+        """References to do, dv and u of a step."""
         return lax.rem(step, self.config.token_stages)
 
     def state_stage(self, step):
-        """Where h and dh of a step are."""
+        """References to h and dh of a step."""
         return lax.rem(step, self.config.state_stages)
 
     def slot_of(self, step):
-        """Where the gates of a step's head are."""
+        """A reference to the gates of a step's head."""
         return lax.rem(lax.div(step, self.v_tiles), self.config.heads(self.sizes.V))
 
     def own_number(self):

@@ -1,4 +1,4 @@
-"""How a kernel is started, with its inputs, outputs and shared memory by name."""
+"""The start of a kernel, with its inputs, outputs and shared memory by name."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -59,8 +59,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Runs body(gmem, smem) in every warpgroup of every CTA.
 
-    gmem has a reference for each input, output and updated array, smem one for each buffer and barrier, all by name;
-    those of None are None. No two of them have one name.
+    gmem has a reference for each input, output and updated array, smem one for each buffer and barrier, all by name.
+    The reference to what is None is None. No two have one name.
 
     Args:
       name: what a profile calls the kernel.

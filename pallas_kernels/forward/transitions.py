@@ -78,7 +78,7 @@ def _of_e(cta: Cta) -> jax.Array:
 
 
 def _on_diagonal(cta: Cta) -> jax.Array:
-    """Where this warpgroup's rows lie on the diagonal of M^T, whose row r is row V + r."""
+    """A mask of the entries of this warpgroup's rows on the diagonal of M^T, whose row r is row V + r."""
     shape = (ROWS, cta.sizes.K)
     return iota(shape, 0) + cta.row_tile * ROWS - cta.sizes.V == iota(shape, 1)
 

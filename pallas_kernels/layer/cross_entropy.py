@@ -42,7 +42,7 @@ _PARTS = COLUMNS // TILE_ROWS
 
 
 class Exponentials(NamedTuple):
-    """Those of logits, and what is known of every tile of words; see the module's docstring."""
+    """Exponentials of logits, and the numbers of every tile of words; see the module docstring."""
 
     u: Float[Array, "T V"]
     m: Float[Array, "tiles T"]

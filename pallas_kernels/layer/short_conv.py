@@ -54,7 +54,7 @@ LEAST_STRIP = 32
 channel, as many as the inputs of 8 tokens."""
 
 MOST_WAVES = 4
-"""How many times as many strips as run at once `even_strip` tries at most."""
+"""The most strips that `even_strip` tries, in multiples of those that run at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def check_supported(
 
 
 class _Strip:
-    """What a CTA knows: its tokens `first` to `end`, and its heads."""
+    """The knowledge of a CTA: its tokens `first` to `end`, and its heads."""
 
     def __init__(self, gmem: Any, parts: Sequence[Any], config: Config, device: Device):
         self.device = device
@@ -152,7 +152,7 @@ class _Strip:
         return self.of_row(token, self.read(jnp.maximum(token, 0)))
 
     def of_row(self, token, x: jax.Array) -> jax.Array:
-        """What was read of a token as float32; zeros where it lies before the row."""
+        """Inputs that were read of a token as float32; zeros where it lies before the row."""
         return jnp.where(token >= 0, self.widen(x), 0.0)
 
     def linked(self, token) -> Any:
@@ -160,7 +160,7 @@ class _Strip:
         return self.gmem.fresh[self.row, jnp.clip(token, 0, self.T - 1)] == 0
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """As float32."""
+        """x as float32."""
         if self.width == rows.LANES:  # one number a thread
             return x.astype(jnp.float32)
         return self.device.widen(x, rows.layout(self.width, HEADS))

@@ -42,7 +42,7 @@ _LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-"""Of groups [BLOCK / GROUP, GROUP]: a row to two neighbouring threads."""
+"""Layout of groups [BLOCK / GROUP, GROUP]: a row to two neighbouring threads."""
 
 
 def check_supported(h: jax.ShapeDtypeStruct | jax.Array) -> str | None:

@@ -35,7 +35,7 @@ _PARTS = 1 + COLUMNS // TILE_ROWS
 """Parts [TILE_ROWS, DEPTH] of a slot, each of which one copy fills: of dy, and the others of W or of branches."""
 
 _PIECES = COLUMNS // GROUP
-"""Of a tile's branches, [TILE_ROWS, 2 GROUP] each: as large as a part."""
+"""Pieces of a tile's branches, [TILE_ROWS, 2 GROUP] each: as large as a part."""
 
 _STEPS = pl.cdiv(_PIECES, _PARTS)
 """Steps in which slots hold branches."""
@@ -63,7 +63,7 @@ def _part(n: int) -> slice:
 
 
 def _pieces(n: int) -> range:
-    """Which pieces of the branches the n-th step after the product has."""
+    """The pieces of the branches that the n-th step after the product has."""
     return range(n * _PARTS, min(_PIECES, (n + 1) * _PARTS))
 
 

@@ -114,7 +114,7 @@ def num_clusters(config: Config, M: int, N: int, parts: int = 1) -> int:
 
 
 class Cta:
-    """What every warpgroup of a CTA knows.
+    """The knowledge of every warpgroup of a CTA.
 
     Args:
       gmem, smem: of the kernel.
@@ -155,11 +155,11 @@ class Cta:
         self.lead = lead if self.steps + lead > config.stages else 0
 
     def part(self, i) -> jax.Array:
-        """Of which part of the sum the i-th tile of this CTA is."""
+        """The part of the sum that the i-th tile of this CTA belongs to."""
         return lax.div(grid_index() + i * self.clusters, self.tiles_of_part)
 
     def first_depth(self, i) -> jax.Array | int:
-        """Where that part begins."""
+        """The depth at which the part of the i-th tile begins."""
         return 0 if self.parts == 1 else self.part(i) * self.depth_steps * DEPTH
 
     def place(self, i) -> tuple[jax.Array, jax.Array]:
@@ -178,7 +178,7 @@ class Cta:
         return pl.ds(first + self.wg * ROWS, ROWS)
 
     def slot(self, step) -> jax.Array:
-        """Where a step's operands lie."""
+        """The place of a step's operands."""
         return lax.rem(step, self.config.stages)
 
     def release(self, step) -> None:

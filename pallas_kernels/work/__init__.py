@@ -1,1 +1,1 @@
-"""Where the work lies: items, spans, tables of packed rows, splits, and what a forward leaves for a backward."""
+"""The places of work: items, spans, tables of packed rows, splits, and the residuals of a forward."""

@@ -9,16 +9,16 @@ from pallas_kernels.work.tables import Items
 
 
 class Transition(NamedTuple):
-    """M^T: what a segment does to a (transposed) state, h -> h M^T + ..; that of a sequence's last is not written.
+    """M^T, by which a segment changes a (transposed) state: h -> h M^T + ...
 
-    Its diagonal is kept apart and multiplies the state in float32. Where nothing is written it is all there is, and
-    the state loses no digit but by its decay.
+    That of a sequence's last segment is not written. The diagonal is kept apart and multiplies the state in float32. In a segment that writes nothing, M^T is its
+    diagonal, and the state loses no digit but by its decay.
     """
 
     diagonal: Float[Array, "items HO K"]
-    """float32."""
+    """Diagonal of M^T, float32."""
     rest: Float[Array, "items HO K K"]
-    """In q's dtype, zeros on its diagonal."""
+    """M^T in q's dtype, with zeros on its diagonal."""
 
     def whole(self) -> Float[Array, "*items HO K K"]:
         """M^T in float32."""
@@ -46,4 +46,4 @@ class Residuals(NamedTuple):
     """T of every chunk, as the gated inverse leaves it; with use_qk_l2norm its rows are divided by the keys'
     norms."""
     segments: Segments | None
-    """None where sequences are not cut."""
+    """Residuals of segments; None where sequences are not cut."""

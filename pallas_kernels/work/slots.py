@@ -29,7 +29,7 @@ class Slots(NamedTuple):
         return inside if self.null_slot is None else inside & (slot != self.null_slot)
 
     def place(self, slot: jax.Array, layer: Any) -> jax.Array:
-        """Where a slot's state of a layer lies in a pool [slots * layers, ...]; layer: a reference [1], or None."""
+        """The index of a slot's state of a layer in a pool [slots * layers, ...]; layer: a reference [1], or None."""
         return slot if layer is None else slot * self.layers + layer[0]
 
 
@@ -74,7 +74,7 @@ class PoolStates(NamedTuple):
         null_slot: int | None = None,
         layer: Any = None,
     ) -> "PoolStates":
-        """From a pool and slots as callers have them.
+        """Makes the states from a pool and slots as callers have them.
 
         Args:
           null_slot: a slot that is padding too.

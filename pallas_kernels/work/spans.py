@@ -44,7 +44,7 @@ class Item(NamedTuple):
     span: Span
     is_first: jax.Array | bool
     is_last: jax.Array | bool
-    """Whether the sequence begins or ends here."""
+    """Whether the sequence ends here, as is_first says whether it begins here."""
 
 
 def dense_span(row: jax.Array, T: int) -> Span:

@@ -16,7 +16,7 @@ STEP = {1: 1.33, 2: 2.11}
 """Microseconds of one chunk with one or two state warpgroups (H200, 2026-11-21, K = V = 128, all SMs busy)."""
 
 FILL = {1: 4.0, 2: 6.0}
-"""Microseconds that each wave of CTAs adds to that."""
+"""Microseconds that each wave of CTAs adds to `STEP`."""
 
 TRANSITION_STEP = {1: 0.84, 2: 1.15}
 TRANSITION_FILL = 4.0

@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 class ItemTables(NamedTuple):
-    """Where the items of packed rows lie. Without segments items are sequences, and the last table is None."""
+    """Places of the items of packed rows. Without segments items are sequences, and the last table is None."""
 
     cu_seqlens: Int[Array, " N1"]
     sequence: Int[Array, " items"] | None
@@ -55,7 +55,7 @@ class Items(NamedTuple):
 
 
 class VisitTables(NamedTuple):
-    """Where the visits of packed rows lie (B = 1). The padding past the last sequence counts as sequence N."""
+    """Places of the visits of packed rows (B = 1). The padding past the last sequence counts as sequence N."""
 
     cu_seqlens: Int[Array, " N1"]
     first_visit: Int[Array, " N2"]
