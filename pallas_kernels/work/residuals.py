@@ -11,8 +11,8 @@ from pallas_kernels.work.tables import Items
 class Transition(NamedTuple):
     """M^T, by which a segment changes a (transposed) state: h -> h M^T + ...
 
-    That of a sequence's last segment is not written. The diagonal is kept apart and multiplies the state in float32. In a segment that writes nothing, M^T is its
-    diagonal, and the state loses no digit but by its decay.
+    That of a sequence's last segment is not written. The diagonal is kept apart and multiplies the state in float32.
+    In a segment that writes nothing, M^T is its diagonal, and the state loses no digit but by its decay.
     """
 
     diagonal: Float[Array, "items HO K"]
