@@ -36,24 +36,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode import vectors
 from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
 from pallas_kernels.decode.ring_products import Held, add_tokens
 from pallas_kernels.decode.tiles import Sizes
-from pallas_kernels.decode.vectors import (
-    Config,
-    Cta,
-    Token,
-    answers,
-    append,
-    begin,
-    load_tokens,
-    pass_by,
-    prepare_tokens,
-    rows_of_sums,
-    state_memory,
-    take_state,
-    vector_memory,
-)
+from pallas_kernels.decode.vectors import Config, Cta, Token
 from pallas_kernels.decode.walk import Here, Unit, launch_walk, walk
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 
@@ -61,13 +48,13 @@ from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup."""
     W, flushed = config.warpgroups, LENGTH + 1
-    others = vector_memory(sizes, config, 1) | {
+    others = vectors.vector_memory(sizes, config, 1) | {
         "keys": Buffer((W, flushed, sizes.K)),
         # Sums have been read when values are written: one buffer for both.
-        "values": Buffer((W, max(flushed, rows_of_sums(sizes, config, 1)), config.block)),
+        "values": Buffer((W, max(flushed, vectors.rows_of_sums(sizes, config, 1)), config.block)),
         "ring_u": Buffer((W, LENGTH, config.block), ring_dtype),
     }
-    return others | state_memory(sizes, config, others, state_dtype) | {"u_arrived": Barriers(1, W)}
+    return others | vectors.state_memory(sizes, config, others, state_dtype) | {"u_arrived": Barriers(1, W)}
 
 
 def default_config(sizes: Sizes, state_dtype: Any, ring_dtype: Any) -> Config:
@@ -130,19 +117,19 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     at = Unit(cta, i, here.slot)
     is_full = here.count + 1 >= LENGTH
     # All loads come before the first use of one.
-    raw = load_tokens(cta, at)
+    raw = vectors.load_tokens(cta, at)
     next_count = _next_count(cta, i, here.slot, next_slot)
     ring_u, u_arrived = cta.smem.ring_u.at[cta.wg], cta.smem.u_arrived.at[cta.wg]
     plgpu.copy_gmem_to_smem(at.ring_u, ring_u, u_arrived)
     held = cta.ring.load(at, here.count, with_u=False)
-    tokens = prepare_tokens(cta, raw, held)
-    carry = take_state(cta, i, here, next_slot, stays=is_full)
+    tokens = vectors.prepare_tokens(cta, raw, held)
+    carry = vectors.take_state(cta, i, here, next_slot, stays=is_full)
     ends = at.ends()
     plgpu.barrier_wait(u_arrived)
     held = cta.ring.with_values(held, ring_u)
-    ((o, u, stored_u),) = answers(cta, held, tokens, carry)
+    ((o, u, stored_u),) = vectors.answers(cta, held, tokens, carry)
     store_any(cta.gmem.o.at[at.row, 0, at.head, at.entries], o.astype(cta.gmem.o.dtype))
-    append(at, ends, here.count, tokens[0], stored_u, here.count + 1 < LENGTH)
+    vectors.append(at, ends, here.count, tokens[0], stored_u, here.count + 1 < LENGTH)
     pl.when(is_full)(lambda: _fold(cta, i, here, at, held, tokens[0], u, next_slot))
 
     @pl.when(ends.head)
@@ -157,12 +144,12 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
 
 
 def _padding(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
-    return pass_by(cta, i, here, next_slot, _count)._replace(next_slot=cta.slot_of(i + 2))
+    return vectors.pass_by(cta, i, here, next_slot, _count)._replace(next_slot=cta.slot_of(i + 2))
 
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     cta = Cta(gmem, smem, sums=smem.values, tall=True, **static)
-    start = begin(cta, _count)
+    start = vectors.begin(cta, _count)
     walk(cta, start._replace(next_slot=cta.slot_of(jnp.int32(1))), _work, _padding)
 
 

@@ -36,19 +36,7 @@ from pallas_kernels.decode import vectors
 from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
 from pallas_kernels.decode.ring_products import add_tokens, row_slices
 from pallas_kernels.decode.tiles import Sizes
-from pallas_kernels.decode.vectors import (
-    Config,
-    answers,
-    append,
-    begin,
-    load_tokens,
-    pass_by,
-    prepare_tokens,
-    rows_of_sums,
-    state_memory,
-    take_state,
-    vector_memory,
-)
+from pallas_kernels.decode.vectors import Config
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 
@@ -71,12 +59,12 @@ class Drafts(NamedTuple):
 def memory(sizes: Sizes, config: Config, T: int, drafts: Drafts, state_dtype: Any) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup. The first call has room for a ring to flush."""
     W, begins = config.warpgroups, drafts.offset == 0
-    others = vector_memory(sizes, config, T) | {
-        "sums": Buffer((W, rows_of_sums(sizes, config, T), config.block)),
+    others = vectors.vector_memory(sizes, config, T) | {
+        "sums": Buffer((W, vectors.rows_of_sums(sizes, config, T), config.block)),
         "keys": Buffer((W, LENGTH, sizes.K)) if begins else None,
         "values": Buffer((W, LENGTH, config.block)) if begins else None,
     }
-    return others | state_memory(sizes, config, others, state_dtype)
+    return others | vectors.state_memory(sizes, config, others, state_dtype)
 
 
 class Cta(vectors.Cta):
@@ -112,7 +100,7 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     gmem, at, change = cta.gmem, Unit(cta, i, here.slot), None
     has_no_room = here.count + cta.drafts.tokens > LENGTH
     # All loads come before the first use of one.
-    raw = load_tokens(cta, at)
+    raw = vectors.load_tokens(cta, at)
     held = cta.ring.load(at, here.count, with_u=True)
     if cta.begins:
         before, decay = held, jnp.exp(held.total)
@@ -122,16 +110,16 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
         def change(chunk, row):
             pl.when(has_no_room)(lambda: _flush(cta, at, decay, chunk, row))
 
-    tokens = prepare_tokens(cta, raw, held)
-    carry = take_state(cta, i, here, next_slot, change=change)
-    # It is on its way while this unit is finished.
+    tokens = vectors.prepare_tokens(cta, raw, held)
+    carry = vectors.take_state(cta, i, here, next_slot, change=change)
+    # The next count is on its way while this unit is finished.
     next_count = cta.count_of(i + 1, next_slot, _count)
     present, ends = cta.present(at.row), at.ends()
-    for t, (o, _, stored_u) in enumerate(answers(cta, held, tokens, carry)):
+    for t, (o, _, stored_u) in enumerate(vectors.answers(cta, held, tokens, carry)):
         is_real, position = t < present, held.count + t
         o = jnp.where(is_real, o, jnp.zeros_like(o))
         store_any(gmem.o.at[at.row, t, at.head, at.entries], o.astype(gmem.o.dtype))
-        append(at, ends, position, tokens[t], stored_u, is_real & (position < LENGTH))
+        vectors.append(at, ends, position, tokens[t], stored_u, is_real & (position < LENGTH))
     if cta.begins:
 
         @pl.when(ends.head)
@@ -144,12 +132,12 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
 
 
 def _padding(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
-    return pass_by(cta, i, here, next_slot, _count)
+    return vectors.pass_by(cta, i, here, next_slot, _count)
 
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     cta = Cta(gmem, smem, **static)
-    walk(cta, begin(cta, _count), _work, _padding)
+    walk(cta, vectors.begin(cta, _count), _work, _padding)
 
 
 def drafts(

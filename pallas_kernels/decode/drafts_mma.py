@@ -42,18 +42,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.decode import drafts_mma_operands as operands
 from pallas_kernels.decode.drafts_mma_cta import GRANULE, Config, Cta, memory, rows_of
-from pallas_kernels.decode.drafts_mma_operands import (
-    Held,
-    halves,
-    load_raw,
-    store_gates,
-    store_log_decays,
-    store_operands,
-    store_ring,
-    store_vectors,
-    store_weights,
-)
+from pallas_kernels.decode.drafts_mma_operands import Held, halves
 from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
 from pallas_kernels.decode.tiles import WARPS, Sizes, load
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
@@ -118,15 +109,15 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     at = Unit(cta, i, here.slot)
     flushes = here.count + cta.T > LENGTH
     # All loads come before the first use of one.
-    raw = load_raw(cta, at)
-    store_vectors(cta, raw)
-    total = store_log_decays(cta, raw, here.count)
+    raw = operands.load_raw(cta, at)
+    operands.store_vectors(cta, raw)
+    total = operands.store_log_decays(cta, raw, here.count)
     plgpu.commit_smem()
-    held = store_ring(cta, raw, here.count, total, flushes)
-    store_operands(cta)
-    gates, betas = store_gates(cta, raw, at.row)
+    held = operands.store_ring(cta, raw, here.count, total, flushes)
+    operands.store_operands(cta)
+    gates, betas = operands.store_gates(cta, raw, at.row)
     plgpu.commit_smem()
-    store_weights(cta, held)
+    operands.store_weights(cta, held)
     for c in range(cta.num_chunks):
         cta.wait(cta.stage_of(i, c))
     pl.when(flushes)(lambda: _flush(cta, i, at, held))
