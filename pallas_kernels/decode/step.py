@@ -168,25 +168,20 @@ class Cta:
     """The knowledge of a CTA's warpgroup: its tile, and where the tokens lie."""
 
     def __init__(
-        self,
-        gmem: Any,
-        smem: Any,
-        *,
-        sizes: Sizes,
-        config: Config,
-        T: int,
-        first: Channels,
-        tiles: int,
-        interpreted: bool,
+        self, gmem: Any, smem: Any, *, sizes: Sizes, config: Config, first: Channels, interpreted: bool
     ):
         self.gmem, self.smem, self.sizes, self.config = gmem, smem, sizes, config
-        self.T, self.first, self.tiles, self.dev = T, first, tiles, Device(interpreted)
+        N, self.T = gmem.o.shape[:2]
+        self.tiles = N * sizes.HV * (sizes.V // config.block)
+        self.first, self.dev = first, Device(interpreted)
         self.tile = Tile(sizes, config.block, gmem.pool.dtype.itemsize, config.across)
         self.row, self.head, self.entries = self.tile.where(grid_index())
         self.q_head = lax.div(self.head, sizes.HV // sizes.Hq)
         self.k_head = lax.div(self.head, sizes.HV // sizes.Hk)
         self.slot = self.read_slot(self.row)
-        self.count = T if gmem.num_tokens is None else jnp.clip(gmem.num_tokens[self.row], 0, T)
+        self.count: Any = self.T
+        if gmem.num_tokens is not None:
+            self.count = jnp.clip(gmem.num_tokens[self.row], 0, self.T)
 
     def read_slot(self, row: jax.Array) -> jax.Array:
         """The slot that a row's state is read from."""
@@ -256,7 +251,9 @@ def _decode(cta: Cta, x: Vectors) -> None:
     def again(S):
         return cta.dev.unknown(S, cta.tile.layout) if cta.config.narrow else S
 
-    S, o = cta.tile.token(S, x, *cta.gates(0), again=again)
+    alpha, beta = cta.gates(0)
+    q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
+    S, o = cta.tile.update(S, q, k, v, alpha, beta, lambda: cta.tile.norms(q_whole, k_whole), again)
     # Rounded outside of the branch: its registers are free earlier.
     S = S.astype(cta.gmem.pool.dtype)
     cta.write_output(0, o)
@@ -420,29 +417,17 @@ def step_of_channels(
     HV, K, V = sizes.HV, sizes.K, sizes.V
     config = config or Config.default(K, V, pool.dtype, sizes.kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
-    tiles = N * HV * (V // config.block)
-    static: Any = dict(sizes=sizes, config=config, T=T, first=first, tiles=tiles)
+    static: Any = dict(sizes=sizes, config=config, first=first, interpreted=interpret is not None)
+    inputs = dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
+    inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents)
     results = launch(
         "decode_step",
-        functools.partial(_body, **static, interpreted=interpret is not None),
-        inputs={
-            "q": q,
-            "k": k,
-            "v": v,
-            "a": a,
-            "b": b,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "read_slots": read_slots,
-            "write_slots": write_slots,
-            "num_tokens": num_tokens,
-            "parents": parents,
-            "layer": layer_input(layer),
-        },
+        functools.partial(_body, **static),
+        inputs=inputs | dict(layer=layer_input(layer)),
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},
         memory=memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype),
-        ctas=tiles,
+        ctas=N * HV * (V // config.block),
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,

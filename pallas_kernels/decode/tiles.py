@@ -51,9 +51,12 @@ class Sizes:
     slots: Slots
     """Slots of the pool that the states lie in."""
     scale: float
-    use_qk_l2norm: bool
-    allow_neg_eigval: bool
-    kv_layout: bool
+    """Factor of the output."""
+    use_qk_l2norm: bool = True
+    """Whether q and k are normalised."""
+    allow_neg_eigval: bool = False
+    """Whether beta is 2 sigmoid(b)."""
+    kv_layout: bool = True
     """Whether states are [K, V]; else [V, K]."""
 
     @classmethod
@@ -63,11 +66,8 @@ class Sizes:
         states: jax.Array,
         layer: Any,
         *,
-        scale: float,
-        use_qk_l2norm: bool = True,
-        allow_neg_eigval: bool = False,
-        kv_layout: bool = True,
         null_slot: int | None = None,
+        **switches: Any,
     ) -> "Sizes":
         """The sizes of a call.
 
@@ -75,15 +75,12 @@ class Sizes:
           heads: Hq, Hk and HV.
           states: a pool [slots, HV, K, V], or [slots, layers, HV, K, V] where a layer is given.
           layer: index of the pool's second axis where it serves a whole model, else None.
-          scale: factor of the output.
-          use_qk_l2norm: whether q and k are normalised.
-          allow_neg_eigval: beta = 2 sigmoid(b).
-          kv_layout: whether states are [K, V]; else [V, K].
           null_slot: a slot that is padding too.
+          switches: fields from scale on.
         """
-        K, V = states.shape[-2:] if kv_layout else states.shape[:-3:-1]
+        K, V = states.shape[-2:] if switches.get("kv_layout", True) else states.shape[:-3:-1]
         slots = Slots(states.shape[0], null_slot, 1 if layer is None else states.shape[1])
-        return cls(*heads, K, V, slots, scale, use_qk_l2norm, allow_neg_eigval, kv_layout)
+        return cls(*heads, K, V, slots, **switches)
 
 
 def lane_layout(lanes: int, width: int) -> Any:
@@ -220,22 +217,6 @@ class Tile:
         """x^T S of vectors x along K."""
         return [jnp.sum(S * self.over_v(x), axis=self.k_axis) for x in vectors]
 
-    def token(
-        self,
-        S: jax.Array,
-        x: Vectors,
-        alpha: jax.Array,
-        beta: jax.Array,
-        again: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
-        """The state after a token, and its output along V; all float32.
-
-        Args:
-          again: makes the S that is changed from the S that sums are taken of.
-        """
-        q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
-        return self.update(S, q, k, v, alpha, beta, lambda: self.norms(q_whole, k_whole), again)
-
     def update(
         self,
         S: jax.Array,
@@ -247,7 +228,13 @@ class Tile:
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes `token` from float32 vectors along the tile, and their norms."""
+        """The state after a token, and its output along V; all float32.
+
+        Args:
+          q, k, v: vectors along the tile, float32.
+          norms: computes the norms, after the sums.
+          again: makes the S that is changed from the S that sums are taken of.
+        """
         y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)
