@@ -182,8 +182,10 @@ def _add_head(cta: Cta, place: Place, head, first_step, is_first, is_last, lift,
 
 
 def _wait_for_products(cta: Cta) -> None:
-    """Where E K is in the tiles that dq and dk leave through, waits until both warpgroups have multiplied by it: what
-    is stored row by row takes both tiles as one plain array."""
+    """Waits until both warpgroups have multiplied by E K, if it lies in the tiles that dq and dk leave through.
+
+    Rows that are stored one by one take both tiles as one plain array.
+    """
     if cta.packed and cta.sizes.float16:
         plgpu.barrier_arrive(cta.smem.multiplied)
         plgpu.barrier_wait(cta.smem.multiplied)

@@ -1,4 +1,4 @@
-"""The state at the start of every segment, or its cotangent at the end, from what each segment does to them.
+"""The state at the start of every segment, or its cotangent at the end, from the transitions of segments.
 
     h_0 = given;       h_{i+1} = h_i M_i^T + E_i            with h and dh [V, K], transposed
     dh_last = given;   dh_{last-1} = E_last,   dh_{i-1} = dh_i M_i + E_i   (backwards)

@@ -111,8 +111,11 @@ class Device:
         return _sum_of_threads_rows(columns, layout, summed)(x)
 
     def unknown(self, x, layout: Any) -> jax.Array:
-        """x of 16-bit numbers, of which compilers do not know that it is x: what is made of it, as of x, they make
-        twice, and do not keep. (`lax.optimization_barrier` leaves such numbers in another order: docs/log/decode.md.)
+        """x of 16-bit numbers behind an instruction that compilers do not see through.
+
+        They do not know that the result is x. So they compute what is made of x a second time from the result, and
+        do not keep it in registers. (`lax.optimization_barrier` leaves such numbers in another order:
+        docs/log/decode.md.)
         """
         return x if self.interpreted else _unknown(x.shape, jnp.dtype(x.dtype).name, layout)(x)
 

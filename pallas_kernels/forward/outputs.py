@@ -145,7 +145,7 @@ def _step(cta: Cta, i, carry):
         r = corrected_values(cta, stage, hk, newer=1)
 
         def correct(w):
-            """W, and in its shadow what the two last products start from."""
+            """Makes W, and while it runs the arrays that the two last products add to."""
             w = dev.issue(w, r, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])

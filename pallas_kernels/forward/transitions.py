@@ -106,7 +106,7 @@ def _step(cta: Cta, i, carry):
         r = corrected_values(cta, stage, hk, 0, values)
 
         def correct(w):
-            """W, and in its shadow what the last product starts from."""
+            """Makes W, and while it runs the array that the last product adds to."""
             w = dev.issue(w, r, transposed(smem.t.at[stage]))
             dr = cta.vector(smem.dr, stage)
             decayed = h * jnp.exp2(smem.g2[stage, CHUNK - 1])

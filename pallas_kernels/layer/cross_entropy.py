@@ -82,7 +82,7 @@ def _load(cta: Cta, row, column, depth, slot) -> None:
 
 
 def _store(cta: Cta, i, row, column, x) -> None:
-    """Writes the exponentials of a tile of logits, and what is known of it."""
+    """Writes the exponentials of a tile of logits, and the numbers of that tile."""
     gmem, rows = cta.gmem, cta.own_rows(row)
     u, V = cta.smem.u.at[cta.wg], gmem.u.shape[1]
     target = plgpu.load(gmem.targets.at[rows], layout=ROW, optimized=False)

@@ -86,7 +86,7 @@ def _load_branches(cta: Cta, row, column, n: int, slot) -> None:
 
 
 def _store(cta: Cta, i, row, column, dh) -> None:
-    """Writes the cotangents of a tile's branches over these, and from there to memory."""
+    """Writes the cotangents of a tile's branches over the branches, and from there to memory."""
     gmem, first = cta.gmem, i * cta.steps + cta.depth_steps
     for n in range(_STEPS):
         slot = cta.wait(first + n)

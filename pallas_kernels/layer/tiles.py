@@ -174,7 +174,7 @@ class Cta:
         return (row * CLUSTER_CTAS + cluster_index()) * TILE_ROWS, column * COLUMNS
 
     def own_rows(self, first) -> Any:
-        """The rows of this warpgroup in what begins with the first row of its CTA's tile."""
+        """The rows of this warpgroup in an array that begins with the first row of its CTA's tile."""
         return pl.ds(first + self.wg * ROWS, ROWS)
 
     def slot(self, step) -> jax.Array:
