@@ -145,7 +145,7 @@ def cross_entropy(
     config: Config | None = None,
     interpret: Any = None,
 ) -> Exponentials:
-    """What the cross entropies of logits x W^T are made of, where `check_supported` says so."""
+    """The parts of the cross entropies of logits x W^T, where `check_supported` accepts them."""
     return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight, targets)
 
 

@@ -3,8 +3,9 @@
 from functools import partial
 
 from pallas_kernels.decode.conv_update import conv_update
-from pallas_kernels.decode.ring_drafts import ring_drafts
-from pallas_kernels.decode.ring_step import Drafts, ring_step
+from pallas_kernels.decode.deferred import deferred
+from pallas_kernels.decode.drafts import Drafts, drafts
+from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.tools.calls import Call, call
 
@@ -73,14 +74,14 @@ DECODE_CALLS: dict[str, Call] = {
     "verify, tree, vk": step_call(8, tree=True, layout="vk"),
     "verify, tree, vk, bfloat16": step_call(8, tree=True, layout="vk", pool="bf16"),
     "verify, tree, K 256": step_call(8, K=256, V=256, tree=True),
-    "decode deferred": ring_call(ring_step, drafts=None, kv_layout=True),
-    "decode deferred, bfloat16": ring_call(ring_step, drafts=None, pool="bf16", kv_layout=True),
-    "decode deferred, vk": ring_call(ring_step, drafts=None, kv_layout=False),
-    "decode deferred, vk, bfloat16": ring_call(ring_step, drafts=None, pool="bf16", kv_layout=False),
-    "verify on a ring, 4 tokens": ring_call(ring_step, 4, kv_layout=True, drafts=Drafts(4)),
-    "verify on a ring, 4 tokens, vk": ring_call(ring_step, 4, kv_layout=False, drafts=Drafts(4)),
+    "decode deferred": ring_call(deferred, kv_layout=True),
+    "decode deferred, bfloat16": ring_call(deferred, pool="bf16", kv_layout=True),
+    "decode deferred, vk": ring_call(deferred, kv_layout=False),
+    "decode deferred, vk, bfloat16": ring_call(deferred, pool="bf16", kv_layout=False),
+    "verify on a ring, 4 tokens": ring_call(drafts, 4, kv_layout=True, drafts=Drafts(4)),
+    "verify on a ring, 4 tokens, vk": ring_call(drafts, 4, kv_layout=False, drafts=Drafts(4)),
     **{
-        f"verify on a ring, tensor cores, {T} tokens": ring_call(ring_drafts, T, pool="bf16")
+        f"verify on a ring, tensor cores, {T} tokens": ring_call(drafts_mma, T, pool="bf16")
         for T in (2, 4, 8, 16)
     },
     "convolution of a token": call(conv_update, "bf16[4,1024] bf16[8,1024,3] f32[1024,4] -", **SLOTS),
