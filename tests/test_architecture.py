@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -271,6 +272,28 @@ def test_habits(path):
             names = {getattr(n, "id", "") for n in ast.walk(node.type)}
             assert not names & {"ImportError", "ModuleNotFoundError"}, f"{where}: silent fallback"
     assert "jax.config.update" not in path.read_text(), f"{path.name} changes jax.config"
+
+
+LONGEST_FILE, LONGEST_BODY = 450, 120
+POOLS = ("ring.py", "ring_arrays.py")
+"""Files of the two kinds of pools, which may ask which of them an array belongs to."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes_and_speech(path):
+    """A file has one job and a function fits a screen or two; a docstring's first sentence has a subject of its own;
+    nobody outside the pools asks which kind of pool he holds."""
+    text = path.read_text()
+    assert text.count("\n") <= LONGEST_FILE, f"{path.name}: {text.count(chr(10))} lines"
+    fragment = re.search(r'"""(Of|That|Those|As|What) .*', text)
+    assert fragment is None, f"{path.name}: no sentence with a subject: {fragment.group(0)}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = [x for x in node.body if not isinstance(getattr(x, "value", None), ast.Constant)]
+            lines = node.end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= LONGEST_BODY, f"{path.name}: {node.name} has a body of {lines} lines"
+    if path.name not in POOLS:
+        assert not re.search(r"isinstance\([^)]*RingPool", text), f"{path.name} asks for the kind of a pool"
 
 
 def test_leaf():

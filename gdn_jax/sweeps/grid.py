@@ -20,7 +20,7 @@ class Run(NamedTuple):
 
     @property
     def start(self) -> Start:
-        """What the run starts with."""
+        """Initial values of the run."""
         return Start(self.write_start, self.time_step)
 
     def record(self) -> dict[str, Any]:

@@ -18,14 +18,14 @@ _LEARNED = 0.9
 
 
 class Start(NamedTuple):
-    """What runs start with, where the grid varies it; see `GridOptions`."""
+    """Initial values that a grid varies, None where it does not; see `GridOptions`."""
 
     write_start: float | None = None
     time_step: float | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Start":
-        """Of a line of runs.jsonl."""
+        """Reads the initial values from a line of runs.jsonl."""
         return cls(*(record.get(name) for name in cls._fields))
 
     def names(self) -> list[str]:

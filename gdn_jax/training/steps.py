@@ -190,7 +190,7 @@ def loss_sum(
 
 
 def _at(rows: PyTree, places: Int[Array, "B N"]) -> PyTree:
-    """What arrays [B, T, ...] hold at different places of each row, [B, N, ...]."""
+    """Entries of arrays [B, T, ...] at different places of each row, [B, N, ...]."""
     row, places = jnp.arange(places.shape[0])[:, None], jnp.asarray(places)
     exact = dict(unique_indices=True, mode="promise_in_bounds")
     return jax.tree.map(lambda x: jnp.asarray(x).at[row, places].get(**exact), rows)
