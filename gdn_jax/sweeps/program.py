@@ -1,4 +1,4 @@
-"""The programs that a sweep compiles: steps and scores of a mixer's runs side by side, and their state before the first step."""
+"""The programs that a sweep compiles: steps and scores of a mixer's runs side by side, and their initial state."""
 
 import dataclasses
 from collections.abc import Callable
