@@ -10,6 +10,18 @@ from typing import Any, BinaryIO
 from gdn_jax.commands.errors import RunError, fail
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads` with one error for every damage.
+
+    Raises:
+      ValueError: the text is no JSON, no text at all, or nested too deep to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("objects or lists are nested too deep") from None
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
@@ -71,7 +83,7 @@ class JsonLines:
 
     def _record(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:  # also of bytes that are no text
             record = None
         if not isinstance(record, dict) or not record.keys() >= set(self.keys):

@@ -1,14 +1,16 @@
 """A folder of Hugging Face's: config.json and one or more safetensors files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.commands.files import parse_json
 from gdn_jax.hf.tensors import Tensor, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -17,10 +19,10 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       ValueError: there is none; names the file.
     """
+    if not file.is_file():  # nor a pipe or a device, which have no end
+        raise ValueError(f"{file.parent}: expected a folder with {file.name}, got none")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent}: expected a folder with {file.name}, got none") from None
+        content = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: expected a JSON object, got a damaged file: {error}") from None
     if not isinstance(content, dict):
@@ -46,6 +48,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder / INDEX}: expected a weight_map from tensors to files, got none")
     headers = {}
     for name, place in places.items():
+        if Path(place).name != place or len(place) > _LONGEST_NAME:
+            raise ValueError(
+                f"{folder / INDEX}: expected tensor {name} in a file of this folder, got {place[:60]!r}"
+            )
         file = folder / place
         if not file.is_file():
             raise ValueError(f"{file}: expected this file, of tensor {name}, as {INDEX} says, got none")
@@ -60,3 +66,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                     f"{folder / place}: tensor {name} is not there according to {INDEX}, got it in the file"
                 )
     return {name: headers[place][name] for name, place in places.items()}
+
+
+def stays_inside(file: Path, folder: Path) -> bool:
+    """Tells whether a file of a checkpoint lies where the checkpoint does, also where it is a link.
+
+    A folder in the cache of Hugging Face's hub, models--NAME/snapshots/REVISION, is made of links into
+    models--NAME/blobs.
+    """
+    folder = folder.resolve()
+    allowed = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
+    return any(file.resolve().is_relative_to(place) for place in allowed)

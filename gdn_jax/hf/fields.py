@@ -1,5 +1,6 @@
 """Fields of a config.json, checked when they are read."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ class Fields:
         if number or not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{self.where}: expected {name} of type {wanted}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{self.where}: expected a finite {name}, got {value!r}")
         return value
 
     def size(self, name: str) -> int:
@@ -60,7 +63,7 @@ class Fields:
         if not isinstance(given, list) or len(given) != number:
             raise ValueError(f"{self.where}: expected {number} layer_types, got {given!r}")
         for kind in given:
-            if kind not in LAYER_TYPES:
+            if not isinstance(kind, str) or kind not in LAYER_TYPES:
                 raise NotImplementedError(
                     f"{self.where}: layer_types: layers of type {kind!r} are not supported"
                 )

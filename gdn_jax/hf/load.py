@@ -69,7 +69,7 @@ def load_hf(
     config = dataclasses.replace(config, implementation=implementation)
     skipped = tuple(name for name in tensors if is_skipped(name))
     plan = weights_of(described.family, config, names)
-    _check(folder, plan, tensors, skipped)
+    check_tensors(folder, plan, tensors, skipped)
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     shapes = {name_of(key): leaf for key, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state))}
@@ -101,11 +101,21 @@ def config_of(
             raise NotImplementedError(
                 f"{where}: weights in float16 are computed in another dtype: say dtype='float32' or 'bfloat16'"
             )
+    most = len(tensors)
+    if (layers := described.fields.size("num_hidden_layers")) > most:
+        raise ValueError(
+            f"{where}: expected at most {most} num_hidden_layers, as there are tensors, got {layers}"
+        )
     try:
         config = described.family.config(described.fields)
         config = dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
     except ValueError as error:
         raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+    largest = max([most, *(n for tensor in tensors.values() for n in tensor.shape)], default=0)
+    if config.experts is not None and (experts := config.experts.num_experts) > largest:
+        raise ValueError(
+            f"{where}: expected at most {largest} num_experts, as any tensor is long, got {experts}"
+        )
     if config.tie_embeddings and _differ(
         tensors.get(HEAD), tensors.get(f"{names.prefix}embed_tokens.weight")
     ):
@@ -136,7 +146,9 @@ def name_of(key: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(part, "key", part)) for part in key)
 
 
-def _check(folder: Path, plan: list[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]) -> None:
+def check_tensors(
+    folder: Path, plan: list[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]
+) -> None:
     """Raises ValueError unless the tensors of a checkpoint are those of the plan, each of its shape."""
     wanted = {name: shape for weight in plan for name, shape in weight.tensors.items()}
     for name, shape in wanted.items():

@@ -7,8 +7,6 @@ Released models hold the decoder in a model for images: its fields are the `text
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from gdn_jax.hf import qwen3_next
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
@@ -54,8 +52,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, Any]:
 def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
     heads, hidden = config.num_v_heads or config.num_heads, config.hidden_size
     keys, values = config.num_heads * config.head_dim, heads * value_width(config.head_dim, config.expand_v)
-    q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
-    parts = {f"{params}.{name}_proj.kernel": place for name, place in (("q", q), ("k", k), ("v", v))}
+    parts = {f"{params}.{name}_proj.kernel": size for name, size in (("q", keys), ("k", keys), ("v", values))}
     yield rows(f"{tensors}.in_proj_qkv.weight", parts, hidden)
     for theirs, ours, outputs in (("z", "g", values), ("b", "b", heads), ("a", "a", heads)):
         yield projection(

@@ -7,8 +7,6 @@ norm of queries and keys in each head, and partial rotary positions. Source: `mo
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from gdn_jax.hf import own
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
@@ -168,17 +166,15 @@ def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterato
     a, hidden = config.attention, config.hidden_size
     assert a is not None
     width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
-    pairs = np.arange(2 * width).reshape(a.num_heads, 2, a.head_dim)
-    q, gate = pairs[:, 0].reshape(-1), pairs[:, 1].reshape(-1)
-    yield rows(
-        f"{tensors}.q_proj.weight", {f"{params}.q_proj.kernel": q, f"{params}.g_proj.kernel": gate}, hidden
-    )
+    both = {f"{params}.q_proj.kernel": a.head_dim, f"{params}.g_proj.kernel": a.head_dim}
+    yield rows(f"{tensors}.q_proj.weight", both, hidden, a.num_heads)
     for name, outputs, inputs in (("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width)):
         yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
         if a.bias:
             yield same(f"{tensors}.{name}_proj.bias", f"{params}.{name}_proj.bias", outputs)
     if a.bias:
-        yield bias_rows(f"{tensors}.q_proj.bias", {f"{params}.q_proj.bias": q, f"{params}.g_proj.bias": gate})
+        both = {f"{params}.q_proj.bias": a.head_dim, f"{params}.g_proj.bias": a.head_dim}
+        yield bias_rows(f"{tensors}.q_proj.bias", both, a.num_heads)
     for name in ("q_norm", "k_norm"):
         yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
 
@@ -237,12 +233,8 @@ def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Wei
         ("in_proj_qkvz", {"q_proj": K, "k_proj": K, "v_proj": V, "g_proj": V}),
         ("in_proj_ba", {"b_proj": shared, "a_proj": shared}),
     ):
-        places = np.arange(groups * sum(parts.values())).reshape(groups, -1)
-        pieces = np.split(places, np.cumsum(list(parts.values()))[:-1], axis=1)
-        numbers = {
-            f"{params}.{part}.kernel": piece.reshape(-1) for part, piece in zip(parts, pieces, strict=True)
-        }
-        yield rows(f"{tensors}.{name}.weight", numbers, config.hidden_size)
+        sizes = {f"{params}.{part}.kernel": size for part, size in parts.items()}
+        yield rows(f"{tensors}.{name}.weight", sizes, config.hidden_size, groups)
 
 
 def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax.commands.files import replacing, write_text
-from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, read_tensors
+from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, read_tensors, stays_inside
 from gdn_jax.hf.families import FAMILIES, describe
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.load import name_of, weights_of
@@ -60,8 +60,13 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
     folder = Path(path)
     if folder.exists() or folder.is_symlink():
         raise ValueError(f"path: expected a folder that does not exist, got {folder}")
-    if max_file_bytes < 1:
-        raise ValueError(f"max_file_bytes: expected 1 or more, got {max_file_bytes}")
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes: expected a whole number, 1 or more, got {max_file_bytes!r}")
+    temporary = folder.with_name(folder.name + ".tmp")
+    if temporary.exists() or temporary.is_symlink():
+        raise ValueError(
+            f"path: expected no {temporary}: another save_hf writes there, or one was killed and it can be deleted"
+        )
     origin = model.origin
     family, fields, names = own_family(model.config) if origin is None else _as_read(model.config, origin)
     plan = weights_of(family, model.config, names)
@@ -72,14 +77,12 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
     parts = [_part(weight, params) for weight in plan]
     skipped = [] if origin is None else _skipped(origin)
     parts += [_Part([_entry(tensor)], lambda tensor=tensor: iter([tensor.read()])) for tensor in skipped]
-    temporary = folder.with_name(folder.name + ".tmp")
+    companions = [] if origin is None else _companions(origin)
     temporary.mkdir(parents=True)
     try:
         _write(temporary, parts, max_file_bytes)
-        if origin is not None:
-            for name in COMPANIONS:
-                if (origin.path / name).is_file():
-                    shutil.copyfile(origin.path / name, temporary / name)
+        for file in companions:
+            shutil.copyfile(file, temporary / file.name)
         write_text(temporary / CONFIG, json.dumps(fields, indent=2) + "\n")
         os.rename(temporary, folder)
     except BaseException:
@@ -124,13 +127,33 @@ def own_family(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
     raise NotImplementedError("model: no family has such a model. " + ". ".join(reasons))
 
 
+def _companions(origin: Origin) -> list[Path]:
+    """Files that are copied from the checkpoint that was loaded.
+
+    Raises:
+      ValueError: one is a link to somewhere else, whose text the user may not mean to publish.
+    """
+    files = [origin.path / name for name in COMPANIONS if (origin.path / name).is_file()]
+    for file in files:
+        if not stays_inside(file, origin.path):
+            raise ValueError(
+                f"model: expected {file}, which is copied, in the folder that it was loaded from or in the hub's "
+                f"cache, got a link to {file.resolve()}"
+            )
+    return files
+
+
 def _skipped(origin: Origin) -> list[Tensor]:
     """The tensors that a loaded model does not use, where they lie."""
     if not origin.skipped:
         return []
     try:
         tensors = read_tensors(origin.path)
-        return [tensors[name] for name in origin.skipped]
+        found = [tensors[name] for name in origin.skipped]
+        for file in {tensor.file for tensor in found}:
+            if not stays_inside(file, origin.path):
+                raise ValueError(f"{file} is a link to {file.resolve()}")
+        return found
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(
             f"model: expected {origin.path}, from which it was loaded, with the {len(origin.skipped)} tensors that "

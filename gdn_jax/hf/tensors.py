@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from gdn_jax.commands.files import parse_json
+
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 """Floating dtypes by their name in a header."""
 
@@ -63,13 +65,15 @@ def read_header(file: Path) -> dict[str, Tensor]:
       ValueError: the file is damaged or cut off; names the file, and the tensor where one is concerned.
       OSError: it cannot be read.
     """
+    if not file.is_file():
+        raise ValueError(f"{file}: expected a safetensors file, got something else")
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise ValueError(f"{file}: expected a safetensors file, got no header of a possible length")
         try:
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{file}: expected a JSON header, got a damaged one: {error}") from None
     if not isinstance(header, dict):

@@ -1,6 +1,5 @@
 """Text of a checkpoint as tokens and back, and the tokens that have a meaning of their own."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,6 @@ def check_text_only(config: dict[str, Any], tokens: list[int]) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Tells whether a folder has the config.json of a checkpoint: one with a model_type."""
     try:
-        return "model_type" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "model_type" in read_json(folder / CONFIG)
+    except (OSError, ValueError):
         return False

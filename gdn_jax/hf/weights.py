@@ -33,43 +33,49 @@ def same(tensor: str, param: str, *shape: int) -> Weight:
 
 def projection(tensor: str, param: str, outputs: int, inputs: int) -> Weight:
     """A projection [outputs, inputs]; the parameter is [inputs, outputs]."""
-    return rows(tensor, {param: np.arange(outputs)}, inputs)
+    return rows(tensor, {param: outputs}, inputs)
 
 
-def rows(tensor: str, params: dict[str, np.ndarray], inputs: int) -> Weight:
-    """A projection that is several: each takes the rows with its numbers, and every row is taken once."""
-    places = list(params.values())
-    outputs = sum(map(len, places))
+def rows(tensor: str, params: dict[str, int], inputs: int, groups: int = 1) -> Weight:
+    """A projection that is several, [outputs, inputs]; the parameters are [inputs, outputs of one].
+
+    Args:
+      tensor: name in the checkpoint.
+      params: how many rows of a group each parameter has, in the order in which they lie.
+      inputs: columns.
+      groups: of rows, one after another, each with rows of every parameter.
+    """
+    sizes = list(params.values())
 
     def read(tensors):
         (tensor,) = tensors
-        return [tensor[place].T for place in places]
+        return [part.reshape(-1, inputs).T for part in _parts(tensor.reshape(groups, -1, inputs), sizes)]
 
     def write(params):
-        whole = np.empty((outputs, inputs), params[0].dtype)
-        for place, param in zip(places, params, strict=True):
-            whole[place] = param.T
-        yield whole
+        parts = [param.T.reshape(groups, size, inputs) for param, size in zip(params, sizes, strict=True)]
+        yield np.concatenate(parts, 1).reshape(-1, inputs)
 
-    return Weight({tensor: (outputs, inputs)}, tuple(params), read, write)
+    return Weight({tensor: (groups * sum(sizes), inputs)}, tuple(params), read, write)
 
 
-def bias_rows(tensor: str, params: dict[str, np.ndarray]) -> Weight:
+def bias_rows(tensor: str, params: dict[str, int], groups: int = 1) -> Weight:
     """A bias that is several, as `rows`."""
-    places = list(params.values())
-    outputs = sum(map(len, places))
+    sizes = list(params.values())
 
     def read(tensors):
         (tensor,) = tensors
-        return [tensor[place] for place in places]
+        return [part.reshape(-1) for part in _parts(tensor.reshape(groups, -1), sizes)]
 
     def write(params):
-        whole = np.empty(outputs, params[0].dtype)
-        for place, param in zip(places, params, strict=True):
-            whole[place] = param
-        yield whole
+        parts = [param.reshape(groups, size) for param, size in zip(params, sizes, strict=True)]
+        yield np.concatenate(parts, 1).reshape(-1)
 
-    return Weight({tensor: (outputs,)}, tuple(params), read, write)
+    return Weight({tensor: (groups * sum(sizes),)}, tuple(params), read, write)
+
+
+def _parts(rows: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Parts of every group [groups, rows, ..] of these sizes."""
+    return np.split(rows, np.cumsum(sizes)[:-1], axis=1)
 
 
 def row(tensor: str, param: str, inputs: int) -> Weight:

@@ -17,7 +17,7 @@ from gdn_jax.commands.fields import Positive
 from gdn_jax.gates import MAX_RATE, MAX_STEP, MIN_STEP
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
-from gdn_jax.hf.load import config_of, is_skipped, names_of
+from gdn_jax.hf.load import check_tensors, config_of, is_skipped, names_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
@@ -52,17 +52,18 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         title, config, skipped, time_step = read(path)
     except ValueError as error:
         raise RunError(str(error)) from error
-    console.print(f"{title}, weights {config.weight_dtype}", highlight=False, soft_wrap=True)
+    console.print(f"{title}, weights {config.weight_dtype}", highlight=False, markup=False, soft_wrap=True)
     period = period_of(config.types)
     pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(config.types[:period]))
     line = f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
     if time_step is not None and "gated_delta_net" in config.types and config.rule in _START:
-        console.print(_start(config, time_step), highlight=False, soft_wrap=True)
+        console.print(_start(config, time_step), highlight=False, markup=False, soft_wrap=True)
     if skipped:
         console.print(
             f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
     console.print(_parameters(config))
@@ -99,8 +100,10 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
     found = read_json(path / CONFIG)
     described = describe(found, str(path / CONFIG))
     tensors = read_tensors(path)
-    config = config_of(described, None, tensors, names_of(described, tensors))
+    names = names_of(described, tensors)
+    config = config_of(described, None, tensors, names)
     skipped = [name for name in tensors if is_skipped(name)]
+    check_tensors(path, weights_of(described.family, config, names), tensors, tuple(skipped))
     return f"{path}: {found['model_type']}", config, skipped, None
 
 

@@ -50,7 +50,8 @@ def train(options: TrainOptions, console: Console) -> int:
             raise RunError(str(error)) from error
     compiled = keep_compiled(options.run.compilation_cache)
     if compiled is not None:
-        console.print(f"compiled programs are kept in {compiled}", highlight=False, soft_wrap=True)
+        text = f"compiled programs are kept in {compiled}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     placement = Placement.on(options.run.mesh)
     try:
         if options.run.mesh is not None and not processes.is_first():
