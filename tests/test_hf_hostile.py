@@ -45,7 +45,7 @@ def test_sizes_take_no_memory(fields, reads, tmp_path):
     folder = hf_checkpoints.copy("qwen3_5", tmp_path)
     hf_checkpoints.change_config(folder, **fields)
     tracemalloc.start()
-    with pytest.raises((ValueError, NotImplementedError, RunError), match="config.json|tensor"):
+    with pytest.raises((ValueError, NotImplementedError, RunError), match=r"config.json|tensor"):
         reads(folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -55,7 +55,7 @@ def test_sizes_take_no_memory(fields, reads, tmp_path):
 def test_experts_take_no_memory(tmp_path):
     folder = hf_checkpoints.copy("qwen3_5_moe", tmp_path)
     hf_checkpoints.change_config(folder, num_experts=10**9)
-    with pytest.raises(ValueError, match="expected at most .* num_experts"):
+    with pytest.raises(ValueError, match=r"expected at most .* num_experts"):
         load_hf(folder)
 
 
@@ -79,7 +79,7 @@ def test_links_that_leave_the_folder_are_not_copied(tmp_path):
     folder = hf_checkpoints.copy("qwen3_5", tmp_path)
     (folder / "chat_template.jinja").symlink_to(secret)
     model = load_hf(folder)
-    with pytest.raises(ValueError, match="chat_template.jinja.*got a link to"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja.*got a link to"):
         save_hf(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists() and not (tmp_path / "saved.tmp").exists()
 
@@ -98,7 +98,7 @@ def test_links_that_leave_the_folder_are_not_copied(tmp_path):
 def test_what_a_killed_save_left_is_named(tmp_path):
     model = load_hf(hf_checkpoints.FOLDER / "qwen3_5")
     (tmp_path / "saved.tmp").mkdir()
-    with pytest.raises(ValueError, match="saved.tmp: another save_hf writes there, or one was killed"):
+    with pytest.raises(ValueError, match=r"saved.tmp: another save_hf writes there, or one was killed"):
         save_hf(model, tmp_path / "saved")
     with pytest.raises(ValueError, match="max_file_bytes: expected a whole number"):
         save_hf(model, tmp_path / "other", max_file_bytes=float("nan"))

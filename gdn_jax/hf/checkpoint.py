@@ -48,7 +48,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder / INDEX}: expected a weight_map from tensors to files, got none")
     headers = {}
     for name, place in places.items():
-        if Path(place).name != place or len(place) > _LONGEST_NAME:
+        if Path(place).name != place or place == ".." or len(place) > _LONGEST_NAME:
             raise ValueError(
                 f"{folder / INDEX}: expected tensor {name} in a file of this folder, got {place[:60]!r}"
             )
