@@ -9,14 +9,17 @@ import subprocess
 import sys
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tiny_runs import TINY_TEXT, final_state, metrics, resume, train, tree
 
 from gdn_jax import cli
 from gdn_jax.commands import files
+from gdn_jax.commands.errors import RunError
 from gdn_jax.tasks import text
 from gdn_jax.tasks.next_byte import BytesTask
 from gdn_jax.training import steps
+from gdn_jax.training.load import load_run
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -362,6 +365,62 @@ def test_lines_that_are_no_lines(copy, capsys):
         path.write_text("".join([lines[0], wrong, *lines[1:]]), encoding="latin-1")
         assert resume(copy) == 1
         assert f"{path}: expected a JSON object with step in line 2, got " in error_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a* b?\n\N{GREEK SMALL LETTER ALPHA}"])
+def test_names_of_run_folders(folder, finished, tmp_path, name):
+    """Checkpoints can be read wherever they lie: Orbax looks for their parts by a pattern."""
+    out = tmp_path / name / "run"
+    assert train(folder, out, "--steps", "4") == 0
+    assert (out / "checkpoints" / "4" / "state" / "manifest.ocdbt").exists()
+    assert load_run(out).step == 4
+    assert resume(out) == 0
+
+
+def test_a_name_that_is_no_text_is_refused(folder, tmp_path, capsys):
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    assert train(folder, out) == 1
+    assert "--out: expected a name in UTF-8, got '" in error_line(capsys)
+    assert [*tmp_path.iterdir()] == []
+    os.mkdir(out)
+    assert resume(out) == 1
+    assert "expected a name in UTF-8" in error_line(capsys)
+
+
+def test_a_checkpoint_that_lacks_its_list_is_no_save(folder, tmp_path, monkeypatch, capsys):
+    """A save that Orbax calls done and that cannot be read is an error, and the checkpoint before it is kept."""
+    out, original = tmp_path / "run", ocp.CheckpointManager.save
+
+    def half(self, step, **more):
+        original(self, step, **more)
+        if step == 8:
+            (out / "checkpoints" / "8" / "state" / "manifest.ocdbt").unlink()
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", half)
+    assert train(folder, out, "--keep", "1") == 1
+    assert "cannot write the checkpoint of step 8: ValueError: its list of arrays is missing" in error_line(
+        capsys
+    )
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["4", "8"]
+    assert load_run(out).step == 4
+
+
+def test_lines_without_checkpoints_are_not_emptied(copy, capsys):
+    """Checkpoints that are not there, a folder that is not mounted, cost no line."""
+    shutil.rmtree(copy / "checkpoints")
+    before = {p: content for p, content in tree(copy).items() if p.is_file()}
+    assert resume(copy) == 1
+    assert "expected a checkpoint, as metrics.jsonl goes to step 12, got none" in error_line(capsys)
+    assert {p: content for p, content in tree(copy).items() if p.is_file()} == before
+
+
+def test_facts_nested_too_deep(copy, capsys):
+    path = copy / "checkpoints" / "12" / "_CHECKPOINT_METADATA"
+    path.write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(RunError, match="_CHECKPOINT_METADATA: expected facts about a checkpoint, got none"):
+        load_run(copy)
+    shutil.rmtree(path.parent)
+    assert load_run(copy).step == 8
 
 
 def test_missing_lines_are_said(copy, capsys):

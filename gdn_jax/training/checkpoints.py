@@ -1,14 +1,18 @@
 """Checkpoints by Orbax: the state of training and a small JSON of what goes with it."""
 
 import gc
+import glob
 import hashlib
+import json
 import logging
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from gdn_jax.commands.errors import RunError, one_line, out_of_memory
+from gdn_jax.commands.files import parse_json
 from gdn_jax.training.runs import RunFolder
 
 
@@ -48,17 +53,23 @@ class Checkpoints:
     """
 
     def __init__(self, run: RunFolder, keep: int | None):
-        self._folder, self._damaged, self._reads = run.checkpoints.resolve(), run.damaged, keep is None
+        self._folder, self._damaged = run.checkpoints.resolve(), run.damaged
+        self._keep, self._reads = keep, keep is None
+        if not self._reads:
+            self._folder.mkdir(exist_ok=True)
+        _check_metadata(self._folder)
+        self._alias = _Alias(self._folder)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            max_to_keep=None,  # an older checkpoint goes when the new one has been looked at
             enable_async_checkpointing=False,
             cleanup_tmp_directories=not self._reads,
-            create=not self._reads,
+            create=False,
             read_only=self._reads,
             save_interval_steps=0 if self._reads else 1,
         )
-        manager, failure = _attempt(lambda: ocp.CheckpointManager(self._folder, options=options))
+        manager, failure = _attempt(lambda: ocp.CheckpointManager(self._alias.path, options=options))
         if failure is not None:
+            self._alias.remove()
             raise OSError(f"cannot open {self._folder}: {failure}")
         self._manager: ocp.CheckpointManager = manager
 
@@ -67,15 +78,22 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, facts: dict[str, Any]) -> None:
-        """Writes arrays and facts; returns when they are on disk.
+        """Writes arrays and facts; returns when they are on disk, can be found again, and older ones are gone.
 
         Raises:
-          OSError: they cannot be written.
+          OSError: they cannot be written, or what was written lacks something; every older checkpoint is kept.
         """
         saved = ocp.args.Composite(
             state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts | {"digest": _digest(state)})
         )
-        _, failure = _attempt(lambda: self._manager.save(step, args=saved, force=True))
+
+        def save() -> None:
+            self._manager.save(step, args=saved, force=True)
+            self._check_whole(step, state)
+            for old in sorted(self._manager.all_steps())[: -(self._keep or 0)]:
+                self._manager.delete(old)
+
+        _, failure = _attempt(save)
         if failure is not None:
             raise OSError(f"cannot write the checkpoint of step {step}: {failure}")
 
@@ -107,13 +125,7 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        # Without its list of arrays, or with arrays of other shapes, Orbax gives up many reads at once, which has
-        # ended the process.
-        if not (self._folder / str(step) / "state" / "manifest.ocdbt").exists():
-            raise ValueError("its list of arrays is missing")
-        _check_arrays(
-            ocp.PyTreeCheckpointer().metadata(self._folder / str(step) / "state").item_metadata, like
-        )
+        self._check_whole(step, like)
         wanted = ocp.args.Composite(
             state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, like)),
             facts=ocp.args.JsonRestore(),
@@ -123,6 +135,17 @@ class Checkpoints:
         if facts.pop("digest", None) != _digest(state):
             raise ValueError("the arrays are not those that were saved")
         return state, facts
+
+    def _check_whole(self, step: int, like: Any) -> None:
+        """Raises ValueError unless a checkpoint lists the arrays of `like`, before any of them is read.
+
+        Without this list, or with arrays of other shapes, Orbax gives up many reads at once, which has ended the
+        process.
+        """
+        state = self._alias.path / str(step) / "state"
+        if not (state / "manifest.ocdbt").exists():
+            raise ValueError("its list of arrays is missing")
+        _check_arrays(ocp.PyTreeCheckpointer().metadata(state).item_metadata, like)
 
     def _set_aside(self, steps: dict[int, str]) -> None:
         for step in steps:
@@ -136,6 +159,31 @@ class Checkpoints:
     def close(self) -> None:
         """Releases the threads of Orbax."""
         self._manager.close()
+        self._alias.remove()
+
+
+class _Alias:
+    """A name of a folder that Orbax can use: a link in a folder of its own where the name has brackets or stars.
+
+    Orbax joins the arrays of a checkpoint from what `glob` finds under the whole name, where "[1]" stands for "1":
+    it found nothing, and wrote checkpoints without their list of arrays. `test_names_of_run_folders` fails without
+    the link.
+
+    Args:
+      folder: that exists, or that is only read.
+    """
+
+    def __init__(self, folder: Path):
+        self.path, self._scratch = folder, None
+        if glob.has_magic(str(folder)):
+            self._scratch = tempfile.TemporaryDirectory(prefix="gdn-")
+            self.path = Path(self._scratch.name).resolve() / folder.name
+            self.path.symlink_to(folder, target_is_directory=True)
+
+    def remove(self) -> None:
+        """Removes the link, not what it points to."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -166,6 +214,20 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         sys.unraisablehook = hook
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _check_metadata(folder: Path) -> None:
+    """Raises RunError for a checkpoint's facts about itself that end Orbax: objects or lists nested too deep."""
+    for path in sorted(folder.glob("*/_CHECKPOINT_METADATA")):
+        try:
+            parse_json(path.read_bytes())
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            continue  # Orbax does without them
+        except ValueError as error:
+            raise RunError(
+                f"{path}: expected facts about a checkpoint, got none: {error}; delete the folder {path.parent.name} "
+                f"to use the checkpoint before it"
+            ) from None
 
 
 def _check_arrays(found: Any, like: Any) -> None:

@@ -15,12 +15,13 @@ line is dropped when the run is resumed.
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import JsonLines, write_text
+from gdn_jax.commands.files import JsonLines, parse_json, write_text
 
 
 class RunFolder:
@@ -38,6 +39,7 @@ class RunFolder:
         Raises:
           RunError: it exists, or cannot be created.
         """
+        _check_name("--out", path or Path())
         try:
             if path is not None:
                 path.mkdir(parents=True)
@@ -67,9 +69,10 @@ class RunFolder:
         """
         if path is None:
             raise RunError("--resume: expected --out with the folder to continue, got no --out")
+        _check_name("the run folder", path)
         file = path / "config.json"
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = parse_json(file.read_bytes())
         except OSError as error:
             raise RunError(f"expected a run folder, got {path}: {error.strerror} (config.json)") from None
         except ValueError as error:
@@ -107,8 +110,25 @@ class RunFolder:
         return self._metrics.records()
 
     def rewind(self, step: int) -> None:
-        """Drops the lines after a step, and a torn one."""
+        """Drops the lines after a step, and a torn one.
+
+        Raises:
+          RunError: there are lines and the step is 0: the checkpoints are gone, and all lines would be.
+        """
+        if step == 0 and (last := max((record["step"] for record in self.records()), default=0)):
+            raise RunError(
+                f"{self.checkpoints}: expected a checkpoint, as metrics.jsonl goes to step {last}, got none; "
+                f"bring the checkpoints back, or delete metrics.jsonl to begin again"
+            )
         self._metrics.write([record for record in self.records() if record["step"] <= step])
+
+
+def _check_name(what: str, path: Path) -> None:
+    """Raises RunError for a folder whose whole name is not UTF-8, which Orbax cannot write to."""
+    try:
+        os.fsencode(path.absolute()).decode()
+    except UnicodeDecodeError:
+        raise RunError(f"{what}: expected a name in UTF-8, got {str(path.absolute())!r}") from None
 
 
 def check_free(path: Path | None) -> None:
