@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory, printable
 from gdn_jax.commands.parsing import Help, Usage, parse
 
 USAGE = """usage: gdn COMMAND ...
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: N
 
 
 def _complain(message: str, status: int) -> int:
-    print("gdn: " + " ".join(message.split()), file=sys.stderr)
+    print("gdn: " + printable(message), file=sys.stderr)
     return status
 
 

@@ -122,14 +122,20 @@ def test_lock_of_another_process(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ['{"host": "far-away", "process": 7, "since": "2026-11-22"}\n', ""])
+NO_LOCKS = ["", b"\xff\xfe", "[" * 100_000]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"host": "far-away", "process": 7, "since": "2026-11-22"}\n', *NO_LOCKS], ids=range(4)
+)
 def test_lock_of_another_host(tmp_path, content):
     """Nobody here can tell whether its process lives: refused, with the way out."""
-    (tmp_path / "lock").write_text(content)
-    who = "process 7 on far-away since 2026-11-22" if content else "process . on an unknown host"
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "lock").write_bytes(content)
+    who = "process 7 on far-away since 2026-11-22" if b"far" in content else "process . on an unknown host"
     with pytest.raises(RunError, match=f"{who}.*if it does not, delete {tmp_path / 'lock'}"), owned(tmp_path):
         pass
-    assert (tmp_path / "lock").read_text() == content
+    assert (tmp_path / "lock").read_bytes() == content
     (tmp_path / "lock").unlink()
     with owned(tmp_path):
         pass

@@ -201,10 +201,10 @@ def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
 
 
 def test_broken_configuration(tmp_path, capsys):
-    for content in ("{", "[]", '{"options": 3}'):
-        (tmp_path / "config.json").write_text(content)
+    for content in ("{", "[]", '{"options": 3}', "\xff", '{"a":' + "[" * 100_000):
+        (tmp_path / "config.json").write_text(content, encoding="latin-1")
         assert resume(tmp_path) == 1
-        assert capsys.readouterr().err.count("\n") == 1
+        assert f"gdn: {tmp_path}/config.json: expected " in error_line(capsys)
 
 
 @pytest.fixture
@@ -243,6 +243,11 @@ def error_line(capsys):
         (lambda c: c.pop("data"), "expected data of type dict, got None"),
         (lambda c: c["data"].pop("fingerprint"), "--resume: expected the data of the run"),
         (lambda c: c.pop("task"), "expected task of type str, got None"),
+        (lambda c: c["options"].update(data="a\0b"), "config.json: expected data of type "),
+        (
+            lambda c: c["options"].update(num_layers=10**6),
+            "--num-layers: expected at most 10000, got 1000000",
+        ),
     ],
 )
 def test_edited_configuration(copy, capsys, change, message):
@@ -403,6 +408,21 @@ def test_a_checkpoint_that_lacks_its_list_is_no_save(folder, tmp_path, monkeypat
     )
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["4", "8"]
     assert load_run(out).step == 4
+
+
+@pytest.mark.parametrize("change", [{"step": "a"}, {"step": None}, {"step": 1.5}, {"bpb": "x"}, {"loss": []}])
+def test_lines_that_are_no_numbers(copy, capsys, change):
+    path = copy / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | change) + "\n", *lines[2:]]))
+    assert resume(copy) == 1
+    assert f"{path}: expected a number for {next(iter(change))} in line 2, got " in error_line(capsys)
+
+
+def test_a_lock_says_nothing_to_a_terminal(copy, capsys):
+    (copy / "lock").write_text('{"host": "a\\u001b[31mb", "process": 7, "since": "\\u202e"}')
+    assert resume(copy) == 1
+    assert r"process 7 on a\x1b[31mb since \u202e; " in error_line(capsys)
 
 
 def test_lines_without_checkpoints_are_not_emptied(copy, capsys):

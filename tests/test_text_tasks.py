@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -57,6 +58,29 @@ def test_glob_hidden_and_caches(tmp_path):
         (tmp_path / name).write_text(name * 10)
     corpus = text.load(tmp_path, "*.py")
     assert sorted(corpus.train_files + corpus.val_files) == ["a.py", "sub/d.py"]
+
+
+def test_links_to_what_is_no_file_are_not_read(tmp_path):
+    """A device has no end and a pipe may never begin: such a link is left out, a broken one refused."""
+    (tmp_path / "a").write_text("text")
+    (tmp_path / "b").symlink_to("a")
+    (tmp_path / "null").symlink_to(os.devnull)
+    os.mkfifo(tmp_path / ".pipe")
+    (tmp_path / "pipe").symlink_to(".pipe")
+    assert [path.name for path in text._walk(tmp_path, "*", [])] == ["a", "b"]
+    (tmp_path / "broken").symlink_to("nowhere")
+    with pytest.raises(
+        RunError, match=r"cannot read .*/broken: No such file .*; remove the link, or leave it out by"
+    ):
+        text.read(tmp_path)
+
+
+def test_file_names_of_any_bytes(tmp_path):
+    names = [b"a.txt", b"\xff\xfe.txt", "\N{GREEK SMALL LETTER ALPHA}.txt".encode()]
+    for name in names:
+        (tmp_path / os.fsdecode(name)).write_text("text " * 9)
+    corpus = text.load(tmp_path)
+    assert {os.fsencode(name) for name in corpus.train_files + corpus.val_files} == {*names}
 
 
 def test_standard_library_is_the_default():

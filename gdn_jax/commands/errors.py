@@ -24,6 +24,11 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
+def printable(text: str) -> str:
+    """Returns a text in one line, and what a terminal would obey or cannot show as escapes of Python."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+
+
 def os_line(error: OSError) -> str:
     """Returns the file and what the system says about it."""
     return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part is not None)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import parse_json
 
 NAME = "lock"
 
@@ -65,7 +66,10 @@ def alone(folder: Path) -> Iterator[None]:
 def _take(path: Path) -> TextIO:
     """Makes the lock, open and held: a free one, or one that a dead process of this host has left."""
     while True:
-        with contextlib.suppress(FileNotFoundError), open(path, "r+", encoding="utf-8") as theirs:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(path, "r+", encoding="utf-8", errors="replace") as theirs,
+        ):
             owner = _owner(theirs.read())
             here = owner["host"] == socket.gethostname()
             if not here or not _hold(theirs):
@@ -109,7 +113,7 @@ def _same(file: TextIO, path: Path) -> bool:
 
 def _owner(text: str) -> dict[str, Any]:
     try:
-        owner = json.loads(text)
+        owner = parse_json(text)
         return {name: owner[name] for name in ("host", "process", "since")}
     except (ValueError, KeyError, TypeError):
         return {"host": "an unknown host", "process": "?", "since": "?"}

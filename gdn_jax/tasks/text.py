@@ -54,8 +54,8 @@ def _walk(root: Path, pattern: str, skip: list[str]) -> list[Path]:
     for folder, names, files in os.walk(root, onerror=fail):
         names[:] = kept(names)
         paths = [Path(folder, name) for name in kept(files) if fnmatch.fnmatchcase(name, pattern)]
-        # A broken link is an unreadable file, not no file; a pipe or a device is no text.
-        found += [path for path in paths if path.is_file() or path.is_symlink()]
+        # A broken link is an unreadable file, not no file; a pipe, a device or a link to one is no text.
+        found += [path for path in paths if path.is_file() or not path.exists()]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -63,7 +63,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RunError(f"--data: cannot read {path}: {error.strerror}") from None
+        advice = "; remove the link, or leave it out by --glob" if path.is_symlink() else ""
+        raise RunError(f"--data: cannot read {path}: {error.strerror}{advice}") from None
 
 
 def held_out(names: list[str]) -> list[bool]:
@@ -71,7 +72,7 @@ def held_out(names: list[str]) -> list[bool]:
 
     The hash keeps a file on its side of the split when others come or go.
     """
-    score = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64 for name in names]
+    score = [int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64 for name in names]
     count = sum(s < HELD_OUT for s in score)
     count = min(max(count, 1), len(names) - 1)
     chosen = set(sorted(range(len(names)), key=lambda i: (score[i], names[i]))[:count])

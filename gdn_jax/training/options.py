@@ -26,7 +26,7 @@ from gdn_jax.tasks.options import (
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
 _MOST_LAYERS = 10_000
-"""Layers of a hybrid at most: its configuration lists the type of each."""
+"""Layers at most: a model is made layer by layer, and the configuration of a hybrid lists the type of each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,8 @@ class SizeOptions:
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others."""
+        if self.num_layers > _MOST_LAYERS:
+            fail("num_layers", f"at most {_MOST_LAYERS}", self.num_layers)
         from gdn_jax.models import ModelConfig
 
         try:
@@ -158,8 +160,6 @@ class ModelOptions(SizeOptions):
 
     def check(self) -> None:
         if self.model == "hybrid":
-            if self.num_layers > _MOST_LAYERS:
-                fail("num_layers", f"at most {_MOST_LAYERS} in a hybrid", self.num_layers)
             if not 2 <= self.attention_every <= self.num_layers:
                 fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
@@ -305,6 +305,8 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, kind) for kind in inner)
     if isinstance(value, bool):
         return hint is bool
+    if hint is Path and isinstance(value, str) and "\0" in value:
+        return False  # no file has such a name
     kinds = {Path: str, float: (int, float)}
     return isinstance(value, kinds.get(hint, hint))
 

@@ -106,8 +106,21 @@ class RunFolder:
         self._metrics.append(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns the complete lines of metrics.jsonl."""
-        return self._metrics.records()
+        """Returns the complete lines of metrics.jsonl.
+
+        Raises:
+          RunError: a line is not one that a run writes: a JSON object of numbers with a step.
+        """
+        records = self._metrics.records()
+        for number, record in enumerate(records, 1):
+            for name, value in record.items():
+                kinds = (int,) if name == "step" else (int, float)
+                if name != "wall" and type(value) not in kinds:
+                    raise RunError(
+                        f"{self._metrics.path}: expected a number for {name} in line {number}, got "
+                        f"{str(value)[:60]!r}; delete the line to go on without it"
+                    )
+        return records
 
     def rewind(self, step: int) -> None:
         """Drops the lines after a step, and a torn one.

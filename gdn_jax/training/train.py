@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory
+from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory, printable
 from gdn_jax.commands.files import write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
@@ -75,7 +75,7 @@ def _tell(error: Exception, again: str) -> None:
         reason += f"; continue with: {again}"
     elif not isinstance(error, RunError):
         traceback.print_exception(error)
-    print(f"gdn: process {jax.process_index()}: {' '.join(reason.split())}", file=sys.stderr)
+    print(f"gdn: process {jax.process_index()}: {printable(reason)}", file=sys.stderr)
 
 
 def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
