@@ -13,6 +13,11 @@ seed by seed, bold where that is more than three standard errors; `differences`,
 comments, `deeper` what a mixer has more at one scale than at another one, `gain` in one sweep than in another one,
 and `in_errors` how many standard errors the mean of such numbers is;
 `run`, `scores` and `config` give what the files have.
+
+A row with a column "learning rate" is one of the linked table.md; its column "each seed at N" has the scores at N.
+In comments `at` gives the scores of the seeds at a learning rate and a start, `learned` how many have learned
+something, `halves` their steps until half of the first kind is right, `more` the difference of two `at`, seed by
+seed, and `interval` half of the 95 % t interval of a mean.
 """
 
 import functools
@@ -24,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gdn_jax.analysis import memory_horizon
 from gdn_jax.sweeps import grid, summary
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.training.mixers import MIXERS
@@ -57,6 +63,32 @@ def scores(name):
         best = [x[metric] | {"validation": x[metric.replace("test_", "val_")]} for x in best]
         factor = 100 if metric == "test_accuracy" else 1
         found[mixer, scale] = {size: [factor * seed[size] for seed in best] for size in best[0]}
+    return found
+
+
+def at(name, mixer, lr, start, size, scale=1):
+    """Scores in % of the seeds at a learning rate and a start, a write strength or a time step; None for neither."""
+    which = {"mixer": mixer, "lr": lr, "scale": scale}
+    runs = [x for x in folder(name)[1] if which.items() <= x.items() and start == begins(x)]
+    assert len(runs) == folder(name)[0]["options"]["seeds"]
+    return [100 * x["test_accuracy"][str(size)] for x in sorted(runs, key=lambda x: x["seed"])]
+
+
+def begins(line):
+    """What a run starts with, or None."""
+    return next((x for x in summary.Start.of(line) if x is not None), None)
+
+
+def linked_row(name, row):
+    """The row of a folder's table.md that a row of the page repeats, and its column of seeds."""
+    names = {"mixer", "write start", "time step", "learning rate"}
+    rows = [*tables((RESULTS / name / "table.md").read_text())]
+    found = next(x for x in rows if all(x[key] == row[key] for key in names & {*x}))
+    [start] = [float(found[key]) for key in ("write start", "time step") if key in found]
+    for heading in row:
+        if heading.startswith("each seed at "):
+            values = at(name, LABELS[row["mixer"]], float(row["learning rate"]), start, heading.split()[3])
+            found[heading] = " ".join(f"{x:.0f}" for x in values)
     return found
 
 
@@ -128,7 +160,27 @@ def derived(text):
         o = folder(name)[0]["options"]
         return o["steps"] * o["batch_size"] * o["length"]
 
+    def row(name, mixer, lr, start):
+        lines = [x for x in folder(name)[1] if (x["mixer"], x["lr"], begins(x)) == (mixer, lr, start)]
+        [found] = summary.rows(lines, [mixer], starts=[summary.Start.of(lines[0])])
+        return found
+
+    def runs_of_a_file(finding):
+        """How many runs a file of options asks for."""
+        path = RESULTS / "configs" / f"{finding}.full.json"
+        task = json.loads(path.read_text())["task"].split()[1]
+        return grid.count(sweep_options.from_file(task, path, sweep_options.GridOptions()))
+
     names = {
+        "at": at,
+        "learned": lambda *which: len(row(*which).learned(about(which[0]).answers).losses),
+        "halves": lambda *which: [np.inf if x is None else x for x in row(*which).halfway()],
+        "middle": np.median,
+        "runs_of_a_file": runs_of_a_file,
+        "runs": lambda name: folder(name)[1],
+        "more": lambda one, other, size: np.subtract(at(*one, size), at(*other, size)),
+        "interval": lambda values: summary.interval([*values]),
+        "memory_horizon": lambda width, beta: float(memory_horizon(width, beta=beta)),
         "average": np.mean,
         "error": error,
         "in_errors": in_errors,
@@ -185,8 +237,9 @@ def wrong_numbers(page):
             if linked not in FOLDERS:
                 continue
             config, lines = folder(linked)
+            repeated = linked_row(linked, row) if "learning rate" in row else {}
             for heading, got in row.items():
-                wanted, shown = None, got.strip("*")
+                wanted, shown = repeated.get(heading), got.strip("*")
                 digits = 1 if "test_accuracy" in lines[0] else 3
                 if " − " in heading:
                     apart = differences(linked, *(LABELS[x] for x in heading.split(" − ")), row["asked at"])
@@ -216,7 +269,7 @@ def wrong_numbers(page):
         bounds = re.findall(r"\b(at\s(?:least|most))\s(\d+(?:\.\d+)?)", text)
         wrong += [(*bound, "no bound") for bound in bounds if " ".join(" ".join(bound).split()) not in right]
         text = LINK.sub(lambda link: link[1] if link[2].split("/")[0] in FOLDERS else "", text)
-        text = re.sub(r"`[^`]*`", "", text)
+        text = re.sub(r"`[^`]*`|95\s%\st\sinterval", "", text)
         said = said.union(*(facts(name) for name in folders))
         wrong += [(*sorted(folders), number) for number in NUMBER.findall(text) if number not in said]
     return wrong
@@ -236,7 +289,7 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("| 128 | 50.1", "| 64 | 50.1"),  # where it was asked
         ("(Gated DeltaNet 66 to 99.6 %)", "(Gated DeltaNet 67 to 99.6 %)"),  # a seed
         ("loses only 2 points", "loses only 17 points"),  # a difference
-        ("<!-- 2: ", "<!-- 3: "),  # its derivation
+        ("<!-- 2: mean(", "<!-- 3: mean("),  # its derivation
         ("| CPU | 36 | 355 |", "| CPU | 37 | 355 |"),
         ("**0.061 ± 0.019**", "**0.061 ± 0.018**"),  # the standard error of a difference
         ("| 0.061 ± 0.024 |", "| **0.061 ± 0.024** |"),  # a claim that the seeds do not allow
@@ -251,6 +304,10 @@ def test_every_number_of_the_page_is_in_the_runs():
         ("(5.8 standard errors)", "(5.9 standard errors)"),  # between two sweeps
         ("| **45.0 ± 6.8** |", "| 45.0 ± 6.8 |"),  # a claim that the page does not make
         ("by 27 to 60 points", "by 28 to 60 points"),  # of the least of the seeds
+        ("| 49 66 6 79 78 |", "| 49 66 7 79 78 |"),  # a seed in a table
+        ("| 4 of 5 | 6250 (3750 to -) |", "| 5 of 5 | 6250 (3750 to -) |"),  # how many have learned
+        ("| 7250 (4750 to -) |", "| 7250 (4500 to -) |"),  # when
+        ("by 42 ± 29 points", "by 42 ± 28 points"),  # an interval
     ],
 )
 def test_a_wrong_number_is_noticed(right, wrong):
@@ -284,8 +341,9 @@ def test_tables_are_those_of_the_runs(name):
     parts = itertools.product(o.mixers, o.scales)
     assert runs == {x for part in parts for x in grid.wanted(options, *part, lines, about(name).metric)}
     assert len(lines) == len(runs) == grid.count(options)
-    rows = summary.rows(lines, o.mixers, o.scales, about(name).metric)
+    asked = lines, o.mixers, o.scales, about(name).metric, grid.starts(options)
     sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
-    assert (RESULTS / name / "table.md").read_text() == summary.markdown(
-        rows, lines, config, about(name), sizes
-    )
+    table = summary.markdown(summary.rows(*asked), lines, config, about(name), sizes)
+    if o.curve_every and len(o.lrs) > 1:
+        table += "\n" + summary.learning_rates(summary.rows_by_lr(*asked), about(name))
+    assert (RESULTS / name / "table.md").read_text() == table

@@ -1,4 +1,7 @@
-"""figure.png of a sweep: the score over the size of the test, or over that of the model, a line for each mixer."""
+"""figure.png of a sweep: the score over the size of the test, or over that of the model, a line for each mixer.
+
+Where the grid varies what runs start with, it is their learning curves.
+"""
 
 import textwrap
 from pathlib import Path
@@ -111,6 +114,47 @@ def draw_sweep(
         ncols=3,
     )
     legend.get_title().set_multialignment("center")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+
+
+def draw_curves(path: Path, rows: list[Row], *, axis: str, label: str, answers: float | None) -> None:
+    """Draws the learning curves of runs that start differently: a panel a row, a thin line a seed.
+
+    Args:
+      path: PNG to write, as `draw_sweep` does.
+      rows: of `summary.rows`, with curves; a mixer's panels begin with its largest start.
+      axis, label: unit of the sizes of the tests, what is measured.
+      answers: see `Row.learned`.
+    """
+    mixers = [row.mixer for row in rows]
+
+    def place(row: Row) -> tuple[float, ...]:
+        return mixers.index(row.mixer), row.scale, *(-x for x in row.start if x is not None)
+
+    rows = sorted(rows, key=place)
+    lines = -(-len(rows) // 5)
+    columns = -(-len(rows) // lines)
+    figure = Figure(figsize=(1.2 + 2.1 * columns, 0.8 + 2.6 * lines), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    kind = next(iter(rows[0].curves[0]["accuracy"]))
+    for axes, row in zip(grid.flat, rows, strict=False):
+        colour, _, _, _ = _STYLES[row.mixer]
+        for curve in row.curves:
+            accuracy = [np.nan if x is None else 100 * x for x in curve["accuracy"][kind]]
+            axes.plot(curve["steps"], accuracy, color=colour, lw=1)
+        learned = f"{len(row.learned(answers).losses)} of {len(row.losses)} learned"
+        heading = [MIXERS[row.mixer].label, *row.start.names(), f"learning rate {row.lr:g}", learned]
+        axes.set_title("\n".join(heading), fontsize=9)
+        axes.set_ylim(-2, 104)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid.flat[len(rows) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"{label},\n{kind} {axis}, %", fontsize=9)
+    figure.supxlabel("steps; a line is one seed", fontsize=9)
     with replacing(path) as file:
         figure.savefig(file, format="png")
 

@@ -7,7 +7,7 @@ The folder of a sweep:
                    after a resume
     table.md       the task's metric by mixer, scale and size of the test, at the learning rate with the lowest
                    validation loss: how many seeds have learned, and the mean of those with its 95 % interval
-    figure.png     the same
+    figure.png     the same; or the learning curves, where the grid varies what runs start with
 
 A run is a function of its mixer, scale, learning rate, start and seed: it is lost when interrupted and made again.
 Runs of a mixer at a scale share one compiled program, in which seed, learning rate and start are arguments and
@@ -314,6 +314,11 @@ def write_results(
         of_all = summary.rows_by_lr(records, o.mixers, o.scales, task.metric, starts(options))
         table += "\n" + summary.learning_rates(of_all, about)
     write_text(folder / "table.md", table)
+    if rows[0].curves and rows[0].start.names():
+        figure.draw_curves(
+            folder / "figure.png", rows, axis=about.axis, label=about.label, answers=about.answers
+        )
+        return table
     along = None
     if len(o.scales) > 1:
         along = (
