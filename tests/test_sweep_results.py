@@ -211,3 +211,28 @@ def test_figure_over_scales(tmp_path, monkeypatch):
     [line, *_] = figure.axes[0].containers[0].lines
     np.testing.assert_allclose(line.get_xdata(), [64, 128])
     np.testing.assert_allclose(line.get_ydata(), [15, 30])
+
+
+def test_figure_of_starts(tmp_path, monkeypatch):
+    """A panel for each start, from the largest, with how many have learned, and the curve of every seed."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    curves = [
+        {"steps": [10, 20], "accuracy": {"4": accuracy, "8": [0.0, 0.0]}}
+        for accuracy in ([0.1, 0.6], [None, 0.4])
+    ]
+    rows = [
+        summary.Row("delta_net", 0.1, {}, 1, summary.Start(start), (0.1, loss), tuple(curves))
+        for start, loss in ((0.06, 0.2), (0.5, 0.69))
+    ]
+    figure_lib.draw_curves(tmp_path / "figure.png", rows, axis="pairs", label="accuracy", answers=2.0)
+    [figure] = figures
+    assert [axes.get_title() for axes in figure.axes] == [
+        f"DeltaNet\nwrite start {start}\nlearning rate 0.1\n{learned} of 2 learned"
+        for start, learned in ((0.5, 1), (0.06, 2))
+    ]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["accuracy,\n4 pairs, %", ""]
+    for axes in figure.axes:
+        first, second = axes.lines
+        np.testing.assert_allclose(first.get_ydata(), [10, 60])
+        np.testing.assert_allclose(second.get_ydata(), [np.nan, 40])

@@ -66,9 +66,9 @@ class GatedDeltaNet(nnx.Module):
       allow_neg_eigval: beta in [0, 2] instead of [0, 1].
       write_start: where sigmoid(x Wb + c) starts on every token, between 0 and 1, so that beta starts there, or at
         twice as much with allow_neg_eigval: b_proj has a bias c that is learned and starts at logit(write_start).
-        None: there is no bias, and beta starts at 1/2, or at 1. A write erases too, so this is how long a state
-        remembers before anything is learned: with unit keys of all directions half of what was stored is left after
-        about K ln 2 / beta tokens, 22 for K = 16 and beta = 1/2; see `gdn_jax.analysis.memory_horizon`.
+        None: there is no bias, and beta starts at 1/2, or at 1. A write erases too: half of what was stored is left
+        after about K ln 2 / beta tokens, 22 for K = 16 (`gdn_jax.analysis.memory_horizon`). With narrow keys, little
+        decay and longer rows 0.06 lets recall be learned sooner: docs/models.md says when to set it.
       rule: "gated_delta"; or another of `rules.RULES`, to compare the rule with: all else stays, and so do the
         parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.

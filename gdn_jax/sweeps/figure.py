@@ -129,7 +129,7 @@ def draw_curves(path: Path, rows: list[Row], *, axis: str, label: str, answers: 
     """
     mixers = [row.mixer for row in rows]
 
-    def place(row: Row) -> tuple[float, ...]:
+    def place(row: Row) -> tuple[int | float, ...]:
         return mixers.index(row.mixer), row.scale, *(-x for x in row.start if x is not None)
 
     rows = sorted(rows, key=place)
