@@ -200,7 +200,7 @@ def on_explicit_shards(
 
 
 def warn_of_gathers(
-    names: Sequence[str], args: Sequence[Any], operands: Sequence[str], sizes: Mapping[str, int]
+    names: Sequence[str], args: Sequence[Any], operands: Sequence[str | None], sizes: Mapping[str, int]
 ) -> None:
     """Warns, while the program is compiled, of each array that lies split along a dimension that cannot be: every
     device gathers the whole of it.
@@ -226,7 +226,7 @@ def warn_of_gathers(
             warnings.warn(text, stacklevel=2)
 
     for name, x, axes in zip(names, args, operands, strict=True):
-        if x is None:
+        if x is None or axes is None:
             continue
         told = partial(check, name, tuple(axes.split()))
         if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:

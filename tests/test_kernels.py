@@ -126,6 +126,14 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(transform=jax.vmap), id="vmap"),
+        pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed"),
+    ],
+)
+@pytest.mark.slow
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     with jax.enable_x64(True):

@@ -107,6 +107,7 @@ def test_seam_of_swiglu(interpreted):
 def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
     """Two rows of tokens, and columns that are filled up to whole groups."""
     monkeypatch.setattr(fused_swiglu, "MANY_ROWS", 16)
+    monkeypatch.setattr(fused_swiglu, "FEW_ROWS", 8)
     monkeypatch.setattr(weight_gradient, "num_parts", lambda T, M, N: 1)
     draw = draws(4)
     x, dy = draw(2, 8, 64, dtype="bfloat16"), draw(2, 8, 64, dtype="bfloat16")
