@@ -95,7 +95,7 @@ def test_links_that_leave_the_folder_are_not_copied(tmp_path):
     assert (tmp_path / "saved" / "generation_config.json").is_file()
 
 
-def test_what_a_killed_save_left_is_named(tmp_path):
+def test_what_a_killed_save_left_is_named(tmp_path, no_type_checks):
     model = load_hf(hf_checkpoints.FOLDER / "qwen3_5")
     (tmp_path / "saved.tmp").mkdir()
     with pytest.raises(ValueError, match=r"saved.tmp: another save_hf writes there, or one was killed"):
