@@ -9,6 +9,7 @@ JOBS ?= 2
 .PHONY: demo test test-all lint format gpu-test faults clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder

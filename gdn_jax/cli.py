@@ -4,6 +4,7 @@ It imports what it needs after it knows what is asked: help is fast, and a missi
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import shlex
 import sys
@@ -36,7 +37,7 @@ USAGE = """usage: gdn COMMAND ...
          permutation   product of the permutations so far, at lengths beyond training
          copy          repeating a sequence
 
-Every command has --help.
+Every command has --help. gdn --version prints the version.
 """
 
 _NEEDED = {
@@ -77,7 +78,10 @@ def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: N
 
 
 def _complain(message: str, status: int) -> int:
-    print("gdn: " + printable(message), file=sys.stderr)
+    name = (
+        "" if message.startswith("gdn ") else "gdn: "
+    )  # not where the message begins with the whole command
+    print(name + printable(message), file=sys.stderr)
     return status
 
 
@@ -85,6 +89,9 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
+    if argv == ["--version"]:
+        print(f"gdn-jax {importlib.metadata.version('gdn-jax')}")
+        return 0
     command, rest = argv[0], argv[1:]
     if command not in _COMMANDS:
         names = f"{', '.join([*_COMMANDS][:-1])} or {[*_COMMANDS][-1]}"

@@ -55,10 +55,12 @@ def check_supported(dims: Dims, q, g, beta, initial_state, *, chunk_size: int, p
     from pallas_kernels.device import launch
     from pallas_kernels.forward import rule
 
+    if (device := launch.device_reason()) is not None:  # first: no other arguments would help
+        return device
     reason = rule.check_supported(dims, q.dtype, chunk_size=chunk_size, packed=packed)
     if reason is None and accumulation_dtype(q, g, beta, initial_state) != jnp.float32:
         reason = "a gate or the state is float64; the kernels compute in float32"
-    return reason or launch.device_reason()
+    return reason
 
 
 def rule(call: Call, x: RuleArrays, scale: Scale) -> tuple[Outputs, AnyStates]:

@@ -147,6 +147,12 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
         _fail(name, "one of " + ", ".join(map(repr, choices)), repr(value))
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raises ValueError unless value is of that type."""
+    if not isinstance(value, kind):
+        _fail(name, f"a {kind.__name__}", type(value).__name__)
+
+
 def rule_dims(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,

@@ -105,6 +105,8 @@ def test_supported_implementations():
             with pytest.raises(NotImplementedError, match=implementation) as error:
                 gdn_jax.gated_delta_rule(**x, implementation=implementation)
             assert reason in str(error.value)
+    if jax.default_backend() == "cpu":  # the device comes before what other arguments could mend
+        assert supported["mosaic_gpu"] == "the default device is a cpu; the kernels need an NVIDIA GPU"
 
 
 def test_default_implementation():

@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "blocks": {"shapes", "fused", "parallel"},
     "small_layer": {"shapes", "gates", "ops"},
-    "rules": {"shapes", "gates", "packing", "attention", "chunks", "ops", "parallel"},
+    "rules": {"shapes", "gates", "packing", "attention", "chunks", "fused", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
     "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "rules", "blocks"},

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -157,8 +158,12 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
         ("--steps 99999999999999999999999", "--steps: expected less than 2**31, got 99999999999999999999999"),
         ("--seed 4294967296", "--seed: expected 0 or more and less than 2**32, got 4294967296"),
         ("--batch-size 2000000000", "expected a run that fits into the "),
-        ("--hidden-size 2000000000 --num-layers 2000000000", "expected a run that fits into the "),
-        ("--model hybrid --num-layers 2000000000", "--num-layers: expected at most 10000 in a hybrid"),
+        ("--hidden-size 2000000000 --num-layers 10000", "expected a run that fits into the "),
+        ("--model hybrid --num-layers 2000000000", "--num-layers: expected at most 10000, got 2000000000"),
+        (
+            "--rule mamba2 --implementation mosaic_gpu",
+            "--implementation: expected auto with the rule mamba2, which has no kernels, got mosaic_gpu",
+        ),
     ],
 )
 def test_error_is_one_line(folder, tmp_path, capsys, words, message):
@@ -181,14 +186,22 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
             "train poems",
             "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got poems",
         ),
-        ("train", "expected a task bytes, recall, needle, sentence, parity, permutation or copy, got none"),
+        (
+            "train",
+            "gdn train: expected a task bytes, recall, needle, sentence, parity, permutation or copy, got none",
+        ),
         ("fly", "expected a command train, generate, info, eval, sweep, check or bench, got fly"),
     ],
 )
 def test_misuse_is_one_line(capsys, words, message):
     assert cli.main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
+    assert error.count("\n") == 1 and message in error and not error.startswith("gdn: gdn ")
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gdn-jax {version('gdn-jax')}\n"
 
 
 def test_unreadable_file(tmp_path, capsys):

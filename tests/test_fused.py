@@ -224,7 +224,7 @@ def test_when_kernels_are_used(implementation, reason, device, expected, monkeyp
     from pallas_kernels.device import launch
 
     monkeypatch.setattr(launch, "device_reason", lambda: device)
-    told = "a reason" if reason else device
+    told = device or "a reason"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert kernels.usable("a part", implementation, reason) is expected

@@ -245,6 +245,13 @@ def test_no_family_has_a_model_without_attention(tmp_path):
         save_hf(model, tmp_path / "saved")
 
 
+def test_names_of_a_hub_are_not_downloaded():
+    with pytest.raises(
+        ValueError, match=r"expected a folder with config\.json, got none; names of a hub are not"
+    ):
+        load_hf("Qwen/Qwen3.5-0.8B")
+
+
 def test_saving_refuses(tmp_path):
     model = load_hf(hf_checkpoints.FOLDER / "qwen3_5")
     with pytest.raises(ValueError, match=r"path: expected a folder that does not exist, got"):
@@ -347,7 +354,7 @@ def _quantized(header):
             lambda f: (f / "model.safetensors").unlink(),
             r"qwen3_5: expected model\.safetensors or .*, got neither",
         ),
-        (lambda f: (f / "config.json").unlink(), r"qwen3_5: expected a folder with config\.json, got none"),
+        (lambda f: (f / "config.json").unlink(), r"qwen3_5: expected a folder with config\.json, got none$"),
         (
             lambda f: (f / "config.json").write_text("{"),
             r"config\.json: expected a JSON object, got a damaged",

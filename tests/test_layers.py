@@ -320,6 +320,12 @@ def test_bfloat16():
     assert half.q_proj.kernel.dtype == half.conv_weight.dtype == jnp.bfloat16
 
 
+def test_a_cache_of_another_type(layer):
+    cache = tuple(layer.init_cache(1))
+    with pytest.raises(ValueError, match="cache: expected a GatedDeltaNetCache, got tuple"):
+        layer._check_call(jnp.ones((1, 1, layer.hidden_size)), cache, None, None, None, False)
+
+
 def test_a_cache_keeps_its_dtype(layer):
     """A cache in bfloat16, the state too, comes back in bfloat16: a loop may carry it."""
     past = jax.tree.map(lambda c: jnp.asarray(c, jnp.bfloat16), random_cache(layer, 2))

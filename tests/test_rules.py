@@ -1,5 +1,7 @@
 """The rules that are compared: each against a float64 recurrence in NumPy; one layer, equal parameters and states."""
 
+import warnings
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -261,6 +263,18 @@ def test_equal_parameters_and_states():
         dead = {jax.tree_util.keystr(path): g.size for path, g in gradients if not np.any(g)}
         assert {path.split("'")[1] for path in dead} == unread.get(rule, set()), rule
         assert sum(dead.values()) < 0.1 * count  # a share of 1 / width of the layer
+
+
+@pytest.mark.parametrize("rule", ["mamba2", "linear_attention", "softmax_attention"])
+def test_named_kernels_that_a_rule_does_not_have(rule):
+    """A warning says so where they are named, and nothing does where they are not."""
+    x, gate = jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 2, 1))
+    with pytest.warns(
+        UserWarning, match=f"the rule {rule} runs in plain JAX beside the kernels of 'mosaic_gpu'"
+    ):
+        rules.apply(rule, x, x, x, gate, gate, implementation="mosaic_gpu")
+    with warnings.catch_warnings(action="error"):
+        rules.apply(rule, x, x, x, gate, gate, implementation="recurrent")
 
 
 def test_errors():

@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class Writable(Check):
-    """A file that can be written."""
+    """A new file that can be written."""
 
     def check(self, name: str, value: Path) -> None:
         """See `Check.check`."""
@@ -88,7 +88,7 @@ class Benchmark:
     max_minutes: Annotated[float | None, Positive] = None
     """Starts no case after this time."""
     json: Annotated[Path | None, Writable()] = None
-    """File for all numbers, rewritten after every case."""
+    """New file for all numbers, rewritten after every case."""
 
     def check(self) -> None:
         """Raises RunError, before any work, for the first option that cannot be used."""

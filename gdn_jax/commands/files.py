@@ -44,8 +44,10 @@ def write_text(path: Path, content: str) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raises RunError, before any work, unless the file that an option names can be written."""
+    """Raises RunError, before any work, unless the file that an option names is new and can be written."""
     folder = path.parent
+    if path.is_file() or path.is_symlink():
+        fail(name, "a file that does not exist", path)
     if not folder.is_dir():
         fail(name, "a file in a folder that exists", path)
     if path.is_dir() or not os.access(folder, os.W_OK):

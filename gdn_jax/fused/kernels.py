@@ -45,7 +45,7 @@ def usable(part: str, implementation: str | None, reason: str | None) -> bool:
     if implementation == "mosaic_gpu":
         from pallas_kernels.device.launch import device_reason
 
-        text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {reason or device_reason()}"
+        text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {device_reason() or reason}"
         warnings.warn(text, stacklevel=3)  # Python shows it once for each place and text
     return False
 

@@ -20,7 +20,12 @@ def read_json(file: Path) -> dict[str, Any]:
       ValueError: there is none; names the file.
     """
     if not file.is_file():  # nor a pipe or a device, which have no end
-        raise ValueError(f"{file.parent}: expected a folder with {file.name}, got none")
+        advice = (
+            ""
+            if file.parent.exists()
+            else "; names of a hub are not downloaded, give the folder of a checkpoint"
+        )
+        raise ValueError(f"{file.parent}: expected a folder with {file.name}, got none{advice}")
     try:
         content = parse_json(file.read_bytes())
     except ValueError as error:

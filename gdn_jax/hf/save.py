@@ -22,6 +22,7 @@ from gdn_jax.hf.tensors import DTYPES, Entry, Tensor, write_file
 from gdn_jax.hf.weights import Weight
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.lora import LoRALinear
 
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -73,7 +74,11 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
     if extra := params.keys() - {name for weight in plan for name in weight.params}:
-        raise ValueError(f"model: expected the parameters of its config, got {sorted(extra)[0]} beside them")
+        changed = any(isinstance(module, LoRALinear) for _, module in nnx.iter_graph(model))
+        raise ValueError(
+            f"model: expected the parameters of its config, got {sorted(extra)[0]} beside them"
+            + ("; call merge_lora first" if changed else "")
+        )
     parts = [_part(weight, params) for weight in plan]
     skipped = [] if origin is None else _skipped(origin)
     parts += [_Part([_entry(tensor)], lambda tensor=tensor: iter([tensor.read()])) for tensor in skipped]

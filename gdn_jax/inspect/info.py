@@ -47,6 +47,11 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     """
     fields.check(options)
     preset = str(path) in PRESETS and not path.exists()
+    if not preset and not path.exists():
+        raise RunError(
+            f"expected a run folder, a folder with a Hugging Face checkpoint or a preset ({', '.join(PRESETS)}), "
+            f"got {path}"
+        )
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
         title, config, skipped, time_step = read(path)

@@ -27,7 +27,7 @@ from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, logit, write_stre
 from gdn_jax.layers.options import check_options, value_width
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import short_conv_on_mesh
-from gdn_jax.shapes import accumulation_dtype, check_array
+from gdn_jax.shapes import accumulation_dtype, check_array, check_type
 
 
 class GatedDeltaNetCache(NamedTuple):
@@ -436,13 +436,13 @@ class GatedDeltaNet(nnx.Module):
             name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
             raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
         if cache is not None:
-            N = x.shape[0]
+            check_type("cache", cache, GatedDeltaNetCache)
             if cu_seqlens is not None:
                 check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
-                N = cu_seqlens.shape[0] - 1
+            N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             check_array("cache.conv", cache.conv, (N, self.conv_dim, self.conv_size - 1), "N conv_dim W-1")
-            state = (N, self.num_v_heads, self.head_dim, self.head_v_dim)
-            check_array("cache.state", cache.state, state, "N HO K V")
+            state = (self.num_v_heads, self.head_dim, self.head_v_dim)
+            check_array("cache.state", cache.state, (N, *state), "N HO K V")
 
 
 def _silu(x):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
+from gdn_jax.fused.kernels import usable
 from gdn_jax.gates import l2norm
 
 
@@ -72,6 +73,8 @@ class Rule:
         for name, reason in self.refuses.items():
             if options[name] is not None:
                 raise NotImplementedError(f"{name}: {reason}")
+        if "implementation" not in self.options:  # a warning where kernels are named
+            usable(f"the rule {self.name}", options["implementation"], "it has no kernels")
         if self.unit_length and not normalized:
             q, k = l2norm(q), l2norm(k)
         read = {name: gates[name] for name in self.gates}

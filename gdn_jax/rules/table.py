@@ -44,7 +44,7 @@ def apply(
       normalized: q and k have the length that the rule wants; False gives it to them.
       initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
       implementation: of the delta rules. The linear ones have one form, in plain JAX; softmax attention chooses its
-        own.
+        own. Both warn where "mosaic_gpu" is named.
       layer: of softmax attention, see there.
 
     Returns:

@@ -166,6 +166,10 @@ class ModelOptions(SizeOptions):
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
                 if getattr(self, name) != wanted:
                     fail(name, f"{wanted} in a hybrid", getattr(self, name))
+        if self.implementation == "mosaic_gpu" and self.rule not in ("gated_delta", "delta"):
+            fail(
+                "implementation", f"auto with the rule {self.rule}, which has no kernels", self.implementation
+            )
         super().check()
 
 
