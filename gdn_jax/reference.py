@@ -6,6 +6,7 @@ S   <- S + k u^T
 o    = scale q^T S              read after the write
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -77,9 +78,7 @@ def recurrent_rule(
 ) -> tuple[Outputs, States]:
     """The rule over T tokens by `lax.scan`, in the dtype of g (float32 or float64).
 
-    A reset is a gate of -inf. With cu_seqlens (B = 1) the scan walks the packed tokens, loads a sequence's
-    initial state at its first token and stores the running state as its final one; a sequence without
-    tokens keeps its initial state, tokens past the last one give 0.
+    A reset is a gate of -inf.
 
     Args:
       q, k, v: queries, keys and values, whose heads divide HO, of any floating dtype.
@@ -91,22 +90,46 @@ def recurrent_rule(
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
     """
-    T, HO, V = q.shape[1], g.shape[2], v.shape[3]
+    HO, V = g.shape[2], v.shape[3]
     counts = (q.shape[2], k.shape[2], v.shape[2], HO)
     tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, g, beta)]
     if initial_state is None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = jnp.zeros_like(g, shape=(N, HO, q.shape[3], V))
     states = split_heads(initial_state, 1, counts)
+    final, o = scan_tokens(partial(recurrent_step, scale=scale), states, tokens, cu_seqlens)
+    return o.reshape(*q.shape[:2], HO, V), final.reshape(initial_state.shape)
 
+
+def scan_tokens(
+    step: Callable[..., tuple[jax.Array, jax.Array]],
+    states: Float[Array, "N *H K V"],
+    tokens: Sequence[Float[Array, "T B ..."]],
+    cu_seqlens: Int[Array, "N1"] | None,
+) -> tuple[Float[Array, "N *H K V"], Float[Array, "B T *H V"]]:
+    """A recurrence over the tokens of rows, or of packed sequences, by `lax.scan`.
+
+    With cu_seqlens (B = 1) the scan walks the packed tokens, loads a sequence's initial state at its first token and
+    stores the running state as its final one; a sequence without tokens keeps its initial state, tokens past the last
+    one give 0.
+
+    Args:
+      step: maps a state and the inputs of one token to the next state and the output.
+      states: states before the first token, of every row or sequence.
+      tokens: the inputs, with their tokens along the first axis.
+      cu_seqlens: where packed sequences begin.
+
+    Returns:
+      Final states and outputs.
+    """
     if cu_seqlens is None:
 
         def token(S, x):
-            return recurrent_step(S, *x, scale=scale)
+            return step(S, *x)
 
         final, o = _checkpointed_scan(token, states, tokens)
     else:
-        positions = jnp.arange(T)
+        positions = jnp.arange(tokens[0].shape[0])
         n = jnp.searchsorted(cu_seqlens, positions, side="right") - 1
         real = (n >= 0) & (n < states.shape[0])
         n = jnp.clip(n, 0, states.shape[0] - 1)
@@ -115,7 +138,7 @@ def recurrent_rule(
         def packed_token(carry, x):
             S, finals = carry
             n, first, real, *x = x
-            S, o = recurrent_step(jnp.where(first, finals[n], S), *x, scale=scale)
+            S, o = step(jnp.where(first, finals[n], S), *x)
             finals = finals.at[n].set(jnp.where(real, S, finals[n]))
             return (S, finals), jnp.where(real, o, 0)
 
@@ -124,9 +147,7 @@ def recurrent_rule(
         tokens = [n, first, real, *tokens]
         (_, final), o = _checkpointed_scan(packed_token, (jnp.zeros_like(states[0]), states), tokens)
         o = o[:, None]
-
-    o = jnp.moveaxis(o, 0, 1).reshape(q.shape[0], T, HO, V)
-    return o, final.reshape(initial_state.shape)
+    return final, jnp.moveaxis(o, 0, 1)
 
 
 def _checkpointed_scan(f, carry, xs):

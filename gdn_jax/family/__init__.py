@@ -1,0 +1,1 @@
+"""The delta rule with a decay for each key channel, and with what is erased apart from what is written."""

@@ -1,0 +1,113 @@
+"""The delta rule with a decay for each key channel in its chunkwise WY form.
+
+Inside a chunk of C tokens with the state h at its start, a_t = exp(g_t) [K], e = erase * k and x = write * v:
+
+    kkt      = strictLower(products(e, k))             `products.decayed_products`
+    A        = (I + kkt)^-1
+    v_new    = A (x - (e from_start) h)                the values that are really written
+    o        = scale ((q from_start) h + products(q, k) v_new)
+    h'       = exp(sum g) h + (k to_end)^T v_new
+
+A decay of each head is the case of equal channels, which `gdn_jax.chunked` computes with fewer and exact operands.
+
+Source: Kimi Team, "Kimi Linear", section 3; fla's `chunk_kda`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.chunks.recurrence import ChannelTransition
+from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
+from gdn_jax.chunks.stages import Numerics
+from gdn_jax.family.products import decayed_products
+
+
+def chunked_rule(
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO K"],
+    erase: Float[Array, "B T HO _"],
+    write: Float[Array, "B T HO _"],
+    initial_state: Float[Array, "N HO K V"] | None,
+    *,
+    scale: float | Float[Array, ""],
+    cu_seqlens: Int[Array, "N1"] | None,
+    chunk_size: int,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+    """The rule in chunks of `chunk_size` tokens, for any decay. A reset is a gate of -inf.
+
+    Args: those of `definition.recurrent_rule`, and
+      chunk_size: tokens of a chunk, a power of two. On a CPU a long row has chunks of at most 32 tokens.
+
+    Returns:
+      o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
+
+    Numerics: gates, the triangular solve, states and sums in g's dtype (float32 or float64). When q is bfloat16, so
+      are the operands of the products inside a chunk, which hold decays here: they are rounded, where those of a
+      decay of each head are not.
+    Memory: the backward pass keeps the inputs and the residuals named in `chunks.rows.RESIDUAL_NAMES`, and
+      recomputes the rest. No array holds a number for two tokens and a channel, but inside blocks of four tokens.
+    """
+    B, T, HO, _ = g.shape
+    tokens = T
+    if cu_seqlens is None:
+        tokens, chunk_size = stretch_of(T, chunk_size, B * HO)
+    numerics = Numerics.of(q.dtype, g.dtype)
+    run = partial(_rule, numerics=numerics, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+    return in_stretches(run, tokens, (q, k, v, g, erase, write), initial_state, scale)
+
+
+def _rule(q, k, v, g, erase, write, initial_state, scale, *, numerics, cu_seqlens, chunk_size):
+    row = _row(q, k, v, g, cu_seqlens, chunk_size)
+    dtype = numerics.accumulate
+    q, k, v, g, erase, write = (row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write))
+    e = erase * k
+    (reads, kkt), from_start, to_end = decayed_products((q, e), k, jnp.exp(g), numerics)
+    transition = ChannelTransition(jnp.exp(g.sum(-2)), e * from_start, k * to_end)
+    states, final = row.solve(numerics, _strict(kkt), transition, write * v, initial_state)
+    pairs = numerics if states.v_new.dtype == numerics.operand else numerics.wide()
+    o = numerics.einsum("...ck,...kv->...cv", q * from_start, states.h)
+    o = scale * (o + pairs.einsum("...ij,...jv->...iv", reads, states.v_new))
+    return row.from_chunks(o), final
+
+
+def chunk_states_of(
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HO K"],
+    erase: Float[Array, "B T HO _"],
+    write: Float[Array, "B T HO _"],
+    initial_state: Float[Array, "N HO K V"] | None,
+    *,
+    cu_seqlens: Int[Array, "N1"] | None,
+    chunk_size: int,
+) -> Float[Array, "B L HO K V"]:
+    """State at the start of every chunk, in the dtype of g and computed in it; differentiable.
+
+    With cu_seqlens the chunks are those of `packing.packed_chunks`; unused ones hold 0.
+
+    Args: those of `chunked_rule`.
+    """
+    numerics = Numerics(g.dtype, g.dtype, lax.Precision.HIGHEST)
+    row = _row(k, k, v, g, cu_seqlens, chunk_size)
+    k, v, g, erase, write = (row.to_chunks(x).astype(g.dtype) for x in (k, v, g, erase, write))
+    (kkt,), from_start, to_end = decayed_products((erase * k,), k, jnp.exp(g), numerics)
+    transition = ChannelTransition(jnp.exp(g.sum(-2)), erase * k * from_start, k * to_end)
+    states, _ = row.solve(numerics, _strict(kkt), transition, write * v, initial_state)
+    return row.states(states.h)
+
+
+def _row(q, k, v, g, cu_seqlens, chunk_size: int) -> Row:
+    counts = (q.shape[2], k.shape[2], v.shape[2], g.shape[2])
+    return Row(cu_seqlens, k.shape[0], k.shape[1], counts, chunk_size)
+
+
+def _strict(products: jax.Array) -> jax.Array:
+    """The products of tokens with earlier ones alone."""
+    C = products.shape[-1]
+    return jnp.where(jnp.tril(jnp.ones((C, C), bool), -1), products, 0)
