@@ -1,4 +1,4 @@
-"""The named cases of the family's rule: gates of each channel, erase and write apart, and every option. NumPy only."""
+"""The named cases of the family's rule: gates of each channel, erase and write apart, every option. NumPy only."""
 
 import dataclasses
 import zlib

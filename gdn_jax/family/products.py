@@ -51,14 +51,14 @@ def decayed_products(
     """products_ij = sum_c rows_ic k_jc alpha_{j+1,c} ... alpha_{i,c} for i >= j, else 0, for each of the rows.
 
     Args:
-      rows, k: queries or erase keys, and keys, [.., C, K] in the dtype of alpha; leading axes broadcast.
+      rows, k: queries or erase keys, and keys, [.., C, K] in the dtype of alpha; leading axes broadcast to alpha's.
       alpha: decays exp(g) in [0, 1] of each token and channel [.., C, K]. C is a power of two.
       numerics: how the products are computed.
     """
     C = alpha.shape[-2]
     # Decays inside a block: from its first token to token i, without the first one's gate, and from j to its end.
     after_first = to_end = jnp.ones_like(_blocks(alpha, 1))
-    products = [(x * k).sum(-1)[..., :, None, None] for x in rows]
+    products = [jnp.broadcast_to((x * k).sum(-1), alpha.shape[:-1])[..., None, None] for x in rows]
     size = 1
     while size < C:
         anchor = _blocks(alpha, size)[..., 1::2, :1, :]  # the gate of the first token of the later half

@@ -1,0 +1,96 @@
+"""The family's operations in plain JAX: arguments as callers give them, brought to the two forms and back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gdn_jax import gates, packing
+from gdn_jax.family import chunked, definition
+from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype, split_heads
+
+
+class Arrays(NamedTuple):
+    """Array arguments of one call, see `delta_rule`. g, erase and write have one number a head or one a channel."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    erase: Any
+    write: Any
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
+
+
+class Call(NamedTuple):
+    """What a call is compiled for besides shapes."""
+
+    use_qk_l2norm: bool
+    state_layout: str
+    implementation: str = "chunked"
+    """The form, "recurrent" or "chunked"."""
+    chunk_size: int = 64
+
+
+def rule(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`delta_rule` by the form that the call names."""
+    q, k = (gates.l2norm(y) for y in x[:2]) if call.use_qk_l2norm else x[:2]
+    g, erase, write, h_0 = _prepared(call, x)
+    arrays = q, k, x.v, g, erase, write, h_0
+    if call.implementation == "recurrent":
+        o, final = definition.recurrent_rule(*arrays, scale=_traced(scale), cu_seqlens=x.cu_seqlens)
+    else:
+        options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+        o, final = chunked.chunked_rule(*arrays, scale=_traced(scale), **options)
+    return o.astype(x.v.dtype), _kv(final, call.state_layout)
+
+
+def step(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`delta_step`: everything has a token axis of length 1, and initial_state is the state."""
+    q, k = (gates.l2norm(y) for y in x[:2]) if call.use_qk_l2norm else x[:2]
+    g, erase, write, h = _prepared(call, x)
+    (B, HO), counts = g.shape[::2][:2], (q.shape[2], k.shape[2], x.v.shape[2], g.shape[2])
+    tokens = (split_heads(y[:, 0].astype(g.dtype), 1, counts) for y in (q, k, x.v, g, erase, write))
+    h, o = definition.recurrent_step(split_heads(h, 1, counts), *tokens, scale=_traced(scale))
+    state = _kv(h.reshape(B, HO, *h.shape[-2:]), call.state_layout)
+    return o.reshape(B, HO, -1).astype(x.v.dtype), state.astype(x.initial_state.dtype)
+
+
+def chunk_states(call: Call, x: Arrays) -> jax.Array:
+    """`delta_chunk_states`; q is not read."""
+    k = gates.l2norm(x.k) if call.use_qk_l2norm else x.k
+    g, erase, write, h_0 = _prepared(call, x)
+    options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+    return _kv(chunked.chunk_states_of(k, x.v, g, erase, write, h_0, **options), call.state_layout)
+
+
+def _prepared(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """g of every channel, erase and write with an axis of channels, and the initial states, in one dtype."""
+    dtype = accumulation_dtype(x.k, x.g, x.erase, x.write, x.initial_state)
+    HO = next(y.shape[2] for y in (x.g, x.erase, x.write, x.q, x.v) if y is not None)
+    shape = (*x.k.shape[:2], HO)
+    g = jnp.zeros_like(x.k, dtype, shape) if x.g is None else x.g.astype(dtype)
+    g = g if g.ndim == 4 else g[..., None]
+    if x.segment_ids is not None:
+        g = jax.vmap(packing.reset_at_segments, (3, None), 3)(g, x.segment_ids)
+    g = jnp.broadcast_to(g, (*shape, x.k.shape[3]))
+    erase, write = (_strength(y, x.k, dtype, shape) for y in (x.erase, x.write))
+    h_0 = None if x.initial_state is None else _kv(x.initial_state.astype(dtype), call.state_layout)
+    return g, erase, write, h_0
+
+
+def _strength(y: jax.Array | None, like: jax.Array, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    if y is None:
+        return jnp.ones_like(like, dtype, (*shape, 1))
+    return y.astype(dtype) if y.ndim == 4 else y.astype(dtype)[..., None]
+
+
+def _traced(scale: float | jax.Array) -> float | jax.Array:
+    return scale if isinstance(scale, jax.Array) else float(scale)
+
+
+def _kv(state: jax.Array, layout: str) -> jax.Array:
+    """Between [.., K, V] and the caller's layout; its own inverse."""
+    return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)
