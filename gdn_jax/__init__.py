@@ -3,6 +3,8 @@
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import chunk_output, kkt, solve_tril, wy
 from gdn_jax.conv import causal_conv1d, causal_conv1d_update
+from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.family.ops import delta_chunk_states, delta_rule, delta_step, gated_delta_product
 from gdn_jax.gates import (
     alpha_from_log_decay,
     l2norm,
@@ -24,10 +26,15 @@ __all__ = [
     "alpha_from_log_decay",
     "causal_conv1d",
     "causal_conv1d_update",
+    "channel_log_decay",
     "chunk_cumsum",
     "chunk_output",
     "chunk_states",
     "debug_checks",
+    "delta_chunk_states",
+    "delta_rule",
+    "delta_step",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_delta_step",
     "kkt",

@@ -116,7 +116,7 @@ def gated_delta_rule(
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
     by_kernels = implementation == "mosaic_gpu"
-    known = _known_lengths(cu_seqlens, dims.T, always=by_kernels)
+    known = known_lengths(cu_seqlens, dims.T, always=by_kernels)
     x = _checked_values(x, dims)
     results = RuleAxes.of(x).outputs
     if by_kernels:
@@ -135,8 +135,8 @@ def check_call(
     Raises:
       ValueError, NotImplementedError: as `gated_delta_rule`.
     """
-    dims = _check(x, state_layout, chunk_size, implementation)
-    scale = _check_scale(scale, dims)
+    dims = check_arrays(x, state_layout, chunk_size, implementation)
+    scale = check_scale(scale, dims)
     supported = _supported(dims, x, chunk_size)
     if implementation is None:
         implementation = next(name for name in IMPLEMENTATIONS if supported[name] is None)
@@ -184,7 +184,7 @@ def gated_delta_step(
     check_floating("state", state)
     x = RuleArrays(q, k, v, g, beta, state, None, None)
     results = "b h v", RuleAxes.of(x).inputs.initial_state
-    return _on_shards(xla.step, xla.Call(use_qk_l2norm, state_layout), results, x, _check_scale(scale, dims))
+    return _on_shards(xla.step, xla.Call(use_qk_l2norm, state_layout), results, x, check_scale(scale, dims))
 
 
 def chunk_states(
@@ -219,8 +219,8 @@ def chunk_states(
     HO = next((x.shape[-1] for x in (g, beta) if x is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    dims = _check(x, state_layout, chunk_size, None)
-    _known_lengths(cu_seqlens, dims.T)
+    dims = check_arrays(x, state_layout, chunk_size, None)
+    known_lengths(cu_seqlens, dims.T)
     x = _checked_values(x._replace(q=None), dims)
     call = xla.Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
     return _on_shards(xla.chunk_states, call, "b . h . .", x)
@@ -252,8 +252,8 @@ def supported_implementations(
       ValueError: an argument is wrong.
     """
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    dims = _check(x, state_layout, chunk_size, None)
-    _check_scale(scale, dims)
+    dims = check_arrays(x, state_layout, chunk_size, None)
+    check_scale(scale, dims)
     return _supported(dims, x, chunk_size)
 
 
@@ -265,7 +265,8 @@ def _on_shards(form: Callable[..., Any], call: mosaic.Call | xla.Call, results: 
     return on_explicit_shards(partial(form, call), (x, *scale), operands, results, axes.sizes)
 
 
-def _check(x: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
+def check_arrays(x: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
+    """Dimensions of a call's arguments, which are checked as far as they are static."""
     dims = rule_dims(*x, state_layout)
     # 64.0 == 64, but is no number of tokens.
     check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
@@ -273,7 +274,7 @@ def _check(x: RuleArrays, state_layout: str, chunk_size: int, implementation: st
     return dims
 
 
-def _check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
+def check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
     """The factor of the output, as a number or as an array without dimensions."""
     if scale is None:
         return Number(dims.K**-0.5)
@@ -294,7 +295,7 @@ def _supported(dims: Dims, x: RuleArrays, chunk_size: int) -> dict[str, str | No
     return {"mosaic_gpu": reason, "chunked": None, "recurrent": None}
 
 
-def _known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None:
+def known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None:
     """cu_seqlens as int64 where its values are known while tracing, and checked there.
 
     always: looks at a JAX array too, for which the device must have computed it.

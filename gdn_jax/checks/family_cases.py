@@ -82,7 +82,9 @@ TABLE = (
     _named("K60-V100-chunk-less-one", gate="kinds", T=63, B=1, K=60, V=100),
     _named("K100-V60-chunk-128", gate="kinds", T=130, B=1, heads=(1, 1, 1), K=100, V=60, chunk_size=128),
     _named("K64-chunk-16", gate="kinds", T=65, B=1, heads=(1, 2, 2), K=64, V=16, chunk_size=16),
-    _named("K128-l2norm", gate="kinds", T=65, B=1, heads=(1, 1, 1), K=128, V=128, use_qk_l2norm=True, keys="any"),
+    _named(
+        "K128-l2norm", gate="kinds", T=65, B=1, heads=(1, 1, 1), K=128, V=128, use_qk_l2norm=True, keys="any"
+    ),
     _named("K256", gate="kinds", T=66, B=1, heads=(1, 1, 1), K=256, V=32),
     _named("groupings-that-do-not-nest", gate="kinds", T=40, B=1, heads=(2, 3, 6), K=8, V=8),
     _named("no-state-no-strengths", gate="mixed", beta=None, initial_state=False),

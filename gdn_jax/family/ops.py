@@ -1,0 +1,335 @@
+"""The family's public operations: check the arguments, choose an implementation, call it. No maths here."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from gdn_jax.family import forms
+from gdn_jax.family.forms import Arrays, Call
+from gdn_jax.ops import (
+    check_arrays,
+    check_scale,
+    check_values,
+    debug_checks_are_on,
+    gated_delta_rule,
+    known_lengths,
+)
+from gdn_jax.partitioning import RuleAxes, on_explicit_shards, vary_alike, warn_of_gathers
+from gdn_jax.shapes import (
+    AnyStates,
+    ArgumentError,
+    Dims,
+    Keys,
+    KnownOffsets,
+    Outputs,
+    Queries,
+    RuleArrays,
+    Scale,
+    SegmentIds,
+    Strength,
+    Values,
+    check_array,
+    check_floating,
+)
+
+IMPLEMENTATIONS = ("chunked", "recurrent")
+"""Names of the implementations for gates or strengths of each channel, fastest first."""
+
+_NO_KERNEL = "there is no kernel for a decay of each channel, or for erase and write apart"
+
+
+def delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    beta: Strength | None = None,
+    *,
+    erase: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    write: Float[Array, "B T HO"] | Float[Array, "B T HO V"] | None = None,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Outputs, AnyStates]:
+    """The delta rule over whole sequences, with a decay of each key channel, and erase and write apart.
+
+        S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
+
+    With g of each head and beta this is `gated_delta_rule`, which then runs, to the bit. With g of each channel and
+    beta it is Kimi Delta Attention (KDA), with erase and write of each channel Gated DeltaNet-2.
+
+    Args:
+      q, k, v: as for `gated_delta_rule`.
+      g: log decay, natural logarithm, <= 0, -inf for a reset: of each head [B, T, HO], or of each key channel
+        [B, T, HO, K]; None for no decay. Any decay is exact, however strong; there is no lower bound.
+      beta: strength of both erasing and writing [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None
+        for 1. It takes the place of erase and write: giving both is an error.
+      erase: strength of what is erased [B, T, HO] or [B, T, HO, K]; None for 1.
+      write: strength of what is written [B, T, HO] or [B, T, HO, V]; None for 1.
+      scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
+        `gated_delta_rule`.
+      implementation: "recurrent" or "chunked", run exactly; None for the fastest. "mosaic_gpu" is refused for gates
+        or strengths of each channel.
+
+    Returns:
+      o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in
+      the layout of state_layout.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
+
+    Numerics: see `family.definition.recurrent_rule` and `family.chunked.chunked_rule`. The output at a token does not
+      depend on later gates, not even in its rounding.
+    Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692); fla's `chunk_kda` (same argument order, log gates).
+    """
+    strengths = _strengths(beta, erase, write)
+    options: dict[str, Any] = dict(
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    if erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3):
+        return gated_delta_rule(q, k, v, g, beta, **options)
+    x = Arrays(q, k, v, g, *strengths, initial_state, cu_seqlens, segment_ids)
+    dims = _check(x, state_layout, chunk_size, implementation)
+    scale = check_scale(scale, dims)
+    call = Call(use_qk_l2norm, state_layout, implementation or IMPLEMENTATIONS[0], chunk_size)
+    return _on_shards(forms.rule, call, _axes(x).outputs, _checked(x, dims), scale)
+
+
+def delta_step(
+    q: Float[Array, "B Hq K"],
+    k: Float[Array, "B Hk K"],
+    v: Float[Array, "B HV V"],
+    g: Float[Array, "B HO"] | Float[Array, "B HO K"] | None,
+    beta: Float[Array, "B HO"] | None,
+    state: Float[Array, "B HO _ _"],
+    *,
+    erase: Float[Array, "B HO"] | Float[Array, "B HO K"] | None = None,
+    write: Float[Array, "B HO"] | Float[Array, "B HO V"] | None = None,
+    scale: Scale | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+) -> tuple[Float[Array, "B HO V"], Float[Array, "B HO _ _"]]:
+    """One token of `delta_rule`: the step of generation.
+
+    Args:
+      q, k, v, g, beta, erase, write: as for `delta_rule`, without the token axis.
+      state: [B, HO, K, V], or [B, HO, V, K] with state_layout "vk", of any floating dtype.
+      scale, use_qk_l2norm, state_layout: as for `delta_rule`.
+
+    Returns:
+      o [B, HO, V] in q's dtype and the new state in state's own dtype; computed in float32 (float64 when an input
+      is).
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    for name, y in (("q", q), ("k", k), ("v", v)):
+        check_array(name, y, (None,) * 3, "B, heads, width")
+    erase, write = _strengths(beta, erase, write)
+    tokens = (None if y is None else y[:, None] for y in (q, k, v, g, erase, write))
+    x = Arrays(*tokens, None, None, None)
+    dims = _check(x, state_layout, 64, None)
+    shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
+    check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
+    check_floating("state", state)
+    x = x._replace(initial_state=state)
+    results = "b h v", _axes(x).inputs.initial_state
+    return _on_shards(forms.step, Call(use_qk_l2norm, state_layout), results, x, check_scale(scale, dims))
+
+
+def delta_chunk_states(
+    k: Keys,
+    v: Values,
+    g: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    beta: Strength | None = None,
+    *,
+    erase: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    write: Float[Array, "B T HO"] | Float[Array, "B T HO V"] | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    use_k_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+) -> Float[Array, "B L HO _ _"]:
+    """The state at the start of every chunk, as a differentiable result.
+
+    Args: those of `delta_rule`; HO is the head count of g or of a strength where given, else max(Hk, HV).
+      use_k_l2norm: normalises k.
+
+    Returns:
+      h [B, L, HO, K, V] (or [.., V, K]), as `chunk_states` returns them.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    for name, y in (("k", k), ("v", v)):
+        check_array(name, y, (None,) * 4, "B, T, heads, width")
+    erase, write = _strengths(beta, erase, write)
+    HO = next((y.shape[2] for y in (g, erase, write) if y is not None), max(k.shape[2], v.shape[2]))
+    q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
+    x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
+    dims = _check(x, state_layout, chunk_size, None)
+    call = Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
+    return _on_shards(forms.chunk_states, call, "b . h . .", _checked(x._replace(q=None), dims))
+
+
+def gated_delta_product(
+    q: Queries,
+    k: Float[Array, "B T n Hk K"],
+    v: Float[Array, "B T n HV V"],
+    g: Float[Array, "B T HO"] | None = None,
+    beta: Float[Array, "B T n HO"] | None = None,
+    *,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Outputs, AnyStates]:
+    """Gated DeltaProduct: n steps of the delta rule for every token.
+
+        S <- exp(g) S;   n times: u_i = beta_i (v_i - k_i^T S), S <- S + k_i u_i^T;   o = scale q^T S
+
+    The steps become a sequence of n T tokens that the gated delta rule computes: only the first step of a token
+    decays, and its last one is read. With n = 1 this is `gated_delta_rule`, to the bit.
+
+    Args:
+      q: queries [B, T, Hq, K].
+      k, v: keys [B, T, n, Hk, K] and values [B, T, n, HV, V] of every step.
+      g: log decay of every token [B, T, HO]; None for no decay.
+      beta: strength of every step [B, T, n, HO], in [0, 2] for products of reflections; None for 1.
+      The other arguments: as for `gated_delta_rule`. Positions of cu_seqlens count tokens.
+
+    Returns:
+      o [B, T, HO, V] and the final states, as `gated_delta_rule`.
+
+    Raises:
+      ValueError: an argument is wrong.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
+
+    Source: Siems et al., "DeltaProduct" (arXiv 2502.10297); fla's `chunk_gated_delta_product`.
+    """
+    check_array("k", k, (None,) * 5, "B, T, n, Hk, K")
+    check_array("q", q, (*k.shape[:2], None, k.shape[4]), "B, T, Hq, K")
+    B, T, n = k.shape[:3]
+    check_array("v", v, (B, T, n, None, None), "B, T, n, HV, V")
+    if n < 1:
+        raise ArgumentError("k", "at least one step", list(k.shape))
+    HO = max(q.shape[2], v.shape[3])
+    for name, y, shape, letters in (
+        ("g", g, (B, T, HO), "B, T, HO"),
+        ("beta", beta, (B, T, n, HO), "B, T, n, HO"),
+    ):
+        if y is not None:
+            check_array(name, y, shape, letters)
+
+    def steps(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.reshape(B, T * n, *x.shape[3:])
+
+    def at(x: jax.Array | None, step: int) -> jax.Array | None:
+        if x is None or n == 1:
+            return x
+        empty = jnp.zeros((B, T, n, *x.shape[2:]), x.dtype)
+        return steps(empty.at[:, :, step].set(x))
+
+    o, state = gated_delta_rule(
+        at(q, n - 1),
+        steps(k),
+        steps(v),
+        at(g, 0),
+        steps(beta),
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens * n,
+        segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, n, 1),
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    return o[:, n - 1 :: n], state
+
+
+def _strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
+    """What erases and what writes."""
+    if beta is None:
+        return erase, write
+    if erase is not None or write is not None:
+        raise ArgumentError("beta", "None where erase or write is given, since it stands for both", "both")
+    return beta, beta
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _on_shards(form: Callable[..., Any], call: Call, results: Any, x: Arrays, *scale):
+    """form(call, x, *scale), compiled as a whole, on the shards of arrays that lie on explicit axes of a mesh."""
+    axes = _axes(x)
+    operands = _names(x, axes), *jax.tree.map(lambda _: "", scale)
+    return on_explicit_shards(partial(form, call), (x, *scale), operands, results, axes.sizes)
+
+
+def _axes(x: Arrays) -> RuleAxes:
+    return RuleAxes.of(RuleArrays(x.q, x.k, x.v, None, None, x.initial_state, x.cu_seqlens, x.segment_ids))
+
+
+def _names(x: Arrays, axes: RuleAxes) -> Arrays:
+    """Names of the dimensions of every array."""
+    names = axes.inputs
+    channels = (None if y is None else "b t h" if y.ndim == 3 else "b t h ." for y in (x.g, x.erase, x.write))
+    return Arrays(names.q, names.k, names.v, *channels, *names[5:])
+
+
+def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
+    """Dimensions of a call whose arguments can be used."""
+    rest = x.initial_state, x.cu_seqlens, x.segment_ids
+    dims = check_arrays(
+        RuleArrays(x.q, x.k, x.v, None, None, *rest), state_layout, chunk_size, implementation
+    )
+    B, T, HO = dims.B, dims.T, dims.HO
+    for name, y, width, letter in (
+        ("g", x.g, dims.K, "K"),
+        ("erase", x.erase, dims.K, "K"),
+        ("write", x.write, dims.V, "V"),
+    ):
+        if y is None:
+            continue
+        if getattr(y, "ndim", None) == 3:
+            check_array(name, y, (B, T, HO), "B, T, HO")
+        else:
+            check_array(name, y, (B, T, HO, width), f"B, T, HO, {letter}")
+        check_floating(name, y)
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(f"implementation 'mosaic_gpu': {_NO_KERNEL}")
+    return dims
+
+
+def _checked(x: Arrays, dims: Dims) -> Arrays:
+    """The arguments as arrays of JAX that vary alike; values are checked as `debug_checks` says."""
+    known_lengths(x.cu_seqlens, dims.T)
+    if debug_checks_are_on():
+        check_values(dims.T, x.g, x.cu_seqlens)
+        axes = _axes(x)
+        arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
+        warn_of_gathers(x._fields, arrays, _names(x, axes), axes.sizes)
+    return vary_alike(x._replace(cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)))

@@ -1,0 +1,390 @@
+"""The family's rule against its oracle: decays of each channel, erase and write apart, several steps a token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import tiers
+from tolerances import FINITE_DIFFERENCES, assert_close, bound, differences, head_axis
+
+import gdn_jax
+from gdn_jax import delta_chunk_states, delta_rule, delta_step, gated_delta_product, gated_delta_rule
+from gdn_jax.checks import family_cases, family_oracle, oracle
+
+PRIMALS = ("q", "k", "v", "g", "beta", "erase", "write", "initial_state")
+BOUND_OF = {"derase": "dbeta", "dwrite": "dbeta"}
+CASES = {case.name: case for case in family_cases.TABLE}
+QUICK = (
+    # one program for all of these values
+    *(case.name for case in family_cases.TABLE if case.name.startswith("channels-")),
+    "erase-and-write-a-channel",
+    "erase-0",
+    "write-0",
+    "seven-tokens",
+    "K60-V100-chunk-less-one",
+    "K64-chunk-16",
+    "no-state-no-strengths",
+    "packed",
+    "packed-vk-erase-a-channel",
+    "segments",
+)
+
+
+@functools.cache
+def _compiled(options: tuple, given: tuple[str, ...]):
+    def both(primals, cotangents, cu_seqlens, segment_ids):
+        def rule(primals):
+            named = dict(zip(given, primals, strict=True))
+            return delta_rule(**named, cu_seqlens=cu_seqlens, segment_ids=segment_ids, **dict(options))
+
+        outputs, vjp = jax.vjp(rule, primals)
+        return outputs, vjp(cotangents)[0]
+
+    return jax.jit(both)
+
+
+def options_of(case) -> dict:
+    return {name: getattr(case.call, name) for name in ("scale", "use_qk_l2norm", "state_layout")}
+
+
+def evaluate(case, x, implementation: str) -> dict[str, np.ndarray]:
+    given = tuple(name for name in PRIMALS if getattr(x, name) is not None)
+    options = {**options_of(case), "chunk_size": case.call.chunk_size, "implementation": implementation}
+    primals = [getattr(x, name) for name in given]
+    call = _compiled(tuple(sorted(options.items())), given)
+    (o, final), gradients = call(primals, (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)
+    names = ("dh_0" if name == "initial_state" else f"d{name}" for name in given)
+    return {"o": o, "final_state": final, **dict(zip(names, gradients, strict=True))}
+
+
+def check(case, dtype: str, implementation: str) -> None:
+    """Every output and gradient within the bounds of the gated delta rule's own tests."""
+    x = family_cases.inputs(case, dtype)
+    expected = family_oracle.evaluate(**x.arguments, **options_of(case), do=x.do, dh_T=x.dh_T)
+    got = evaluate(case, x, implementation)
+    # Two wide bounds for bfloat16: keys alike or channels that never decay, as for the gated delta rule.
+    cancels = x.g is None or bool((x.g == 0).all((0, 1)).any()) or case.call.keys == "correlated"
+    misses = []
+    for name, reference in expected.items():
+        if reference is None:
+            assert name not in got
+            continue
+        allowed = bound(BOUND_OF.get(name, name), dtype, cancelling=cancels)
+        try:
+            assert_close(reference, np.asarray(got[name]), allowed, name, head_axis(name))
+        except AssertionError as error:
+            misses.append(str(error).splitlines()[0])
+    assert not misses, f"{case.name} {dtype} {implementation}: " + "; ".join(misses)
+
+
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, QUICK))
+def test_chunked_form(case):
+    check(case, "float32", "chunked")
+
+
+@pytest.mark.parametrize(
+    "case",
+    tiers(family_cases.TABLE, [name for name in QUICK if name.startswith("channels-")]),
+)
+def test_chunked_form_in_bfloat16(case):
+    check(case, "bfloat16", "chunked")
+
+
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, ("channels-of-every-kind", "packed", "segments")))
+def test_definition(case):
+    check(case, "float32", "recurrent")
+
+
+def test_the_oracle_is_its_own_derivative():
+    """The adjoint of the oracle against differences of its outputs, in a direction of every input."""
+    case = CASES["erase-and-write-a-channel"]
+    x = family_cases.inputs(case, "float64")
+    rng = np.random.default_rng(0)
+    directions = {
+        name: rng.standard_normal(np.shape(y)) for name, y in x.arguments.items() if name in PRIMALS
+    }
+
+    def along(step: float) -> float:
+        moved = {
+            name: y + step * directions[name] if name in directions else y for name, y in x.arguments.items()
+        }
+        r = family_oracle.evaluate(**moved, do=x.do, dh_T=x.dh_T)
+        return float((r["o"] * x.do).sum() + (r["final_state"] * x.dh_T).sum())
+
+    gradients = family_oracle.evaluate(**x.arguments, do=x.do, dh_T=x.dh_T)
+    sizes = {name: float((gradients["dh_0" if name == "initial_state" else f"d{name}"] * d).sum())
+             for name, d in directions.items()}  # fmt: skip
+    assert_close(np.array(sum(sizes.values())), np.array(differences(along)), 100 * FINITE_DIFFERENCES)
+
+
+def test_equal_channels_are_the_gated_delta_rule():
+    """The family's oracle against the other one, and the channels' form against the heads' form, to 1e-6."""
+    x = family_cases.inputs(CASES["gate-of-a-head-erase-a-channel"])
+    beta = np.asarray(jax.nn.sigmoid(x.g * 10 + 1))
+    g = np.repeat(x.g[..., None], x.k.shape[-1], -1)
+    common = dict(initial_state=x.initial_state)
+    truth = oracle.evaluate(x.q, x.k, x.v, x.g, beta, **common, do=x.do, dh_T=x.dh_T)
+    ours = family_oracle.evaluate(x.q, x.k, x.v, g, beta, **common, do=x.do, dh_T=x.dh_T)
+    for name in ("o", "final_state", "dq", "dk", "dv", "dbeta", "dh_0"):
+        assert_close(truth[name], ours[name], 1e-12, name)
+    assert_close(truth["dg"], ours["dg"].sum(-1), 1e-12, "dg")
+    heads = gated_delta_rule(x.q, x.k, x.v, x.g, beta, **common)
+    channels = delta_rule(x.q, x.k, x.v, g, beta, **common)
+    for one, other in zip(heads, channels, strict=True):
+        assert_close(one, other, 1e-6)
+
+
+def test_a_gate_of_each_head_runs_the_gated_delta_rule():
+    """The same bits, and the same program."""
+    x = family_cases.inputs(CASES["gate-of-a-head-erase-a-channel"])
+    arguments = x.q, x.k, x.v, x.g, None
+    ours = jax.jit(delta_rule).lower(*arguments).as_text()
+    assert ours.replace("jit_delta_rule", "") == (
+        jax.jit(gated_delta_rule).lower(*arguments).as_text().replace("jit_gated_delta_rule", "")
+    )
+
+
+@pytest.mark.parametrize("kind", ["mild", "bound", "-5", "kinds", "some -inf"])
+def test_no_gate_reaches_back(kind):
+    """Changing gates after token t leaves every output up to t as it is, bit for bit."""
+    case = family_cases.FamilyCase(family_cases.Case("causal", T=64, B=1, heads=(1, 1, 1), K=16, V=8), kind)
+    x = family_cases.inputs(case)
+    rule = jax.jit(functools.partial(delta_rule, chunk_size=64, implementation="chunked"))
+    o, _ = rule(x.q, x.k, x.v, x.g, x.beta)
+    for t in (0, 3, 7, 15, 16, 20, 31, 32, 45, 62):
+        g = x.g.copy()
+        g[:, t + 1 :] = 0.3 * np.where(np.isinf(g[:, t + 1 :]), -1.0, g[:, t + 1 :]) - 0.01
+        again, _ = rule(x.q, x.k, x.v, g, x.beta)
+        np.testing.assert_array_equal(again[:, : t + 1], o[:, : t + 1], err_msg=f"token {t}")
+
+
+def test_strong_gates_have_their_own_gradient():
+    """dg at tokens of -20 is tiny, and right by its own size: sums that ought to cancel would drown it."""
+    case = family_cases.FamilyCase(family_cases.Case("dg", T=130, B=1, heads=(1, 1, 1), K=16, V=16), "mild")
+    x = family_cases.inputs(case)
+    strong = np.arange(5, 130, 23)
+    x.g[:, strong] = -20
+    truth = family_oracle.evaluate(**x.arguments, do=x.do, dh_T=x.dh_T)["dg"]
+    got = np.asarray(evaluate(case, x, "chunked")["dg"])
+    assert_close(truth[:, strong], got[:, strong], bound("dg", "float32"))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gates(lower_bound):
+    """Both gates and all their derivatives against float64 formulas, finite for any rate."""
+    A_log, f = (
+        y.ravel()
+        for y in np.meshgrid(
+            np.array([-20, -5, 0, 1, 2.77, 10, 40, 80.0, 90.0]),
+            np.array([-120, -20, -8, -1e-3, 0, 1e-3, 1, 8, 60, 100.0]),
+        )
+    )
+
+    def gate(f, A_log):
+        return gdn_jax.channel_log_decay(f[:, None], A_log, np.zeros((len(f), 1), f.dtype), lower_bound)[:, 0]
+
+    def both(dtype):
+        given = f.astype(dtype), A_log.astype(dtype)
+        g, vjp = jax.vjp(gate, *map(jnp.asarray, given))
+        return g, *vjp(jnp.ones_like(g))
+
+    got = both(np.float32)
+    assert all(np.isfinite(y).all() for y in got)
+    with np.errstate(over="ignore"):
+        softplus, sigmoid = np.logaddexp(0, f), np.exp(-np.logaddexp(0, -f))
+        if lower_bound is None:
+            expected = -np.exp(A_log) * softplus, -np.exp(A_log) * sigmoid, -np.exp(A_log) * softplus
+        else:
+            z = np.exp(A_log) * f
+            both_sides = np.exp(-np.abs(z) - 2 * np.log1p(np.exp(-np.abs(z))))  # sigmoid(z) sigmoid(-z)
+            s = np.exp(-np.logaddexp(0, -z))
+            expected = (
+                lower_bound * s,
+                lower_bound * both_sides * np.exp(A_log),
+                lower_bound * both_sides * z,
+            )
+    for name, want, y in zip(("g", "df", "dA_log"), expected, got, strict=True):
+        representable = np.isfinite(want) & (np.abs(want) > 1e-30) & (np.abs(want) < 1e37)
+        error = np.abs(y - want)[representable] / np.abs(want)[representable]
+        assert error.max() < 1e-5, (name, error.max())
+
+
+def test_gate_is_in_float32():
+    """A bfloat16 input is widened before the sum with the bias."""
+    f = jnp.full((1, 1, 1), 1 / 3, jnp.bfloat16)
+    bias = jnp.full((1, 1), 1e-3)
+    g = gdn_jax.channel_log_decay(f, jnp.zeros(1), bias)
+    assert g.dtype == jnp.float32
+    assert_close(-np.logaddexp(0, np.float64(f[0, 0, 0]) + 1e-3), g[0, 0, 0], 1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_product_of_several_steps(n):
+    """DeltaProduct against the recurrence written out; with one step the bits of the gated delta rule."""
+    rng = np.random.default_rng(n)
+    B, T, H, K, V = 1, 37, 2, 8, 4
+    q = rng.standard_normal((B, T, H, K)).astype(np.float32)
+    k = rng.standard_normal((B, T, n, H, K)).astype(np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.standard_normal((B, T, n, H, V)).astype(np.float32)
+    g = -rng.random((B, T, H)).astype(np.float32)
+    beta = 2 * rng.random((B, T, n, H)).astype(np.float32)
+    o, state = gated_delta_product(q, k, v, g, beta)
+    S, expected = np.zeros((H, K, V)), []
+    for t in range(T):
+        S = np.exp(g[0, t].astype(np.float64))[:, None, None] * S
+        for i in range(n):
+            u = beta[0, t, i][:, None] * (v[0, t, i] - np.einsum("hk,hkv->hv", k[0, t, i], S))
+            S = S + k[0, t, i][:, :, None] * u[:, None, :]
+        expected.append(K**-0.5 * np.einsum("hk,hkv->hv", q[0, t], S))
+    assert_close(np.array(expected)[None], np.asarray(o), bound("o", "float32"))
+    assert_close(S[None], np.asarray(state), bound("final_state", "float32"))
+    if n == 1:
+        plain = gated_delta_rule(q, k[:, :, 0], v[:, :, 0], g, beta[:, :, 0])
+        np.testing.assert_array_equal(o, plain[0])
+        np.testing.assert_array_equal(state, plain[1])
+
+
+def test_packed_products_and_segments():
+    """Borders count tokens, whatever the number of steps."""
+    rng = np.random.default_rng(0)
+    shape = (1, 20, 2, 1)
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((1, 20, 1, 4), (*shape, 4), (*shape, 3)))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    packed, _ = gated_delta_product(q, k, v, cu_seqlens=np.array([0, 7, 20]))
+    ids = np.repeat([[0, 1]], [7, 13], 1)
+    segments, _ = gated_delta_product(q, k, v, segment_ids=ids)
+    alone = [gated_delta_product(q[:, s], k[:, s], v[:, s])[0] for s in (slice(0, 7), slice(7, 20))]
+    for got in (packed, segments):
+        assert_close(np.concatenate(alone, 1), np.asarray(got), bound("o", "float32"))
+
+
+def test_steps_equal_the_row():
+    """Token by token from a state, as the whole row; and the states at the start of the chunks lie between."""
+    x = family_cases.inputs(CASES["erase-and-write-a-channel"])
+    strengths = dict(erase=x.erase, write=x.write)
+    T = 70
+    o, final = delta_rule(
+        x.q[:, :T], x.k[:, :T], x.v[:, :T], x.g[:, :T], erase=x.erase[:, :T], write=x.write[:, :T],
+        initial_state=x.initial_state,
+    )  # fmt: skip
+
+    @jax.jit
+    def steps(state, tokens):
+        def token(S, y):
+            q, k, v, g, erase, write = y
+            o, S = delta_step(q, k, v, g, None, S, erase=erase, write=write)
+            return S, o
+
+        return jax.lax.scan(token, state, tokens)
+
+    tokens = [jnp.moveaxis(jnp.asarray(y[:, :T]), 1, 0) for y in (x.q, x.k, x.v, x.g, x.erase, x.write)]
+    S, outputs = steps(x.initial_state, tokens)
+    assert_close(np.moveaxis(np.asarray(outputs), 0, 1), np.asarray(o), bound("o", "float32"))
+    assert_close(np.asarray(S), np.asarray(final), bound("o", "float32"))
+    h = delta_chunk_states(x.k, x.v, x.g, **strengths, initial_state=x.initial_state)
+    _, middle = delta_rule(
+        x.q[:, :64], x.k[:, :64], x.v[:, :64], x.g[:, :64], erase=x.erase[:, :64], write=x.write[:, :64],
+        initial_state=x.initial_state,
+    )  # fmt: skip
+    assert_close(np.asarray(middle), np.asarray(h[:, 1]), bound("o", "float32"))
+
+
+def test_transforms():
+    """vmap of the batch, jvp against vjp, and a second derivative, of the chunked form."""
+    case = family_cases.FamilyCase(
+        family_cases.Case("transforms", T=35, B=2, heads=(1, 1, 2), K=8, V=4), "mixed"
+    )
+    x = family_cases.inputs(case)
+    inputs = tuple(map(jnp.asarray, (x.q, x.k, x.v, x.g, x.beta)))
+
+    def loss(*inputs):
+        o, state = delta_rule(*inputs, implementation="chunked")
+        return (o**2).sum() + state.sum()
+
+    mapped = jax.vmap(lambda *row: delta_rule(*(y[None] for y in row))[0][0])(*inputs)
+    assert_close(np.asarray(delta_rule(*inputs)[0]), np.asarray(mapped), 1e-6)
+    rng = np.random.default_rng(0)
+    tangents = tuple(jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in inputs)
+
+    def along(*inputs):
+        return sum(
+            (d * t).sum() for d, t in zip(jax.grad(loss, (0, 1, 2, 3, 4))(*inputs), tangents, strict=True)
+        )
+
+    _, forward = jax.jvp(loss, inputs, tangents)
+    assert_close(np.asarray(along(*inputs)), np.asarray(forward), 1e-4)
+    second = jax.grad(along, 3)(*inputs)
+    _, other = jax.jvp(lambda g: jax.jvp(lambda *y: loss(*y), (*inputs[:3], g, inputs[4]), tangents)[1],
+                       (inputs[3],), (tangents[3],))  # fmt: skip
+    assert_close(np.asarray(other), np.asarray((second * tangents[3]).sum()), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(beta=0, erase=0), "beta: expected None where erase or write is given"),
+        (dict(erase=np.ones((2, 130, 2, 3), np.float32)), "erase: expected shape"),
+        (dict(write=np.ones((2, 130, 3), np.float32)), "write: expected shape"),
+        (dict(g=np.zeros((2, 130, 2, 4), np.float32)), "g: expected shape"),
+        (dict(g=np.zeros((2, 130, 2, 16), np.int32)), "g: expected dtype"),
+        (dict(chunk_size=5), "chunk_size: expected one of"),
+        (dict(implementation="fast"), "implementation: expected one of"),
+    ],
+)
+def test_errors(change, message, no_type_checks):
+    x = family_cases.inputs(CASES["channels-mild"])
+    arguments = dict(q=x.q, k=x.k, v=x.v, g=x.g)
+    change = {name: x.beta if value is 0 else value for name, value in change.items()}  # noqa: F632
+    with pytest.raises(ValueError, match=message):
+        delta_rule(**{**arguments, **change})
+
+
+def test_kernels_are_refused():
+    x = family_cases.inputs(CASES["channels-mild"])
+    with pytest.raises(NotImplementedError, match="there is no kernel for a decay of each channel"):
+        delta_rule(x.q, x.k, x.v, x.g, implementation="mosaic_gpu")
+
+
+def test_no_array_holds_two_tokens_and_a_channel():
+    """Nowhere in the program, forward and backward, is there an array [.., C, C, K] of a whole row."""
+    S, T, C, K = jax.ShapeDtypeStruct, 256, 64, 48
+    tokens = S((1, T, 2, K), jnp.float32)
+
+    def loss(q, k, v, g, beta):
+        o, state = delta_rule(q, k, v, g, beta, implementation="chunked")
+        return o.sum() + state.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3, 4)))(*[tokens] * 4, S((1, T, 2), jnp.float32))
+    largest = max(
+        int(np.prod(v.aval.shape, dtype=np.int64))
+        for eqn in _equations(jaxpr.jaxpr)
+        for v in eqn.outvars
+        if hasattr(v.aval, "shape")
+    )
+    assert largest <= 4 * T * 2 * K < T * 2 * C * K
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(sub, "jaxpr", sub)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def test_rows_and_heads_on_a_mesh():
+    """Under plain jit on arrays that lie split over a mesh of automatic axes the bits are those of one device."""
+    case = family_cases.FamilyCase(family_cases.Case("mesh", T=40, B=2, heads=(2, 2, 2), K=8, V=8), "mixed")
+    x = family_cases.inputs(case)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("rows", None, "heads")
+    arguments = [x.q, x.k, x.v, x.g, x.beta]
+    split = [jax.device_put(y, jax.sharding.NamedSharding(mesh, spec)) for y in arguments]
+    rule = jax.jit(functools.partial(delta_rule, implementation="chunked"))
+    for one, many in zip(rule(*arguments), rule(*split), strict=True):
+        assert_close(np.asarray(one), np.asarray(many), 1e-6)
