@@ -43,7 +43,7 @@ class DecayedProducts(NamedTuple):
 
 
 def decayed_products(
-    rows: Sequence[Float[Array, "*R C K"]],
+    rows: Sequence[Float[Array, "... C K"]],
     k: Float[Array, "*Q C K"],
     alpha: Float[Array, "*S C K"],
     numerics: Numerics,
