@@ -105,7 +105,7 @@ def scan_tokens(
     step: Callable[..., tuple[jax.Array, jax.Array]],
     states: Float[Array, "N *H K V"],
     tokens: Sequence[Float[Array, "T B ..."]],
-    cu_seqlens: Int[Array, "N1"] | None,
+    cu_seqlens: Offsets | None,
 ) -> tuple[Float[Array, "N *H K V"], Float[Array, "B T *H V"]]:
     """A recurrence over the tokens of rows, or of packed sequences, by `lax.scan`.
 

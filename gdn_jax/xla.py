@@ -42,13 +42,13 @@ def rule(call: Call, x: RuleArrays, scale: Scale) -> tuple[Outputs, AnyStates]:
         g = packing.reset_at_segments(g, x.segment_ids)
     h_0 = x.initial_state
     if h_0 is not None:
-        h_0 = _kv(h_0.astype(g.dtype), call.state_layout)
-    options = dict(scale=_traced(scale), cu_seqlens=x.cu_seqlens)
+        h_0 = kv(h_0.astype(g.dtype), call.state_layout)
+    options = dict(scale=traced(scale), cu_seqlens=x.cu_seqlens)
     if call.implementation == "recurrent":
         o, final = reference.recurrent_rule(q, k, v, g, beta, h_0, **options)
     else:
         o, final = chunked.chunked_rule(q, k, v, g, beta, h_0, chunk_size=call.chunk_size, **options)
-    return o.astype(v.dtype), _kv(final, call.state_layout)
+    return o.astype(v.dtype), kv(final, call.state_layout)
 
 
 def step(call: Call, x: RuleArrays, scale: Scale) -> tuple[Float[Array, "B HO V"], AnyStates]:
@@ -60,10 +60,10 @@ def step(call: Call, x: RuleArrays, scale: Scale) -> tuple[Float[Array, "B HO V"
     g, beta = _full_gates(HO, q, x.g, x.beta, state)
     counts = (q.shape[2], k.shape[2], v.shape[2], HO)
     tokens = (split_heads(y[:, 0].astype(g.dtype), 1, counts) for y in (q, k, v, g, beta))
-    h = split_heads(_kv(state.astype(g.dtype), call.state_layout), 1, counts)
-    h, o = reference.recurrent_step(h, *tokens, scale=_traced(scale))
+    h = split_heads(kv(state.astype(g.dtype), call.state_layout), 1, counts)
+    h, o = reference.recurrent_step(h, *tokens, scale=traced(scale))
     h = h.reshape(B, HO, K, V)
-    return o.reshape(B, HO, V).astype(v.dtype), _kv(h, call.state_layout).astype(state.dtype)
+    return o.reshape(B, HO, V).astype(v.dtype), kv(h, call.state_layout).astype(state.dtype)
 
 
 def chunk_states(call: Call, x: RuleArrays) -> Float[Array, "B L HO _ _"]:
@@ -75,12 +75,12 @@ def chunk_states(call: Call, x: RuleArrays) -> Float[Array, "B L HO _ _"]:
         g = packing.reset_at_segments(g, x.segment_ids)
     h_0 = x.initial_state
     if h_0 is not None:
-        h_0 = _kv(h_0.astype(g.dtype), call.state_layout)
+        h_0 = kv(h_0.astype(g.dtype), call.state_layout)
     options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-    return _kv(chunked.chunk_states_of(k, x.v, g, beta, h_0, **options), call.state_layout)
+    return kv(chunked.chunk_states_of(k, x.v, g, beta, h_0, **options), call.state_layout)
 
 
-def _traced(scale: Scale) -> Scale:
+def traced(scale: Scale) -> Scale:
     """The factor as the forms take it: an array, or a number that JAX makes a part of what it traces."""
     return scale if isinstance(scale, jax.Array) else float(scale)
 
@@ -94,6 +94,6 @@ def _full_gates(HO: int, x, g, beta, state) -> tuple[jax.Array, jax.Array]:
     return g, beta
 
 
-def _kv(state: jax.Array, layout: str) -> jax.Array:
+def kv(state: jax.Array, layout: str) -> jax.Array:
     """Between [.., K, V] and the caller's layout; its own inverse."""
     return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)

@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
     "parallel": {"shapes", "gates", "losses", "partitioning", "conv", "fused", "xla", "ops", *KERNELS},
-    "family": {"shapes", "gates", "packing", "partitioning", "reference", "chunks", "ops"},
+    "family": {"shapes", "gates", "packing", "partitioning", "reference", "chunks", "xla", "ops"},
     "gdn_jax": {"gates", "conv", "chunks", "ops", "family"},
     "serving": {
         "shapes",

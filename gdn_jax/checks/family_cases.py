@@ -47,7 +47,7 @@ class FamilyInputs(NamedTuple):
 
     @property
     def arguments(self) -> dict:
-        """What `delta_rule` and the oracle take, by name."""
+        """Arguments of `delta_rule` and the oracle, by name."""
         return {name: x for name, x in zip(self._fields[:10], self[:10], strict=True) if x is not None}
 
 

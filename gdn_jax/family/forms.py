@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from gdn_jax import gates, packing
 from gdn_jax.family import chunked, definition
-from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype, split_heads
+from gdn_jax.shapes import accumulation_dtype, split_heads
+from gdn_jax.xla import Call, kv, traced
 
 
 class Arrays(NamedTuple):
@@ -24,46 +25,40 @@ class Arrays(NamedTuple):
     segment_ids: Any
 
 
-class Call(NamedTuple):
-    """What a call is compiled for besides shapes."""
-
-    use_qk_l2norm: bool
-    state_layout: str
-    implementation: str = "chunked"
-    """The form, "recurrent" or "chunked"."""
-    chunk_size: int = 64
-
-
 def rule(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, jax.Array]:
     """`delta_rule` by the form that the call names."""
-    q, k = (gates.l2norm(y) for y in x[:2]) if call.use_qk_l2norm else x[:2]
+    q, k = _normalised(call, x.q, x.k)
     g, erase, write, h_0 = _prepared(call, x)
     arrays = q, k, x.v, g, erase, write, h_0
     if call.implementation == "recurrent":
-        o, final = definition.recurrent_rule(*arrays, scale=_traced(scale), cu_seqlens=x.cu_seqlens)
+        o, final = definition.recurrent_rule(*arrays, scale=traced(scale), cu_seqlens=x.cu_seqlens)
     else:
         options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-        o, final = chunked.chunked_rule(*arrays, scale=_traced(scale), **options)
-    return o.astype(x.v.dtype), _kv(final, call.state_layout)
+        o, final = chunked.chunked_rule(*arrays, scale=traced(scale), **options)
+    return o.astype(x.v.dtype), kv(final, call.state_layout)
 
 
 def step(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, jax.Array]:
     """`delta_step`: everything has a token axis of length 1, and initial_state is the state."""
-    q, k = (gates.l2norm(y) for y in x[:2]) if call.use_qk_l2norm else x[:2]
+    q, k = _normalised(call, x.q, x.k)
     g, erase, write, h = _prepared(call, x)
     (B, HO), counts = g.shape[::2][:2], (q.shape[2], k.shape[2], x.v.shape[2], g.shape[2])
     tokens = (split_heads(y[:, 0].astype(g.dtype), 1, counts) for y in (q, k, x.v, g, erase, write))
-    h, o = definition.recurrent_step(split_heads(h, 1, counts), *tokens, scale=_traced(scale))
-    state = _kv(h.reshape(B, HO, *h.shape[-2:]), call.state_layout)
+    h, o = definition.recurrent_step(split_heads(h, 1, counts), *tokens, scale=traced(scale))
+    state = kv(h.reshape(B, HO, *h.shape[-2:]), call.state_layout)
     return o.reshape(B, HO, -1).astype(x.v.dtype), state.astype(x.initial_state.dtype)
 
 
 def chunk_states(call: Call, x: Arrays) -> jax.Array:
     """`delta_chunk_states`; q is not read."""
-    k = gates.l2norm(x.k) if call.use_qk_l2norm else x.k
+    (k,) = _normalised(call, x.k)
     g, erase, write, h_0 = _prepared(call, x)
     options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-    return _kv(chunked.chunk_states_of(k, x.v, g, erase, write, h_0, **options), call.state_layout)
+    return kv(chunked.chunk_states_of(k, x.v, g, erase, write, h_0, **options), call.state_layout)
+
+
+def _normalised(call: Call, *arrays: jax.Array) -> list[jax.Array]:
+    return [gates.l2norm(y) if call.use_qk_l2norm else y for y in arrays]
 
 
 def _prepared(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -77,7 +72,7 @@ def _prepared(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array, jax.Array, j
         g = jax.vmap(packing.reset_at_segments, (3, None), 3)(g, x.segment_ids)
     g = jnp.broadcast_to(g, (*shape, x.k.shape[3]))
     erase, write = (_strength(y, x.k, dtype, shape) for y in (x.erase, x.write))
-    h_0 = None if x.initial_state is None else _kv(x.initial_state.astype(dtype), call.state_layout)
+    h_0 = None if x.initial_state is None else kv(x.initial_state.astype(dtype), call.state_layout)
     return g, erase, write, h_0
 
 
@@ -85,12 +80,3 @@ def _strength(y: jax.Array | None, like: jax.Array, dtype: Any, shape: tuple[int
     if y is None:
         return jnp.ones_like(like, dtype, (*shape, 1))
     return y.astype(dtype) if y.ndim == 4 else y.astype(dtype)[..., None]
-
-
-def _traced(scale: float | jax.Array) -> float | jax.Array:
-    return scale if isinstance(scale, jax.Array) else float(scale)
-
-
-def _kv(state: jax.Array, layout: str) -> jax.Array:
-    """Between [.., K, V] and the caller's layout; its own inverse."""
-    return state if layout == STATE_LAYOUTS[0] else jnp.swapaxes(state, -1, -2)

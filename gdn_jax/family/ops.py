@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gdn_jax.family import forms
-from gdn_jax.family.forms import Arrays, Call
+from gdn_jax.family.forms import Arrays
 from gdn_jax.ops import (
     check_arrays,
     check_scale,
@@ -36,6 +36,7 @@ from gdn_jax.shapes import (
     check_array,
     check_floating,
 )
+from gdn_jax.xla import Call
 
 IMPLEMENTATIONS = ("chunked", "recurrent")
 """Names of the implementations for gates or strengths of each channel, fastest first."""
@@ -273,7 +274,7 @@ def gated_delta_product(
 
 
 def _strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
-    """What erases and what writes."""
+    """The two strengths, which beta stands for."""
     if beta is None:
         return erase, write
     if erase is not None or write is not None:

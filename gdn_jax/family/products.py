@@ -32,7 +32,7 @@ _ELEMENTWISE_TOKENS = 2
 
 
 class DecayedProducts(NamedTuple):
-    """What `decayed_products` returns."""
+    """Results of `decayed_products`."""
 
     products: tuple[Float[Array, "*S C C"], ...]
     """For each of the rows, lower triangular with its diagonal."""
