@@ -252,7 +252,7 @@ def test_packed_products_and_segments():
     q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((1, 20, 1, 4), (*shape, 4), (*shape, 3)))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     q, k, v = map(jnp.asarray, (q, k, v))
-    packed, _ = gated_delta_product(q, k, v, cu_seqlens=np.array([0, 7, 20]))
+    packed, _ = gated_delta_product(q, k, v, cu_seqlens=jnp.array([0, 7, 20]))
     ids = jnp.repeat(jnp.array([[0, 1]]), jnp.array([7, 13]), 1)
     segments, _ = gated_delta_product(q, k, v, segment_ids=ids)
     alone = [gated_delta_product(q[:, s], k[:, s], v[:, s])[0] for s in (slice(0, 7), slice(7, 20))]
