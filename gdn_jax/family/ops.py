@@ -296,9 +296,12 @@ def _axes(x: Arrays) -> RuleAxes:
 
 def _names(x: Arrays, axes: RuleAxes) -> Arrays:
     """Names of the dimensions of every array."""
-    names = axes.inputs
-    channels = (None if y is None else "b t h" if y.ndim == 3 else "b t h ." for y in (x.g, x.erase, x.write))
-    return Arrays(names.q, names.k, names.v, *channels, *names[5:])
+
+    def channels(y: Any) -> str | None:
+        return None if y is None else "b t h" if y.ndim == 3 else "b t h ."
+
+    q, k, v, _, _, *rest = axes.inputs
+    return Arrays._make((q, k, v, channels(x.g), channels(x.erase), channels(x.write), *rest))
 
 
 def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
