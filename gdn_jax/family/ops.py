@@ -246,21 +246,18 @@ def gated_delta_product(
         if y is not None:
             check_array(name, y, shape, letters)
 
-    def steps(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else x.reshape(B, T * n, *x.shape[3:])
+    def steps(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T * n, *x.shape[3:])
 
-    def at(x: jax.Array | None, step: int) -> jax.Array | None:
-        if x is None or n == 1:
-            return x
-        empty = jnp.zeros((B, T, n, *x.shape[2:]), x.dtype)
-        return steps(empty.at[:, :, step].set(x))
+    def at(x: jax.Array, step: int) -> jax.Array:
+        return x if n == 1 else steps(jnp.zeros((B, T, n, *x.shape[2:]), x.dtype).at[:, :, step].set(x))
 
     o, state = gated_delta_rule(
         at(q, n - 1),
         steps(k),
         steps(v),
-        at(g, 0),
-        steps(beta),
+        None if g is None else at(g, 0),
+        None if beta is None else steps(beta),
         scale=scale,
         initial_state=initial_state,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens * n,
