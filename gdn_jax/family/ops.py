@@ -146,7 +146,7 @@ def delta_step(
         check_array(name, y, (None,) * 3, "B, heads, width")
     erase, write = _strengths(beta, erase, write)
     tokens = (None if y is None else y[:, None] for y in (q, k, v, g, erase, write))
-    x = Arrays(*tokens, None, None, None)
+    x = Arrays._make((*tokens, None, None, None))
     dims = _check(x, state_layout, 64, None)
     shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
     check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
