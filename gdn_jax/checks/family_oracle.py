@@ -17,7 +17,7 @@ that are one number are the same in every channel; their cotangent is the sum. O
 runs and of shared heads are used.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -127,6 +127,6 @@ def evaluate(
     dbeta = None if beta is None else db.sum(-1) + dw.sum(-1)
     if state_layout == "vk":
         h_T, dh_0 = h_T.swapaxes(-1, -2), None if dh_0 is None else dh_0.swapaxes(-1, -2)
-    of_strengths: Any = (dbeta, _as_given(db, erase), _as_given(dw, write))
-    gradients = Gradients(dq, dk, dv, _as_given(dg, g), *of_strengths, dh_0)
+    derase, dwrite = _as_given(db, erase), _as_given(dw, write)
+    gradients = Gradients(dq, dk, dv, _as_given(dg, g), dbeta, derase, dwrite, dh_0)
     return {"o": o, "final_state": h_T, **gradients._asdict()}

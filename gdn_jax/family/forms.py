@@ -42,6 +42,7 @@ def step(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, ja
     """`delta_step`: everything has a token axis of length 1, and initial_state is the state."""
     q, k = _normalised(call, x.q, x.k)
     g, erase, write, h = _prepared(call, x)
+    assert h is not None
     (B, HO), counts = g.shape[::2][:2], (q.shape[2], k.shape[2], x.v.shape[2], g.shape[2])
     tokens = (split_heads(y[:, 0].astype(g.dtype), 1, counts) for y in (q, k, x.v, g, erase, write))
     h, o = definition.recurrent_step(split_heads(h, 1, counts), *tokens, scale=traced(scale))
