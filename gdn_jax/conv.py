@@ -11,10 +11,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.shapes import accumulation_dtype, changes_segment, check_array, check_choice, check_floating
+from gdn_jax.shapes import (
+    accumulation_dtype,
+    changes_segment,
+    check_array,
+    check_ascending,
+    check_choice,
+    check_floating,
+)
 
 ACTIVATIONS = ("silu", None)
 MIN_WIDTH, MAX_WIDTH = 2, 4
@@ -70,6 +78,9 @@ def causal_conv1d(
             raise ValueError(f"cu_seqlens: expected x with B = 1, got B = {B}")
         check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
         _check_integer("cu_seqlens", cu_seqlens)
+        if isinstance(cu_seqlens, np.ndarray):
+            check_ascending(T, cu_seqlens)
+        cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)
         N = cu_seqlens.shape[0] - 1
         if N < 1:
             raise ValueError("cu_seqlens: expected at least 2 entries, got 1")

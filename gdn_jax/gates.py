@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gdn_jax.shapes import check_flags, check_floating
+
 # Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
 # forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
 # one draw of U(0, 16) in 160 000.
@@ -33,6 +35,8 @@ def log_decay(
     Source: Mamba2's discretisation as in fla's `fused_gdn_gate`. Modular's documentation writes
       exp(-softplus), which leaves out the learned rate exp(A_log).
     """
+    for name, x in (("a", a), ("A_log", A_log), ("dt_bias", dt_bias)):
+        check_floating(name, x)
     dtype = jnp.promote_types(jnp.result_type(a, A_log, dt_bias), jnp.float32)
     a, A_log, dt_bias = (x.astype(dtype) for x in (a, A_log, dt_bias))
     return -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
@@ -51,6 +55,8 @@ def write_strength(b: Float[Array, "*S"], *, allow_neg_eigval: bool = False) -> 
     Returns:
       beta, float32 (float64 when b is).
     """
+    check_floating("b", b)
+    check_flags(allow_neg_eigval=allow_neg_eigval)
     beta = jax.nn.sigmoid(b.astype(jnp.promote_types(b.dtype, jnp.float32)))
     return 2 * beta if allow_neg_eigval else beta
 
@@ -65,6 +71,7 @@ def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
 
     Source: fla's `l2norm` and Hugging Face's `l2norm` (eps inside the root).
     """
+    check_floating("x", x)
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -77,11 +84,13 @@ def log_decay_from_alpha(alpha: Float[Array, "*S"]) -> Float[Array, "*S"]:
     Near alpha = 1 the linear form has already lost what a log decay keeps: float32 cannot tell
     alpha = 1 - 1e-8 from 1. Convert once, at the boundary.
     """
+    check_floating("alpha", alpha)
     return jnp.log(alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)))
 
 
 def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Linear decay alpha = exp(g) in [0, 1] of a log decay g <= 0."""
+    check_floating("g", g)
     return jnp.exp(g.astype(jnp.promote_types(g.dtype, jnp.float32)))
 
 

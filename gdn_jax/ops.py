@@ -30,8 +30,11 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     check_array,
+    check_ascending,
     check_choice,
+    check_flags,
     check_floating,
+    real_number,
     rule_dims,
 )
 
@@ -113,6 +116,7 @@ def gated_delta_rule(
     Numerics: see `reference.recurrent_rule` and `chunked.chunked_rule`.
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
     """
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
     by_kernels = implementation == "mosaic_gpu"
@@ -171,6 +175,7 @@ def gated_delta_step(
     Raises:
       ValueError: an argument is wrong.
     """
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x, (None,) * 3, "B, heads, width")
     for name, x in (("g", g), ("beta", beta)):
@@ -214,8 +219,13 @@ def chunk_states(
     Raises:
       ValueError: an argument is wrong.
     """
+    check_flags(use_k_l2norm=use_k_l2norm)
     for name, x in (("k", k), ("v", v)):
         check_array(name, x, (None,) * 4, "B, T, heads, width")
+        check_floating(name, x)
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None:
+            check_array(name, x, (*k.shape[:2], None), "B, T, HO")
     HO = next((x.shape[-1] for x in (g, beta) if x is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
@@ -268,10 +278,15 @@ def _on_shards(form: Callable[..., Any], call: mosaic.Call | xla.Call, results: 
 def check_arrays(x: RuleArrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
     """Dimensions of a call's arguments, which are checked as far as they are static."""
     dims = rule_dims(*x, state_layout)
-    # 64.0 == 64, but is no number of tokens.
-    check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
+    check_chunk_size(chunk_size)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    """Raises ValueError unless chunks may have so many tokens."""
+    # 64.0 == 64, but is no number of tokens.
+    check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
 
 
 def check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
@@ -279,7 +294,7 @@ def check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
     if scale is None:
         return Number(dims.K**-0.5)
     if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
-        return Number(scale)
+        return Number(real_number("scale", scale))
     is_array = isinstance(scale, (jax.Array, np.ndarray))
     if not is_array or scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
         got = f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale)
@@ -305,7 +320,7 @@ def known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None
     ):
         return None
     known = np.asarray(cu_seqlens).astype(np.int64)
-    _check_ascending(T, known)
+    check_ascending(T, known)
     return known.tobytes()
 
 
@@ -324,7 +339,7 @@ def check_values(T: int, g: Any, cu_seqlens: Any) -> None:
     if g is not None:
         jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:
-        jax.debug.callback(partial(_check_ascending, T), cu_seqlens)
+        jax.debug.callback(partial(check_ascending, T), cu_seqlens)
 
 
 def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.ndarray) -> None:
@@ -332,11 +347,4 @@ def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.nd
         got = "nan" if np.any(has_nan) else f"a largest value of {float(np.max(largest)):.6g}"
         raise ValueError(
             f"g: expected log decay <= 0 everywhere (for a linear decay use log_decay_from_alpha), got {got}"
-        )
-
-
-def _check_ascending(T: int, cu_seqlens: jax.Array | np.ndarray) -> None:
-    if np.any(cu_seqlens[..., 0] != 0) or np.any(np.diff(cu_seqlens) < 0) or np.any(cu_seqlens[..., -1] > T):
-        raise ValueError(
-            f"cu_seqlens: expected ascending values from 0 to at most T = {T}, got {cu_seqlens.tolist()}"
         )

@@ -88,6 +88,8 @@ def packed_chunks(cu_seqlens: Int[Array, " N1"], T: int, C: int) -> PackedChunks
 
 def gather_chunks(x: Float[Array, "1 T *D"], table: PackedChunks) -> Float[Array, "L 1 C *D"]:
     """Tokens of a packed row in chunk order; rows that own no token are 0."""
+    if not x.shape[1]:  # JAX gathers nothing from an axis of no length
+        x = jnp.zeros_like(x, shape=(1, 1, *x.shape[2:]))
     owned = table.owned.reshape(table.owned.shape + (1,) * (x.ndim - 2))
     return jnp.where(owned, x[0][table.token], 0)[:, None]
 

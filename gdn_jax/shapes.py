@@ -135,8 +135,10 @@ def check_array(name: str, x: object, shape: tuple[int | None, ...], letters: st
         _fail(name, f"shape [{letters}] = [{want}]", list(got))
 
 
-def check_floating(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless x is f16, bf16, f32 or f64."""
+def check_floating(name: str, x: Any) -> None:
+    """Raises ValueError unless x is an array of f16, bf16, f32 or f64."""
+    if not hasattr(x, "dtype"):
+        _fail(name, "a floating array", type(x).__name__)
     if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         _fail(name, "dtype float16, bfloat16, float32 or float64", x.dtype)
 
@@ -151,6 +153,37 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raises ValueError unless value is of that type."""
     if not isinstance(value, kind):
         _fail(name, f"a {kind.__name__}", type(value).__name__)
+
+
+def check_flags(**flags: object) -> None:
+    """Raises ValueError unless every option is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            _fail(name, "True or False", type(value).__name__ if hasattr(value, "shape") else repr(value))
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless value is a whole number, of Python or NumPy, from least to most."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        _fail(name, f"at least {least}" if most is None else f"{least} to {most}", repr(value))
+
+
+def real_number(name: str, value: Any) -> float:
+    """The real number of Python or NumPy as a float; ValueError where it is none, or beyond every float."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        _fail(name, "a number", repr(value))
+    try:
+        return float(value)
+    except OverflowError:
+        _fail(name, "a number that a float holds", "one beyond it")
+
+
+def check_ascending(T: int, cu_seqlens: Any) -> None:
+    """Raises ValueError for known offsets that are not those of sequences in T tokens; also of several rows."""
+    cu = np.asarray(cu_seqlens)
+    if np.any(cu[..., 0] != 0) or np.any(cu[..., 1:] < cu[..., :-1]) or np.any(cu[..., -1] > T):
+        _fail("cu_seqlens", f"ascending values from 0 to at most T = {T}", cu.tolist())
 
 
 def rule_dims(

@@ -265,6 +265,8 @@ X, WEIGHT, ROW = jnp.zeros((2, 5, 3)), jnp.zeros((3, 4)), jnp.zeros((1, 5, 3))
         ("initial_state: expected dtype", X, WEIGHT, {"initial_state": jnp.zeros((2, 3, 3), int)}),
         ("cu_seqlens: expected x with B = 1, got B = 2", X, WEIGHT, {"cu_seqlens": jnp.array([0, 5])}),
         ("cu_seqlens: expected an integer dtype", ROW, WEIGHT, {"cu_seqlens": jnp.array([0.0, 5.0])}),
+        ("cu_seqlens: expected ascending values from 0", ROW, WEIGHT, {"cu_seqlens": np.array([0, 9, 3])}),
+        ("cu_seqlens: expected ascending values from 0", ROW, WEIGHT, {"cu_seqlens": np.array([3, 5])}),
         ("cu_seqlens: expected at least 2 entries", ROW, WEIGHT, {"cu_seqlens": jnp.array([0])}),
         ("segment_ids: expected shape", X, WEIGHT, {"segment_ids": jnp.zeros((2, 4), int)}),
         ("segment_ids: expected an integer dtype", X, WEIGHT, {"segment_ids": jnp.zeros((2, 5))}),
@@ -286,6 +288,14 @@ X, WEIGHT, ROW = jnp.zeros((2, 5, 3)), jnp.zeros((3, 4)), jnp.zeros((1, 5, 3))
 def test_errors(message, x, weight, options):
     with pytest.raises(ValueError, match=re.escape(message)):
         causal_conv1d(x, weight, **options)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_offsets_of_a_narrow_dtype():
+    x, cu = jnp.ones((1, 200, 3)), np.array([0, 100])
+    want = causal_conv1d(x, WEIGHT, cu_seqlens=cu)
+    for offsets in (cu.astype(np.int8), jnp.asarray(cu, jnp.int8)):
+        jax.tree.map(np.testing.assert_array_equal, causal_conv1d(x, WEIGHT, cu_seqlens=offsets), want)
 
 
 @pytest.mark.usefixtures("no_type_checks")

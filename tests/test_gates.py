@@ -8,6 +8,7 @@ import pytest
 from tolerances import assert_close, tolerance
 
 import gdn_jax
+from gdn_jax import gates
 
 SAMPLE = np.random.default_rng(0)
 EXACT = tolerance("o", "float32")
@@ -101,3 +102,14 @@ def test_gradients_are_finite_in_the_tails():
     a = jnp.array([[-1e4, -50.0, 0.0, 50.0, 1e4]])
     for gradient in jax.grad(loss, (0, 1, 2))(a, jnp.zeros(5), jnp.zeros(5)):
         assert np.isfinite(gradient).all()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    "x, got", [(np.ones(3, int), "int64"), ([1.0], "list"), ("x", "str"), (None, "NoneType")]
+)
+def test_what_is_no_floating_array_is_refused(x, got):
+    calls = (gates.l2norm, gates.log_decay_from_alpha, gates.alpha_from_log_decay, gates.write_strength)
+    for f in (*calls, lambda x: gates.log_decay(x, jnp.ones(3), jnp.ones(3))):
+        with pytest.raises(ValueError, match=f"expected .*float.*, got {got}"):
+            f(x)

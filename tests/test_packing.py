@@ -267,3 +267,13 @@ def test_cu_seqlens_is_traced():
         expected, _ = oracle.forward(*x[:5], cu_seqlens=cu)
         assert_close(expected, call(cu), tolerance("o", "float32"), "o", 2)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
+def test_rows_of_no_tokens(implementation):
+    x, state = jnp.zeros((1, 0, 2, 3)), jnp.ones((2, 2, 3, 3))
+    packed = dict(initial_state=state, cu_seqlens=jnp.zeros(3, jnp.int32))
+    o, final = gdn_jax.gated_delta_rule(x, x, x, implementation=implementation, **packed)
+    assert o.shape == x.shape
+    np.testing.assert_array_equal(final, state)
+    assert gdn_jax.chunk_states(x, x, **packed).shape == (1, 1, 2, 3, 3)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from serving_cases import (
+    HK,
     K,
     Requests,
     V,
@@ -134,6 +135,61 @@ def test_slots_of_any_integer_dtype(dtype):
     assert_close(want[:1], np.asarray(new)[2:], STATE_F32)
     assert not np.asarray(o[1]).any()
     assert_same_bits(pool[:2], np.asarray(new)[:2])
+
+
+@pytest.mark.parametrize(
+    "dtype, size, slot",
+    [(np.int8, 200, 100), (np.uint8, 300, 50), (np.int16, 70000, 3), (np.uint16, 65536, 65535)],
+)
+def test_more_slots_than_a_narrow_dtype_counts(dtype, size, slot):
+    """A pool's size is not compared in the dtype of the slots, in which it is another number."""
+    pool, slots = (
+        np.random.default_rng(0).standard_normal((size, 2)).astype(np.float32),
+        np.array([slot], dtype),
+    )
+    for numbers in (slots, jnp.asarray(slots)):
+        np.testing.assert_array_equal(
+            serving.take_slots(pool, numbers, null_slot=size - 1 if slot < size - 1 else 0), pool[[slot]]
+        )
+        new = serving.put_slots(fresh(pool), numbers, np.ones((1, 2), np.float32))
+        np.testing.assert_array_equal(np.flatnonzero((np.asarray(new) != pool).any(1)), [slot])
+        copied = serving.copy_slots(fresh(pool), numbers, np.array([1], dtype))
+        np.testing.assert_array_equal(copied[1], pool[slot])
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_pool_of_no_slots_serves_padding(ring):
+    x, pool = draw(1, 1), jnp.zeros((0, 4, K, V))
+    pool = serving.make_ring_pool(pool, num_key_heads=HK) if ring else pool
+    padding = np.array([-1])
+    o, _ = compiled(serving.decode)(*one(x), pool, **x.gates, read_slots=padding)
+    assert not np.asarray(o).any()
+    rows = compiled(serving.take_slots)(pool, padding)
+    assert {y.shape[0] for y in jax.tree.leaves(compiled(serving.put_slots)(pool, padding, rows))} == {0}
+
+
+def test_narrow_slots_in_every_operation():
+    x, pool = draw(1, 2), draw_pool(200)
+    row = (*(y for y in x.tokens[:3]), -np.ones((1, 2, 4), np.float32), None)
+    at, one_slot = np.array([[100, 7]], np.int8), np.array([100], np.int8)
+    spans = dict(state_slots=at, num_accepted_tokens=np.ones(1, np.int8))
+    ring = serving.make_ring_pool(jnp.asarray(pool), num_key_heads=HK, length=150)
+    windows = np.random.default_rng(0).standard_normal((200, 5, 3)).astype(np.float32)
+    inputs, weight = np.ones((1, 5), np.float32), np.ones((5, 4), np.float32)
+    calls = (
+        (serving.decode, (*one(x), pool), dict(x.gates, read_slots=one_slot)),
+        (serving.verify, (*x.tokens, pool), dict(x.gates, **spans)),
+        (serving.verify, (*x.tokens, ring), x.gates | spans | dict(state_slots=one_slot)),
+        (serving.prefill, (*row, jnp.array([0, 2], jnp.int8), pool), dict(read_slots=one_slot)),
+        (serving.causal_conv1d_update, (inputs, windows, weight), dict(read_slots=one_slot)),
+    )
+    for f, args, options in calls:
+        options = {name: jnp.asarray(y) for name, y in options.items()}
+        wide = {name: y.astype(jnp.int32) if "slots" in name else y for name, y in options.items()}
+        narrow, (o, new) = compiled(f)(*args, **options), compiled(f)(*args, **wide)
+        assert np.asarray(o).any()
+        for got, want in zip(jax.tree.leaves(narrow), jax.tree.leaves((o, new)), strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=f.__name__)
 
 
 def test_a_slot_outside_the_pool_is_padding():

@@ -243,10 +243,11 @@ def test_the_same_batches_have_the_same_bits():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_errors():
     prefill, decode = recording({})
     pools = jnp.zeros(3)
-    with pytest.raises(ValueError, match="max_batch: expected 1 to 3, the slots of the pools, got 4"):
+    with pytest.raises(ValueError, match="max_batch: expected 1 to 3, got 4"):
         serving.Server(prefill, decode, None, pools, max_batch=4)
     with pytest.raises(ValueError, match="max_waiting: expected at least 1, got 0"):
         serving.Server(prefill, decode, None, pools, max_batch=1, max_waiting=0)
@@ -257,6 +258,20 @@ def test_errors():
         server.submit([], 1)
     with pytest.raises(ValueError, match="num_tokens: expected at least 1, got 0"):
         server.submit([1], 0)
+    with pytest.raises(ValueError, match=r"prefill_tokens: expected at least 64, got 100\.5"):
+        serving.Server(prefill, decode, None, pools, max_batch=1, prefill_tokens=100.5)
+    with pytest.raises(ValueError, match="max_batch: expected 1 to 3, got '2'"):
+        serving.Server(prefill, decode, None, pools, max_batch="2")
+    with pytest.raises(ValueError, match=r"num_tokens: expected at least 1, got 2\.5"):
+        server.submit([1], 2.5)
+    with pytest.raises(ValueError, match="stop_token: expected 0 to 2147483647, got 'x'"):
+        server.submit([1], 1, stop_token="x")
+    for token in (-1, 2**40):
+        with pytest.raises(ValueError, match=f"prompt: expected tokens from 0 to 2147483647, got {token}"):
+            server.submit([1, token], 1)
+    small = serving.Server(prefill, decode, None, pools, max_batch=1, vocab_size=7)
+    with pytest.raises(ValueError, match="prompt: expected tokens from 0 to 6, got 7"):
+        small.submit([7], 1)
     with pytest.raises(ValueError, match="number: expected a running request, got 5"):
         server.preempt(5)
 

@@ -124,6 +124,64 @@ SHAPES = {
         {},
         "length: expected at least 1, got 0",
     ),
+    "layer in words": (decode, dict(pool=POOL[:, None], layer="0"), "layer: expected 0 to 0, got '0'"),
+    "layer as a flag": (decode, dict(pool=POOL[:, None], layer=False), "layer: expected 0 to 0, got False"),
+    "fractional layer": (decode, dict(pool=POOL[:, None], layer=0.0), "layer: expected 0 to 0, got 0.0"),
+    "layers": (decode, dict(pool=POOL[:, None], layer=SLOTS), "layer: expected shape [] = [], got [3]"),
+    "negative layer": (decode, dict(pool=POOL[:, None], layer=np.int32(-1)), "layer: expected 0 to 0, got -1"),
+    "null slot in words": (decode, dict(null_slot="0"), "null_slot: expected -1 to 7, got '0'"),
+    "null slot as a flag": (decode, dict(null_slot=True), "null_slot: expected -1 to 7, got True"),
+    "null slot below": (verify, dict(null_slot=-5), "null_slot: expected -1 to 7, got -5"),
+    "null slot beyond": (conv, dict(null_slot=8), "null_slot: expected -1 to 7, got 8"),
+    "norm in words": (decode, dict(use_qk_l2norm="no"), "use_qk_l2norm: expected True or False, got 'no'"),
+    "norm as an array": (prefill, dict(use_qk_l2norm=SLOTS), "use_qk_l2norm: expected True or False, got ndarray"),
+    "eigenvalues as a number": (verify, dict(allow_neg_eigval=1), "allow_neg_eigval: expected True or False, got 1"),
+    "invariance as a number": (prefill, dict(batch_invariant=1), "batch_invariant: expected True or False, got 1"),
+    "scale beyond": (decode, dict(scale=10**400), "scale: expected a number that a float holds"),
+    "complex scale": (decode, dict(scale=np.complex64(2 + 5j)), "scale: expected a number, got"),
+    "chunk size": (prefill, dict(chunk_size=5, batch_invariant=True), "chunk_size: expected one of 16, 32, 64, 128"),
+    "no chunk size": (
+        prefill,
+        dict(chunk_size=0, checkpoint_every=64, checkpoint_slots=SPANS),
+        "chunk_size: expected one of 16, 32, 64, 128",
+    ),
+    "fractional checkpoints": (
+        prefill,
+        dict(checkpoint_every=64.0, checkpoint_slots=SPANS),
+        "checkpoint_every: expected at least 1, got 64.0",
+    ),
+    "rings of integers": (
+        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, dtype=jnp.int32),
+        {},
+        "dtype: expected a floating dtype",
+    ),
+    "rings of no dtype": (
+        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, dtype="x"),
+        {},
+        "dtype: expected a floating dtype, got 'x'",
+    ),
+    "integer states": (
+        lambda: serving.make_ring_pool(jnp.zeros((2, 2, 3, 3), int), num_key_heads=2),
+        {},
+        "states: expected dtype float16",
+    ),
+    "no states": (
+        lambda: serving.make_ring_pool([], num_key_heads=2),
+        {},
+        "states: expected a floating array, got list",
+    ),
+    "fractional length": (
+        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, length=1.5),
+        {},
+        "length: expected at least 1, got 1.5",
+    ),
+    "accept without a ring": (
+        lambda: serving.accept(POOL, SLOTS, SLOTS),
+        {},
+        "pool: expected a RingPool, see make_ring_pool, got ndarray",
+    ),
+    "flush without a ring": (lambda: serving.flush(POOL, SLOTS), {}, "pool: expected a RingPool"),
+    "snapshot of a layer": (lambda: serving.snapshot(RING, SLOTS, layer=0), {}, "pool.state: expected shape"),
     "key heads": (
         lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=3),
         {},
@@ -247,5 +305,17 @@ def test_copies_and_stored_rows():
         serving.copy_slots(fresh(POOL), np.array([2, 3]), np.array([1, 1]))
     with pytest.raises(ValueError, match="slots: expected slots from 0 to 7"):
         serving.take_slots(fresh(POOL), np.array([9]))
+    row = serving.take_slots(fresh(POOL), np.array([1]))
+    for rows, message in (
+        (row, r"rows: expected shape \[N, ...\] = \[3, 4, 8, 6\], got \[1, 4, 8, 6\]"),
+        (row[0], r"rows: expected shape"),
+        ({"a": row}, "rows: expected the pool's tree"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            serving.put_slots(fresh(POOL), SLOTS, rows)
+    with pytest.raises(ValueError, match=r"rows\['h'\]: expected shape"):
+        serving.put_slots({"h": fresh(POOL)}, SLOTS, {"h": row})
+    with pytest.raises(ValueError, match="null_slot: expected -1 to 7, got 8"):
+        serving.copy_slots(fresh(POOL), SLOTS, SLOTS, null_slot=8)
     with pytest.raises(ValueError, match="pool: expected arrays with one number of slots, got"):
         serving.take_slots((fresh(POOL), fresh(POOL[:3])), np.array([1]))

@@ -134,6 +134,14 @@ def test_a_sequence_without_tokens_keeps_its_bits():
     assert_same_bits(pool, new)
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}])
+def test_no_tokens(options):
+    x, pool = [y[:, :0] for y in tokens()], draw_pool(9)
+    o, new = compiled(serving.prefill, **options)(*x, jnp.zeros(6, jnp.int32), pool, read_slots=READ)
+    assert o.shape[1] == 0
+    assert_same_bits(pool, new)
+
+
 @pytest.mark.parametrize("cuts", [(0,), (69, 70), (1, 64, 200)])
 def test_pieces(cuts):
     """A prompt in pieces, cut anywhere in the row, equals the whole."""

@@ -160,6 +160,36 @@ def test_verify():
         assert_close(expected(span, states)[0], drafts, STATE_F32, f"drafts after token {t}")
 
 
+@pytest.mark.parametrize("then", [4, 2])
+def test_drafts_after_what_was_accepted(then):
+    """A step may have fewer tokens than were accepted of the one before, or follow an `accept` of them."""
+    x, pool = draw(3, 4 + then, seed=5), draw_pool(6)
+    first, second = x.at(slice(None), slice(4)), x.at(slice(None), slice(4, None))
+    call = compiled(serving.verify)
+    options = x.gates | dict(state_slots=SLOTS)
+    accepted = np.array([1, 3, 4])
+    _, ring = call(
+        *first.tokens,
+        make(pool, LENGTH),
+        **options,
+        num_accepted_tokens=np.ones(3, int),
+        num_tokens=np.full(3, 4),
+    )
+    kept = compiled(serving.accept)(ring, SLOTS, accepted)
+    o, _ = call(
+        *second.tokens,
+        kept,
+        **options,
+        num_accepted_tokens=np.ones(3, int),
+        num_tokens=np.full(3, then),
+    )
+    same, _ = call(*second.tokens, ring, **options, num_accepted_tokens=accepted, num_tokens=np.full(3, then))
+    assert_same_bits(o, same)
+    for row, number in enumerate(accepted):
+        _, state = expected(first.at([row], slice(number)), pool[SLOTS[[row]]].astype(np.float64))
+        assert_close(expected(second.at([row]), state)[0][0], np.asarray(o)[row], STATE_F32)
+
+
 def test_a_wrong_number_of_accepted_tokens_is_padding():
     x, ring = draw(3, 4), make(draw_pool(6), LENGTH)
     o, new = compiled(serving.verify)(
@@ -167,7 +197,7 @@ def test_a_wrong_number_of_accepted_tokens_is_padding():
         ring,
         **x.gates,
         state_slots=SLOTS,
-        num_accepted_tokens=jnp.array([0, 5, -1]),
+        num_accepted_tokens=jnp.array([0, LENGTH + 1, -1]),
         num_tokens=np.full(3, 4),
     )
     assert not np.asarray(o).any()

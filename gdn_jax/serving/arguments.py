@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax import ops
-from gdn_jax.shapes import Dims, check_array, check_floating, rule_dims
+from gdn_jax.shapes import (
+    Dims,
+    check_array,
+    check_ascending,
+    check_floating,
+    check_whole,
+    real_number,
+    rule_dims,
+)
 
 
 def token_dims(raw: Any, *, letters: str, state_layout: str) -> Dims:
@@ -47,9 +55,7 @@ def check_scale(scale: Any, dims: Dims) -> float:
     """The factor of the output: K ** -0.5, or the number that is given."""
     if scale is None:
         return dims.K**-0.5
-    if not isinstance(scale, (int, float, np.number)) or isinstance(scale, bool):
-        raise ValueError(f"scale: expected a number, got {scale!r}")
-    return float(scale)
+    return real_number("scale", scale)
 
 
 def check_pool(pool: Any, shape: tuple[int, ...], letters: str, layer: Any) -> None:
@@ -58,9 +64,22 @@ def check_pool(pool: Any, shape: tuple[int, ...], letters: str, layer: Any) -> N
     check_array("pool", pool, (*(None,) * (1 + (layer is not None)), *shape), f"{axes}, {letters}")
     check_floating("pool", pool)
     if layer is not None:
-        layers = pool.shape[1]
-        if isinstance(layer, (int, np.integer)) and not 0 <= layer < layers:
-            raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+        check_layer(layer, pool.shape[1])
+
+
+def check_layer(layer: Any, layers: int) -> None:
+    """Raises ValueError unless layer is a whole number, or an integer array without dimensions, below `layers`."""
+    if not hasattr(layer, "shape"):
+        check_whole("layer", layer, 0, layers - 1)
+        return
+    check_integers("layer", layer, (), "")
+    check_range("layer", np.asarray(layer) if isinstance(layer, np.generic) else layer, 0, layers - 1)
+
+
+def check_null_slot(null_slot: Any, size: int) -> None:
+    """Raises ValueError unless it is None, -1 or a slot of a pool of that size."""
+    if null_slot is not None:
+        check_whole("null_slot", null_slot, -1, size - 1)
 
 
 def slot_count(pool: Any) -> int:
@@ -92,6 +111,7 @@ def check_slots(
       null_slot: what is padding beside -1.
       unique: no slot may come twice.
     """
+    check_null_slot(null_slot, size)
     check_integers(name, slots, shape, letters)
     check_values(partial(_check_slot_values, name, size, null_slot, unique), slots)
 
@@ -113,7 +133,8 @@ def check_values(check: Callable[..., None], *arrays: Any) -> None:
 
 def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool, slots) -> None:
     slots = np.asarray(slots)
-    slots = slots[slots != np.array(-1).astype(slots.dtype)]  # an unsigned -1 too
+    inside = (slots >= 0) & (slots < size)
+    slots = slots[inside | (slots != np.array(-1).astype(slots.dtype))]  # an unsigned -1 is padding too
     outside = slots[(slots < 0) | (slots >= size)]
     if outside.size:
         raise ValueError(
@@ -132,19 +153,11 @@ def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool
 def check_sequences(cu_seqlens: Any, T: int, has_initial_state: Any) -> None:
     """Raises ValueError for wrong offsets of T packed tokens, and for a wrong mask of their sequences."""
     check_integers("cu_seqlens", cu_seqlens, (None,), "N + 1")
-    check_values(partial(_check_ascending, T), cu_seqlens)
+    check_values(partial(check_ascending, T), cu_seqlens)
     if has_initial_state is not None:
         check_array("has_initial_state", has_initial_state, (cu_seqlens.shape[0] - 1,), "N")
         if has_initial_state.dtype != jnp.bool_:
             raise ValueError(f"has_initial_state: expected dtype bool, got {has_initial_state.dtype}")
-
-
-def _check_ascending(T: int, cu_seqlens) -> None:
-    cu = np.asarray(cu_seqlens)
-    if cu[0] != 0 or (cu[1:] < cu[:-1]).any() or cu[-1] > T:
-        raise ValueError(
-            f"cu_seqlens: expected ascending values from 0 to at most T = {T}, got {cu.tolist()}"
-        )
 
 
 def check_range(name: str, x: Any, least: int, most: int) -> None:

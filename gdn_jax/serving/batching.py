@@ -18,11 +18,15 @@ import numpy as np
 from gdn_jax.serving.arguments import slot_count
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 from gdn_jax.serving.states import GRID
+from gdn_jax.shapes import check_whole
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
 Decode = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [B], slots [B], pools) -> next tokens [B], pools."""
+
+TOKENS = 2**31
+"""Tokens that int32 tells apart."""
 
 
 class QueueFull(RuntimeError):
@@ -65,6 +69,7 @@ class Server:
       max_waiting: requests that may wait.
       prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
         of 64 tokens.
+      vocab_size: `submit` refuses tokens from here on. By default it takes all that int32 holds.
 
     Raises:
       ValueError: a number does not fit.
@@ -80,14 +85,15 @@ class Server:
         max_batch: int,
         max_waiting: int = 64,
         prefill_tokens: int = 256,
+        vocab_size: int | None = None,
     ):
         slots = slot_count(pools)
-        if not 1 <= max_batch <= slots:
-            raise ValueError(f"max_batch: expected 1 to {slots}, the slots of the pools, got {max_batch}")
-        if max_waiting < 1:
-            raise ValueError(f"max_waiting: expected at least 1, got {max_waiting}")
-        if prefill_tokens < GRID:
-            raise ValueError(f"prefill_tokens: expected at least {GRID}, got {prefill_tokens}")
+        check_whole("max_batch", max_batch, 1, slots)
+        check_whole("max_waiting", max_waiting, 1)
+        check_whole("prefill_tokens", prefill_tokens, GRID)
+        if vocab_size is not None:
+            check_whole("vocab_size", vocab_size, 1, TOKENS)
+        self._tokens = vocab_size or TOKENS
         self._prefill, self._decode, self._params = prefill, decode, params
         self._state = _State(pools, jnp.zeros(slots, jnp.int32))
         self._free = deque(range(slots))
@@ -122,8 +128,11 @@ class Server:
             raise ValueError(
                 f"prompt: expected a row of at least one token, got {tokens.dtype}{list(tokens.shape)}"
             )
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+        if (wrong := tokens[(tokens < 0) | (tokens >= self._tokens)]).size:
+            raise ValueError(f"prompt: expected tokens from 0 to {self._tokens - 1}, got {wrong[0]}")
+        check_whole("num_tokens", num_tokens, 1)
+        if stop_token is not None:
+            check_whole("stop_token", stop_token, 0, self._tokens - 1)
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
         self._number += 1

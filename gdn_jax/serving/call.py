@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from gdn_jax.serving.arguments import check_integers, check_range, check_scale, check_slots, check_values
-from gdn_jax.shapes import Dims
+from gdn_jax.shapes import Dims, check_flags
 
 interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)
 """Parameters of Pallas' interpreter for the kernels of a call; None to compile them."""
@@ -46,7 +46,9 @@ class Call:
     implementation: str | None = None
 
     def checked(self, dims: Dims) -> Any:
-        """The same options with the factor of the output as a number; raises ValueError where it is none."""
+        """The same options with the factor of the output as a number; raises ValueError where one is wrong."""
+        names = ("use_qk_l2norm", "allow_neg_eigval", "batch_invariant")
+        check_flags(**{name: getattr(self, name) for name in names})
         return replace(self, scale=check_scale(self.scale, dims))
 
 
@@ -95,15 +97,15 @@ class Spans(NamedTuple):
         shape, letters = ((N, T), letters) if pool.slot_per_token else ((N,), "N")
         check = partial(check_slots, size=pool.size, null_slot=pool.null_slot, unique=True)
         check("state_slots", self.state_slots, shape, letters)
+        pool.check_drafts(T, self.parents is not None)
         check_integers("num_accepted_tokens", self.num_accepted_tokens, (N,), "N")
-        check_range("num_accepted_tokens", self.num_accepted_tokens, 1, T)
+        check_range("num_accepted_tokens", self.num_accepted_tokens, 1, pool.most_accepted(T))
         if self.num_tokens is not None:
             check_integers("num_tokens", self.num_tokens, (N,), "N")
             check_range("num_tokens", self.num_tokens, 0, T)
         if self.parents is not None:
             check_integers("parents", self.parents, (N, T), "N, T")
             check_values(_check_parents, self.parents)
-        pool.check_drafts(T, self.parents is not None)
 
     def is_token(self, T: int) -> Bool[Array, "_ T"]:
         """Which tokens of each request there are, [N or 1, T]."""

@@ -115,7 +115,7 @@ def respond(
         since = jnp.zeros((T + 1, *since.shape), since.dtype).at[0].set(since)
     xs = [jnp.moveaxis(y, -2, 0) for y in (q, k, v)] + [jnp.moveaxis(y, -1, 0) for y in (g, beta)]
     xs += [jnp.moveaxis(y, -2, 0) for y in (found, read)]
-    in_order = (jnp.arange(T), None if parents is None else parents.T, xs)
+    in_order = (jnp.arange(T), None if parents is None else parents.T.astype(jnp.int32), xs)
     carry = (with_room(entry.k, -2), with_room(entry.u, -2), since)
     _, out = lax.scan(follow, carry, in_order)  # [T, B, *heads, V]
     return Appended(*(jnp.moveaxis(y, 0, 1).reshape(B, T, x.g.shape[-1], v.shape[-1]) for y in out))

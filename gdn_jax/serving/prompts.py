@@ -16,7 +16,7 @@ from gdn_jax.serving.pools import Arrays, by_kernels, opened
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import GRID
 from gdn_jax.serving.tokens import heads_of
-from gdn_jax.shapes import RuleArrays, check_array, rule_dims
+from gdn_jax.shapes import RuleArrays, check_array, check_whole, rule_dims
 
 
 def prefill(
@@ -94,11 +94,13 @@ def prefill(
     memory.check(dims, layer)
     check_sequences(cu_seqlens, dims.T, has_initial_state)
     at.check(memory, "N", dims.N)
+    ops.check_chunk_size(chunk_size)
     if (checkpoint_every is None) != (checkpoint_slots is None):
         raise ValueError("checkpoint_slots: expected together with checkpoint_every, got one of the two")
     if checkpoint_every is not None:
         grid = int(np.lcm(GRID, chunk_size))
-        if checkpoint_every < 1 or checkpoint_every % grid:
+        check_whole("checkpoint_every", checkpoint_every, 1)
+        if checkpoint_every % grid:
             raise ValueError(f"checkpoint_every: expected a multiple of {grid}, got {checkpoint_every}")
         check = partial(check_slots, size=memory.size, null_slot=null_slot, unique=True)
         check("checkpoint_slots", checkpoint_slots, (dims.N, None), "N, M")

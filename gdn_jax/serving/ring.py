@@ -17,14 +17,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax.serving import shards, slots
-from gdn_jax.serving.arguments import check_integers, check_range
+from gdn_jax.serving.arguments import check_integers, check_layer, check_range
 from gdn_jax.serving.call import At, Call, Spans
 from gdn_jax.serving.deferred import Entry, respond
 from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool, outputs
 from gdn_jax.serving.tokens import Raw, Tokens, alone, by_row, prepare, step
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_choice
+from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice
 
 
 class DeferredPool(StatePool):
@@ -44,6 +44,10 @@ class DeferredPool(StatePool):
         """Raises ValueError unless checkpoints and rings have the heads and widths of a call."""
         super().check(dims, layer)
         check_ring(self.arrays, dims, layer)
+
+    def most_accepted(self, T: int) -> int:
+        """A ring has all tokens of the call before, however many come now."""
+        return self.arrays.length
 
     def check_drafts(self, T: int, is_tree: bool) -> None:
         """Raises ValueError where a ring is shorter than T, or is not made for trees and has to take one."""
@@ -116,7 +120,9 @@ class DeferredPool(StatePool):
         """The pool without the tokens of the last call that were not accepted."""
         accepted = spans.num_accepted_tokens
         at = self.address(spans.state_slots, spans.layer).only(accepted >= 1)
-        return self.holding(drop(self.arrays, at, accepted))
+        ring = drop(self.arrays, at, accepted)
+        count = slots.take(ring.count, at)
+        return self.holding(put_counts(ring, at, count, count - 1))
 
     def flush(self, at: At) -> Any:
         """The pool with the rings of some slots made part of their checkpoints."""
@@ -128,9 +134,9 @@ class DeferredPool(StatePool):
 
     def _span(self, spans: Spans, raw: Raw) -> Address:
         """Slots of the requests; one with a wrong number of accepted tokens is padding."""
-        accepted = spans.num_accepted_tokens
+        accepted = slots.widened(spans.num_accepted_tokens)
         at = self.address(spans.state_slots, spans.layer)
-        return at.only((accepted >= 1) & (accepted <= raw.q.shape[1]))
+        return at.only((accepted >= 1) & (accepted <= self.most_accepted(raw.q.shape[1])))
 
     def _entry(self, at: Address, dtype) -> Entry:
         """Slots as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
@@ -180,6 +186,18 @@ def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, A
     return lax.while_loop(lambda state: state[0] < number, body, (jnp.int32(0), carry))[1]
 
 
+def _opened(pool: Any, layout: str, null_slot: int | None, layer: Any) -> DeferredPool:
+    check_choice("state_layout", layout, STATE_LAYOUTS)
+    if not isinstance(pool, RingPool):
+        raise ValueError(f"pool: expected a RingPool, see make_ring_pool, got {type(pool).__name__}")
+    check_array(
+        "pool.state", pool.state, (None,) * (4 + (layer is not None)), "slots, layers if any, HO, _, _"
+    )
+    if layer is not None:
+        check_layer(layer, pool.state.shape[1])
+    return DeferredPool(pool, layout, null_slot)
+
+
 def accept(
     pool: RingPool,
     read_slots: Indices,
@@ -191,19 +209,19 @@ def accept(
     """The pool with those tokens of the last call dropped that were not accepted. The pool is donated.
 
     `verify` does this itself. It is for whoever goes on otherwise after a `verify`: with `decode`, `flush`,
-    `snapshot` or `take_slots`.
+    `snapshot` or `take_slots`. A `verify` that comes after it is given 1.
 
     Args:
       pool: the pool.
       read_slots: [N] integers; no slot twice; -1 is padding.
-      num_accepted_tokens: [N] integers, at least 1: how many of the tokens that the last call appended stay. After a
+      num_accepted_tokens: [N] integers from 1 to L: how many of the tokens that the last call appended stay. After a
         tree it is 1 + the last accepted token's index, as for `verify`.
       null_slot, layer: as for `decode`.
 
     Raises:
       ValueError: an argument is wrong.
     """
-    rings = DeferredPool(pool, null_slot=null_slot)
+    rings = _opened(pool, STATE_LAYOUTS[0], null_slot, layer)
     At(read_slots).check(rings, "N", None)
     check_integers("num_accepted_tokens", num_accepted_tokens, tuple(read_slots.shape), "N")
     check_range("num_accepted_tokens", num_accepted_tokens, 1, pool.length)
@@ -230,8 +248,7 @@ def flush(
     Raises:
       ValueError: an argument is wrong.
     """
-    check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    rings, at = DeferredPool(pool, state_layout, null_slot), At(read_slots, layer=layer)
+    rings, at = _opened(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
     at.check(rings, "N", None)
     return shards.change(("flush",), rings.axes, rings, at).arrays
 
@@ -256,7 +273,6 @@ def snapshot(
     Raises:
       ValueError: an argument is wrong.
     """
-    check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    rings, at = DeferredPool(pool, state_layout, null_slot), At(read_slots, layer=layer)
+    rings, at = _opened(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
     at.check(rings, "N", None, unique=False)
     return shards.look(("snapshot",), "n h . .", rings, at)

@@ -17,7 +17,9 @@ from gdn_jax.shapes import (
     accumulation_dtype,
     check_array,
     check_choice,
+    check_flags,
     check_floating,
+    check_whole,
 )
 
 
@@ -87,15 +89,23 @@ def make_ring_pool(
       ValueError: an argument is wrong.
     """
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
+    check_flags(trees=trees)
+    check_floating("states", states)
     if len(states.shape) not in (4, 5):
         raise ValueError(
             f"states: expected shape [slots, HO, K, V] or [slots, layers, HO, K, V], got {states.shape}"
         )
-    if length < 1:
-        raise ValueError(f"length: expected at least 1, got {length}")
+    check_whole("length", length, 1)
+    try:
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise ValueError(f"dtype: expected a floating dtype, got {dtype!r}")
     *leading, HO, K, V = states.shape
     K, V = (K, V) if state_layout == "kv" else (V, K)
-    if num_key_heads < 1 or HO % num_key_heads:
+    check_whole("num_key_heads", num_key_heads, 1)
+    if HO % num_key_heads:
         raise ValueError(f"num_key_heads: expected a divisor of HO = {HO}, got {num_key_heads}")
     return RingPool(
         states,

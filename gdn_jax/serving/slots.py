@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from gdn_jax.serving.arguments import check_slots, slot_count
+from gdn_jax.shapes import check_array
 
 BEYOND = np.iinfo(np.int32).max
 """The slot or row number that no pool has: reading there gives zeros, writing does nothing."""
@@ -22,7 +23,8 @@ FEW_OFFSETS = 65
 Worked out, not measured: each head of a token is compared by itself, 68 million times for 32,768 tokens, 32 heads."""
 
 Indices = Integer[Array, "..."] | Integer[np.ndarray, "..."]
-"""Slot numbers as callers give them: of any integer dtype."""
+"""Slot numbers as callers give them: of any integer dtype. The largest unsigned number is -1 where the pool has
+no such slot."""
 
 
 class Address(NamedTuple):
@@ -36,7 +38,7 @@ class Address(NamedTuple):
     @classmethod
     def of(cls, slots: Indices, pool: Any, null_slot: int | None = None, layer: Any = None) -> "Address":
         """Address of slots by numbers of any integer dtype."""
-        slots, size = jnp.asarray(slots), slot_count(pool)
+        slots, size = widened(jnp.asarray(slots)), slot_count(pool)
         is_slot = (slots >= 0) & (slots < size)
         if null_slot is not None:
             is_slot = is_slot & (slots != null_slot)
@@ -56,11 +58,16 @@ class Address(NamedTuple):
         return (self.slot,) if self.layer is None else (self.slot, self.layer)
 
 
+def widened(x: Integer[Array, "..."]) -> Integer[Array, "..."]:
+    """The same integers in at least 32 bits: JAX compares in the dtype of the array, to which it wraps a number."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
 def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
     """Which tokens of packed sequences belong to one that has a slot."""
     # To compare with every offset is one operation, to search one after the other.
     method = "compare_all" if cu_seqlens.shape[0] <= FEW_OFFSETS else "scan"
-    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right", method=method) - 1
+    owner = jnp.searchsorted(widened(cu_seqlens), jnp.arange(T), side="right", method=method) - 1
     return rows_of(at.is_slot, jnp.where(owner < 0, BEYOND, owner), False)
 
 
@@ -71,7 +78,13 @@ def rows_of(x: Array, rows: Int[Array, "..."], fill: Any = 0) -> Array:
 
 def take(pool: Any, at: Address) -> Any:
     """Reads slots, zeros for padding: the pool's arrays with the slots' shape in place of the slot axis."""
-    return jax.tree.map(lambda x: x.at[at.where].get(mode="fill", fill_value=0), pool)
+
+    def read(x: Any) -> Array:
+        if not x.shape[0]:  # JAX gathers nothing from an axis of no length
+            return jnp.zeros_like(x, shape=(*at.slot.shape, *x.shape[len(at.where) :]))
+        return jnp.asarray(x).at[at.where].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(read, pool)
 
 
 def put(pool: Any, at: Address, rows: Any) -> Any:
@@ -93,7 +106,7 @@ def take_slots(pool: Any, slots: Indices, *, null_slot: int | None = None) -> An
     Raises:
       ValueError: slots has another shape or dtype; or known slots lie outside the pool.
     """
-    check_slots("slots", slots, (None,), "N", slot_count(pool))
+    check_slots("slots", slots, (None,), "N", slot_count(pool), null_slot=null_slot)
     return take(pool, Address.of(slots, pool, null_slot))
 
 
@@ -107,9 +120,11 @@ def put_slots(pool: Any, slots: Indices, rows: Any, *, null_slot: int | None = N
       null_slot: a slot that is never written.
 
     Raises:
-      ValueError: slots has another shape or dtype; or known slots lie outside the pool or come twice.
+      ValueError: slots or rows have another shape or dtype, or rows are another tree; or known slots lie outside the
+        pool or come twice.
     """
     check_slots("slots", slots, (None,), "N", slot_count(pool), null_slot=null_slot, unique=True)
+    _check_rows(pool, rows, slots.shape[0])
     return _put_slots(pool, jnp.asarray(slots), rows, null_slot)
 
 
@@ -126,10 +141,18 @@ def copy_slots(pool: Any, from_slots: Indices, to_slots: Indices, *, null_slot: 
     Raises:
       ValueError: slots have another shape or dtype; or known slots lie outside the pool or come twice.
     """
-    check_slots("from_slots", from_slots, (None,), "N", slot_count(pool))
+    check_slots("from_slots", from_slots, (None,), "N", slot_count(pool), null_slot=null_slot)
     shape = tuple(from_slots.shape)
     check_slots("to_slots", to_slots, shape, "N", slot_count(pool), null_slot=null_slot, unique=True)
     return _copy_slots(pool, jnp.asarray(from_slots), jnp.asarray(to_slots), null_slot)
+
+
+def _check_rows(pool, rows, N: int) -> None:
+    arrays, got = jax.tree.structure(pool), jax.tree.structure(rows)
+    if arrays != got:
+        raise ValueError(f"rows: expected the pool's tree {arrays}, got {got}")
+    for (path, x), y in zip(jax.tree.leaves_with_path(pool), jax.tree.leaves(rows), strict=True):
+        check_array(f"rows{jax.tree_util.keystr(path)}", y, (N, *x.shape[1:]), "N, ...")
 
 
 def _put(pool, slots, rows, null_slot):

@@ -82,6 +82,10 @@ class StatePool:
         widths, letters = ((dims.K, dims.V), "K, V") if self.layout == "kv" else ((dims.V, dims.K), "V, K")
         check_pool(self.states, (dims.HO, *widths), f"HO, {letters}", layer)
 
+    def most_accepted(self, T: int) -> int:
+        """How many tokens of the call before may be accepted, in a call of T tokens."""
+        return T
+
     def check_drafts(self, T: int, is_tree: bool) -> None:
         """Raises ValueError where there is no room for T tokens of a request, or for a tree of them."""
 

@@ -148,9 +148,10 @@ def verify(
     Args:
       q, k, v, a, b, A_log, dt_bias, pool: as for `decode`, with the tokens of a request as the second axis.
       state_slots: [N, T] integers, no slot twice; at -1 no state is kept. With a `RingPool` [N].
-      num_accepted_tokens: [N] integers from 1 to T: how many tokens of the call before were accepted, the sampled one
-        among them. 1 after `prefill` or `decode`, which leave one state. With parents it is 1 + the last accepted
-        token's index. A request that starts from slot -1 is padding: output 0, and nothing is read or written.
+      num_accepted_tokens: [N] integers from 1 to T, or to the length of a `RingPool`: how many tokens of the call
+        before were accepted, the sampled one among them. 1 after `prefill` or `decode`, which leave one state, and
+        after `accept`. With parents it is 1 + the last accepted token's index. A request that starts from slot -1 is
+        padding: output 0, and nothing is read or written.
       num_tokens: [N] integers from 0 to T, how many tokens of each request there are; the others are padding. By
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for

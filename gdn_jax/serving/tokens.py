@@ -128,7 +128,7 @@ def walk(step: Callable, state: Array, tokens: Any, parents: Array | None) -> tu
             state, o = step(states[parent + 1, request], x)
             return states.at[t + 1].set(state), o
 
-        states, o = jax.lax.scan(branch, states, (jnp.arange(T), parents.T, tokens))
+        states, o = jax.lax.scan(branch, states, (jnp.arange(T), parents.T.astype(jnp.int32), tokens))
         states = states[1:]
     return jnp.moveaxis(states, 0, 1), jnp.moveaxis(o, 0, 1)
 
