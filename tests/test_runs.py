@@ -379,7 +379,10 @@ def test_names_of_run_folders(folder, finished, tmp_path, name):
     assert train(folder, out, "--steps", "4") == 0
     assert (out / "checkpoints" / "4" / "state" / "manifest.ocdbt").exists()
     assert load_run(out).step == 4
+    left = out / "checkpoints" / "8.orbax-checkpoint-tmp"
+    left.mkdir()
     assert resume(out) == 0
+    assert not left.exists()
 
 
 def test_a_name_that_is_no_text_is_refused(folder, tmp_path, capsys):

@@ -57,12 +57,13 @@ class Checkpoints:
         self._keep, self._reads = keep, keep is None
         if not self._reads:
             self._folder.mkdir(exist_ok=True)
+            self._remove_unfinished()
         _check_metadata(self._folder)
         self._alias = _Alias(self._folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None,  # an older checkpoint goes when the new one has been looked at
             enable_async_checkpointing=False,
-            cleanup_tmp_directories=not self._reads,
+            cleanup_tmp_directories=False,  # it would be done by a thread that may outlive the link
             create=False,
             read_only=self._reads,
             save_interval_steps=0 if self._reads else 1,
@@ -135,6 +136,12 @@ class Checkpoints:
         if facts.pop("digest", None) != _digest(state):
             raise ValueError("the arrays are not those that were saved")
         return state, facts
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a save that was cut short has left."""
+        if jax.process_index() == 0:
+            for unfinished in self._folder.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def _check_whole(self, step: int, like: Any) -> None:
         """Raises ValueError unless a checkpoint lists the arrays of `like`, before any of them is read.
