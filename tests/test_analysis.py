@@ -126,6 +126,9 @@ def test_write_half_life_follows_the_gates_that_come():
             n += 1
             left *= math.exp(float(g[b, t + n, h]))
         assert got[b, t, h] == (n if left <= 0.5 else np.inf), (b, t, h)
+    half = jnp.full((1, 2, 1), -np.log(2, dtype=np.float32))
+    assert jnp.exp(half[0, 0, 0]) == 0.5
+    assert analysis.write_half_life(half)[0, 0, 0] == 1
 
 
 def test_layer_half_lives():

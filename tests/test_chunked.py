@@ -31,6 +31,18 @@ def test_chunk_size_has_no_effect(C):
         harness.check(case, x, "float32", harness.evaluate("chunked", case.options, x))
 
 
+def test_the_state_between_chunks_is_not_rounded():
+    """For bfloat16 inputs either: the final state is that of float32 inputs of equal value."""
+    case = cases.Case("long", T=1024, B=1, heads=(1, 1, 1), K=32, V=16, chunk_size=16)
+    x = cases.inputs(case, "bfloat16")
+    q, k, v = (jnp.asarray(y, jnp.bfloat16) for y in (x.q, x.k, x.v))
+    rule = jax.jit(lambda *x: gdn_jax.gated_delta_rule(*x, chunk_size=16, implementation="chunked")[1])
+    gates = jnp.asarray(x.g, jnp.float32), jnp.asarray(x.beta, jnp.float32)
+    rounded = rule(q, k, v, *gates)
+    want = rule(*(y.astype(jnp.float32) for y in (q, k, v)), *gates)
+    np.testing.assert_allclose(rounded, want, atol=1e-5 * float(jnp.max(jnp.abs(want))))
+
+
 @pytest.mark.slow
 def test_many_chunks():
     """Errors do not grow with the number of chunks (33 here)."""

@@ -338,5 +338,15 @@ def test_gradients_are_clipped():
         )
 
 
+def test_constants_of_the_optimizer():
+    """Those of the recorded runs."""
+    o = options_lib.ScheduleOptions()
+    assert (o.weight_decay, o.warmup, o.end_lr, o.clip) == (0.1, 0.05, 0.02, 1.0)
+    optimizer, params = steps.make_optimizer(o, 10, 0.1), {"w": jnp.zeros((2, 2))}
+    _, state = optimizer.update({"w": jnp.full((2, 2), 0.1)}, optimizer.init(params), params)
+    [adam] = [x for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(x, "nu")]
+    np.testing.assert_allclose(adam.nu["w"], 0.05 * 0.1**2, rtol=1e-5)
+
+
 def test_run_error_is_a_value_error():
     assert issubclass(RunError, ValueError)

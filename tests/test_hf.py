@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf import load_hf, qwen3_next, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
+from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.tensors import read_header
 from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
@@ -212,7 +213,11 @@ def test_a_model_of_our_own(model_type, tmp_path):
     """It is written as the family that has such models, in several files where they are large."""
     model = LanguageModel(OWN[model_type], rngs=nnx.Rngs(0))
     save_hf(model, tmp_path / "saved", max_file_bytes=20_000)
-    assert len([*tmp_path.glob("saved/model-*.safetensors")]) > 2
+    files = [*tmp_path.glob("saved/model-*.safetensors")]
+    assert len(files) > 2
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    tensors = [tensor for file in files for tensor in read_header(file).values()]
+    assert index["metadata"]["total_size"] == sum(tensor.end - tensor.begin for tensor in tensors)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == model_type
     loaded = load_hf(tmp_path / "saved", implementation="recurrent")
     assert_same_params(model, loaded)
@@ -447,6 +452,21 @@ def test_other_refusals(tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(NotImplementedError, match="pickled weights are not supported"):
         load_hf(folder)
+
+
+def test_what_a_config_leaves_out():
+    """Fields have the values that transformers gives them."""
+    assert qwen3_next.DEFAULTS["rms_norm_eps"] == 1e-6
+    assert qwen3_next.DEFAULTS["norm_topk_prob"] is True
+    assert qwen3_next.DEFAULTS["partial_rotary_factor"] == 0.25 and qwen3_next.DEFAULTS["rope_theta"] == 1e4
+    values = json.loads((hf_checkpoints.FOLDER / "qwen3_next" / "config.json").read_text())
+    gone = {name: value for name, value in values.items() if name not in ("rms_norm_eps", "norm_topk_prob")}
+    fields = Fields(
+        gone | {"decoder_sparse_step": 2, "mlp_only_layers": []}, qwen3_next.DEFAULTS, "config.json"
+    )
+    config = qwen3_next.FAMILY.config(fields)
+    assert config.norm_eps == 1e-6 and config.experts.normalise
+    assert config.dense_layers == tuple(range(0, config.num_layers, 2))  # every second layer has experts
 
 
 def test_older_fields_and_a_head_of_its_own(tmp_path):

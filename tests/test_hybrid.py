@@ -173,6 +173,14 @@ def test_experts_are_their_definition(normalise):
     assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
 
 
+def test_experts_are_chosen_by_scores_in_float32():
+    """Two experts whose scores are one number in bfloat16."""
+    layer = Experts(2, ExpertsConfig(2, 1, 8, 6, True), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer.router[...] = jnp.array([[1.0, 1.0], [0.0, 2.0**-10]])
+    weights, chosen = layer.route(jnp.ones((1, 2), jnp.bfloat16))
+    assert chosen.item() == 1 and weights.dtype == jnp.float32
+
+
 def test_zero_centred_norm():
     plain, centred = RMSNorm(6), RMSNorm(6, zero_centred=True)
     x = normal(3, 6)
@@ -440,6 +448,7 @@ def test_limits_of_the_draw():
     assert kept(top_p=0.01) == [1] and kept(top_p=1.0) == [0, 1, 2, 3, 4]
     assert kept(min_p=0.37) == [1, 2, 3] and kept(min_p=0.38) == [1, 2]
     assert kept(min_p=0.0) == [0, 1, 2, 3, 4] and kept(min_p=1.0) == [1]
+    assert kept(temperature=0.5, min_p=0.6) == [1]  # at temperature 1 a second one is 0.75 times as likely
     assert kept(top_k=3, top_p=0.8) == [1, 2]  # of three tokens, two have 0.82 of the probability
     assert kept(temperature=0.1, top_p=0.9) == [1]  # the temperature goes first
 
@@ -461,6 +470,9 @@ def test_stopping_and_listening():
         end = [*want, stop].index(stop)
         np.testing.assert_array_equal(row[: end + 1], want[: end + 1])
         assert (row[end:] == stop).all() or end == 8
+
+    first = int(greedy[0, 0])
+    assert (np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[first]))[0] == first).all()
 
     heard.clear()
     early = generate(

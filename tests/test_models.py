@@ -178,6 +178,14 @@ def test_training_step_moves_everything_and_decays_only_what_it_may():
         np.testing.assert_allclose(ratio, 1.0 if free else 0.95, rtol=1e-5, err_msg=name)
 
 
+def test_what_is_written_to_the_stream_shrinks_with_depth():
+    model = LanguageModel(ModelConfig(**SIZES | {"hidden_size": 64, "num_layers": 3}), rngs=nnx.Rngs(0))
+    for block in model.blocks:
+        for kernel in (block.mixer.o_proj.kernel[...], block.mlp.down_proj.kernel[...]):
+            variance = np.var(np.asarray(kernel)) * kernel.shape[0] * 2 * 3
+            assert 0.8 < variance < 1.25, kernel.shape
+
+
 def test_initialisers():
     """Inner projections, projections to the residual stream, and embeddings, each by its own."""
     constants = {"kernel_init": 1.0, "out_kernel_init": 2.0, "embedding_init": 3.0}

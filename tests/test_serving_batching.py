@@ -14,7 +14,14 @@ from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.served import ServedModel
 
 CONFIG = ModelConfig(
-    vocab_size=61, hidden_size=32, num_layers=2, num_heads=1, num_v_heads=2, head_dim=16, expand_v=1.0
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=1,
+    num_v_heads=2,
+    head_dim=16,
+    expand_v=1.0,
+    allow_neg_eigval=True,
 )
 # Prompts shorter than the filter, on the grid of 64 tokens, and longer than a step takes.
 REQUESTS = ((5, 7), (64, 3), (150, 5), (1, 12), (33, 1), (70, 9), (2, 4), (65, 6))
@@ -128,6 +135,32 @@ def test_preempted_requests_go_on_where_they_were():
             break
     assert preempted > 5
     assert_same_tokens(wanted(), got)
+
+
+def test_a_preempted_request_is_the_next():
+    server = make_server(max_batch=1)
+    first, second = (server.submit(prompts()[0], 7) for _ in range(2))
+    server.step()
+    assert [*server.occupied.values()] == [first]
+    server.preempt(first)
+    server.step()
+    assert [*server.occupied.values()] == [first] and second != first
+
+
+def test_a_request_that_ended_while_it_waited_is_not_started_again():
+    """Its stop token was started before it lost its slot, and read afterwards."""
+    stop = int(wanted()[0][0])
+    server = make_server(max_batch=1)
+    number = server.submit(prompts()[0], 7, stop_token=stop)
+    other = server.submit(prompts()[6], 4)
+    server.step()  # starts the token that ends it
+    server.preempt(number)
+    ended = {}
+    while not (ended := ended | server.step()):
+        pass
+    assert [*ended] == [number] and ended[number].tolist() == [stop]
+    while other not in (new := server.step()):
+        assert number not in server.occupied.values() and number not in new
 
 
 def test_a_stop_token_ends_a_request():

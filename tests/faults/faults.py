@@ -190,4 +190,127 @@ FAULTS = (
         "    path.write_text(content)\n",
         "tests/test_files.py::test_a_file_is_old_or_new",
     ),
+    # Served, drawn, chosen, saved; and constants.
+    Fault(
+        "min_p is measured before the temperature",
+        "jnp.log(self.min_p)",
+        "jnp.log(self.min_p) / self.temperature",
+        "tests/test_hybrid.py::test_limits_of_the_draw",
+    ),
+    Fault(
+        "a row whose first token stops it goes on",
+        "    ended = ends(token, jnp.zeros(token.shape, bool))\n",
+        "    ended = jnp.zeros(token.shape, bool)\n",
+        "tests/test_hybrid.py::test_stopping_and_listening",
+    ),
+    Fault(
+        "the router's scores are rounded",
+        "self.router[...].astype(rows.dtype)), axis=-1)",
+        "self.router[...].astype(rows.dtype)).astype(rows.dtype), axis=-1)",
+        "tests/test_hybrid.py::test_experts_are_chosen_by_scores_in_float32",
+    ),
+    Fault(
+        "verify of a served model forgets negative eigenvalues",
+        "                state_slots=draft_slots(pools[i].state, state_slots),\n                allow_neg_eigval=mixer.allow_neg_eigval,\n",
+        "                state_slots=draft_slots(pools[i].state, state_slots),\n",
+        "tests/test_serving_batching.py::test_speculative_decoding",
+    ),
+    Fault(
+        "a preempted request goes to the end of the queue",
+        "self._waiting.appendleft(request)",
+        "self._waiting.append(request)",
+        "tests/test_serving_batching.py::test_a_preempted_request_is_the_next",
+    ),
+    Fault(
+        "a request that ended while it waited is started again",
+        "            if request.is_done:  # the token that ends it was read while it waited\n                continue\n",
+        "",
+        "tests/test_serving_batching.py::test_a_request_that_ended_while_it_waited_is_not_started_again",
+    ),
+    Fault(
+        "exactly a half counts as more than half",
+        "steps = jnp.sum(left > 0.5, axis=-2)",
+        "steps = jnp.sum(left >= 0.5, axis=-2)",
+        "tests/test_analysis.py::test_write_half_life_follows_the_gates_that_come",
+    ),
+    Fault(
+        "the state between chunks is rounded",
+        "        return new, (h.astype(stored), v_new.astype(kept))",
+        "        return new.astype(stored).astype(new.dtype), (h.astype(stored), v_new.astype(kept))",
+        "tests/test_chunked.py::test_the_state_between_chunks_is_not_rounded",
+    ),
+    Fault(
+        "layers with experts are counted from 0",
+        "i in only or (i + 1) % step",
+        "i in only or i % step",
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the default epsilon is another one",
+        '    "rms_norm_eps": 1e-6,\n'
+        '    "tie_word_embeddings": False,\n'
+        '    "attention_bias": False,\n'
+        '    "rope_theta": 10000.0,\n'
+        '    "partial_rotary_factor": 0.25,\n'
+        '    "full_attention_interval": 4,\n'
+        '    "linear_conv_kernel_dim": 4,\n'
+        '    "decoder_sparse_step": 1,\n',
+        '    "rms_norm_eps": 1e-5,\n'
+        '    "tie_word_embeddings": False,\n'
+        '    "attention_bias": False,\n'
+        '    "rope_theta": 10000.0,\n'
+        '    "partial_rotary_factor": 0.25,\n'
+        '    "full_attention_interval": 4,\n'
+        '    "linear_conv_kernel_dim": 4,\n'
+        '    "decoder_sparse_step": 1,\n',
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the weights of experts are not normalised by default",
+        '"norm_topk_prob": True,',
+        '"norm_topk_prob": False,',
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the index has the size of the last file",
+        "        total += sum(entry.size for entry in entries)",
+        "        total = sum(entry.size for entry in entries)",
+        "tests/test_hf.py::test_a_model_of_our_own",
+    ),
+    Fault(
+        "what is written to the stream counts one part a layer",
+        "variance_scaling(1 / (2 * config.num_layers), ",
+        "variance_scaling(1 / config.num_layers, ",
+        "tests/test_models.py::test_what_is_written_to_the_stream_shrinks_with_depth",
+    ),
+    Fault(
+        "a token's derivative forgets negative eigenvalues",
+        "return jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents)",
+        "return jax.vjp(partial(_plain, False), *args)[1](cotangents)",
+        "tests/test_layer_tokens.py::test_derivative_of_a_token",
+    ),
+    Fault(
+        "the second moment has another memory",
+        "            b2=0.95,\n",
+        "            b2=0.999,\n",
+        "tests/test_experiments.py::test_constants_of_the_optimizer",
+    ),
+    Fault(
+        "the weight decay is another one",
+        "weight_decay: Annotated[float, NotNegative] = 0.1",
+        "weight_decay: Annotated[float, NotNegative] = 0.01",
+        "tests/test_experiments.py::test_constants_of_the_optimizer",
+    ),
+    Fault(
+        "slots are compared in their own dtype",
+        "return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x",
+        "return x",
+        "tests/test_serving.py::test_more_slots_than_a_narrow_dtype_counts",
+    ),
+    Fault(
+        "accept leaves where the last call began",
+        "return self.holding(put_counts(ring, at, count, count - 1))",
+        "return self.holding(ring)",
+        "tests/test_serving_ring.py::test_drafts_after_what_was_accepted",
+    ),
 )
