@@ -91,7 +91,8 @@ def gated_delta_rule(
       g: log decay [B, T, HO], natural logarithm, <= 0, -inf for a full reset; None for no decay. For a linear
         decay alpha pass `log_decay_from_alpha(alpha)`.
       beta: write strength [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None for 1.
-      scale: factor of the output, K ** -0.5 by default; 0.0 is legal.
+      scale: factor of the output, K ** -0.5 by default; 0.0 is legal. Every other number is another program; an array
+        without dimensions is an argument of one.
       initial_state: state before the first token [N, HO, K, V] (or [N, HO, V, K]), None for zeros.
       cu_seqlens: [N + 1] ascending integers from 0; B = 1 and sequence n owns tokens [cu[n], cu[n + 1]). A
         sequence may be empty (its state passes through); tokens past cu[-1] are padding with output 0. Given as a

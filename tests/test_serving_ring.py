@@ -190,6 +190,17 @@ def test_drafts_after_what_was_accepted(then):
         assert_close(expected(second.at([row]), state)[0][0], np.asarray(o)[row], STATE_F32)
 
 
+def test_drafts_meet_one_another_as_the_ring_stores_them():
+    """In bfloat16 too: several tokens in one step are as many steps of one."""
+    x, pool = draw(3, 4, seed=6), draw_pool(6)
+    ring = make(pool, LENGTH, BF16)
+    spans = dict(state_slots=SLOTS, num_accepted_tokens=np.ones(3, int))
+    o, _ = compiled(serving.verify)(*x.tokens, ring, **x.gates, **spans)
+    for t in range(4):
+        want, ring = compiled(serving.decode)(*one(x, t), ring, **x.gates, read_slots=SLOTS)
+        assert_close(want, np.asarray(o)[:, t], STATE_F32, f"token {t}")
+
+
 def test_a_wrong_number_of_accepted_tokens_is_padding():
     x, ring = draw(3, 4), make(draw_pool(6), LENGTH)
     o, new = compiled(serving.verify)(

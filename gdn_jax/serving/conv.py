@@ -123,6 +123,7 @@ def causal_conv1d_verify(
       x: the new inputs [N, T, D], floating.
       pool, weight, bias, activation: as for `causal_conv1d`.
       state_slots: [N, T] integers. Everything else as for `verify`: a token of a tree sees those on its own path.
+        Where fewer tokens come than were accepted, `copy_slots` first brings the state to one of their slots.
 
     Returns:
       y [N, T, D] in x's dtype, 0 at padding, and the pool, in which all but the written slots keep their bits.

@@ -211,7 +211,8 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "                state_slots=draft_slots(pools[i].state, state_slots),\n                allow_neg_eigval=mixer.allow_neg_eigval,\n",
+        "                state_slots=draft_slots(pools[i].state, state_slots),\n"
+        "                allow_neg_eigval=mixer.allow_neg_eigval,\n",
         "                state_slots=draft_slots(pools[i].state, state_slots),\n",
         "tests/test_serving_batching.py::test_speculative_decoding",
     ),
@@ -223,7 +224,8 @@ FAULTS = (
     ),
     Fault(
         "a request that ended while it waited is started again",
-        "            if request.is_done:  # the token that ends it was read while it waited\n                continue\n",
+        "            if request.is_done:  # the token that ends it was read while it waited\n"
+        "                continue\n",
         "",
         "tests/test_serving_batching.py::test_a_request_that_ended_while_it_waited_is_not_started_again",
     ),
@@ -306,6 +308,12 @@ FAULTS = (
         "return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x",
         "return x",
         "tests/test_serving.py::test_more_slots_than_a_narrow_dtype_counts",
+    ),
+    Fault(
+        "drafts meet one another as they were before they are stored",
+        "stored_k, stored_u = (y.astype(ring_dtype).astype(y.dtype) for y in (k, u))",
+        "stored_k, stored_u = k, u",
+        "tests/test_serving_ring.py::test_drafts_meet_one_another_as_the_ring_stores_them",
     ),
     Fault(
         "accept leaves where the last call began",
