@@ -147,8 +147,8 @@ def test_a_preempted_request_is_the_next():
     assert [*server.occupied.values()] == [first] and second != first
 
 
-def test_a_request_that_ended_while_it_waited_is_not_started_again():
-    """Its stop token was started before it lost its slot, and read afterwards."""
+def test_a_request_whose_end_is_read_after_it_lost_its_slot():
+    """It ends once, and its slot serves the next."""
     stop = int(wanted()[0][0])
     server = make_server(max_batch=1)
     number = server.submit(prompts()[0], 7, stop_token=stop)

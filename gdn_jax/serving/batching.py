@@ -177,9 +177,9 @@ class Server:
 
     def _admit(self) -> None:
         while self._waiting and self._free and len(self._running) < self._max_batch:
-            request = self._waiting.popleft()
-            if request.is_done:  # the token that ends it was read while it waited
-                continue
+            request = (
+                self._waiting.popleft()
+            )  # one that lost its place finds it again, before tokens are read
             request.slot = self._free.popleft()
             if request.kept is not None:
                 self._state = put_slots(self._state, _indices([request.slot]), request.kept)

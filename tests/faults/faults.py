@@ -223,13 +223,6 @@ FAULTS = (
         "tests/test_serving_batching.py::test_a_preempted_request_is_the_next",
     ),
     Fault(
-        "a request that ended while it waited is started again",
-        "            if request.is_done:  # the token that ends it was read while it waited\n"
-        "                continue\n",
-        "",
-        "tests/test_serving_batching.py::test_a_request_that_ended_while_it_waited_is_not_started_again",
-    ),
-    Fault(
         "exactly a half counts as more than half",
         "steps = jnp.sum(left > 0.5, axis=-2)",
         "steps = jnp.sum(left >= 0.5, axis=-2)",
