@@ -332,6 +332,7 @@ def test_transforms():
         (dict(g=np.zeros((2, 130, 2, 16), np.int32)), "g: expected dtype"),
         (dict(chunk_size=5), "chunk_size: expected one of"),
         (dict(implementation="fast"), "implementation: expected one of"),
+        (dict(use_qk_l2norm="no"), "use_qk_l2norm: expected True or False"),
     ],
 )
 def test_errors(change, message, no_type_checks):

@@ -34,6 +34,7 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     check_array,
+    check_flags,
     check_floating,
 )
 from gdn_jax.xla import Call
@@ -108,6 +109,7 @@ def delta_rule(
     if erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3):
         return gated_delta_rule(q, k, v, g, beta, **options)
     x = Arrays(q, k, v, g, *strengths, initial_state, cu_seqlens, segment_ids)
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     dims = _check(x, state_layout, chunk_size, implementation)
     scale = check_scale(scale, dims)
     call = Call(use_qk_l2norm, state_layout, implementation or IMPLEMENTATIONS[0], chunk_size)
@@ -147,6 +149,7 @@ def delta_step(
     erase, write = _strengths(beta, erase, write)
     tokens = (None if y is None else y[:, None] for y in (q, k, v, g, erase, write))
     x = Arrays._make((*tokens, None, None, None))
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     dims = _check(x, state_layout, 64, None)
     shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
     check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
@@ -188,6 +191,7 @@ def delta_chunk_states(
     HO = next((y.shape[2] for y in (g, erase, write) if y is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
     x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
+    check_flags(use_k_l2norm=use_k_l2norm)
     dims = _check(x, state_layout, chunk_size, None)
     call = Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
     return _on_shards(forms.chunk_states, call, "b . h . .", _checked(x._replace(q=None), dims))
