@@ -47,9 +47,9 @@ def chunked_rule(
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
 
-    Numerics: gates, the triangular solve, states and sums in g's dtype (float32 or float64). When q is bfloat16, so
-      are the operands of the products inside a chunk, which hold decays here: they are rounded, where those of a
-      decay of each head are not.
+    Numerics: gates, the triangular solve, states and sums in g's dtype (float32 or float64). So are the operands of
+      the products of tokens with tokens, which hold decays here: rounded to bfloat16 they left a state that is mostly
+      erased off by 8e-3 (the case write-0). The operands of what reads a state are bfloat16 when q is.
     Memory: the backward pass keeps the inputs and the residuals named in `chunks.rows.RESIDUAL_NAMES`, and
       recomputes the rest. No array holds a number for two tokens and a channel, but inside blocks of four tokens.
     """
@@ -67,7 +67,7 @@ def _rule(q, k, v, g, erase, write, initial_state, scale, *, numerics, cu_seqlen
     dtype = numerics.accumulate
     q, k, v, g, erase, write = (row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write))
     e = erase * k
-    (reads, kkt), from_start, to_end = decayed_products((q, e), k, jnp.exp(g), numerics)
+    (reads, kkt), from_start, to_end = decayed_products((q, e), k, jnp.exp(g), numerics.wide())
     transition = ChannelTransition(jnp.exp(g.sum(-2)), e * from_start, k * to_end)
     states, final = row.solve(numerics, _strict(kkt), transition, write * v, initial_state)
     pairs = numerics if states.v_new.dtype == numerics.operand else numerics.wide()
