@@ -294,9 +294,9 @@ def test_least_memory_is_that_of_the_arrays():
     ):
         model = nnx.eval_shape(lambda o=o: steps.make_model(o, 256, 0))
         real = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        assert 0.85 * real < memory.parameters(o, 256) <= real
+        assert 0.85 * real < memory.fewest_parameters(o, 256) <= real
     o = options_lib.ModelOptions(hidden_size=8, num_layers=3, num_heads=1, head_dim=4)
-    weights = 16 * memory.parameters(o, 10)
+    weights = 16 * memory.fewest_parameters(o, 10)
     assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 2 * 5 * 2 * 3 * 8
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, get_args, get_type_hints
 
 import pytest
 
-from gdn_jax import checks, inspect, sweeps, tasks, training
+from gdn_jax import bench, checks, inspect, sweeps, tasks, training
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError
 
@@ -15,11 +15,11 @@ from gdn_jax.commands.errors import RunError
 def option_classes():
     """Every class of options that a command line of these rooms has."""
     found = {}
-    for room in (tasks, training, sweeps, inspect, checks):
+    for room in (tasks, training, sweeps, inspect, checks, bench):
         for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
             names = vars(importlib.import_module(module.name)).values()
             found |= {x.__name__: x for x in names if isinstance(x, type) and dataclasses.is_dataclass(x)}
-    return [cls for name, cls in sorted(found.items()) if name.endswith("Options")]
+    return [cls for name, cls in sorted(found.items()) if name.endswith(("Options", "Benchmark"))]
 
 
 def kinds(hint):
@@ -35,7 +35,11 @@ def test_every_number_has_a_range(cls):
         assert any(isinstance(note, fields.Range) for note in notes) == number, (
             f"{cls.__name__}.{name}: a Range"
         )
-        several = any(getattr(kind, "__origin__", None) is tuple for kind in kinds(hints[name]))
+        # Of a tuple that is empty unless it is given, none at all is a value too; one of two numbers has always two.
+        several = cls.__dataclass_fields__[name].default != () and any(
+            getattr(kind, "__origin__", None) is tuple and Ellipsis in get_args(kind)
+            for kind in kinds(hints[name])
+        )
         assert any(isinstance(note, fields.Several) for note in notes) == several, (
             f"{cls.__name__}.{name}: a Several"
         )
@@ -51,6 +55,9 @@ def test_classes_are_found():
         "GridOptions",
         "EvalOptions",
         "GenerateOptions",
+        "Benchmark",
+        "DecodeBenchmark",
+        "ScaleBenchmark",
     }
 
 

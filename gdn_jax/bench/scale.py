@@ -52,7 +52,7 @@ class ScaleBenchmark(Benchmark):
     mesh: tuple[str, ...] = ()
     """Meshes to time, as in data=2 head=2 context=2. Default: all devices along each axis; of the step, with whole
     and with sharded parameters along data, and along context."""
-    parts: tuple[Literal["rule", "step"], ...] = ("rule", "step")
+    parts: Annotated[tuple[Literal["rule", "step"], ...], Distinct] = ("rule", "step")
     """The rule, forward and backward; the training step of a model."""
     tokens: Annotated[tuple[int, ...], Distinct, Positive] = (262144,)
     """Tokens of all rows together in the rule, one group of lines for each."""

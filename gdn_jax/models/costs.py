@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import ModelConfig
@@ -32,6 +33,11 @@ class MixerCosts(NamedTuple):
     cache_bytes: int
 
 
+def count(params: PyTree) -> int:
+    """Number of values in a tree of arrays, or of their shapes."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
     counts = dict.fromkeys(
@@ -40,8 +46,8 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
     for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state)):
         names = [getattr(key, "key", key) for key in path]
-        counts[_part(config, names)] += math.prod(leaf.shape)
-    return {part: count for part, count in counts.items() if count}
+        counts[_part(config, names)] += count(leaf)
+    return {part: number for part, number in counts.items() if number}
 
 
 def _part(config: ModelConfig, names: list) -> str:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree, UInt32
 
 from gdn_jax.models import LanguageModel
+from gdn_jax.models.costs import count
 from gdn_jax.sweeps.grid import Run
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.scoring import Scored
@@ -44,7 +45,7 @@ class Program:
         model = nnx.eval_shape(lambda: make_model(options, task, mixer, 0, scale))
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         assert not jax.tree.leaves(rest)
-        self.parameters: int = sum(x.size for x in jax.tree.leaves(params))
+        self.parameters = count(params)
         self._data, self._vocab_size = jax.device_put(task.data), task.vocab_size
 
         def advance(seed, lr, state, first, last, data):

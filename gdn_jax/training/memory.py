@@ -12,10 +12,10 @@ _FLOAT = 4  # bytes of a float32 or an int32
 _HALF = 2  # bytes of a bfloat16, the narrowest that a residual stream can be
 
 
-def parameters(model: SizeOptions, vocab_size: int) -> int:
-    """Counts the embedding, the head and the projections of all layers, but no norms, gates and convolutions.
+def fewest_parameters(model: SizeOptions, vocab_size: int) -> int:
+    """Returns a number that the parameters are no fewer than: without those of norms, gates and convolutions.
 
-    The count is in Python's integers and makes no array, so that sizes beyond any memory have one too.
+    `models.costs.parameters` counts them all, but has to trace the model, which sizes beyond any memory do not let it.
     """
     d, keys = model.hidden_size, model.num_heads * model.head_dim
     values, inner = round(keys * model.expand_v), round(d * model.mlp_ratio)
@@ -36,7 +36,7 @@ def least(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
       batch, length: sequences of a step and their tokens.
       piece: sequences whose activations are in memory together.
     """
-    weights = 4 * _FLOAT * parameters(model, vocab_size)  # with the gradient and two moments of Adam
+    weights = 4 * _FLOAT * fewest_parameters(model, vocab_size)  # with the gradient and two moments of Adam
     tokens = 3 * _FLOAT * batch * length  # with targets and weights
     stream = _HALF * model.num_layers * model.hidden_size  # the input of each block, kept for the gradient
     return weights + tokens + piece * length * stream
@@ -54,7 +54,7 @@ def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
     """Raises RunError where so many runs side by side cannot fit into memory; see `least`."""
     needed, there = runs * least(model, vocab_size, batch, piece, length), available()
     if needed > there:
-        weights = 4 * _FLOAT * runs * parameters(model, vocab_size)
+        weights = 4 * _FLOAT * runs * fewest_parameters(model, vocab_size)
         raise RunError(
             f"expected a run that fits into the {there / _GIB:.1f} GiB of this device's memory, got one that needs "
             f"at least {needed / _GIB:.1f} GiB, {weights / _GIB:.1f} of them for the model and its optimiser and "

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from gdn_jax.commands.errors import RunError
+from gdn_jax.models.costs import count
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.table import Task
@@ -103,7 +104,7 @@ class Trainer:
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(x.size for x in jax.tree.leaves(self.state.params))
+        return count(self.state.params)
 
     def model(self) -> Any:
         """Returns the model with the present parameters, on one device."""

@@ -1,16 +1,43 @@
-"""A call whose kernels the tools look at: a function, and the shapes of its arguments from text."""
+"""The calls whose kernels the tools look at, by name.
+
+The name of a call of the rule, or of a step of serving, says all of it: the function, and what differs from the
+defaults of the one that makes the call, `rule_call` and its like (`NAMES`). Arrays are written as text, such as
+"bf16[64,1024] f32[1024] -", where "-" is None.
+"""
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from gdn_jax.shapes import RuleArrays
+from pallas_kernels.backward import rule as backward
+from pallas_kernels.decode.conv_update import conv_update
+from pallas_kernels.decode.deferred import deferred
+from pallas_kernels.decode.drafts import Drafts, drafts
+from pallas_kernels.decode.drafts_mma import drafts_mma
+from pallas_kernels.decode.step import Channels, step, step_of_channels
+from pallas_kernels.forward import rule as forward
+from pallas_kernels.layer.cross_entropy import cross_entropy
+from pallas_kernels.layer.embedding import embedding_gradient
+from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.logit_cotangents import logit_cotangents
+from pallas_kernels.layer.norm import add_norm, add_norm_backward
+from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
+from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
+from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
+from pallas_kernels.layer.swiglu_product import swiglu_product
+from pallas_kernels.layer.weight_gradient import weight_gradient
+from pallas_kernels.work.slots import PoolStates, Slots
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
 
 
 class Call(NamedTuple):
-    """A function of positional arguments and of keyword arguments, with their shapes."""
+    """A function, and the shapes of its positional and its keyword arguments."""
 
     function: Callable[..., Any]
     positional: tuple[Any, ...]
@@ -22,15 +49,229 @@ class Call(NamedTuple):
         return traced.lower(lowering_platforms=("cuda",))
 
 
+def shapes(text: str) -> list[jax.ShapeDtypeStruct | None]:
+    """The arrays of a text."""
+
+    def shape(text: str) -> jax.ShapeDtypeStruct | None:
+        if text == "-":
+            return None
+        dtype, sizes = re.fullmatch(r"(\w+)\[([\d,]+)\]", text).groups()  # pyrefly: ignore
+        return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))), DTYPES[dtype])
+
+    return [shape(part) for part in text.split()]
+
+
 def call(function: Callable[..., Any], positional: str, **keywords: str) -> Call:
-    """A call from text such as "bf16[64,1024] f32[1024] -", where "-" is None."""
-    return Call(
-        function, tuple(map(_shape, positional.split())), {name: _shape(x) for name, x in keywords.items()}
+    """A call of arrays that are written as text."""
+    return Call(function, (*shapes(positional),), {name: shapes(x)[0] for name, x in keywords.items()})
+
+
+def rule_call(
+    T=1024,
+    HV=4,
+    K=128,
+    V=128,
+    dtype="bf16",
+    N=1,
+    packed=False,
+    ids=False,
+    state=True,
+    layout="vk",
+    pool: str | None = None,
+    norm=False,
+    is_open=False,
+    **config: int,
+) -> Call:
+    """The rule on one row and, where the kernels have one, its backward, with its results as cotangents.
+
+    Args:
+      N, packed: sequences of a packed row.
+      pool: dtype of a pool that holds the states. It, like the L2 norm inside, has no backward.
+      is_open: the row goes on elsewhere.
+      config: state_warpgroups and segment_chunks of both passes, see `forward.Config`.
+    """
+    widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
+    cu_seqlens, segment_ids = f"i32[{N + 1}]" if packed else "-", f"i32[1,{T}]" if ids else "-"
+    token, value, gate = f"{dtype}[1,{T},2,{K}]", f"{dtype}[1,{T},{HV},{V}]", f"f32[1,{T},{HV}]"
+    states: Any = shapes(f"f32[{N},{HV},{widths}]")[0] if state else None
+    if pool is not None:
+        array, slots = shapes(f"{pool}[8,{HV},{widths}] i32[{N}]")
+        states = PoolStates(Slots(8, None, 1), array, slots, None, slots, None)  # pyrefly: ignore
+    x = RuleArrays(
+        *shapes(f"{token} {token} {value} {gate} {gate}"), states, *shapes(f"{cu_seqlens} {segment_ids}")
+    )  # pyrefly: ignore
+    config = dict(state_warpgroups=2, segment_chunks=0) | config
+    options: dict[str, Any] = dict(scale=0.1, state_layout=layout)
+
+    def run(x: RuleArrays):
+        o, final, residuals = forward.forward(
+            x, use_qk_l2norm=norm, config=forward.Config(**config), **options
+        )
+        if norm or pool is not None:
+            return o, final
+        cotangents = backward.OutputCotangents(o, final if state else None)
+        back = backward.Config(config["segment_chunks"] > 0, state_warpgroups=config["state_warpgroups"])
+        return o, final, backward.backward(x, residuals, cotangents, config=back, **options)
+
+    def run_open(x: RuleArrays):
+        last = jnp.int32(N - 1) if packed else None
+        opened = forward.prepare_open(x, scale=0.1, open_sequence=last, config=forward.Config(**config))
+        o, final, residuals = opened.finish(x.initial_state)
+        cotangents = backward.OutputCotangents(o, final)
+        return opened.starts(x.initial_state), o, backward.open_adjoints(x, residuals, cotangents, scale=0.1)
+
+    return Call(run_open if is_open else run, (x,), {})
+
+
+def step_call(T=1, K=128, V=128, layout="kv", pool="f32", uneven=False, tree=False) -> Call:
+    """`step` of T tokens on a pool of eight states, which is in place."""
+    N, tokens = _tokens(T, K, V)
+    state = f"{pool}[8,4,{K},{V}]" if layout == "kv" else f"{pool}[8,4,{V},{K}]"
+    slots = dict(read_slots=f"i32[{N}]", write_slots=f"i32[{N},{T}]")
+    slots |= dict(num_tokens=f"i32[{N}]" if uneven else "-", parents=f"i32[{N},{T}]" if tree else "-")
+    return call(partial(step, scale=0.1, kv_layout=layout == "kv"), f"{tokens} {state}", **GATES, **slots)
+
+
+def joined_call(pool="f32") -> Call:
+    """`step_of_channels`, one token whose row is its slot, from the channels of a convolution."""
+    known = dict(
+        heads=(2, 2, 2), first=Channels(0, 256, 512, 768, 770), scale=0.1, read_slots=None, write_slots=None
     )
 
+    def joined(qkv, products, pool, **gates):
+        return step_of_channels(qkv, qkv, qkv, products, products, pool, **gates, **known)
 
-def _shape(text: str) -> jax.ShapeDtypeStruct | None:
-    if text == "-":
-        return None
-    dtype, sizes = re.fullmatch(r"(\w+)\[([\d,]+)\]", text).groups()  # pyrefly: ignore
-    return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))), DTYPES[dtype])
+    gates = dict(A_log="f32[2]", dt_bias="f32[2]")
+    return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", **gates)
+
+
+def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
+    """A kernel over rings of 16 tokens, with states and rings in place."""
+    N, tokens = _tokens(T)
+    ring = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
+    arrays = dict(read_slots=f"i32[{N}]") | ({} if T == 1 else dict(accepted=f"i32[{N}]"))
+    options: dict[str, Any] = {} if kernel is drafts_mma else dict(kv_layout=layout == "kv")
+    options |= dict(drafts=Drafts(T)) if kernel is drafts else {}
+    return call(partial(kernel, scale=0.1, **options), f"{tokens} {ring}", **GATES, **arrays)
+
+
+def _tokens(T: int, K: int = 128, V: int = 128) -> tuple[int, str]:
+    """Requests, and q, k, v and the gates of T tokens each: with one token as many as have tiles in the L2 cache."""
+    N = 128 if T == 1 else 4
+    qk, gates = f"bf16[{N},{T},2,{K}]", f"bf16[{N},{T},4]"
+    return N, f"{qk} {qk} bf16[{N},{T},4,{V}] {gates} {gates}"
+
+
+GATES = dict(A_log="f32[4]", dt_bias="f32[4]")
+SLOTS = dict(read_slots="i32[4]", write_slots="i32[4]")
+MAKERS: dict[str, Callable[..., Call]] = {
+    "rule": rule_call,
+    "decode": step_call,
+    "decode of channels": joined_call,
+    "verify": step_call,
+    "decode deferred": partial(ring_call, deferred),
+    "verify on a ring": partial(ring_call, drafts),
+    "verify on a ring by tensor cores": partial(ring_call, drafts_mma),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "half": dict(state_warpgroups=1),
+    "segments": dict(segment_chunks=4),
+    "open": dict(is_open=True, layout="kv", segment_chunks=4),
+    "packed": dict(packed=True, N=3),
+    "pool": dict(packed=True, N=3, layout="kv", pool="f32"),
+    "bfloat16": dict(pool="bf16"),
+    "float16": dict(dtype="f16"),
+    "kv": dict(layout="kv"),
+    "vk": dict(layout="vk"),
+    "no states": dict(state=False),
+    "segment ids": dict(ids=True),
+    "normalised": dict(norm=True),
+    "tree": dict(tree=True),
+    "uneven": dict(uneven=True),
+}
+"""What a part of a name says, besides a size such as "K 64". Of two that contradict, the later one holds."""
+
+NAMES = """
+rule; rule, half; rule, kv; rule, kv, no states, half; rule, no states; rule, segment ids; rule, HV 2
+rule, HV 64, K 192, half; rule, T 256, packed; rule, T 65536; rule, T 65536, packed; rule, packed, N 40
+rule, packed; rule, packed, half; rule, segments; rule, segments, half; rule, packed, segments
+rule, packed, segments, half; rule, normalised; rule, normalised, half; rule, normalised, packed
+rule, normalised, packed, segments; rule, K 64, V 64, half; rule, K 64; rule, K 256, half; rule, K 256, packed, half
+rule, K 256, segments, half; rule, V 256, half; rule, float16; rule, float16, half; rule, float16, packed, half
+rule, float16, segments, half; rule, open; rule, open, packed; rule, pool; rule, pool, bfloat16
+rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16, half
+rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
+rule, pool, bfloat16, vk, segments
+decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
+decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
+verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
+verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
+decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16
+verify on a ring, T 4; verify on a ring, T 4, vk
+verify on a ring by tensor cores, T 2, bfloat16; verify on a ring by tensor cores, T 4, bfloat16
+verify on a ring by tensor cores, T 8, bfloat16; verify on a ring by tensor cores, T 16, bfloat16
+"""
+
+
+def _named(name: str) -> Call:
+    """The call of a name of `NAMES`."""
+    function, *parts = name.split(", ")
+    options: dict[str, Any] = {}
+    for part in parts:
+        size = re.fullmatch(r"(\w+) (\d+)", part)
+        options |= {size[1]: int(size[2])} if size else OPTIONS[part]
+    return MAKERS[function](**options)
+
+
+CONV, CONV_BACK = partial(short_conv, heads=4, width=128), short_conv_backward
+HEADS = "bf16[1,512,4,128] bf16[1,512,4,128] bf16[1,512,512]"
+NORM = partial(add_norm, eps=1e-5, dtype=jnp.bfloat16, keep=True)
+NORM_BACK = partial(add_norm_backward, eps=1e-5, x_dtype=jnp.float32, y_dtype=jnp.bfloat16)
+GATED, GATED_BACK = partial(gated_norm, eps=1e-5), partial(gated_norm_backward, eps=1e-5)
+
+CALLS: dict[str, Call] = {
+    **{name: _named(name) for name in re.split(r"[;\n] ?", NAMES.strip())},
+    "convolution of a token": call(conv_update, "bf16[4,1024] bf16[8,1024,3] f32[1024,4] -", **SLOTS),
+    "convolution of a token, joined": call(
+        conv_update, "bf16[4,1168] bf16[8,1024,3] f32[1024,4] -", read_slots="-", write_slots="-"
+    ),
+    "convolution of a token, float32": call(
+        conv_update, "bf16[4,1000] f32[8,1000,2] f32[1000,3] f32[1000]", **SLOTS
+    ),
+    "short convolution": call(CONV, "bf16[1,512,1536] f32[1536,4] -"),
+    "short convolution, segments": call(CONV, "bf16[1,512,1536] f32[1536,4] i32[1,512]"),
+    "short convolution, joined": call(CONV, "bf16[1,512,2176] f32[1536,4] -"),
+    "short convolution, backwards": call(CONV_BACK, f"bf16[1,512,1536] f32[1536,4] - {HEADS}"),
+    "short convolution, backwards, segments": call(
+        CONV_BACK, f"bf16[1,512,1536] f32[1536,4] i32[1,512] {HEADS}"
+    ),
+    "short convolution, backwards, joined": call(
+        CONV_BACK, f"bf16[1,512,2176] f32[1536,4] - {HEADS} bf16[1,512,2176]"
+    ),
+    "norm": call(NORM, "f32[64,1024] bf16[64,1024] f32[1024]"),
+    "norm, 4096": call(NORM, "f32[64,4096] bf16[64,4096] f32[4096]"),
+    "norm, without a weight": call(NORM, "f32[64,1024] bf16[64,1024] -"),
+    "norm, backwards": call(NORM_BACK, "bf16[64,1024] f32[1024] f32[64,1024] bf16[64,1024]"),
+    "norm, backwards, 2048": call(NORM_BACK, "bf16[64,2048] f32[2048] f32[64,2048] bf16[64,2048]"),
+    "norm, backwards, 5120": call(NORM_BACK, "bf16[64,5120] f32[5120] f32[64,5120] bf16[64,5120]"),
+    "norm, without a weight, backwards": call(
+        NORM_BACK, "bf16[64,1024] - f32[64,1024] bf16[64,1024]", factors="f32[64]"
+    ),
+    "gated norm": call(GATED, "bf16[2048,128] bf16[2048,128] f32[128]"),
+    "gated norm, joined": call(GATED, "bf16[2048,128] bf16[256,33,128] f32[128]"),
+    "gated norm, backwards": call(GATED_BACK, "bf16[2048,128] bf16[2048,128] f32[128] bf16[2048,128]"),
+    "gated norm, backwards, joined": call(
+        GATED_BACK, "bf16[2048,128] bf16[256,33,128] f32[128] bf16[2048,128]"
+    ),
+    "swiglu": call(swiglu, "bf16[131072]"),
+    "swiglu, backwards": call(swiglu_backward, "bf16[131072] bf16[65536]"),
+    "swiglu in its product": call(swiglu_product, "bf16[4096,1024] bf16[1024,5504]"),
+    "swiglu in its product, backwards": call(
+        swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
+    ),
+    "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
+    "embedding": call(embedding_gradient, "f32[64,1024] i32[64] i32[33]"),
+    "cross entropy": call(cross_entropy, "bf16[8192,1024] bf16[32768,1024] i32[8192]"),
+    "cotangents of logits": call(logit_cotangents, "bf16[8192,32768] f32[128,8192] i32[8192] f32[8192]"),
+}
+"""Name -> a call."""

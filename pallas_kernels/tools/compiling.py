@@ -20,12 +20,7 @@ from typing import Any
 import jax
 from jaxlib.mlir import ir
 
-from pallas_kernels.tools.decode_calls import DECODE_CALLS
-from pallas_kernels.tools.layer_calls import LAYER_CALLS
-from pallas_kernels.tools.rule_calls import RULE_CALLS
-
-CALLS = DECODE_CALLS | LAYER_CALLS | RULE_CALLS
-"""Name -> a call."""
+from pallas_kernels.tools.calls import CALLS
 
 DRIVER = """
 int cuInit(unsigned f) { return 0; }

@@ -1,4 +1,4 @@
-"""A fingerprint of the PTX of every kernel of `compiling.CALLS`: a refactoring of kernels changes none of them.
+"""A fingerprint of the PTX of every kernel of `calls.CALLS`: a refactoring of kernels changes none of them.
 
     python -m pallas_kernels.tools.fingerprint [--only TEXT] [--out FOLDER]
 

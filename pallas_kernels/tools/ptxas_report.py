@@ -1,4 +1,4 @@
-"""Registers, spills and warnings of every kernel of `compiling.CALLS`, on a machine without a GPU.
+"""Registers, spills and warnings of every kernel of `calls.CALLS`, on a machine without a GPU.
 
     python -m pallas_kernels.tools.ptxas_report [--only TEXT]
 
