@@ -15,7 +15,7 @@ _HALF = 2  # bytes of a bfloat16, the narrowest that a residual stream can be
 def fewest_parameters(model: SizeOptions, vocab_size: int) -> int:
     """Returns a number that the parameters are no fewer than: without those of norms, gates and convolutions.
 
-    `models.costs.parameters` counts them all, but has to trace the model, which sizes beyond any memory do not let it.
+    `models.costs.parameters` counts them all, but traces the model, which fails for sizes beyond any memory.
     """
     d, keys = model.hidden_size, model.num_heads * model.head_dim
     values, inner = round(keys * model.expand_v), round(d * model.mlp_ratio)
