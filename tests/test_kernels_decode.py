@@ -28,6 +28,7 @@ from pallas_kernels.decode import (
     vectors,
     walk,
 )
+from pallas_kernels.decode.ring import Rings, Tokens
 from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -299,19 +300,25 @@ def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     flush."""
     monkeypatch.setattr(walk, "NUM_SMS", 1)
     x = pool_steps.draw_ring(case, counts)
-    names = ("A_log", "dt_bias", "read_slots", "num_tokens")
+    names = ("read_slots", "num_tokens")
     config = vectors.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
     options = {name: x[name] for name in names} | case.options | {"config": config, "interpret": INTERPRET}
-    tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
+    tokens, rings = ring_arguments(case, x)
     if case.T > 1:
         options |= {"drafts": drafts.Drafts(case.T), "accepted": jnp.ones(case.N, jnp.int32)}
         run = drafts.drafts
     else:
         del options["num_tokens"]
         run = deferred.deferred
-    results = run(*tokens, *pool[:5], **options)[:5]
+    o, rings = run(tokens, rings, **options)
     after = [n + 1 - 16 * (n == 15) if case.T == 1 else n * (n <= 16 - case.T) + case.T for n in counts]
-    pool_steps.assert_ring_right(case, x, after, results)
+    pool_steps.assert_ring_right(case, x, after, (o, *rings[:4]))
+
+
+def ring_arguments(case, x):
+    """Tokens and rings as the kernels take them."""
+    tokens = Tokens(*(x[name] for name in (*pool_steps.TOKENS, "A_log", "dt_bias")))
+    return tokens, Rings(*pool_steps.ring_pool(case, x)[:5])
 
 
 @pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -320,12 +327,11 @@ def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
     monkeypatch.setattr(walk, "NUM_SMS", 1)
     case, counts = Case("drafts", T=4, K=64, V=64, pool_dtype="bfloat16"), (15, 3, 5)
     x = pool_steps.draw_ring(case, counts)
-    names = ("A_log", "dt_bias", "read_slots", "num_tokens")
+    names = ("read_slots", "num_tokens")
     options = {name: x[name] for name in names} | case.options | {"interpret": INTERPRET}
     options |= {"config": drafts_mma_cta.Config(case.V, 1, states), "accepted": jnp.ones(case.N, jnp.int32)}
-    tokens, pool = [x[name] for name in pool_steps.TOKENS], pool_steps.ring_pool(case, x)
-    results = drafts_mma.drafts_mma(*tokens, *pool[:5], **options)[:5]
-    pool_steps.assert_ring_right(case, x, [4, 7, 9], results)
+    o, rings = drafts_mma.drafts_mma(*ring_arguments(case, x), **options)
+    pool_steps.assert_ring_right(case, x, [4, 7, 9], (o, *rings[:4]))
 
 
 @pytest.mark.parametrize(
@@ -341,8 +347,8 @@ def test_what_tensor_cores_do_not_take(change, reason):
     case = dataclasses.replace(Case("refused", pool_dtype="bfloat16"), **change)
     S = jax.ShapeDtypeStruct
     q, v = S((3, 4, 1, case.K), "bfloat16"), S((3, 4, 2, case.V), "bfloat16")
-    state, ring_k, ring_u = S((9, 2, case.K, case.V), case.pool_dtype), q, v
-    got = drafts_mma.check_supported(q, q, v, state, ring_k, ring_u, kv_layout=case.kv_layout)
+    rings = Rings(S((9, 2, case.K, case.V), case.pool_dtype), q, v, None, None)
+    got = drafts_mma.check_supported(q, v, rings, kv_layout=case.kv_layout)
     assert got is None if reason is None else re.search(reason, str(got))
 
 
@@ -363,9 +369,9 @@ def test_ring_refusals_say_why(ring, change, reason):
     case = Case("refused", **change)
     shapes = {"ring_k": (9, 1, 16, 128), "ring_u": (9, 2, 16, 128)} | ring
     q, v = S((3, case.T, 1, 128), "bfloat16"), S((3, case.T, 2, 128), "bfloat16")
-    state = S((9, 2, 128, 128), case.pool_dtype)
-    rings = [S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u")]
-    got = vectors.check_supported(q, q, v, state, *rings, S((9, 2, 16), g_dtype))
+    keys, values = (S(shapes[name], ring_dtype) for name in ("ring_k", "ring_u"))
+    rings = Rings(S((9, 2, 128, 128), case.pool_dtype), keys, values, S((9, 2, 16), g_dtype), None)
+    got = vectors.check_supported(q, q, v, rings)
     assert got is None if reason is None else reason in str(got)
 
 

@@ -46,7 +46,7 @@ class StateKernels(StatePool):
         if x.qkv is not None:
             q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
         heads: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first}
-        options = heads | _options(call, raw, self)
+        options = heads | _gates(raw) | _options(call, self)
 
         def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
             slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
@@ -62,7 +62,9 @@ class StateKernels(StatePool):
         start, after = self.span(spans)
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
-        o, arrays = step(*raw[:5], self.arrays, **at, **_options(call, raw, self), layer=spans.layer)
+        o, arrays = step(
+            *raw[:5], self.arrays, **at, **_gates(raw), **_options(call, self), layer=spans.layer
+        )
         return o, self.holding(arrays)
 
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
@@ -103,22 +105,23 @@ class DeferredKernels(DeferredPool):
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import drafts_mma, vectors
 
-        state, k, u, g, *_ = self.arrays
-        reason = vectors.check_supported(*tokens[:3], state, k, u, g)
+        rings = self._rings()
+        reason = vectors.check_supported(*tokens[:3], rings)
         if reason is None and _is_tree(where):
             kv_layout = self.layout == STATE_LAYOUTS[0]
-            reason = drafts_mma.check_supported(*tokens[:3], state, k, u, kv_layout=kv_layout)
+            reason = drafts_mma.check_supported(tokens.q, tokens.v, rings, kv_layout=kv_layout)
             reason = reason and f"a tree of drafts on a ring: {reason}"
         return reason or _gates_reason(tokens) or _reason(self)
 
     def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
         from pallas_kernels.decode.deferred import deferred
+        from pallas_kernels.decode.ring import Tokens
 
         options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
-        options |= {"layer": at.layer} | _options(call, raw, self)
-        o, *arrays = deferred(*raw.with_token_axis()[:5], *self.arrays[:5], **options)
-        return o[:, 0], self._with(arrays)
+        options |= {"layer": at.layer} | _options(call, self)
+        o, rings = deferred(Tokens(*raw.with_token_axis()[:7]), self._rings(), **options)
+        return o[:, 0], self._with(rings)
 
     def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first.
@@ -135,26 +138,33 @@ class DeferredKernels(DeferredPool):
 
     def _append_drafts(self, call: Call, raw: Raw, at: Address, spans: Spans) -> tuple[Array, Any]:
         from pallas_kernels.decode import drafts, drafts_mma
+        from pallas_kernels.decode.ring import Tokens
 
-        T, arrays = raw.q.shape[1], list(self.arrays[:5])
+        T, rings, (*tokens, A_log, dt_bias, _) = raw.q.shape[1], self._rings(), raw
         num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
-        options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, raw, self)
-        if not drafts_mma.check_supported(*raw[:3], *arrays[:3], kv_layout=options["kv_layout"]):
+        options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, self)
+        if not drafts_mma.check_supported(raw.q, raw.v, rings, kv_layout=options["kv_layout"]):
             options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
-            o, *arrays = drafts_mma.drafts_mma(*raw[:5], *arrays, **options)
-            return o, self._with(arrays)
+            o, rings = drafts_mma.drafts_mma(Tokens(*raw[:7]), rings, **options)
+            return o, self._with(rings)
         outputs = []
         for t in range(0, T, drafts.MAX_TOKENS):
-            some = [x[:, t : t + drafts.MAX_TOKENS] for x in raw[:5]]
+            some = Tokens(*(x[:, t : t + drafts.MAX_TOKENS] for x in tokens), A_log, dt_bias)
             options |= {"drafts": drafts.Drafts(T, t), "accepted": None if t else accepted}
             options["num_tokens"] = None if num_tokens is None else num_tokens - t
-            o, *arrays = drafts.drafts(*some, *arrays, **options)
+            o, rings = drafts.drafts(some, rings, **options)
             outputs.append(o)
-        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(arrays)
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(rings)
 
-    def _with(self, arrays: list[Array]) -> StatePool:
-        """The pool with other arrays that a kernel has changed in place: all but the parents."""
-        return self.holding(RingPool._make((*arrays, self.arrays.parents)))
+    def _rings(self) -> Any:
+        """The arrays that a kernel changes in place: all but the parents."""
+        from pallas_kernels.decode.ring import Rings
+
+        return Rings(*self.arrays[:5])
+
+    def _with(self, rings: Any) -> StatePool:
+        """The pool with rings that a kernel has changed."""
+        return self.holding(RingPool(*rings, self.arrays.parents))
 
 
 class WindowKernels(WindowPool):
@@ -184,11 +194,13 @@ class WindowKernels(WindowPool):
         return _in_slots(self, at, run)
 
 
-def _options(call: Call, raw: Raw, pool: StatePool) -> dict[str, Any]:
+def _gates(raw: Raw) -> dict[str, Any]:
+    return {"A_log": raw.A_log, "dt_bias": raw.dt_bias}
+
+
+def _options(call: Call, pool: StatePool) -> dict[str, Any]:
     """Options that the kernels of decode and verify have in common."""
     return {
-        "A_log": raw.A_log,
-        "dt_bias": raw.dt_bias,
         "scale": call.scale,
         "use_qk_l2norm": call.use_qk_l2norm,
         "allow_neg_eigval": call.allow_neg_eigval,

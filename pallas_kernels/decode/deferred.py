@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import vectors
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
 from pallas_kernels.decode.ring_products import Held, add_tokens
 from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config, Cta, Token
@@ -154,49 +154,38 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
 
 
 def deferred(
-    q: Float[Array, "N 1 Hq K"],
-    k: Float[Array, "N 1 Hk K"],
-    v: Float[Array, "N 1 HV V"],
-    a: Float[Array, "N 1 HV"],
-    b: Float[Array, "N 1 HV"],
-    state: Float[Array, "slots *layers HV rows columns"],
-    ring_k: Float[Array, "slots *layers Hk L K"],
-    ring_u: Float[Array, "slots *layers HV L V"],
-    ring_g: Float[Array, "slots *layers HV L"],
-    cursors: Int[Array, "slots *layers HV 2"],
+    x: Tokens,
+    rings: Rings,
     *,
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret=None,
     **options: Any,
-) -> Results:
+) -> tuple[Float[Array, "N 1 HV V"], Rings]:
     """A token of N requests: o, and the states and rings after it. All other slots keep their bits.
 
     The cursors after it are (count + 1, count), or (0, -1) where it filled the ring.
 
     Args:
-      q, k, v, a, b, state: inputs that `vectors.check_supported` accepts.
-      ring_k, ring_u, ring_g: keys, values and log decays since the states, oldest first.
-      cursors: count and before of every ring, each value head's its slot's.
-      A_log, dt_bias, layer, config, interpret: as for `step`.
+      x, rings: tokens, T = 1, and rings that `vectors.check_supported` accepts.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
+      layer, config, interpret: as for `step`.
       options: as for `Sizes.of`.
     """
-    heads = q.shape[2], k.shape[2], v.shape[2]
-    sizes = Sizes.of(heads, state, layer, **options)
-    config = config or default_config(sizes, state.dtype, ring_u.dtype)
+    sizes = Sizes.of(x.heads, rings.state, layer, **options)
+    state_dtype, ring_dtype = rings.state.dtype, rings.ring_u.dtype
+    config = config or default_config(sizes, state_dtype, ring_dtype)
     return launch_walk(
         "decode_deferred",
         _body,
-        dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots),
-        (state, ring_k, ring_u, ring_g, cursors),
-        sizes=sizes,
+        x,
+        dict(read_slots=read_slots),
+        rings,
+        sizes,
         config=config,
         heads=1,
         layer=layer,
-        memory=memory(sizes, config, state.dtype, ring_u.dtype),
+        memory=memory(sizes, config, state_dtype, ring_dtype),
         interpret=interpret,
     )

@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import vectors
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
 from pallas_kernels.decode.ring_products import add_tokens, row_slices
 from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config
@@ -141,19 +141,9 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
 
 
 def drafts(
-    q: Float[Array, "N T Hq K"],
-    k: Float[Array, "N T Hk K"],
-    v: Float[Array, "N T HV V"],
-    a: Float[Array, "N T HV"],
-    b: Float[Array, "N T HV"],
-    state: Float[Array, "slots *layers HV rows columns"],
-    ring_k: Float[Array, "slots *layers Hk L K"],
-    ring_u: Float[Array, "slots *layers HV L V"],
-    ring_g: Float[Array, "slots *layers HV L"],
-    cursors: Int[Array, "slots *layers HV 2"],
+    x: Tokens,
+    rings: Rings,
     *,
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
     drafts: Drafts,
     accepted: Int[Array, " N"] | None = None,
@@ -162,30 +152,28 @@ def drafts(
     config: Config | None = None,
     interpret=None,
     **options: Any,
-) -> Results:
+) -> tuple[Float[Array, "N T HV V"], Rings]:
     """T drafts of N requests: o, and the states and rings after them. All other slots keep their bits.
 
     Args:
-      q, k, v, a, b, state, ring_k, ring_u, ring_g, cursors, A_log, dt_bias, read_slots, layer, config, interpret,
-        options: as for `deferred`.
+      x, rings, read_slots, layer, config, interpret, options: as for `deferred`.
       drafts: what the T tokens are of. The first call drops what was not accepted, flushes a ring without room for
         the drafts of all calls, and sets the cursors to what they are after the last call.
       accepted: in the first call, how many of the last drafts stay.
       num_tokens: real tokens of each request from the first of the call on; the others are padding. None for all.
     """
-    T, heads = q.shape[1], (q.shape[2], k.shape[2], v.shape[2])
-    sizes = Sizes.of(heads, state, layer, **options)
+    sizes = Sizes.of(x.heads, rings.state, layer, **options)
     config = config or Config.default(sizes.V)
-    spans = dict(read_slots=read_slots, accepted=accepted, num_tokens=num_tokens)
     return launch_walk(
         "verify_ring",
         functools.partial(_body, drafts=drafts),
-        dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias) | spans,
-        (state, ring_k, ring_u, ring_g, cursors),
-        sizes=sizes,
+        x,
+        dict(read_slots=read_slots, accepted=accepted, num_tokens=num_tokens),
+        rings,
+        sizes,
         config=config,
         heads=sizes.HV // sizes.Hk,
         layer=layer,
-        memory=memory(sizes, config, T, drafts, state.dtype),
+        memory=memory(sizes, config, x.q.shape[1], drafts, rings.state.dtype),
         interpret=interpret,
     )

@@ -45,18 +45,18 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode import drafts_mma_operands as operands
 from pallas_kernels.decode.drafts_mma_cta import GRANULE, Config, Cta, memory, rows_of
 from pallas_kernels.decode.drafts_mma_operands import Held, halves
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Results
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
 from pallas_kernels.decode.tiles import WARPS, Sizes, load
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
 from pallas_kernels.device.layouts import COL, WGMMA, along_columns
 from pallas_kernels.device.memory import store_any, transposed
 
 
-def check_supported(q, k, v, state, ring_k, ring_u, *, kv_layout: bool) -> str | None:
+def check_supported(q, v, rings: Rings, *, kv_layout: bool) -> str | None:
     """Why the kernel cannot take a call that `drafts` takes; None if it can."""
     if not kv_layout:
         return "states are [V, K]; the kernel takes [K, V]"
-    for name, x in (("states", state), ("keys of the ring", ring_k), ("values of the ring", ring_u)):
+    for name, x in zip(("states", "keys of the ring", "values of the ring"), rings[:3], strict=True):
         if x.dtype != jnp.bfloat16:
             return f"the {name} are {x.dtype}; the kernel takes bfloat16"
     if q.shape[-1] % GRANULE or v.shape[-1] % GRANULE:
@@ -190,19 +190,9 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
 
 
 def drafts_mma(
-    q: Float[Array, "N T Hq K"],
-    k: Float[Array, "N T Hk K"],
-    v: Float[Array, "N T HV V"],
-    a: Float[Array, "N T HV"],
-    b: Float[Array, "N T HV"],
-    state: Float[Array, "slots *layers HV K V"],
-    ring_k: Float[Array, "slots *layers Hk L K"],
-    ring_u: Float[Array, "slots *layers HV L V"],
-    ring_g: Float[Array, "slots *layers HV L"],
-    cursors: Int[Array, "slots *layers HV 2"],
+    x: Tokens,
+    rings: Rings,
     *,
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
     read_slots: Int[Array, " N"],
     accepted: Int[Array, " N"],
     num_tokens: Int[Array, " N"] | None = None,
@@ -211,29 +201,28 @@ def drafts_mma(
     config: Config | None = None,
     interpret=None,
     **options: Any,
-) -> Results:
+) -> tuple[Float[Array, "N T HV V"], Rings]:
     """T drafts of N requests: o, and the states and rings after them. All other slots keep their bits.
 
     Args:
-      q, k, v, a, b, state, ring_k, ring_u, ring_g: inputs that `vectors.check_supported` and
-        `check_supported` accept.
-      cursors, A_log, dt_bias, read_slots, layer, config, interpret, options: as for `deferred`.
+      x, rings: tokens and rings that `vectors.check_supported` and `check_supported` accept.
+      read_slots, layer, config, interpret, options: as for `deferred`.
       accepted: how many of the last call's tokens stay.
       num_tokens: real tokens of each request; the others are padding. None for all.
       parents: of tokens that are a tree, those that each one follows, which come before it; -1 for the last one in
         the ring. None: each follows the one before.
     """
-    T, heads = q.shape[1], (q.shape[2], k.shape[2], v.shape[2])
+    T = x.q.shape[1]
     assert T <= LENGTH
-    sizes = Sizes.of(heads, state, layer, **options)
+    sizes = Sizes.of(x.heads, rings.state, layer, **options)
     config = config or Config.default(sizes.K, sizes.V, T)
-    spans = dict(read_slots=read_slots, accepted=accepted, num_tokens=num_tokens, parents=parents)
     return launch_walk(
         "verify_ring",
         _body,
-        dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias) | spans,
-        (state, ring_k, ring_u, ring_g, cursors),
-        sizes=sizes,
+        x,
+        dict(read_slots=read_slots, accepted=accepted, num_tokens=num_tokens, parents=parents),
+        rings,
+        sizes,
         config=config,
         heads=sizes.HV // sizes.Hk,
         layer=layer,

@@ -20,12 +20,32 @@ COUNT, BEFORE = 0, 1
 of its slot, as the warpgroup that works on the head reads and writes them: no other one reads what it writes."""
 
 
-class Results(NamedTuple):
-    """Outputs, and states and rings after them."""
+class Tokens(NamedTuple):
+    """T tokens of N requests, with the parameters of their gates."""
 
-    o: Float[Array, "N T HV V"]
+    q: Float[Array, "N T Hq K"]
+    k: Float[Array, "N T Hk K"]
+    v: Float[Array, "N T HV V"]
+    a: Float[Array, "N T HV"]
+    b: Float[Array, "N T HV"]
+    A_log: Float[Array, " HV"]
+    dt_bias: Float[Array, " HV"]
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Hq, Hk and HV."""
+        return self.q.shape[2], self.k.shape[2], self.v.shape[2]
+
+
+class Rings(NamedTuple):
+    """States of a pool and the rings beside them."""
+
     state: Float[Array, "slots *layers HV rows columns"]
     ring_k: Float[Array, "slots *layers Hk L K"]
+    """Keys since the states, oldest first."""
     ring_u: Float[Array, "slots *layers HV L V"]
+    """Values that were written since."""
     ring_g: Float[Array, "slots *layers HV L"]
+    """Log decays since."""
     cursors: Int[Array, "slots *layers HV 2"]
+    """Count and before of every ring, each value head's its slot's."""

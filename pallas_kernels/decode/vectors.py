@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import step, walk
-from pallas_kernels.decode.ring import LENGTH
+from pallas_kernels.decode.ring import LENGTH, Rings
 from pallas_kernels.decode.ring_products import Held, Products, Ring, Shape, row_slices
 from pallas_kernels.decode.tiles import (
     GRANULE,
@@ -70,8 +70,9 @@ class Config:
         return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
 
-def check_supported(q, k, v, state, ring_k, ring_u, ring_g) -> str | None:
+def check_supported(q, k, v, rings: Rings) -> str | None:
     """Why the kernels cannot take a call, from its arrays or their shapes; None if they can."""
+    state, ring_k, ring_u, ring_g, _ = rings
     length = ring_u.shape[-2]
     if length != LENGTH:
         return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"

@@ -10,7 +10,7 @@ has no slot is padding: its output is 0, and nothing else is read or written.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
-from pallas_kernels.decode.ring import BEFORE, COUNT, Results
+from pallas_kernels.decode.ring import BEFORE, COUNT, Rings, Tokens
 from pallas_kernels.decode.tiles import Sizes, Tile, column_layout
 from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
 from pallas_kernels.device.memory import Memory, store_any
@@ -187,40 +188,39 @@ def walk(cta: Cta, start: Here, work: Callable, padding: Callable) -> None:
 def launch_walk(
     name: str,
     body: Callable[..., None],
-    inputs: Mapping[str, Any],
-    pool: tuple[jax.Array, ...],
-    *,
+    tokens: Tokens,
+    spans: dict[str, Array | None],
+    rings: Rings,
     sizes: Sizes,
+    *,
     config: Any,
     heads: int,
     layer: Any,
     memory: Memory,
     interpret: Any,
-) -> Results:
-    """Runs a kernel that writes outputs, and states and rings in place.
+) -> tuple[Float[Array, "N T HV V"], Rings]:
+    """Runs a kernel that writes outputs, and states and rings in place: both are returned.
 
     Args:
       name, memory, interpret: as for `launch`.
       body: body(gmem, smem, **static) with the static arguments of `Cta`.
-      inputs: arrays by name, `v` [N, T, HV, V] among them.
-      pool: state, ring_k, ring_u, ring_g and cursors.
+      spans: where the tokens of each request begin and end, by name.
       sizes, config, heads: as for `Cta`.
       layer: index of the second axis of a pool that serves a whole model, or None.
     """
-    v, names = inputs["v"], Results._fields[1:]
+    v = tokens.v
     ctas = min(NUM_SMS, v.shape[0] * (sizes.HV // heads))
     static: Any = dict(sizes=sizes, config=config, T=v.shape[1], heads=heads, ctas=ctas)
     results = launch(
         name,
         functools.partial(body, **static, interpreted=interpret is not None),
-        inputs={**inputs, "layer": layer_input(layer)},
+        inputs=tokens._asdict() | spans | dict(layer=layer_input(layer)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        updated={key: one_for_all_layers(x, layer) for key, x in zip(names, pool, strict=True)},
+        updated={key: one_for_all_layers(x, layer) for key, x in rings._asdict().items()},
         memory=memory,
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,
         interpret=interpret,
     )
-    after = (results[key].reshape(x.shape) for key, x in zip(names, pool, strict=True))
-    return Results(results["o"], *after)
+    return results["o"], Rings(*(results[key].reshape(x.shape) for key, x in rings._asdict().items()))

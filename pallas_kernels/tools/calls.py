@@ -19,6 +19,7 @@ from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
 from pallas_kernels.decode.drafts import Drafts, drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
+from pallas_kernels.decode.ring import Rings, Tokens
 from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer.cross_entropy import cross_entropy
@@ -148,11 +149,13 @@ def joined_call(pool="f32") -> Call:
 def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
     """A kernel over rings of 16 tokens, with states and rings in place."""
     N, tokens = _tokens(T)
-    ring = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
+    x = Tokens(*shapes(f"{tokens} f32[4] f32[4]"))  # pyrefly: ignore
+    rings = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
     arrays = dict(read_slots=f"i32[{N}]") | ({} if T == 1 else dict(accepted=f"i32[{N}]"))
     options: dict[str, Any] = {} if kernel is drafts_mma else dict(kv_layout=layout == "kv")
     options |= dict(drafts=Drafts(T)) if kernel is drafts else {}
-    return call(partial(kernel, scale=0.1, **options), f"{tokens} {ring}", **GATES, **arrays)
+    made = call(partial(kernel, scale=0.1, **options), "", **arrays)
+    return made._replace(positional=(x, Rings(*shapes(rings))))  # pyrefly: ignore
 
 
 def _tokens(T: int, K: int = 128, V: int = 128) -> tuple[int, str]:
