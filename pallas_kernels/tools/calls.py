@@ -81,7 +81,7 @@ def rule_call(
     pool: str | None = None,
     norm=False,
     is_open=False,
-    **config: int,
+    **config: Any,
 ) -> Call:
     """The rule on one row and, where the kernels have one, its backward, with its results as cotangents.
 
