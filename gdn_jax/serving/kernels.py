@@ -149,7 +149,7 @@ class DeferredKernels(DeferredPool):
             return o, self._with(rings)
         outputs = []
         for t in range(0, T, drafts.MAX_TOKENS):
-            some = Tokens(*(x[:, t : t + drafts.MAX_TOKENS] for x in tokens), A_log, dt_bias)
+            some = Tokens._make((*(x[:, t : t + drafts.MAX_TOKENS] for x in tokens), A_log, dt_bias))
             options |= {"drafts": drafts.Drafts(T, t), "accepted": None if t else accepted}
             options["num_tokens"] = None if num_tokens is None else num_tokens - t
             o, rings = drafts.drafts(some, rings, **options)
@@ -164,7 +164,7 @@ class DeferredKernels(DeferredPool):
 
     def _with(self, rings: Any) -> StatePool:
         """The pool with rings that a kernel has changed."""
-        return self.holding(RingPool(*rings, self.arrays.parents))
+        return self.holding(RingPool._make((*rings, self.arrays.parents)))
 
 
 class WindowKernels(WindowPool):

@@ -50,13 +50,13 @@ class Call(NamedTuple):
         return traced.lower(lowering_platforms=("cuda",))
 
 
-def shapes(text: str) -> list[jax.ShapeDtypeStruct | None]:
+def shapes(text: str) -> list[Any]:
     """The arrays of a text."""
 
     def shape(text: str) -> jax.ShapeDtypeStruct | None:
         if text == "-":
             return None
-        dtype, sizes = re.fullmatch(r"(\w+)\[([\d,]+)\]", text).groups()  # pyrefly: ignore
+        dtype, sizes = text.removesuffix("]").split("[")
         return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))), DTYPES[dtype])
 
     return [shape(part) for part in text.split()]
@@ -94,14 +94,13 @@ def rule_call(
     widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
     cu_seqlens, segment_ids = f"i32[{N + 1}]" if packed else "-", f"i32[1,{T}]" if ids else "-"
     token, value, gate = f"{dtype}[1,{T},2,{K}]", f"{dtype}[1,{T},{HV},{V}]", f"f32[1,{T},{HV}]"
-    states: Any = shapes(f"f32[{N},{HV},{widths}]")[0] if state else None
+    states = shapes(f"f32[{N},{HV},{widths}]")[0] if state else None
     if pool is not None:
         array, slots = shapes(f"{pool}[8,{HV},{widths}] i32[{N}]")
-        states = PoolStates(Slots(8, None, 1), array, slots, None, slots, None)  # pyrefly: ignore
-    x = RuleArrays(
-        *shapes(f"{token} {token} {value} {gate} {gate}"), states, *shapes(f"{cu_seqlens} {segment_ids}")
-    )  # pyrefly: ignore
-    config = dict(state_warpgroups=2, segment_chunks=0) | config
+        states = PoolStates(Slots(8, None, 1), array, slots, None, slots, None)
+    arrays = shapes(f"{token} {token} {value} {gate} {gate} {cu_seqlens} {segment_ids}")
+    x = RuleArrays._make((*arrays[:5], states, *arrays[5:]))
+    config = dict[str, Any](state_warpgroups=2, segment_chunks=0) | config
     options: dict[str, Any] = dict(scale=0.1, state_layout=layout)
 
     def run(x: RuleArrays):
@@ -149,13 +148,13 @@ def joined_call(pool="f32") -> Call:
 def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
     """A kernel over rings of 16 tokens, with states and rings in place."""
     N, tokens = _tokens(T)
-    x = Tokens(*shapes(f"{tokens} f32[4] f32[4]"))  # pyrefly: ignore
+    x = Tokens(*shapes(f"{tokens} f32[4] f32[4]"))
     rings = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
     arrays = dict(read_slots=f"i32[{N}]") | ({} if T == 1 else dict(accepted=f"i32[{N}]"))
     options: dict[str, Any] = {} if kernel is drafts_mma else dict(kv_layout=layout == "kv")
     options |= dict(drafts=Drafts(T)) if kernel is drafts else {}
     made = call(partial(kernel, scale=0.1, **options), "", **arrays)
-    return made._replace(positional=(x, Rings(*shapes(rings))))  # pyrefly: ignore
+    return made._replace(positional=(x, Rings(*shapes(rings))))
 
 
 def _tokens(T: int, K: int = 128, V: int = 128) -> tuple[int, str]:
