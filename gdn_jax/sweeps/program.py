@@ -15,7 +15,7 @@ from gdn_jax.models.costs import count
 from gdn_jax.sweeps.grid import Run
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.scoring import Scored
-from gdn_jax.tasks.table import SweptTask
+from gdn_jax.tasks.task import Task
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.steps import Sums, TrainState
@@ -39,7 +39,7 @@ class Program:
     Learning rates and what a run starts with are arguments, so that all of a mixer's runs at a scale share them.
     """
 
-    def __init__(self, options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1):
+    def __init__(self, options: SweepOptions, task: Task, mixer: str, scale: int = 1):
         grid = options.sweep
         # Shapes alone: the weights come from `make_start`, and there is no other state.
         model = nnx.eval_shape(lambda: make_model(options, task, mixer, 0, scale))
@@ -100,7 +100,7 @@ class Program:
 
 
 def make_model(
-    options: SweepOptions, task: SweptTask, mixer: str, seed: int | Array, scale: int = 1
+    options: SweepOptions, task: Task, mixer: str, seed: int | Array, scale: int = 1
 ) -> LanguageModel:
     """Model of a mixer with fresh weights, which are the same for all mixers but the hybrid.
 
@@ -115,9 +115,7 @@ def make_model(
     return steps.make_model(MIXERS[mixer].model(size), task.vocab_size, seed)
 
 
-def make_start(
-    options: SweepOptions, task: SweptTask, mixer: str, scale: int = 1
-) -> Callable[[list[Run]], Runs]:
+def make_start(options: SweepOptions, task: Task, mixer: str, scale: int = 1) -> Callable[[list[Run]], Runs]:
     """A function from runs to their state before the first step.
 
     It is not compiled as a whole: arrays of one shape share the program that fills them, which many random arrays in
@@ -150,7 +148,7 @@ def make_start(
     return start_runs
 
 
-def _alike(task: SweptTask) -> list[list[int]]:
+def _alike(task: Task) -> list[list[int]]:
     """The kinds of batches of a task, those of one shape together."""
     found: dict[tuple[int, ...], list[int]] = {}
     for kind in range(max(task.turns) + 1):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from scipy.special import stdtrit
 
 from gdn_jax.sweeps.options import state_size
-from gdn_jax.tasks.table import SweptTask
+from gdn_jax.tasks.task import Task
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import SizeOptions
 
@@ -136,7 +136,7 @@ class About(NamedTuple):
     answers: float | None = None
 
     @classmethod
-    def of(cls, task: SweptTask) -> "About":
+    def of(cls, task: Task) -> "About":
         """Collects the facts of a task. A large text takes a while to count."""
         return cls(task.metric, task.label, task.axis, task.summary(), task.baselines(), task.answers())
 

@@ -46,7 +46,8 @@ from gdn_jax.sweeps.options import SweepOptions, scaled_model, state_size
 from gdn_jax.sweeps.program import Program, Runs, make_start
 from gdn_jax.sweeps.progress import SweepReporter
 from gdn_jax.sweeps.scoring import shared
-from gdn_jax.tasks.table import SweptTask, check_same_data, make_task
+from gdn_jax.tasks.table import check_same_data, make_task
+from gdn_jax.tasks.task import Task
 from gdn_jax.training import memory
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder, check_free
@@ -64,7 +65,7 @@ _SLICE = 1.0
 class Sweep:
     """A sweep at work: what is left of the grid, and where results go."""
 
-    def __init__(self, options: SweepOptions, task: SweptTask, lines: JsonLines):
+    def __init__(self, options: SweepOptions, task: Task, lines: JsonLines):
         self.options, self.task, self.lines = options, task, lines
         self.commit = commit()
         limit = options.sweep.max_minutes
@@ -203,7 +204,6 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     if not o.resume:
         check_free(o.out)
     task = make_task(options.task, o.batch_size, o.data_seed)
-    assert isinstance(task, SweptTask)
     largest = scaled_model(options, max(o.scales))
     memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)
     if o.resume:
@@ -223,7 +223,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     return _work(options, task, folder, config, console)
 
 
-def _longest(task: SweptTask) -> int:
+def _longest(task: Task) -> int:
     """Tokens of the longest training sequence."""
     kinds = {*task.turns}
     shapes = [jax.eval_shape(lambda kind=kind: task.seeded_batch(0, 0, kind).tokens) for kind in kinds]
@@ -231,7 +231,7 @@ def _longest(task: SweptTask) -> int:
 
 
 def _work(
-    options: SweepOptions, task: SweptTask, folder: RunFolder, config: dict[str, Any], console: Console
+    options: SweepOptions, task: Task, folder: RunFolder, config: dict[str, Any], console: Console
 ) -> int:
     """Makes what is left and the table; returns the exit status."""
     o, name = options.sweep, options.task.task
@@ -282,7 +282,7 @@ def _work(
 
 def _finish(
     options: SweepOptions,
-    task: SweptTask,
+    task: Task,
     folder: RunFolder,
     config: dict[str, Any],
     lines: JsonLines,
@@ -296,7 +296,7 @@ def _finish(
 
 def write_results(
     options: SweepOptions,
-    task: SweptTask,
+    task: Task,
     folder: Path,
     config: dict[str, Any],
     records: list[dict[str, Any]],

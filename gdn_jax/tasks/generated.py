@@ -1,15 +1,12 @@
 """Tasks whose sequences are drawn at random: recall, needle, sentence, parity, permutation, copy."""
 
-import copy
 import hashlib
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
 
 from gdn_jax import models
 from gdn_jax.tasks import copying, needle, recall, sentence, state_tracking, text
@@ -22,6 +19,7 @@ from gdn_jax.tasks.options import (
     RecallOptions,
     SentenceOptions,
 )
+from gdn_jax.tasks.task import Task
 
 _TRAINING_SET = 2**16
 """Purpose of the keys of a training set of fixed size; those of its kinds of batches follow."""
@@ -29,26 +27,19 @@ _TRAINING_SET = 2**16
 
 class GeneratedTask[
     T: (RecallOptions, NeedleOptions, SentenceOptions, ParityOptions, PermutationOptions, CopyOptions)
-]:
+](Task):
     """A task of fresh sequences; a subclass says how they are drawn.
 
-    Attributes:
+    Attributes: those of `Task`, and
       o: options of the task.
       batch_size: sequences of a training step.
       seed: of the training batches and of the validation and test sets.
-      size: of the training sequences, in the unit of `axis`.
       test_sizes: sizes that a trained model is tested at.
-      data: arrays that sequences are made from, None without any.
-      turns: kind of the training batch of step 0, 1, ..., from the start again behind the last one.
     """
 
     metric = "accuracy"
     lower_is_better = False
-    label: ClassVar[str]
-    axis: ClassVar[str] = "tokens"
-    vocab_size: int
-    data: PyTree = None
-    turns: tuple[int, ...] = (0,)
+    axis = "tokens"
 
     def __init__(self, options: T, batch_size: int, seed: int):
         self.o, self.batch_size, self.seed = options, batch_size, seed
@@ -67,16 +58,11 @@ class GeneratedTask[
         """Draws fresh sequences to validate with."""
         return self.draw_training(key, batch, kind)
 
-    def bound(self, data: PyTree) -> "GeneratedTask":
-        other = copy.copy(self)
-        other.data = data
-        return other
-
     def _key(self, seed: int | jax.Array, purpose: int, i: int | jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), i)
 
     def seeded_batch(self, seed: int | jax.Array, step: int | jax.Array, kind: int = 0) -> Batch:
-        """Draws the batch of one optimiser step of the run with that seed; both may be traced.
+        """Draws the batch of one optimiser step, see `Task.seeded_batch`.
 
         Of a training set of a fixed size every sequence is a function of its number and of the seed of the options,
         which the runs of a sweep share: it is drawn again whenever its number is.
@@ -114,27 +100,14 @@ class GeneratedTask[
         del loss
         return {"accuracy": accuracy}
 
-    def baselines(self) -> dict[str, float]:
-        """Returns the accuracy of a guess, by its name."""
-        raise NotImplementedError
-
     def answers(self) -> float:
         [accuracy] = self.baselines().values()
         return 1 / accuracy
-
-    def kind_names(self) -> tuple[str, ...]:
-        return ("all",)
-
-    def asked(self, kind: int) -> int | None:
-        return None
 
     def describe(self) -> dict[str, object]:
         first = jax.tree.map(np.asarray, self.train_batch(len(self.turns)))
         digest = hashlib.sha256(b"".join(a.tobytes() for a in first)).hexdigest()[:16]
         return {"source": "generated", "fingerprint": digest}
-
-    def summary(self) -> str:
-        raise NotImplementedError
 
     def sample(self, model: models.LanguageModel) -> str:
         batch = self.draw(self._key(self.seed, 2, 0), 1, self.size)

@@ -1,21 +1,21 @@
 """Next-byte modelling of a text, as a task."""
 
-import copy
 import math
 from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from gdn_jax import models
 from gdn_jax.tasks import ngrams, text
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions, prompt_bytes
+from gdn_jax.tasks.task import Task
 
 
-class BytesTask:
+class BytesTask(Task):
     """Next-byte modelling of a text."""
 
     vocab_size = 256
@@ -23,7 +23,6 @@ class BytesTask:
     label = "bits per byte"
     lower_is_better = True
     axis = "bytes"
-    turns = (0,)
 
     def __init__(self, options: TextOptions, batch_size: int, seed: int):
         self.o, self.batch_size, self.seed = options, batch_size, seed
@@ -31,7 +30,7 @@ class BytesTask:
         self.size, self.tests = self.length, o.test_lengths or ()
         longest = max((self.length, *self.tests))
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
-        self.data: PyTree = self.corpus.train
+        self.data = self.corpus.train
         self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
 
     def train_batch(self, step: int) -> Batch:
@@ -41,20 +40,6 @@ class BytesTask:
         starts = generator.integers(0, high, self.batch_size)
         tokens, targets = text.windows(self.corpus.train, starts, self.length)
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
-
-    def bound(self, data: PyTree) -> "BytesTask":
-        other = copy.copy(self)
-        other.data = data
-        return other
-
-    def kind_names(self) -> tuple[str, ...]:
-        return ("all",)
-
-    def asked(self, kind: int) -> None:
-        return None
-
-    def answers(self) -> None:
-        return None
 
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
         """Draws windows inside a program. They are other ones than those of `train_batch`."""

@@ -78,6 +78,9 @@ class GeneratedOptions:
         n = self.train_sequences
         return "always fresh" if n is None else f"trained on {n} sequences"
 
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others; here all do."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RecallOptions(GeneratedOptions):
@@ -126,7 +129,6 @@ class RecallOptions(GeneratedOptions):
         return turns
 
     def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
         more = dict(self.parsed_cases("test_cases"))
         if more and (not self.cases or more.keys() & dict(self.parsed_cases()).keys()):
             fail("test_cases", "numbers of pairs beside those of --cases", " ".join(self.test_cases or ()))
@@ -166,7 +168,6 @@ class NeedleOptions(GeneratedOptions):
     """Lengths that the trained model is tested at."""
 
     def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
         pairs = self.haystack == "pairs"
         # marker and values, question and all values but the last; or two marks and the needle's pairs twice
         least = 4 * self.needle_length + 2 if pairs else 2 * self.needle_length + 1
@@ -204,7 +205,6 @@ class SentenceOptions(GeneratedOptions, CorpusOptions):
     """Lengths that the trained model is tested at."""
 
     def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
         for name, given in (("length", self.length), ("test_lengths", min(self.test_lengths))):
             if given < 256:
                 fail(name, "at least 256: the sentence and the question take up to 150 bytes", given)
@@ -220,9 +220,6 @@ class ParityOptions(GeneratedOptions):
     """Bits of a training sequence."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
     """Lengths that the trained model is tested at; beyond the training length only bits past it count."""
-
-    def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,9 +237,6 @@ class PermutationOptions(GeneratedOptions):
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
     """Lengths that the trained model is tested at; beyond the training length only products past it count."""
 
-    def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
-
 
 @dataclasses.dataclass(frozen=True)
 class CopyOptions(GeneratedOptions):
@@ -256,9 +250,6 @@ class CopyOptions(GeneratedOptions):
     """Tokens to copy; a sequence has twice as many."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (8, 16, 32)
     """Numbers of tokens that the trained model is tested with."""
-
-    def check(self) -> None:
-        """Raises RunError naming an option that does not fit the others."""
 
 
 TaskOptions = (

@@ -21,7 +21,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.models.costs import count
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.table import Task
+from gdn_jax.tasks.task import Task
 from gdn_jax.training import memory, steps
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.options import TrainOptions
