@@ -191,7 +191,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tree": dict(tree=True),
     "uneven": dict(uneven=True),
 }
-"""What a part of a name says, besides a size such as "K 64". Of two that contradict, the later one holds."""
+"""Options by part of a name; a size such as "K 64" is another part. Of two that contradict, the later one holds."""
 
 NAMES = """
 rule; rule, half; rule, kv; rule, kv, no states, half; rule, no states; rule, segment ids; rule, HV 2
