@@ -135,6 +135,19 @@ def check_array(name: str, x: object, shape: tuple[int | None, ...], letters: st
         _fail(name, f"shape [{letters}] = [{want}]", list(got))
 
 
+def check_channels(name: str, x: Any, shape: tuple[int | None, ...], width: int, letters: str) -> None:
+    """Raises ValueError unless x is a floating array of one number a head [*shape], or a channel [*shape, width].
+
+    Args:
+      letters: of both axes, such as "B, T, HO, K"; the last is the width's.
+    """
+    if len(getattr(x, "shape", ())) == len(shape):
+        check_array(name, x, shape, letters.rpartition(", ")[0])
+    else:
+        check_array(name, x, (*shape, width), letters)
+    check_floating(name, x)
+
+
 def check_floating(name: str, x: Any) -> None:
     """Raises ValueError unless x is an array of f16, bf16, f32 or f64."""
     if not hasattr(x, "dtype"):

@@ -72,6 +72,7 @@ ROOMS: dict[str, set[str]] = {
     "serving": {
         "shapes",
         "gates",
+        "family",
         "packing",
         "partitioning",
         "conv",

@@ -15,6 +15,7 @@ from gdn_jax.ops import (
     check_arrays,
     check_scale,
     check_values,
+    chunk_states,
     debug_checks_are_on,
     gated_delta_rule,
     known_lengths,
@@ -34,6 +35,7 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     check_array,
+    check_channels,
     check_flags,
     check_floating,
 )
@@ -176,6 +178,8 @@ def delta_chunk_states(
 ) -> Float[Array, "B L HO _ _"]:
     """The state at the start of every chunk, as a differentiable result.
 
+    With g of each head and beta this is `chunk_states`, to the bit.
+
     Args: those of `delta_rule`; HO is the head count of g or of a strength where given, else max(Hk, HV).
       use_k_l2norm: normalises k.
 
@@ -185,6 +189,10 @@ def delta_chunk_states(
     Raises:
       ValueError: an argument is wrong.
     """
+    if erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3):
+        sequences = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+        options = dict(use_k_l2norm=use_k_l2norm, state_layout=state_layout, chunk_size=chunk_size)
+        return chunk_states(k, v, g, beta, **sequences, **options)
     for name, y in (("k", k), ("v", v)):
         check_array(name, y, (None,) * 4, "B, T, heads, width")
     erase, write = _strengths(beta, erase, write)
@@ -317,13 +325,8 @@ def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | 
         ("erase", x.erase, dims.K, "K"),
         ("write", x.write, dims.V, "V"),
     ):
-        if y is None:
-            continue
-        if getattr(y, "ndim", None) == 3:
-            check_array(name, y, (B, T, HO), "B, T, HO")
-        else:
-            check_array(name, y, (B, T, HO, width), f"B, T, HO, {letter}")
-        check_floating(name, y)
+        if y is not None:
+            check_channels(name, y, (B, T, HO), width, f"B, T, HO, {letter}")
     if implementation == "mosaic_gpu":
         raise NotImplementedError(f"implementation 'mosaic_gpu': {_NO_KERNEL}")
     return dims

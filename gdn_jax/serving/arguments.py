@@ -24,26 +24,17 @@ from gdn_jax.shapes import (
 )
 
 
-def token_dims(raw: Any, *, letters: str, state_layout: str) -> Dims:
-    """Checks the arrays of decode or verify and returns their dimensions.
+def token_dims(q: Any, k: Any, v: Any, *, letters: str, state_layout: str) -> Dims:
+    """Checks queries, keys and values of decode or verify and returns their dimensions.
 
     Args:
-      raw: the `Raw` tokens.
       letters: the axes before the heads, "B" for q [B, Hk, K] or "N, T" for q [N, T, Hk, K].
     """
-    q, k, v, a, b, A_log, dt_bias, _ = raw
     leading = (None,) * len(letters.split(", "))
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x, (*leading, None, None), f"{letters}, heads, width")
     tokens = [_with_token_axis(x) for x in (q, k, v)]
-    dims = rule_dims(tokens[0], tokens[1], tokens[2], None, None, None, None, None, state_layout)
-    for name, x in (("a", a), ("b", b)):
-        check_array(name, x, (*q.shape[:-2], dims.HO), f"{letters}, HO")
-        check_floating(name, x)
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        check_array(name, x, (dims.HO,), "HO")
-        check_floating(name, x)
-    return dims
+    return rule_dims(tokens[0], tokens[1], tokens[2], None, None, None, None, None, state_layout)
 
 
 def _with_token_axis(x) -> jax.ShapeDtypeStruct:

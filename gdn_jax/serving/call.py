@@ -44,6 +44,7 @@ class Call:
     allow_neg_eigval: bool = False
     batch_invariant: bool = False
     implementation: str | None = None
+    lower_bound: float | None = None
 
     def checked(self, dims: Dims) -> Any:
         """The same options with the factor of the output as a number; raises ValueError where one is wrong."""

@@ -5,11 +5,11 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
-from gdn_jax.serving.arguments import token_dims
 from gdn_jax.serving.call import Call
+from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.kernels import DeferredKernels, StateKernels, WindowKernels
 from gdn_jax.serving.ring import DeferredPool
-from gdn_jax.serving.ring_arrays import RingPool
+from gdn_jax.serving.ring_arrays import ChannelRingPool, RingPool
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.tokens import Raw
@@ -19,7 +19,7 @@ from gdn_jax.shapes import STATE_LAYOUTS, check_choice
 Arrays = Float[Array, "slots *state"] | RingPool
 """Types of a caller's pool of states."""
 
-KINDS: dict[type, type[StatePool]] = {RingPool: DeferredPool}
+KINDS: dict[type, type[StatePool]] = {RingPool: DeferredPool, ChannelRingPool: DeferredPool}
 """Kinds of pools by the type of their arrays; anything else is an array of states."""
 
 BY_KERNELS: dict[type[StatePool], type[StatePool]] = {
@@ -60,16 +60,19 @@ def choose(pool: StatePool, implementation: str | None, tokens: Any, where: Any)
     if implementation == "xla":
         return pool
     fast = by_kernels(pool)
-    reason = fast.unsupported(tokens, where)
+    reason = tokens.no_kernel or fast.unsupported(tokens, where)
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
     return pool if reason else fast
 
 
-def serve(method: str, call: Call, raw: Raw, pool: StatePool, where: Any) -> tuple[Array, Arrays]:
+def serve(
+    method: str, call: Call, raw: Raw | ChannelRaw, pool: StatePool, where: Any
+) -> tuple[Array, Arrays]:
     """`decode` or `verify` of arguments that are not checked yet: outputs, and the caller's arrays."""
     letters = "B" if method == "decode" else "N, T"
-    dims = token_dims(raw, letters=letters, state_layout=pool.layout)
+    dims = raw.check(letters=letters, state_layout=pool.layout)
+    pool.check_tokens(raw)
     pool.check(dims, where.layer)
     where.check(pool, letters, *raw.q.shape[:-2])
     call = call.checked(dims)

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -13,21 +12,24 @@ from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_integers, check_sequences, check_slots, check_values
 from gdn_jax.serving.call import At, PromptCall
 from gdn_jax.serving.pools import Arrays, by_kernels, opened
+from gdn_jax.serving.prompt_tokens import Prompts
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import GRID
 from gdn_jax.serving.tokens import heads_of
-from gdn_jax.shapes import RuleArrays, check_array, check_whole, rule_dims
+from gdn_jax.shapes import check_array, check_channels, check_whole
 
 
 def prefill(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
-    g: Float[Array, "B T HO"] | None,
+    g: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None,
     beta: Float[Array, "B T HO"] | None,
     cu_seqlens: Integer[Array, " N1"] | Integer[np.ndarray, " N1"],
     pool: Arrays,
     *,
+    erase: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    write: Float[Array, "B T HO"] | Float[Array, "B T HO V"] | None = None,
     read_slots: Indices,
     write_slots: Indices | None = None,
     has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"] | None = None,
@@ -42,13 +44,14 @@ def prefill(
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HO V"], Arrays]:
-    """The gated delta rule over packed sequences whose states lie in a pool, which is donated.
+    """The delta rule over packed sequences whose states lie in a pool, which is donated.
 
     A prompt may come in pieces, each going on from the state that the one before left. A sequence without tokens
     keeps its state.
 
     Args:
-      q, k, v, g, beta: arrays of the packed tokens [1, T, ...], as for `gated_delta_rule`.
+      q, k, v, g, beta, erase, write: arrays of the packed tokens [1, T, ...], as for `delta_rule`, which is
+        `gated_delta_rule` for g and beta of each head.
       cu_seqlens: [N + 1] ascending integers from 0; sequence n owns tokens [cu[n], cu[n + 1]). Tokens past cu[-1] are
         padding with output 0. Other lengths do not compile again.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
@@ -68,11 +71,11 @@ def prefill(
       batch_invariant: the bits of a sequence do not depend on the others of the call. Chunks of 64 tokens then come
         one after the other, which is slower. With a pool that does not round, pieces that end on multiples of 64
         tokens have the bits of the whole prompt.
-      implementation: of `gated_delta_rule`. Where that is "mosaic_gpu", the kernels read states in their slots and
-        write them there, if the pool is an array of float32 or bfloat16, K and V are multiples of 64, scale is from
-        2^-16 to 16, neither checkpoints nor batch_invariant are asked for, and the call is not inside a `shard_map`
-        that keeps check_vma; such a call cannot be differentiated. In all other calls states are taken out of the
-        pool and put back.
+      implementation: of `delta_rule`. Where that is "mosaic_gpu", the kernels read states in their slots and write
+        them there, if g and beta are of each head, the pool is an array of float32 or bfloat16, K and V are multiples
+        of 64, scale is from 2^-16 to 16, neither checkpoints nor batch_invariant are asked for, and the call is not
+        inside a `shard_map` that keeps check_vma; such a call cannot be differentiated. In all other calls states are
+        taken out of the pool and put back.
 
     Returns:
       o [1, T, HO, V] in q's dtype, and the pool, in which all but the written slots keep their bits.
@@ -82,13 +85,13 @@ def prefill(
         at where they are known or with `debug_checks` on.
       NotImplementedError: the named implementation cannot run this call, with the reason.
 
-    Numerics: as `gated_delta_rule`; states are rounded once, to the pool's dtype. States at checkpoints are computed
+    Numerics: as `delta_rule`; states are rounded once, to the pool's dtype. States at checkpoints are computed
       in float32.
     Source: FlashInfer's `chunk_gated_delta_rule` with `state_indices` and `checkpoint_every_n_tokens`.
     """
     check_integers("cu_seqlens", cu_seqlens, (None,), "N + 1")
-    offsets = jax.ShapeDtypeStruct(cu_seqlens.shape, cu_seqlens.dtype)
-    dims = rule_dims(q, k, v, g, beta, None, offsets, None, state_layout)
+    tokens = Prompts(q, k, v, g, beta, erase, write, cu_seqlens)
+    dims = tokens.check(state_layout)
     memory = opened(pool, state_layout, null_slot)
     at = At(read_slots, write_slots, layer, has_initial_state, checkpoint_slots)
     memory.check(dims, layer)
@@ -108,23 +111,19 @@ def prefill(
         check_values(partial(_check_apart, null_slot), written, checkpoint_slots)
     options = dict(batch_invariant=batch_invariant, chunk_size=chunk_size, checkpoint_every=checkpoint_every)
     call = PromptCall(scale, use_qk_l2norm, implementation=implementation, **options).checked(dims)
-    work, tokens, fast = (
-        ("prefill", call),
-        RuleArrays(q, k, v, g, beta, None, cu_seqlens, None),
-        by_kernels(memory),
-    )
-    if not fast.takes_prompts(call, tokens):
+    work, fast, of_heads = ("prefill", call), by_kernels(memory), tokens.of_heads
+    if of_heads is None or not fast.takes_prompts(call, of_heads):
         o, memory = shards.leave_to_xla(work, memory, tokens, at)
         return o, memory.arrays
     if ops.debug_checks_are_on():
         ops.check_values(dims.T, g, None)
-    o, fast = shards.by_heads(work, fast, tokens, at)
+    o, fast = shards.by_heads(work, fast, of_heads, at)
     return o, fast.arrays
 
 
 def prefill_packed(
     qkv: Float[Array, "T D"],
-    decay: Float[Array, "T HV"],
+    decay: Float[Array, "T HV"] | Float[Array, "T HV K"],
     beta: Float[Array, "T HV"],
     row_offsets: Integer[Array, " N1"] | Integer[np.ndarray, " N1"],
     pool: Arrays,
@@ -143,7 +142,7 @@ def prefill_packed(
 
     Args:
       qkv: [T, 2 Hk K + HV V], queries, keys and values of every token, as the convolution gave them.
-      decay: linear decay [T, HV] in [0, 1], exp(g); 0 is a full reset.
+      decay: linear decay [T, HV], or of each key channel [T, HV, K], in [0, 1], exp(g); 0 is a full reset.
       beta: write strength [T, HV].
       row_offsets: [N + 1], the cu_seqlens of `prefill`.
       pool: states [slots, HV, K, V], or [slots, HV, V, K] with state_layout "vk"; or a `RingPool`. Its dtype is
@@ -162,8 +161,8 @@ def prefill_packed(
     """
     q, k, v = heads_of(qkv, opened(pool, state_layout))
     T, HV, V = v.shape
-    for name, x in (("decay", decay), ("beta", beta)):
-        check_array(name, x, (T, HV), "T, HV")
+    check_channels("decay", decay, (T, HV), k.shape[-1], "T, HV, K")
+    check_array("beta", beta, (T, HV), "T, HV")
     o, pool = prefill(
         q[None],
         k[None],

@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float
 from gdn_jax.serving import shards, slots
 from gdn_jax.serving.arguments import check_integers, check_layer, check_range
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.deferred import Entry, respond
+from gdn_jax.serving.deferred import Appended, Entry
 from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool, outputs
-from gdn_jax.serving.tokens import Raw, Tokens, alone, by_row, prepare, step
+from gdn_jax.serving.tokens import alone, by_row
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice
 
 
@@ -31,9 +31,13 @@ class DeferredPool(StatePool):
     """The arrays of a `RingPool`: states, and a ring of tokens beside each."""
 
     arrays: RingPool
-    names: ClassVar[Any] = RingPool._make(("h . .",) * 3 + ("h .",) * 2 + (".",))
     slot_per_token: ClassVar[bool] = False
     is_opaque: ClassVar[bool] = True
+
+    @property
+    def names(self) -> Any:  # pyrefly: ignore[bad-override]
+        """Names of the arrays' last dimensions."""
+        return self.arrays._make((*("h . .",) * 3, self.arrays.gate_names, "h .", "."))
 
     @property
     def states(self) -> Any:
@@ -44,6 +48,12 @@ class DeferredPool(StatePool):
         """Raises ValueError unless checkpoints and rings have the heads and widths of a call."""
         super().check(dims, layer)
         check_ring(self.arrays, dims, layer)
+
+    def check_tokens(self, raw: Any) -> None:
+        """Raises ValueError for tokens whose decays are not those of the rings."""
+        if not isinstance(raw, self.arrays.tokens):
+            got = self.arrays.tokens.gates
+            raise ValueError(f"pool: expected a ring for {raw.gates}, see make_ring_pool, got one for {got}")
 
     def most_accepted(self, T: int) -> int:
         """A ring has all tokens of the call before, however many come now."""
@@ -66,29 +76,29 @@ class DeferredPool(StatePool):
         """The pool with whole states in some slots, and nothing in their rings."""
         return self._emptied(at, slots.put(self.states, at, states))
 
-    def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def decode(self, call: Call, raw: Any, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
         if at.write_slots is not None:
             return self.on_copies(at, lambda pool, at: pool.decode(call, raw, at))
         return self._append_token(call, raw, at)
 
-    def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def _append_token(self, call: Call, raw: Any, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request.
 
         Where it fills the ring, the present state is made, takes the token as in plain decoding, and is written.
         """
         read, ring = self.address(at.read_slots, at.layer), self.arrays
-        tokens = prepare(raw, self.states, call)
+        tokens = raw.prepare(self.states, call)
         entry = self._entry(read, tokens.g.dtype)
         is_full = (entry.count + 1 >= ring.length) & read.is_slot
-        x = Tokens(*(y[:, None] for y in tokens))
-        out = by_row(partial(respond, call=call, ring_dtype=ring.k.dtype), call, entry, x)
+        x = jax.tree.map(lambda y: y[:, None], tokens)
+        out = by_row(partial(_respond, call=call, ring_dtype=ring.k.dtype), call, entry, x)
         ring = append(ring, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
 
         def renew(rows, carry):
             states, o = carry
             some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
-            take_token = alone(lambda entry, x: step(entry.present(), x, call))
+            take_token = alone(lambda entry, x: x.step(entry.present(), call))
             h, new_o = take_token(some, x)
             return slots.put(states, read.rows(rows), self.swap(h)), o.at[rows].set(new_o, mode="drop")
 
@@ -99,15 +109,15 @@ class DeferredPool(StatePool):
         ring = put_counts(ring._replace(state=states), read, count, before)
         return outputs(o, read.is_slot, raw), self.holding(ring)
 
-    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+    def verify(self, call: Call, raw: Any, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first."""
         at, T, num_tokens = self._span(spans, raw), raw.q.shape[1], spans.num_tokens
         pool = self.holding(drop(self.arrays, at, spans.num_accepted_tokens))
         flushed = at.only(slots.take(pool.arrays.count, at) + T > pool.arrays.length)
         pool = pool._flush_rows(flushed, self._block(call, raw))
-        tokens, ring = prepare(raw, pool.states, call), pool.arrays
+        tokens, ring = raw.prepare(pool.states, call), pool.arrays
         entry = pool._entry(at, tokens.g.dtype)
-        answer = partial(respond, call=call, ring_dtype=ring.k.dtype)
+        answer = partial(_respond, call=call, ring_dtype=ring.k.dtype)
         out = by_row(answer, call, entry, tokens, spans.parents)
         ring = append(ring, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
         if ring.parents is not None:
@@ -132,7 +142,7 @@ class DeferredPool(StatePool):
         """The present states of some slots."""
         return self.take(self.address(at.read_slots, at.layer))
 
-    def _span(self, spans: Spans, raw: Raw) -> Address:
+    def _span(self, spans: Spans, raw: Any) -> Address:
         """Slots of the requests; one with a wrong number of accepted tokens is padding."""
         accepted = slots.widened(spans.num_accepted_tokens)
         at = self.address(spans.state_slots, spans.layer)
@@ -142,9 +152,13 @@ class DeferredPool(StatePool):
         """Slots as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
         held: RingPool = slots.take(self.arrays, at)
         real = jnp.arange(held.length) < held.count[:, None]
-        k, u = (jnp.where(real[:, None, :, None], x, 0).astype(dtype) for x in (held.k, held.u))
-        g = jnp.where(real[:, None], held.g, 0).astype(dtype)
-        return Entry(self.swap(held.state).astype(dtype), k, u, g, held.count)
+
+        def cleared(x: Array) -> Array:
+            mask = real.reshape(real.shape[0], 1, held.length, *(1,) * (x.ndim - 3))
+            return jnp.where(mask, x, 0).astype(dtype)
+
+        state = self.swap(held.state).astype(dtype)
+        return self.arrays.entry(state, cleared(held.k), cleared(held.u), cleared(held.g), held.count)
 
     def _emptied(self, at: Address, states: Array) -> Any:
         """The pool with other states, and nothing in the rings of some slots."""
@@ -162,9 +176,14 @@ class DeferredPool(StatePool):
 
         return self._emptied(at, _blocks_of_rows(at.is_slot, block, fold, self.states))
 
-    def _block(self, call: Call, raw: Raw) -> int:
+    def _block(self, call: Call, raw: Any) -> int:
         """Requests that are flushed at a time: as many as fill their rings with a token, on average."""
         return 1 if call.batch_invariant else max(1, -(-raw.q.shape[0] // self.arrays.length))
+
+
+def _respond(entry: Entry, x: Any, parents: Array | None = None, **options: Any) -> Appended:
+    """The answers of entries to tokens, each by its own algebra."""
+    return entry.respond(x, parents, **options)
 
 
 def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, Any], Any], carry: Any) -> Any:

@@ -10,7 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_integers
+from gdn_jax.serving.channels import ChannelRaw
+from gdn_jax.serving.deferred import Entry
+from gdn_jax.serving.deferred_channels import ChannelEntry
 from gdn_jax.serving.slots import Address
+from gdn_jax.serving.tokens import Raw
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
     Dims,
@@ -41,10 +45,22 @@ class RingPool(NamedTuple):
     """The parents that the last `verify` was given. None in a pool that takes chains alone: the accepted tokens of a
     tree have to be moved together in the ring, those of a chain lie together."""
 
+    tokens = Raw
+    """Kind of the tokens that a ring takes."""
+    entry = Entry
+    """Algebra of a slot."""
+    gate_names = "h ."
+    """Names of the last dimensions of g, see `shards`."""
+
+    @classmethod
+    def gate_widths(cls, K: int) -> tuple[int, ...]:
+        """Dimensions of g behind the tokens, for keys of width K."""
+        return ()
+
     @property
     def length(self) -> int:
         """L, the tokens that a ring holds."""
-        return self.g.shape[-1]
+        return self.u.shape[-2]
 
     @property
     def count(self) -> Int[Array, "slots *layers"]:  # pyrefly: ignore[bad-override]
@@ -56,6 +72,21 @@ class RingPool(NamedTuple):
         """Number of entries before the last call's tokens, which is where the first of them lies. -1 if that call
         flushed its only token."""
         return self.cursors[..., 0, 1]
+
+
+class ChannelRingPool(RingPool):
+    """A `RingPool` for a decay of each key channel, or for erase and write apart: g is [slots, HO, L, K]."""
+
+    __slots__ = ()
+
+    tokens = ChannelRaw  # pyrefly: ignore[bad-override-mutable-attribute]
+    entry = ChannelEntry
+    gate_names = "h . ."
+
+    @classmethod
+    def gate_widths(cls, K: int) -> tuple[int, ...]:
+        """Dimensions of g behind the tokens, for keys of width K."""
+        return (K,)
 
 
 def make_cursors(
@@ -74,6 +105,7 @@ def make_ring_pool(
     dtype: DTypeLike = jnp.bfloat16,
     state_layout: str = "kv",
     trees: bool = False,
+    channels: bool = False,
 ) -> RingPool:
     """A pool of states with an empty ring beside each.
 
@@ -84,12 +116,14 @@ def make_ring_pool(
       dtype: of the keys and values in the ring. bfloat16 reads half the bytes and rounds each once.
       state_layout: of the states.
       trees: whether `verify` may be given trees of drafts.
+      channels: whether the tokens have a decay of each key channel, or erase and write apart. The log decays of a
+        ring are then [slots, HO, L, K].
 
     Raises:
       ValueError: an argument is wrong.
     """
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    check_flags(trees=trees)
+    check_flags(trees=trees, channels=channels)
     check_floating("states", states)
     if len(states.shape) not in (4, 5):
         raise ValueError(
@@ -107,11 +141,12 @@ def make_ring_pool(
     check_whole("num_key_heads", num_key_heads, 1)
     if HO % num_key_heads:
         raise ValueError(f"num_key_heads: expected a divisor of HO = {HO}, got {num_key_heads}")
-    return RingPool(
+    kind = ChannelRingPool if channels else RingPool
+    return kind(
         states,
         jnp.zeros((*leading, num_key_heads, length, K), dtype),
         jnp.zeros((*leading, HO, length, V), dtype),
-        jnp.zeros((*leading, HO, length), accumulation_dtype(states)),
+        jnp.zeros((*leading, HO, length, *kind.gate_widths(K)), accumulation_dtype(states)),
         make_cursors(jnp.zeros(leading, jnp.int32), jnp.full(leading, -1, jnp.int32), HO),
         jnp.full((*leading, length), -1, jnp.int32) if trees else None,
     )
@@ -123,7 +158,8 @@ def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
     axes, L = "slots" if layer is None else "slots, layers", pool.length
     check_array("pool.k", pool.k, (*leading, dims.Hk, L, dims.K), f"{axes}, Hk, L, K")
     check_array("pool.u", pool.u, (*leading, dims.HO, L, dims.V), f"{axes}, HO, L, V")
-    check_array("pool.g", pool.g, (*leading, dims.HO, L), f"{axes}, HO, L")
+    widths = pool.gate_widths(dims.K)
+    check_array("pool.g", pool.g, (*leading, dims.HO, L, *widths), f"{axes}, HO, L{', K' * len(widths)}")
     for name, x in (("pool.k", pool.k), ("pool.u", pool.u), ("pool.g", pool.g)):
         check_floating(name, x)
     check_integers("pool.cursors", pool.cursors, (*leading, dims.HO, 2), f"{axes}, HO, 2")

@@ -20,7 +20,7 @@ from gdn_jax.serving.call import interpreter
 CHANNELS = 128
 """Channels of a block: every shard of a convolution has whole ones."""
 
-VECTORS = dict.fromkeys(("q", "k", "v"), "h .")
+VECTORS = dict.fromkeys(("q", "k", "v", "f", "erase", "write", "f_bias"), "h .")
 GATES = dict.fromkeys(("a", "b", "g", "beta", "A_log", "dt_bias"), "h")
 NAMES = VECTORS | GATES | {"x": "d", "weight": "d .", "bias": "d"}
 """Names of the last dimensions of the arrays that may be split; before them come rows and tokens."""

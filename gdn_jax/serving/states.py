@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax import ops, packing
+from gdn_jax import packing
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_pool, slot_count
 from gdn_jax.serving.call import At, Call, Spans
+from gdn_jax.serving.prompt_tokens import Prompts
 from gdn_jax.serving.slots import Address
-from gdn_jax.serving.tokens import Raw, alone, by_row, prepare, step, walk
+from gdn_jax.serving.tokens import alone, by_row, walk
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
 
 GRID = 64
@@ -81,6 +82,9 @@ class StatePool:
         """Raises ValueError unless the states have the heads and widths of a call."""
         widths, letters = ((dims.K, dims.V), "K, V") if self.layout == "kv" else ((dims.V, dims.K), "V, K")
         check_pool(self.states, (dims.HO, *widths), f"HO, {letters}", layer)
+
+    def check_tokens(self, raw: Any) -> None:
+        """Raises ValueError for tokens of a rule whose numbers the pool does not hold."""
 
     def most_accepted(self, T: int) -> int:
         """How many tokens of the call before may be accepted, in a call of T tokens."""
@@ -157,10 +161,14 @@ class StatePool:
         is_token = spans.is_token(raw[0].shape[1]) & start.is_slot[:, None]
         return outputs(o, is_token, raw), self.put(after, states)
 
-    def advance(self, call: Call, raw: Raw, states: Array, spans: Spans | None) -> tuple[Array, Array]:
+    def advance(self, call: Call, raw: Any, states: Array, spans: Spans | None) -> tuple[Array, Array]:
         """Outputs of a token of every request and the states after it, or with spans those of each token."""
-        tokens = prepare(raw, self.states, call)
-        one, h = partial(step, call=call), self.swap(states.astype(tokens.g.dtype))
+        tokens = raw.prepare(self.states, call)
+        h = self.swap(states.astype(tokens.g.dtype))
+
+        def one(h: Array, x: Any) -> tuple[Array, Array]:
+            return x.step(h, call)
+
         if spans is None:
             h, o = by_row(one, call, h, tokens)
         else:
@@ -168,19 +176,15 @@ class StatePool:
         return o, self.swap(h)
 
     def prefill(self, call: Any, tokens: Any, at: At) -> tuple[Float[Array, "1 T HO V"], Any]:
-        """`serving.prefill` of packed tokens, by `gated_delta_rule` on states that are taken out of the pool."""
-        beta, cu_seqlens = tokens.beta, tokens.cu_seqlens
+        """`serving.prefill` of packed `Prompts`, by `delta_rule` on states that are taken out of the pool."""
+        cu_seqlens = tokens.cu_seqlens
         read, write = self.addresses(at)
-        initial = self.take(read).astype(accumulation_dtype(*tokens[:5], self.states))
+        initial = self.take(read).astype(accumulation_dtype(*tokens.arrays, self.states))
         if at.has_initial_state is not None:
             initial = jnp.where(at.has_initial_state[:, None, None, None], initial, 0)
-        # A sequence without a slot starts from zeros; if it writes nothing either, its outputs are zeros. The gates
-        # are the smallest arrays by which that can be said.
-        T = tokens.q.shape[1]
-        if beta is None:
-            beta = jnp.ones_like(initial, shape=(1, T, initial.shape[1]))
-        is_real = slots.is_real(cu_seqlens, read, T)[:, None]
-        tokens = tokens._replace(beta=jnp.where(is_real, beta, 0))
+        # A sequence without a slot starts from zeros; if it writes nothing either, its outputs are zeros.
+        is_real = slots.is_real(cu_seqlens, read, tokens.q.shape[1])
+        tokens = tokens.writing(is_real, initial)
         options = dict(
             scale=call.scale,
             use_qk_l2norm=call.use_qk_l2norm,
@@ -214,32 +218,24 @@ def _states_after(after: Array, length: Array, h: Any, final: Array, C: int) -> 
 
 
 def _all_at_once(
-    tokens: RuleArrays, initial: Array, keep: bool, options: dict
+    tokens: Prompts, initial: Array, keep: bool, options: dict
 ) -> tuple[Array, Array, Array | None]:
     """The rule: outputs, final states, and if they are kept the states at the start of every chunk."""
-    sequences: dict[str, Any] = dict(initial_state=initial, cu_seqlens=tokens.cu_seqlens)
-    o, final = ops.gated_delta_rule(*tokens[:5], **sequences, **options)
-    if not keep:
-        return o, final, None
-    _, k, v, g, beta, *_ = tokens
-    if g is None:
-        g = jnp.zeros((*k.shape[:2], final.shape[1]), final.dtype)
-    sequences |= {name: options[name] for name in ("state_layout", "chunk_size")}
-    h = ops.chunk_states(k, v, g, beta, use_k_l2norm=options["use_qk_l2norm"], **sequences)
-    return o, final, h[0]
+    o, final = tokens.rule(initial, **options)
+    return o, final, tokens.chunk_states(initial, **options) if keep else None
 
 
 def _by_chunks(
-    tokens: RuleArrays, initial: Array, keep: bool, options: dict
+    tokens: Prompts, initial: Array, keep: bool, options: dict
 ) -> tuple[Array, Array, Array | None]:
     """The same chunk by chunk, each by the same compiled code."""
     table = packing.packed_chunks(tokens.cu_seqlens, tokens.q.shape[1], GRID)
-    chunks = [None if x is None else packing.gather_chunks(x, table) for x in tokens[:5]]
+    chunks = [None if x is None else packing.gather_chunks(x, table) for x in tokens.arrays]
     work = (table.sequence, table.owned.any(1), chunks)
 
     def chunk(states, x):
         n, is_used, x = x
-        run = alone(lambda x, h: ops.gated_delta_rule(*x, initial_state=h, **options))
+        run = alone(lambda x, h: Prompts(*x, cu_seqlens=None).rule(h, **options))
         o, h = run(x, states[n][None])
         before = states[n] if keep else None
         return states.at[n].set(jnp.where(is_used, h[0], states[n])), (o, before)

@@ -10,21 +10,24 @@ from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call, Spans
+from gdn_jax.serving.channels import raw_tokens
 from gdn_jax.serving.pools import Arrays, opened, serve
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.tokens import Raw, heads_of
+from gdn_jax.serving.tokens import heads_of
 
 
 def decode(
     q: Float[Array, "B Hq K"],
     k: Float[Array, "B Hk K"],
     v: Float[Array, "B HV V"],
-    a: Float[Array, "B HO"],
-    b: Float[Array, "B HO"],
+    a: Float[Array, "B HO"] | Float[Array, "B HO K"],
+    b: Float[Array, "B HO"] | Float[Array, "B HO K"],
     pool: Arrays,
     *,
-    A_log: Float[Array, " HO"],
-    dt_bias: Float[Array, " HO"],
+    A_log: Float[Array, " HO"] | None,
+    dt_bias: Float[Array, " HO"] | Float[Array, "HO K"],
+    w: Float[Array, "B HO"] | Float[Array, "B HO V"] | None = None,
+    lower_bound: float | None = None,
     read_slots: Indices,
     write_slots: Indices | None = None,
     scale: float | None = None,
@@ -41,20 +44,30 @@ def decode(
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
+    With a of each key channel, or with w or lower_bound, it is the rule and the gate of the family:
+
+        g = channel_log_decay(a, A_log, dt_bias, lower_bound);   erase = sigmoid(b);   write = sigmoid(w)
+        S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
+
     Args:
       q, k, v: queries [B, Hq, K], keys [B, Hk, K] and values [B, HV, V] of one floating dtype. Usually Hq = Hk and HO
         is HV; what `gated_delta_rule` says of heads holds here.
       a, b: raw inputs [B, HO] of the gates, any floating dtype. What the projections gave is best passed as it is:
-        the gates are computed in float32.
+        the gates are computed in float32. For the family a is [B, HO] or [B, HO, K], and with w so is b.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
-        `RingPool`, whose states are written once in as many tokens as the ring is long.
-      A_log, dt_bias: parameters of the decay [HO], see `log_decay`.
+        `RingPool`, whose states are written once in as many tokens as the ring is long. For the family the ring is
+        one that was made with `channels`.
+      A_log, dt_bias: parameters of the decay [HO], see `log_decay`. For the family A_log may be None and dt_bias
+        [HO, K], see `channel_log_decay`.
+      w: raw input of what is written [B, HO] or [B, HO, V], where it is not what is erased; b is that of what is
+        erased alone.
+      lower_bound: the strongest log decay of a token, below 0, of the bounded gate.
       read_slots: [B] integers, where the states are. -1 is padding: output 0, and nothing is read or written.
       write_slots: [B] integers, where the new states go; by default where they were. No slot twice. At -1 the output
         is computed and the state dropped. A `RingPool` gets the rings there too, with the token in them.
       scale: factor of the output, K ** -0.5 by default.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6), in float32.
-      allow_neg_eigval: beta = 2 sigmoid(b).
+      allow_neg_eigval: beta = 2 sigmoid(b), or with w erase = 2 sigmoid(b).
       state_layout: "kv" or "vk".
       null_slot: a slot that is padding like -1, for servers that keep one free (vLLM and tpu-inference keep slot 0).
       layer: index of the second axis of a pool [slots, layers, HO, K, V] that serves a whole model.
@@ -74,19 +87,22 @@ def decode(
     Numerics: gates, norms, states and sums in float32 (float64 when an argument is), rounded once on the way out.
     Source: FlashInfer's `gated_delta_rule_decode_pretranspose`, vLLM's `fused_recurrent_gated_delta_rule`.
     """
-    call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation)
+    call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation, lower_bound)
     memory, at = opened(pool, state_layout, null_slot), At(read_slots, write_slots, layer)
-    return serve("decode", call, Raw(q, k, v, a, b, A_log, dt_bias), memory, at)
+    raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
+    return serve("decode", call, raw, memory, at)
 
 
 def decode_packed(
     qkv: Float[Array, "B D"],
-    a: Float[Array, "B HV"],
-    b: Float[Array, "B HV"],
+    a: Float[Array, "B HV"] | Float[Array, "B HV K"],
+    b: Float[Array, "B HV"] | Float[Array, "B HV K"],
     pool: Arrays,
     *,
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
+    A_log: Float[Array, " HV"] | None,
+    dt_bias: Float[Array, " HV"] | Float[Array, "HV K"],
+    w: Float[Array, "B HV"] | Float[Array, "B HV V"] | None = None,
+    lower_bound: float | None = None,
     read_slots: Indices,
     write_slots: Indices | None = None,
     state_layout: str = "kv",
@@ -101,7 +117,8 @@ def decode_packed(
 
     Args:
       qkv: [B, 2 Hk K + HV V], queries, keys and values of every request.
-      a, b, pool, A_log, dt_bias, read_slots, write_slots, state_layout, null_slot, layer: as for `decode`.
+      a, b, pool, A_log, dt_bias, w, lower_bound, read_slots, write_slots, state_layout, null_slot, layer: as for
+        `decode`.
       options: the other options of `decode`.
 
     Returns:
@@ -111,20 +128,25 @@ def decode_packed(
       ValueError, NotImplementedError: as for `decode`.
     """
     memory = opened(pool, state_layout, null_slot)
-    raw = Raw(*heads_of(qkv, memory), a, b, A_log, dt_bias, None if shards.is_split(memory, qkv) else qkv)
-    return serve("decode", Call(**options), raw, memory, At(read_slots, write_slots, layer))
+    together = None if shards.is_split(memory, qkv) else qkv
+    gates = dict(qkv=together, lower_bound=lower_bound)
+    raw = raw_tokens(*heads_of(qkv, memory), a, b, w, A_log, dt_bias, **gates)
+    call = Call(lower_bound=lower_bound, **options)
+    return serve("decode", call, raw, memory, At(read_slots, write_slots, layer))
 
 
 def verify(
     q: Float[Array, "N T Hq K"],
     k: Float[Array, "N T Hk K"],
     v: Float[Array, "N T HV V"],
-    a: Float[Array, "N T HO"],
-    b: Float[Array, "N T HO"],
+    a: Float[Array, "N T HO"] | Float[Array, "N T HO K"],
+    b: Float[Array, "N T HO"] | Float[Array, "N T HO K"],
     pool: Arrays,
     *,
-    A_log: Float[Array, " HO"],
-    dt_bias: Float[Array, " HO"],
+    A_log: Float[Array, " HO"] | None,
+    dt_bias: Float[Array, " HO"] | Float[Array, "HO K"],
+    w: Float[Array, "N T HO"] | Float[Array, "N T HO V"] | None = None,
+    lower_bound: float | None = None,
     state_slots: Indices,
     num_accepted_tokens: Indices,
     num_tokens: Indices | None = None,
@@ -146,7 +168,8 @@ def verify(
     accepted are dropped by the next call.
 
     Args:
-      q, k, v, a, b, A_log, dt_bias, pool: as for `decode`, with the tokens of a request as the second axis.
+      q, k, v, a, b, w, A_log, dt_bias, lower_bound, pool: as for `decode`, with the tokens of a request as the second
+        axis.
       state_slots: [N, T] integers, no slot twice; at -1 no state is kept. With a `RingPool` [N].
       num_accepted_tokens: [N] integers from 1 to T, or to the length of a `RingPool`: how many tokens of the call
         before were accepted, the sampled one among them. 1 after `prefill` or `decode`, which leave one state, and
@@ -175,7 +198,8 @@ def verify(
     Source: vLLM's `fused_recurrent_gated_delta_rule` with `ssm_state_indices` [N, 1 + gamma]; SGLang's
       `retrieve_parent_token`.
     """
-    call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation)
+    call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation, lower_bound)
     memory = opened(pool, state_layout, null_slot)
     spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
-    return serve("verify", call, Raw(q, k, v, a, b, A_log, dt_bias), memory, spans)
+    raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
+    return serve("verify", call, raw, memory, spans)

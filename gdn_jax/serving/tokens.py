@@ -12,12 +12,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax import gates, reference
+from gdn_jax.serving.arguments import token_dims
 from gdn_jax.serving.call import Call
-from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype, check_array, split_heads
+from gdn_jax.shapes import (
+    STATE_LAYOUTS,
+    Dims,
+    accumulation_dtype,
+    check_array,
+    check_floating,
+    split_heads,
+)
 
 
 class Raw(NamedTuple):
-    """Tokens as the caller gave them, [..., heads, width] and [..., HO], and the parameters of the gates [HO]."""
+    """Tokens as the caller gave them, [..., heads, width] and [..., HO], and the parameters of the gates [HO].
+
+    Another rule has a record of its own with `check` and `prepare`, whose tokens have `split` and `step`: `channels`.
+    """
 
     q: Array
     k: Array
@@ -29,6 +40,37 @@ class Raw(NamedTuple):
     qkv: Array | None = None
     """An array [..., D] whose channels q, k and v are, one behind the other, if there is one. A kernel then reads
     them there, and q, k and v are never made."""
+
+    gates = "one gate a head"
+    """The gates, in words."""
+    no_kernel = None
+    """Why no kernel takes such tokens, whatever the pool."""
+
+    def check(self, *, letters: str, state_layout: str) -> Dims:
+        """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""
+        q, k, v, a, b, A_log, dt_bias, _ = self
+        dims = token_dims(q, k, v, letters=letters, state_layout=state_layout)
+        for name, x in (("a", a), ("b", b)):
+            check_array(name, x, (*q.shape[:-2], dims.HO), f"{letters}, HO")
+            check_floating(name, x)
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            check_array(name, x, (dims.HO,), "HO")
+            check_floating(name, x)
+        return dims
+
+    def prepare(self, states: Any, call: Call) -> "Tokens":
+        """Gates, norms and dtypes.
+
+        Args:
+          states: the array of the states, or another of its dtype.
+        """
+        dtype = accumulation_dtype(*self, states)
+        q, k, v = (x.astype(dtype) for x in self[:3])
+        if call.use_qk_l2norm:
+            q, k = gates.l2norm(q), gates.l2norm(k)
+        g = gates.log_decay(self.a.astype(dtype), self.A_log, self.dt_bias)
+        beta = gates.write_strength(self.b.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)
+        return Tokens(q, k, v, g, beta)
 
     def with_token_axis(self) -> "Raw":
         """One token of every request, [B, ...], as [B, 1, ...]."""
@@ -49,26 +91,10 @@ class Tokens(NamedTuple):
         """The head axis of an array [B, heads, ...], as axes that broadcast: see `split_heads`."""
         return split_heads(x, 1, (*(y.shape[-2] for y in self[:3]), self.g.shape[-1]))
 
-
-def prepare(raw: Raw, states: Any, call: Call) -> Tokens:
-    """Gates, norms and dtypes.
-
-    Args:
-      states: the array of the states, or another of its dtype.
-    """
-    dtype = accumulation_dtype(*raw, states)
-    q, k, v = (x.astype(dtype) for x in raw[:3])
-    if call.use_qk_l2norm:
-        q, k = gates.l2norm(q), gates.l2norm(k)
-    g = gates.log_decay(raw.a.astype(dtype), raw.A_log, raw.dt_bias)
-    beta = gates.write_strength(raw.b.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)
-    return Tokens(q, k, v, g, beta)
-
-
-def step(h: Float[Array, "B HO K V"], x: Tokens, call: Call) -> tuple[Array, Array]:
-    """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
-    new, o = reference.recurrent_step(x.split(h), *map(x.split, x), scale=call.scale)
-    return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
+    def step(self, h: Float[Array, "B HO K V"], call: Call) -> tuple[Array, Array]:
+        """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
+        new, o = reference.recurrent_step(self.split(h), *map(self.split, self), scale=call.scale)
+        return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
 
 
 def by_row(f: Callable, call: Call, *rows: Any) -> Any:
