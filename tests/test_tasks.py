@@ -13,9 +13,11 @@ from gdn_jax.tasks import recall, state_tracking, text
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
+    PalindromeOptions,
     ParityOptions,
     PermutationOptions,
     RecallOptions,
+    StackOptions,
 )
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training.options import TASKS
@@ -134,6 +136,18 @@ def test_permutation(group, things, elements):
         assert len(set(tokens.ravel().tolist())) > 0.9 * len(group)
 
 
+def test_even_permutations():
+    """A5: 60 elements, and the product of words of them."""
+    task, tokens, targets, _ = draw(PermutationOptions(group="A5", length=7), 8)
+    group = [p for p in itertools.permutations(range(5)) if round(np.linalg.det(np.eye(5)[list(p)])) == 1]
+    assert task.vocab_size == len(group) == 60
+    for row, target in zip(tokens[:8].tolist(), targets[:8].tolist(), strict=True):
+        where = list(range(5))
+        for token, product in zip(row, target, strict=True):
+            where = [group[token][i] for i in where]
+            assert group[product] == tuple(where)
+
+
 def test_group_tables():
     for things in (3, 5):
         elements = state_tracking.elements(things)
@@ -211,12 +225,46 @@ def test_copy():
     assert set(tokens[:, :6].ravel()) == set(range(5))
 
 
+def test_palindrome():
+    """The second half is the first one backwards."""
+    task, tokens, targets, weights = draw(PalindromeOptions(num_tokens=5, length=4), 6)
+    np.testing.assert_array_equal(tokens[:, 6], 5)
+    np.testing.assert_array_equal(targets[:, 6:], tokens[:, :6][:, ::-1])
+    np.testing.assert_array_equal(tokens[:, 7:], targets[:, 6:-1])
+    np.testing.assert_array_equal(weights, np.broadcast_to(np.arange(12) >= 6, weights.shape))
+    assert task.vocab_size == 6
+
+
+def test_stacks():
+    """What is popped lies on top of its stack; half of the operations that could be pops are."""
+    o = StackOptions(num_stacks=3, num_tokens=5, length=30)
+    task, tokens, targets, weights = draw(o, 60)
+    assert task.vocab_size == 10 and tokens.max() < 10
+    pops, could = 0, 0
+    for row, target, weight in zip(tokens, targets, weights, strict=True):
+        stacks = [[] for _ in range(3)]
+        for t in range(0, 60, 3):
+            what, stack, value = row[t] - 8, row[t + 1] - 5, row[t + 2]
+            assert what in (0, 1) and 0 <= stack < 3 and 0 <= value < 5
+            could += bool(stacks[stack])
+            if what:
+                assert target[t + 1] == value == stacks[stack].pop()
+            else:
+                stacks[stack].append(value)
+                assert target[t + 1] == 0
+            pops += what
+            assert weight[t + 1] == (what and t + 1 >= 30) and not weight[t] and not weight[t + 2]
+    assert abs(pops / could - 0.5) < 5 * 0.5 / could**0.5  # five standard deviations
+
+
 SMALL = {
     "recall": RecallOptions(vocab_size=16, num_pairs=2, length=12, test_pairs=(1, 3), val_sequences=8),
     "needle": NeedleOptions(length=9, test_lengths=(7, 12), val_sequences=8),
     "parity": ParityOptions(length=5, test_lengths=(4, 9), val_sequences=8),
     "permutation": PermutationOptions(length=5, test_lengths=(4, 9), val_sequences=8),
     "copy": CopyOptions(length=4, test_lengths=(3, 5), val_sequences=8),
+    "palindrome": PalindromeOptions(length=4, test_lengths=(3, 5), val_sequences=8),
+    "stack": StackOptions(num_stacks=2, num_tokens=4, length=12, test_lengths=(9, 15), val_sequences=8),
 }
 
 

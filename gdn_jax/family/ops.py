@@ -97,7 +97,7 @@ def delta_rule(
       depend on later gates, not even in its rounding.
     Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692); fla's `chunk_kda` (same argument order, log gates).
     """
-    strengths = _strengths(beta, erase, write)
+    apart = strengths(beta, erase, write)
     options: dict[str, Any] = dict(
         scale=scale,
         initial_state=initial_state,
@@ -108,13 +108,12 @@ def delta_rule(
         chunk_size=chunk_size,
         implementation=implementation,
     )
-    if erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3):
+    if is_of_heads(g, erase, write):
         return gated_delta_rule(q, k, v, g, beta, **options)
-    x = Arrays(q, k, v, g, *strengths, initial_state, cu_seqlens, segment_ids)
+    x = Arrays(q, k, v, g, *apart, initial_state, cu_seqlens, segment_ids)
     check_flags(use_qk_l2norm=use_qk_l2norm)
-    dims = _check(x, state_layout, chunk_size, implementation)
-    scale = check_scale(scale, dims)
-    call = Call(use_qk_l2norm, state_layout, implementation or IMPLEMENTATIONS[0], chunk_size)
+    dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
+    call = Call(use_qk_l2norm, state_layout, implementation, chunk_size)
     return _on_shards(forms.rule, call, _axes(x).outputs, _checked(x, dims), scale)
 
 
@@ -148,7 +147,7 @@ def delta_step(
     """
     for name, y in (("q", q), ("k", k), ("v", v)):
         check_array(name, y, (None,) * 3, "B, heads, width")
-    erase, write = _strengths(beta, erase, write)
+    erase, write = strengths(beta, erase, write)
     tokens = (None if y is None else y[:, None] for y in (q, k, v, g, erase, write))
     x = Arrays._make((*tokens, None, None, None))
     check_flags(use_qk_l2norm=use_qk_l2norm)
@@ -189,13 +188,13 @@ def delta_chunk_states(
     Raises:
       ValueError: an argument is wrong.
     """
-    if erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3):
+    if is_of_heads(g, erase, write):
         sequences = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
         options = dict(use_k_l2norm=use_k_l2norm, state_layout=state_layout, chunk_size=chunk_size)
         return chunk_states(k, v, g, beta, **sequences, **options)
     for name, y in (("k", k), ("v", v)):
         check_array(name, y, (None,) * 4, "B, T, heads, width")
-    erase, write = _strengths(beta, erase, write)
+    erase, write = strengths(beta, erase, write)
     HO = next((y.shape[2] for y in (g, erase, write) if y is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
     x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
@@ -282,7 +281,24 @@ def gated_delta_product(
     return o[:, n - 1 :: n], state
 
 
-def _strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
+def is_of_heads(g: Any, erase: Any, write: Any) -> bool:
+    """Whether `gated_delta_rule` is what these gates ask for."""
+    return erase is None and write is None and (g is None or getattr(g, "ndim", 3) == 3)
+
+
+def check_call(
+    x: Arrays, scale: Any, state_layout: str, chunk_size: int, implementation: str | None
+) -> tuple[Dims, Any, str]:
+    """Dimensions, scale and implementation of a call of `delta_rule` with gates of each channel.
+
+    Raises:
+      ValueError, NotImplementedError: as `delta_rule`.
+    """
+    dims = _check(x, state_layout, chunk_size, implementation)
+    return dims, check_scale(scale, dims), implementation or IMPLEMENTATIONS[0]
+
+
+def strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
     """The two strengths, which beta stands for."""
     if beta is None:
         return erase, write

@@ -99,8 +99,8 @@ def last_states(
 
 
 def reset_across(
-    g: Float[Array, "B T HO"], segment_ids: Int[Array, "B T"], axis_name: str
-) -> Float[Array, "B T HO"]:
+    g: Float[Array, "B T HO *K"], segment_ids: Int[Array, "B T"], axis_name: str
+) -> Float[Array, "B T HO *K"]:
     """Sets the log decay to -inf at every token whose segment differs from that of the token before."""
     changes = jnp.concatenate(
         [
@@ -110,7 +110,7 @@ def reset_across(
         1,
     )
     token = lax.axis_index(axis_name) * g.shape[1] + jnp.arange(g.shape[1])
-    return jnp.where((changes & (token > 0))[..., None], -jnp.inf, g)
+    return jnp.where(jnp.expand_dims(changes & (token > 0), tuple(range(2, g.ndim))), -jnp.inf, g)
 
 
 def previous(x: jax.Array, axis_name: str) -> jax.Array:

@@ -5,15 +5,19 @@ that enters (`prefix.entering`) and runs its own tokens from there. Only states 
 grow with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and
 every device then differentiates its own tokens alone.
 
-One device's part has two forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`.
+One device's part has forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`, and that of
+another rule (`context_family`). A form names its record of arrays: q, k, v, gates from g on, states and borders.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gdn_jax import ops
 from gdn_jax.ops import check_call
 from gdn_jax.parallel import exchange
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
@@ -23,6 +27,7 @@ from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.shapes import (
     AnyStates,
+    Dims,
     Keys,
     KnownOffsets,
     LogDecay,
@@ -83,6 +88,7 @@ def gated_delta_rule(
         if reason := exchange.reason_against(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
         return exchange.rule_by_heads(
+            ops.gated_delta_rule,
             arrays,
             dims,
             axis_name=axis_name,
@@ -92,31 +98,49 @@ def gated_delta_rule(
             chunk_size=chunk_size,
             implementation=implementation,
         )
+    form = partial(Plain, chunk_size=chunk_size, implementation=implementation)
+    if implementation == "mosaic_gpu":
+        form = Kernels
+    form = partial(form, use_qk_l2norm=use_qk_l2norm)
+    return by_states(form, arrays, dims, axis_name=axis_name, scale=scale, state_layout=state_layout)
+
+
+def by_states(
+    make_form: Callable[..., Any],
+    x: Any,
+    dims: Dims,
+    *,
+    axis_name: str,
+    scale: Scale,
+    state_layout: str,
+) -> tuple[Outputs, AnyStates]:
+    """A rule whose tokens are split, by handing over states: see `gated_delta_rule`.
+
+    Args:
+      make_form: makes the form of one device's part for a scale.
+      x: the form's record of arrays, as the caller gave them.
+      dims: of x.
+    """
     if isinstance(scale, jax.Array):
         number, factor = 1.0, scale
     else:
         number, factor = scale, None
-    dtype = accumulation_dtype(q, g, beta, initial_state)
-    h_0 = initial_state
+    h_0, cu_seqlens = x.initial_state, x.cu_seqlens
+    dtype = accumulation_dtype(x.q, *x[3 : x._fields.index("initial_state") + 1])
     if h_0 is not None and state_layout == "vk":
         h_0 = jnp.swapaxes(h_0, -1, -2)
-    if segment_ids is not None:
-        g = reset_across(
-            jnp.zeros_like(q, dtype, (dims.B, dims.T, dims.HO)) if g is None else g, segment_ids, axis_name
-        )
+    if x.segment_ids is not None:
+        g = jnp.zeros_like(x.q, dtype, (dims.B, dims.T, dims.HO)) if x.g is None else x.g
+        x = x._replace(g=reset_across(g, x.segment_ids, axis_name), segment_ids=None)
     if cu_seqlens is None:
-        local_cu, borders = None, Borders.of_rows(axis_name)
+        borders = Borders.of_rows(axis_name)
     else:
         cu_seqlens = jnp.asarray(cu_seqlens)
-        local_cu = local_offsets(cu_seqlens, dims.T, axis_name)
+        x = x._replace(cu_seqlens=local_offsets(cu_seqlens, dims.T, axis_name))
         borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
-    x, borders = vary_alike((RuleArrays(q, k, v, g, beta, starts, local_cu, None), borders))
-    if implementation == "mosaic_gpu":
-        form = Kernels(number, use_qk_l2norm)
-    else:
-        form = Plain(number, use_qk_l2norm, chunk_size, implementation)
-    o, final = _rule(axis_name, form, x, borders)
+    x, borders = vary_alike((x._replace(initial_state=starts), borders))
+    o, final = _rule(axis_name, make_form(number), x, borders)
     final = last_states(final, h_0, cu_seqlens, dims.T, axis_name)
     if factor is not None:
         o = (factor * o).astype(o.dtype)
@@ -124,14 +148,12 @@ def gated_delta_rule(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rule(
-    axis_name: str, form: Plain | Kernels, x: RuleArrays, borders: Borders
-) -> tuple[jax.Array, jax.Array]:
+def _rule(axis_name: str, form: Plain | Kernels, x: Any, borders: Borders) -> tuple[jax.Array, jax.Array]:
     """o and the final states of this device's tokens. x.initial_state holds the states that start on this device."""
     return _rule_fwd(axis_name, form, x, borders)[0]
 
 
-def _rule_fwd(axis_name: str, form: Plain | Kernels, x: RuleArrays, borders: Borders):
+def _rule_fwd(axis_name: str, form: Plain | Kernels, x: Any, borders: Borders):
     nothing = jnp.zeros_like(borders.pick(x.initial_state, borders.first))
     begins = borders.put(x.initial_state, borders.first, nothing, borders.enters)
     own, rest = form.forward(x, begins, borders)
@@ -155,7 +177,7 @@ def _rule_bwd(axis_name: str, form: Plain | Kernels, kept, cotangents):
         rest(borders.put(dfinal, borders.last, behind, borders.leaves))
     )
     dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
-    return RuleArrays._make((*gradients, dinitial, None, None)), None
+    return form.record._make((*gradients, dinitial, None, None)), None
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)

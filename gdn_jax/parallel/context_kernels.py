@@ -6,7 +6,7 @@ is the map over the whole device, so that splitting tokens costs hardly more tha
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class Kernels:
     scale: float
     use_qk_l2norm: bool
     interpret: Any = None
+    record: ClassVar[Any] = RuleArrays
 
     def forward(
         self, x: RuleArrays, begins: Float[Array, "N HO K V"], borders: Borders

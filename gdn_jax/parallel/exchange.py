@@ -7,6 +7,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax import ops
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.shapes import Dims, RuleArrays
+from gdn_jax.shapes import Dims
 
 STEP_BYTES = 20 * 2**20
 """Bytes that a device may send, forward and backward together, for each log step of handing over states that an
@@ -29,15 +29,16 @@ def steps(devices: int) -> int:
     return (devices - 2).bit_length()
 
 
-def sent_bytes(dims: Dims, itemsize: int, devices: int) -> int:
-    """Bytes that a device sends in an exchange, forward and backward: q, k, v and o, two gates in float32.
+def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
+    """Bytes that a device sends in an exchange, forward and backward: q, k, v and o, and gates in float32.
 
     Args:
       dims: of the tokens of a device, with all heads.
       itemsize: bytes of a number of q, k, v and o.
+      gates: numbers of all gates for a token and head.
     """
     widths = (dims.Hq + dims.Hk) * dims.K + (dims.HV + dims.HO) * dims.V
-    one_way = dims.B * dims.T * (itemsize * widths + 2 * 4 * dims.HO)
+    one_way = dims.B * dims.T * (itemsize * widths + gates * 4 * dims.HO)
     return 2 * one_way * (devices - 1) // devices
 
 
@@ -49,35 +50,37 @@ def reason_against(dims: Dims, devices: int) -> str | None:
     return None
 
 
-def pays(dims: Dims, itemsize: int, devices: int) -> bool:
+def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> bool:
     """Predicts whether an exchange takes less time than handing over states."""
     if reason_against(dims, devices) is not None:
         return False
-    return sent_bytes(dims, itemsize, devices) <= STEP_BYTES * steps(devices)
+    return sent_bytes(dims, itemsize, devices, gates) <= STEP_BYTES * steps(devices)
 
 
 def rule_by_heads(
-    x: RuleArrays, dims: Dims, *, axis_name: str, **options: Any
+    rule: Callable[..., Any], x: Any, dims: Dims, *, axis_name: str, **options: Any
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`context.gated_delta_rule` by an exchange.
 
     Args:
-      x: this device's tokens, with the states and cu_seqlens of whole rows.
+      rule: `gdn_jax.gated_delta_rule`, or another of q, k, v and the gates of x.
+      x: record of this device's tokens, with the states and cu_seqlens of whole rows.
       dims: of x.
-      options: of `gdn_jax.gated_delta_rule`.
+      options: of the rule.
 
-    Numerics: those of `gdn_jax.gated_delta_rule` for all tokens of as many heads as a device gets.
+    Numerics: those of the rule for all tokens of as many heads as a device gets.
     """
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     x = vary_alike(x)
-    q, k, v, g, beta = (*_to_heads(x[:3], axis_name), *_to_heads(x[3:5], axis_name))
+    gates = x[3 : x._fields.index("initial_state")]
+    tokens = (*_to_heads(x[:3], axis_name), *_to_heads(gates, axis_name))
     h_0, own, ids = x.initial_state, dims.HO // devices, x.segment_ids
     if h_0 is not None:
         h_0 = lax.dynamic_slice_in_dim(h_0, index * own, own, 1)
     if ids is not None:
         ids = lax.all_gather(ids, axis_name, axis=1, tiled=True)
     arrays = dict(initial_state=h_0, cu_seqlens=x.cu_seqlens, segment_ids=ids)
-    o, final = ops.gated_delta_rule(q, k, v, g, beta, **arrays, **options)
+    o, final = rule(*tokens, **arrays, **options)
     whole = jnp.zeros_like(final, shape=(final.shape[0], dims.HO, *final.shape[2:]))
     final = lax.psum(lax.dynamic_update_slice_in_dim(whole, final, index * own, 1), axis_name)
     return _to_tokens(o, axis_name), final

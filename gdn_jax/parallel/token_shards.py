@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import losses, ops
-from gdn_jax.parallel import context
+from gdn_jax.family import ops as family
+from gdn_jax.parallel import context, context_family
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 
@@ -31,21 +32,44 @@ def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tupl
     if sizes is None or sizes[CONTEXT] == 1:
         return ops.gated_delta_rule(q, k, v, g, beta, **options)
     check_tokens(q.shape[1], sizes)
+    return _over_tokens(context.gated_delta_rule, sizes, (q, k, v, g, beta), options)
+
+
+def delta_rule_on_mesh(
+    q, k, v, g=None, beta=None, *, erase=None, write=None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.delta_rule`, on a mesh too: by `context_family.delta_rule` where there is a context axis."""
+    if family.is_of_heads(g, erase, write):
+        return gated_delta_rule_on_mesh(q, k, v, g, beta, **options)
+    sizes = axes_set()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return family.delta_rule(q, k, v, g, beta, erase=erase, write=write, **options)
+    check_tokens(q.shape[1], sizes)
+    return _over_tokens(context_family.delta_rule, sizes, (q, k, v, g, beta, erase, write), options)
+
+
+def _over_tokens(
+    rule: Callable[..., Any], sizes: dict[str, int], tokens: tuple, options: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """A rule of tokens that are split over the context axis: q, k, v, and gates or None."""
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     if isinstance(options.get("scale"), jax.Array):
         arrays["scale"] = options.pop("scale")
+    q, k, v, *_ = tokens
     rows = None if arrays["cu_seqlens"] is not None else dividing(sizes, DATA, q.shape[0])
     heads = dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
-    return _rule_over_tokens(Lies(rows, heads), tuple(options.items()), (q, k, v, g, beta), arrays)
+    return _rule_over_tokens(rule, Lies(rows, heads), tuple(options.items()), tokens, arrays)
 
 
 # Compiled by itself, so that the layers of a model share what is traced and lowered of one.
-@partial(jax.jit, static_argnums=(0, 1))
-def _rule_over_tokens(lies: Lies, options: tuple[tuple[str, Any], ...], tokens, arrays):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _rule_over_tokens(
+    rule: Callable[..., Any], lies: Lies, options: tuple[tuple[str, Any], ...], tokens, arrays
+):
     def local(tokens, arrays):
-        return context.gated_delta_rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
+        return rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
 
-    specs = (lies.tokens,) * 5, lies.named(arrays)
+    specs = (lies.tokens,) * len(tokens), lies.named(arrays)
     return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
 
 

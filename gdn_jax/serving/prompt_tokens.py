@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.family.ops import delta_chunk_states, delta_rule
+from gdn_jax.family.ops import delta_chunk_states, delta_rule, is_of_heads
 from gdn_jax.shapes import ArgumentError, Dims, RuleArrays, check_channels, rule_dims
 
 
@@ -31,7 +31,7 @@ class Prompts(NamedTuple):
     def of_heads(self) -> RuleArrays | None:
         """Arguments of `gated_delta_rule`; None where gates are of each channel, or erase and write apart."""
         q, k, v, g, beta, erase, write, cu_seqlens = self
-        if erase is not None or write is not None or (g is not None and g.ndim > 3):
+        if not is_of_heads(g, erase, write):
             return None
         return RuleArrays(q, k, v, g, beta, None, cu_seqlens, None)
 

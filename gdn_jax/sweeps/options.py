@@ -10,10 +10,12 @@ from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
+    PalindromeOptions,
     ParityOptions,
     PermutationOptions,
     RecallOptions,
     SentenceOptions,
+    StackOptions,
     TaskOptions,
     TextOptions,
 )
@@ -255,6 +257,20 @@ PRESETS: dict[str, dict[str, SweepOptions]] = {
     "copy": {
         "small": _small(CopyOptions(val_sequences=256), steps=800),
         "full": _full(CopyOptions(length=64, test_lengths=(16, 32, 64, 128), val_sequences=512)),
+    },
+    "palindrome": {
+        "small": _small(PalindromeOptions(val_sequences=256), steps=800),
+        "full": _full(PalindromeOptions(length=64, test_lengths=(16, 32, 64, 128), val_sequences=512)),
+    },
+    "stack": {
+        "small": _small(
+            StackOptions(num_stacks=4, length=48, test_lengths=(48, 96), val_sequences=256), steps=800
+        ),
+        "full": _full(
+            StackOptions(
+                num_stacks=64, num_tokens=64, length=192, test_lengths=(192, 384, 768), val_sequences=512
+            )
+        ),
     },
 }
 """Default options by task and size."""

@@ -1,4 +1,4 @@
-"""Tasks whose sequences are drawn at random: recall, needle, sentence, parity, permutation, copy."""
+"""Tasks whose sequences are drawn at random: recall, needle, sentence, group words, copies, stacks."""
 
 import hashlib
 from functools import partial
@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax import models
-from gdn_jax.tasks import copying, needle, recall, sentence, state_tracking, text
+from gdn_jax.tasks import copying, needle, recall, sentence, stacks, state_tracking, text
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import (
     CopyOptions,
@@ -18,6 +18,7 @@ from gdn_jax.tasks.options import (
     PermutationOptions,
     RecallOptions,
     SentenceOptions,
+    StackOptions,
 )
 from gdn_jax.tasks.task import Task
 
@@ -26,7 +27,15 @@ _TRAINING_SET = 2**16
 
 
 class GeneratedTask[
-    T: (RecallOptions, NeedleOptions, SentenceOptions, ParityOptions, PermutationOptions, CopyOptions)
+    T: (
+        RecallOptions,
+        NeedleOptions,
+        SentenceOptions,
+        ParityOptions,
+        PermutationOptions,
+        CopyOptions,
+        StackOptions,
+    )
 ](Task):
     """A task of fresh sequences; a subclass says how they are drawn.
 
@@ -307,7 +316,8 @@ class PermutationTask(GeneratedTask[PermutationOptions]):
 
     def __init__(self, options: PermutationOptions, batch_size: int, seed: int):
         super().__init__(options, batch_size, seed)
-        group = state_tracking.elements({"S3": 3, "S5": 5}[self.o.group])
+        group = state_tracking.elements(int(self.o.group[1]))
+        group = state_tracking.even(group) if self.o.group == "A5" else group
         letters = state_tracking.swaps(group) if self.o.elements == "swaps" else np.arange(len(group))
         self.letters, self.table = jnp.asarray(letters), jnp.asarray(state_tracking.products(group))
         self.vocab_size = len(group)
@@ -329,17 +339,50 @@ class CopyTask(GeneratedTask[CopyOptions]):
     """Repeating a sequence; see `copying.sequences`."""
 
     label = "accuracy of the copy"
+    backwards = False
 
     def __init__(self, options: CopyOptions, batch_size: int, seed: int):
         super().__init__(options, batch_size, seed)
         self.vocab_size = self.o.num_tokens + 1
 
     def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
-        tokens, targets, asked = copying.sequences(key, batch, size, self.o.num_tokens)
+        tokens, targets, asked = copying.sequences(
+            key, batch, size, self.o.num_tokens, backwards=self.backwards
+        )
         return Batch(tokens, targets, asked.astype(jnp.float32))
 
     def baselines(self) -> dict[str, float]:
         return {f"one of {self.o.num_tokens} tokens at random": 1 / self.o.num_tokens}
 
     def summary(self) -> str:
-        return f"copies of {self.size} tokens of {self.o.num_tokens}, {self.o.freshness()}"
+        how = "backwards, " if self.backwards else ""
+        return f"copies of {self.size} tokens of {self.o.num_tokens}, {how}{self.o.freshness()}"
+
+
+class PalindromeTask(CopyTask):
+    """Repeating a sequence backwards; see `copying.sequences`."""
+
+    label = "accuracy of the copy backwards"
+    backwards = True
+
+
+class StackTask(GeneratedTask[StackOptions]):
+    """Values on several stacks; see `stacks.sequences`."""
+
+    label = "accuracy of the popped values"
+
+    def __init__(self, options: StackOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        self.vocab_size = self.o.num_tokens + self.o.num_stacks + 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets, asked = stacks.sequences(key, batch, size, self.o.num_stacks, self.o.num_tokens)
+        counts = _tracked(tokens, targets, self.size)
+        return counts._replace(weights=counts.weights * asked)
+
+    def baselines(self) -> dict[str, float]:
+        return {f"one of {self.o.num_tokens} values at random": 1 / self.o.num_tokens}
+
+    def summary(self) -> str:
+        o = self.o
+        return f"{o.num_stacks} stacks of {o.num_tokens} values, {self.size // 3} operations, {o.freshness()}"

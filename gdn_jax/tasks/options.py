@@ -228,14 +228,19 @@ class PermutationOptions(GeneratedOptions):
 
     task: ClassVar[str] = "permutation"
 
-    group: Literal["S3", "S5"] = "S3"
-    """Permutations of three or of five things."""
+    group: Literal["S3", "A5", "S5"] = "S3"
+    """Permutations of three or of five things; A5: the even ones of five."""
     elements: Literal["all", "swaps"] = "all"
     """Tokens of a word: all elements of the group, or those that exchange two things."""
     length: Annotated[int, Positive] = 32
     """Permutations of a training sequence."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
     """Lengths that the trained model is tested at; beyond the training length only products past it count."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        if self.group == "A5" and self.elements == "swaps":
+            fail("elements", "all, since no swap is in A5", self.elements)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +257,35 @@ class CopyOptions(GeneratedOptions):
     """Numbers of tokens that the trained model is tested with."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PalindromeOptions(CopyOptions):
+    """Repeating a random sequence backwards; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "palindrome"
+
+
+@dataclasses.dataclass(frozen=True)
+class StackOptions(GeneratedOptions):
+    """Values pushed on several stacks and popped again; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "stack"
+
+    num_stacks: Annotated[int, Positive] = 8
+    """Stacks, drawn evenly for every operation."""
+    num_tokens: Annotated[int, Positive] = 16
+    """Different values."""
+    length: Annotated[int, Positive] = 96
+    """Tokens of a training sequence, three for an operation."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (96, 192)
+    """Lengths that the trained model is tested at; beyond the training length only pops past it count."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        for name, given in (("length", (self.length,)), ("test_lengths", self.test_lengths)):
+            if wrong := [length for length in given if length % 3 or length < 6]:
+                fail(name, "a multiple of 3, at least 6: three tokens for an operation", wrong[0])
+
+
 TaskOptions = (
     TextOptions
     | RecallOptions
@@ -260,4 +294,5 @@ TaskOptions = (
     | ParityOptions
     | PermutationOptions
     | CopyOptions
+    | StackOptions
 )

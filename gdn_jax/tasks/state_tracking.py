@@ -5,9 +5,11 @@
 
 A linear recurrence whose transitions have eigenvalues in [0, 1] alone cannot keep count modulo 2 over any length;
 with eigenvalues in [-1, 1] it can. One Householder reflection a token exchanges two things; a permutation of five
-things is a product of up to four.
+things is a product of up to four. As turns of a dodecahedron the even ones (A5) are products of two reflections of
+three dimensions, and so are all permutations of three things (S3), as motions of a triangle, in two dimensions.
 
-Source: Merrill et al. 2024, "The Illusion of State in State-Space Models"; Grazzi et al. 2024 (arXiv 2411.12537).
+Source: Merrill et al. 2024, "The Illusion of State in State-Space Models"; Grazzi et al. 2024 (arXiv 2411.12537);
+Siems et al. 2025, "DeltaProduct" (arXiv 2502.10297).
 """
 
 import itertools
@@ -31,8 +33,15 @@ def elements(things: int) -> np.ndarray:
     return np.array(list(itertools.permutations(range(things))))
 
 
+def even(permutations: np.ndarray) -> np.ndarray:
+    """Returns the permutations that are products of an even number of swaps; they are a group too."""
+    places = range(permutations.shape[1])
+    inversions = sum(permutations[:, i] > permutations[:, j] for j in places for i in range(j))
+    return permutations[inversions % 2 == 0]
+
+
 def products(permutations: np.ndarray) -> np.ndarray:
-    """Returns a table [n!, n!] of indices: entry a, b is the product of first a, then b."""
+    """Returns a table [n, n] of indices of a group's n elements: entry a, b is the product of first a, then b."""
     index = {tuple(p): i for i, p in enumerate(permutations.tolist())}
     return np.array([[index[tuple(b[a])] for b in permutations] for a in permutations])
 

@@ -36,6 +36,8 @@ _TASKS: dict[str, Callable[..., Task]] = {
     "parity": generated.ParityTask,
     "permutation": generated.PermutationTask,
     "copy": generated.CopyTask,
+    "palindrome": generated.PalindromeTask,
+    "stack": generated.StackTask,
 }
 
 

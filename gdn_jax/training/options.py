@@ -15,10 +15,12 @@ from gdn_jax.shapes import ArgumentError
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
+    PalindromeOptions,
     ParityOptions,
     PermutationOptions,
     RecallOptions,
     SentenceOptions,
+    StackOptions,
     TaskOptions,
     TextOptions,
 )
@@ -222,6 +224,8 @@ TASKS: dict[str, TrainOptions] = {
     "parity": _generated(ParityOptions(), allow_neg_eigval=True),
     "permutation": _generated(PermutationOptions(), allow_neg_eigval=True),
     "copy": _generated(CopyOptions()),
+    "palindrome": _generated(PalindromeOptions()),
+    "stack": _generated(StackOptions()),
 }
 """Tasks by name, with their default options."""
 
