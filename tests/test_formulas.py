@@ -1,7 +1,8 @@
 """Errors of the source documents: the formula as written misses the oracle, the package meets it; tests state both.
 
 Numbers in the names of tests are those of the documents: 000 FlashInfer's trace, 001 and 004 blog posts, 002 notes on
-vLLM, 003 Modular's documentation.
+vLLM, 003 Modular's documentation. Those of the family have the name of a rule; docs/formulas.md says where each was
+found.
 """
 
 import functools
@@ -13,10 +14,11 @@ import pytest
 from tolerances import assert_close, rms_ratio, tolerance
 
 import gdn_jax
-from gdn_jax.checks import cases, oracle
+from gdn_jax.checks import cases, family_oracle, oracle
 
 STATE = tolerance("final_state", "float32")
 OUTPUT = tolerance("o", "float32")
+EXACT = tolerance("final_state", "float64")
 WRONG = 1e-2  # a wrong formula is off by percents, a thousand times the tolerance of a right one
 
 
@@ -193,3 +195,193 @@ def test_003_decay_without_its_rate():
     alpha = gdn_jax.alpha_from_log_decay(g)
     assert_close(np.exp(-np.exp(A_log) * softplus), alpha, OUTPUT)
     assert rms_ratio(alpha, np.exp(-softplus)) > WRONG
+
+
+class Family:
+    """One head with a decay of each channel, in float64: tokens, strengths, a state, and the truth about them."""
+
+    def __init__(self, T: int = 8, steps: int = 1, g=None, beta=(0.3, 0.9)):
+        rng, (K, V) = np.random.default_rng(T * steps), (6, 5)
+        self.q, self.k = rng.standard_normal((T, K)), rng.standard_normal((T, steps, K))
+        self.k /= np.linalg.norm(self.k, axis=-1, keepdims=True)
+        self.v, self.beta = rng.standard_normal((T, steps, V)), rng.uniform(*beta, (T, steps))
+        self.g = -rng.exponential(0.3, (T, K)) if g is None else np.full((T, K), g)
+        self.S, self.alpha = rng.standard_normal((K, V)), np.exp(self.g)
+        self.householder = (
+            np.eye(K) - self.beta[..., None, None] * self.k[..., :, None] * self.k[..., None, :]
+        )
+        if steps == 1:
+            self.k, self.v, self.beta = self.k[:, 0], self.v[:, 0], self.beta[:, 0]
+
+    def truth(self, **strengths) -> np.ndarray:
+        """The final state of `family_oracle`, which `delta_rule` meets in both forms."""
+        tokens = dict(q=self.q, k=self.k, v=self.v, g=self.g) | (strengths or {"beta": self.beta})
+        x = {name: y[None, :, None] for name, y in tokens.items()} | dict(initial_state=self.S[None, None])
+        truth = family_oracle.evaluate(**x, do=np.zeros_like(x["v"]), dh_T=x["initial_state"])["final_state"]
+        x = {name: jnp.asarray(y, jnp.float32) for name, y in x.items()}
+        for form in ("recurrent", "chunked"):
+            assert_close(truth, gdn_jax.delta_rule(**x, implementation=form)[1], STATE)
+        return truth[0, 0]
+
+
+def test_kda_order_of_the_product():
+    """(I - beta_1 k_1 k_1^T) Diag(alpha_1) ... from left to right is wrong. Right: the last factor is leftmost."""
+    x = Family()
+    x.v[:] = 0  # what is left of the first state
+    factors = x.householder[:, 0] * x.alpha[:, None]
+    truth = x.truth()
+    assert rms_ratio(truth, np.linalg.multi_dot(factors) @ x.S) > WRONG
+    assert_close(truth, np.linalg.multi_dot(factors[::-1]) @ x.S, EXACT)
+
+
+def test_kda_decay_since_a_write():
+    """gamma^(i to r) = alpha_i ... alpha_r decays a write by its own token's gate. Right: alpha_{i+1} ... alpha_r."""
+    x = Family()
+    T, (k, v, beta) = len(x.k), (x.k, x.v, x.beta)
+
+    def final(first: int) -> np.ndarray:
+        """The report's representation with decays that begin so many tokens behind a write."""
+
+        def since(i, r):
+            return x.alpha[i + first : r + 1].prod(0)
+
+        w, u = [], []
+        for r in range(T):
+            seen = [k[i] * since(i, r) @ k[r] for i in range(r)]
+            start = x.alpha[: r + 1].prod(0) * k[r]
+            w.append(beta[r] * (start - sum((s * y for s, y in zip(seen, w, strict=True)), np.zeros(6))))
+            u.append(beta[r] * (v[r] - sum((s * y for s, y in zip(seen, u, strict=True)), np.zeros(5))))
+        writes = [since(i, T - 1) * k[i] for i in range(T)]
+        P = np.diag(x.alpha.prod(0)) - np.stack(writes, 1) @ np.stack(w)
+        return P @ x.S + np.stack(writes, 1) @ np.stack(u)
+
+    truth = x.truth()
+    assert rms_ratio(truth, final(0)) > WRONG
+    assert_close(truth, final(1), EXACT)
+
+
+def test_kda_quotient_of_decays():
+    """(Gamma * K) (K / Gamma)^T is right in exact arithmetic, and no number in float32 at the released bound."""
+    x = Family(64, g=-5.0)
+    k, G = x.k.astype(np.float32), np.cumsum(x.g.astype(np.float32), 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        as_written = np.tril((np.exp(G) * k) @ (k / np.exp(G)).T, -1)
+    assert not np.isfinite(as_written).all()
+    assert np.isfinite(x.truth()).all()
+
+
+def test_kda_error_read_by_the_query():
+    """S + beta (v - S q) k^T subtracts what the query finds. Right: what the key finds."""
+    x = Family(g=0.0)
+
+    def final(reads) -> np.ndarray:
+        S = x.S
+        for t in range(len(x.k)):
+            S = S + np.outer(x.k[t], x.beta[t] * (x.v[t] - reads[t] @ S))
+        return S
+
+    truth = x.truth()
+    assert rms_ratio(truth, final(x.q / np.linalg.norm(x.q, axis=1, keepdims=True))) > WRONG
+    assert_close(truth, final(x.k), EXACT)
+
+
+def test_kda_error_against_the_new_state():
+    """S_t = alpha S_{t-1} + beta (v - S_t k) k^T, solved for S_t, writes 1 + beta times less."""
+    x = Family()
+    S, implicit = x.S, x.S
+    for t in range(len(x.k)):
+        S, implicit = (x.alpha[t][:, None] * y for y in (S, implicit))
+        strength = x.beta[t] / (1 + x.beta[t])
+        S = S + np.outer(x.k[t], x.beta[t] * (x.v[t] - x.k[t] @ S))
+        before = implicit
+        implicit = implicit + np.outer(x.k[t], strength * (x.v[t] - x.k[t] @ implicit))
+        assert_close(before + np.outer(x.k[t], x.beta[t] * (x.v[t] - x.k[t] @ implicit)), implicit, EXACT)
+    truth = x.truth()
+    assert rms_ratio(truth, implicit) > WRONG
+    assert_close(truth, S, EXACT)
+
+
+def test_kda_gate_by_a_sigmoid():
+    """alpha = sigmoid(W_up SiLU(W_down x)) has an activation too many, and neither rate nor bias."""
+    rng = np.random.default_rng(0)
+    x, down, up = (rng.standard_normal(shape) for shape in ((20, 8), (8, 4), (4, 6)))
+    A_log, bias = np.array([0.7]), rng.standard_normal((1, 6))
+    hidden = x @ down
+    as_written = 1 / (1 + np.exp(-(hidden / (1 + np.exp(-hidden))) @ up))
+    right = np.exp(-np.exp(A_log) * np.logaddexp(0, hidden @ up + bias))
+    assert rms_ratio(right, as_written) > WRONG
+    f, *parameters = (jnp.asarray(y, jnp.float32) for y in ((hidden @ up)[:, None], A_log, bias))
+    assert_close(right[:, None], jnp.exp(gdn_jax.channel_log_decay(f, *parameters)), STATE)
+
+
+def test_kda_bound_is_no_clamp():
+    """max(lower bound, -exp(A_log) softplus(f)) is another gate. Right: lower bound times a sigmoid."""
+    f, A_log, bias = np.linspace(-6, 6, 25).reshape(-1, 1, 1), np.array([0.7]), np.zeros((1, 1))
+    as_written = np.maximum(-5, -np.exp(A_log) * np.logaddexp(0, f))
+    right = -5 / (1 + np.exp(-np.exp(A_log) * f))
+    assert rms_ratio(right, as_written) > WRONG
+    assert_close(
+        right, gdn_jax.channel_log_decay(*map(jnp.asarray, (f, A_log, bias)), lower_bound=-5.0), STATE
+    )
+
+
+def test_gdn2_one_strength():
+    """With one beta for both, the rule is KDA. Right: a strength of what is erased, and one of what is written."""
+    x = Family()
+    rng = np.random.default_rng(1)
+    erase, write = rng.random(x.k.shape), rng.random(x.v.shape)
+    one, right = x.S, x.S
+    for t in range(len(x.k)):
+        one, right = (x.alpha[t][:, None] * y for y in (one, right))
+        one = one + np.outer(erase[t].mean() * x.k[t], x.v[t] - x.k[t] @ one)
+        right = right + np.outer(x.k[t], write[t] * x.v[t] - (erase[t] * x.k[t]) @ right)
+    truth = x.truth(erase=erase, write=write)
+    assert rms_ratio(truth, one) > WRONG
+    assert_close(truth, right, EXACT)
+
+
+def product(x: Family) -> np.ndarray:
+    """The final state of `gated_delta_product`, which several steps of the rule for each token meet."""
+    S = x.S
+    for t, j in np.ndindex(x.beta.shape):
+        S = x.householder[t, j] @ S + x.beta[t, j] * np.outer(x.k[t, j], x.v[t, j])
+    arrays = (jnp.asarray(y[None, ..., None, :], jnp.float32) for y in (x.q, x.k, x.v))
+    beta, h_0 = jnp.asarray(x.beta[None, ..., None], jnp.float32), jnp.asarray(x.S[None, None], jnp.float32)
+    _, ours = gdn_jax.gated_delta_product(*arrays, None, beta, initial_state=h_0, implementation="recurrent")
+    assert_close(S[None, None], ours, STATE)
+    return S
+
+
+def test_deltaproduct_order_of_the_steps():
+    """A = (I - beta_1 k_1 k_1^T) ... from left to right is wrong. Right: the last step is leftmost."""
+    x = Family(1, steps=3, g=0.0, beta=(1, 2))
+    x.v[:] = 0
+    truth = product(x)
+    assert rms_ratio(truth, np.linalg.multi_dot(x.householder[0]) @ x.S) > WRONG
+    assert_close(truth, np.linalg.multi_dot(x.householder[0, ::-1]) @ x.S, EXACT)
+
+
+def test_deltaproduct_one_write():
+    """S = H_n ... H_1 S + beta k v^T writes once. Right: every step writes, and the later ones reflect that, too."""
+    x = Family(1, steps=3, g=0.0, beta=(1, 2))
+    H, writes = x.householder[0], x.beta[0][:, None, None] * x.k[0][:, :, None] * x.v[0][:, None, :]
+    kept = H[2] @ H[1] @ H[0] @ x.S
+    truth = product(x)
+    assert rms_ratio(truth, kept + writes[2]) > WRONG
+    assert_close(truth, kept + H[2] @ H[1] @ writes[0] + H[2] @ writes[1] + writes[2], EXACT)
+
+
+def test_deltanet_has_no_scalar_decay():
+    """S = alpha S + beta k v^T is linear attention with a gate, and DeltaNet with no alpha."""
+    x = Family(g=0.0)
+    for_any_alpha, truth = [], x.truth()
+    for alpha in np.linspace(0, 1, 21):
+        S = x.S
+        for t in range(len(x.k)):
+            S = alpha * S + x.beta[t] * np.outer(x.k[t], x.v[t])
+        for_any_alpha.append(rms_ratio(truth, S))
+    assert min(for_any_alpha) > WRONG
+    S = x.S
+    for t in range(len(x.k)):
+        S = x.householder[t, 0] @ S + x.beta[t] * np.outer(x.k[t], x.v[t])
+    assert_close(truth, S, EXACT)

@@ -1,5 +1,6 @@
 """Serving with gates of each channel and with erase and write apart: every way of taking tokens, against float64."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -328,9 +329,7 @@ def test_heads_on_a_mesh():
     x, pool = draw("GDN-2", 1), draw_pool(6)
     mesh, heads = mesh_of((2,), ("heads",)), spec(None, "heads")
     token = x.at(slice(None), 0)
-    place = lambda tree: jax.tree.map(
-        lambda y: jax.device_put(y, jax.sharding.NamedSharding(mesh, heads)), tree
-    )
+    place = partial(jax.device_put, device=jax.sharding.NamedSharding(mesh, heads))
     split = Tokens(*place(token[:6]), token.options)
     for start in (jnp.asarray(pool), make_ring(pool)):
         want, left = token.call(serving.decode, start, read_slots=SLOTS)
@@ -368,12 +367,12 @@ def test_a_ring_is_made_for_its_gates(no_type_checks):
     x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
     ring = serving.make_ring_pool(pool, num_key_heads=HK)
     with pytest.raises(
-        ValueError, match="pool: expected a ring for gates of each channel.*got one for one gate a head"
+        ValueError, match=r"pool: expected a ring for gates of each channel.*got one for one gate a head"
     ):
         serving.decode(*(y[:, 0] for y in x[:5]), ring, **x.options, read_slots=SLOTS)
     ring = serving.make_ring_pool(pool, num_key_heads=HK, channels=True)
     with pytest.raises(
-        ValueError, match="pool: expected a ring for one gate a head.*got one for gates of each channel"
+        ValueError, match=r"pool: expected a ring for one gate a head.*got one for gates of each channel"
     ):
         gates = dict(A_log=np.zeros(HV, np.float32), dt_bias=np.zeros(HV, np.float32))
         serving.decode(*(y[:, 0] for y in x[:3]), x.b[:, 0], x.b[:, 0], ring, **gates, read_slots=SLOTS)
