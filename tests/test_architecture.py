@@ -66,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
     "losses": {"shapes", "partitioning", "fused", "pallas_kernels.layer"},
     "xla": {"shapes", "gates", "packing", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
+    "family": {"shapes", "gates", "packing", "partitioning", "reference", "chunks", "xla", "ops"},
     "parallel": {
         "shapes",
         "gates",
@@ -78,7 +79,6 @@ ROOMS: dict[str, set[str]] = {
         "family",
         *KERNELS,
     },
-    "family": {"shapes", "gates", "packing", "partitioning", "reference", "chunks", "xla", "ops"},
     "gdn_jax": {"gates", "conv", "chunks", "ops", "family"},
     "serving": {
         "shapes",
