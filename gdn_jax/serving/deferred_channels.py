@@ -47,7 +47,7 @@ class ChannelEntry(Entry):
         is_earlier = jnp.tril(jnp.ones((T, T), bool), -1)
 
         def earlier(y: Array) -> tuple[Array, Array]:
-            """What keys find in the state and the ring [.., T, V], and in earlier tokens of the call [.., T, T]."""
+            """Finds keys in the state and the ring [.., T, V], and matches them with earlier tokens [.., T, T]."""
             started = y * since[..., 0, :]
             matches = einsum("...tk,...jk->...tj", started, ring * ring_k)
             base = einsum("...tk,...kv->...tv", started * total[..., None, :], S0)
