@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 import pytest
-from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+from tolerances import GRADIENTS, STATES, assert_close, form_tolerance, head_axis
 
 from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.check import value_and_gradients
@@ -56,11 +56,9 @@ def truth(options: dict, x: cases.Inputs) -> Results:
     return oracle.evaluate(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
 
 
-def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves: bool = True) -> None:
-    """Every output and gradient within its tolerance, over the tensor and per head; all misses are told at once.
-
-    solves: whether the implementation solves a system in each chunk, and may use the case's own bound.
-    """
+def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, form: str = "chunked") -> None:
+    """Every output and gradient of a form in plain JAX within its tolerance, over the tensor and per head; all misses
+    are told at once."""
     misses = []
     expected = truth(case.options, x)
     assert expected.keys() == got.keys()
@@ -70,9 +68,7 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, solves
             assert reference is None and y is None, f"{name}: {y}, expected {reference}"
             continue
         try:
-            assert_close(
-                reference, y, tolerance(name, dtype, case if solves else None), name, head_axis(name)
-            )
+            assert_close(reference, y, form_tolerance(name, dtype, case, form), name, head_axis(name))
         except AssertionError as error:
             misses.append(str(error).splitlines()[0])
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)

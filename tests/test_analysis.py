@@ -356,6 +356,42 @@ def test_figures_draw_on_the_axes_they_are_given(name, pyplot):
         ax.figure.canvas.draw()
 
 
+def test_half_lives_are_drawn_by_their_median(pyplot):
+    """Of two heads that with the longer median lies on the right, though the other one's longest is far longer."""
+    lives = np.array([[1.0, 1, 2, 1000, 1000], [3.0, 3, 4, 5, 5]])  # medians 2 and 4
+    g = -np.log(2) / lives.T[None]
+    ax = plots.half_lives([g])
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    np.testing.assert_allclose([line.get_xdata()[0] for line in dots], [2, 4], rtol=1e-5)
+    assert [line.get_ydata()[0] for line in dots] == [0, 1]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["layer 1 head 1", "layer 1 head 2"]
+    spans = [line.get_xdata() for line in ax.lines if line.get_marker() != "o"]
+    np.testing.assert_allclose(spans, [[1, 1000], [3, 5]], rtol=1e-5)
+
+
+def test_what_is_drawn_is_what_came(pyplot):
+    """The data of the other figures: cells, dots, lines, in their order."""
+    shown = figures()
+    attention = shown["attention_map"]["M"]
+    drawn = plots.attention_map(attention).images[0].get_array()
+    np.testing.assert_allclose(np.tril(drawn.filled(0)), np.tril(attention), rtol=1e-6)
+    assert drawn.mask[0, 1] and not drawn.mask[1, 0]
+    gate = shown["gate_over_tokens"]["gate"]
+    np.testing.assert_allclose(plots.gate_over_tokens(gate, name="β").images[0].get_array(), np.asarray(gate).T)
+    means = shown["gate_by_kind"]["means"]
+    bar, dots = plots.gate_by_kind(means, ["key", "value"], name="β").lines[2:]
+    np.testing.assert_allclose(bar.get_ydata(), means[1].mean())
+    np.testing.assert_allclose(dots.get_ydata(), means[1])
+    curve = plots.retrieval_curves(**shown["retrieval_curves"]).lines[0]
+    np.testing.assert_allclose(curve.get_ydata(), shown["retrieval_curves"]["errors"]["delta rule"])
+    np.testing.assert_allclose(curve.get_xdata(), shown["retrieval_curves"]["load"])
+    values = np.array([[4.0, 2.0], [1.0, 1.0]])
+    ax = plots.spectrum_over_time(values, np.array([0, 16]))
+    np.testing.assert_allclose([line.get_ydata() for line in ax.lines], values.T)
+    right = next(other for other in ax.figure.axes if other is not ax).lines[0]
+    np.testing.assert_allclose(right.get_ydata(), analysis.effective_rank(jnp.asarray(values)))
+
+
 def test_the_plane_shows_the_transformed_vector(pyplot):
     ax = plots.householder_plane(90.0, (1.0, 1.0), 2.0)
     tips = [text.xy for text in ax.texts if hasattr(text, "xy") and text.arrow_patch is not None]

@@ -1,5 +1,9 @@
 """`gdn check`: right implementations pass, wrong ones are told by name, and the report is a table."""
 
+import functools
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -167,3 +171,60 @@ def test_cases(name):
 def test_an_error_of_no_words_and_of_many_is_one_line():
     assert one_line(AssertionError()) == "AssertionError: "
     assert one_line(ValueError("a\n  b " + 300 * "c")) == f"ValueError: a b {196 * 'c'}"
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@functools.cache
+def stored():
+    """The tables of the stored report: its errors and the worst of them, as {words before the numbers: numbers}."""
+    rows = [row for part in tables((DOCS / "check.md").read_text()) for row in part[1:]]
+    errors = {tuple(row[:3]): [float(x.strip("*")) for x in row[3:-1]] for row in rows if len(row) == 12}
+    return errors, {row[0]: row[1:] for row in rows if len(row) == 9}
+
+
+def test_numbers_of_the_documentation_are_those_of_the_stored_report():
+    """The table of docs/accuracy.md and the sentence of the README; the bounds are those of the code."""
+    errors, worst = stored()
+    lines = re.findall(r"(?m)^\| ((?:`chunked`|`recurrent`|bound), .*) \|$", (DOCS / "accuracy.md").read_text())
+    assert {label: cells for label, *cells in (line.split(" | ") for line in lines)} == worst
+    for label, numbers in worst.items():
+        implementation, dtype, kind = (*label.split(", "), "")[:3]
+        if implementation == "bound":
+            limits = [bound(part, dtype, cancelling=kind.startswith("alike")) for part in NAMES]
+            assert [float(x) for x in numbers] == limits, label
+            continue
+        own = [
+            row
+            for (name, *which), row in errors.items()
+            if which == [dtype, implementation] and kind in ("", kind_of(name))
+        ]
+        assert [float(x) for x in numbers] == [max(column) for column in zip(*own, strict=True)], label
+    said = re.search(
+        r"at most (\S+) \(outputs\) and (\S+) \(gradients\) in float32, and (\S+) and (\S+) in bfloat16 with random",
+        (DOCS.parent / "README.md").read_text(),
+    )
+    rows = [[float(x) for x in worst[f"`chunked`, {kind}"]] for kind in ("float32", "bfloat16, random keys")]
+    assert [float(x) for x in said.groups()] == [y for row in rows for y in (max(row[:2]), max(row[2:]))]
+
+
+def kind_of(name: str) -> str:
+    """Which of the two bounds of bfloat16 a case has, in the report's words."""
+    x = cases.inputs(cases.CASES[name])
+    return "alike keys or no decay" if cancelling(x.g, x.k) else "random keys"
+
+
+@pytest.mark.slow
+def test_the_stored_report_is_of_this_code():
+    """The three cases that set its numbers in bfloat16, and what a step in float32 is off by."""
+    names = ("slow-decay-K64", "packed-K128", "l2norm-K96-V192")
+    for row in check.compare(names, ("float32", "bfloat16")).rows:
+        for part, now, then in zip(
+            NAMES, row.errors.values(), stored()[0][row.case, row.dtype, f"`{row.implementation}`"], strict=True
+        ):
+            assert then / 1.5 - 1e-8 <= now <= 1.5 * then + 1e-8, (row.case, row.dtype, row.implementation, part)
+
+
+def test_every_case_of_the_full_check_is_in_the_stored_report():
+    assert {name for name, *_ in stored()[0]} == set(check.FULL)

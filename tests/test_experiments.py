@@ -1,12 +1,16 @@
 """`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; data: test_*tasks.py."""
 
+import dataclasses
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
+import types
+import unittest.mock
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +26,7 @@ from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions
-from gdn_jax.training import memory, steps
+from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder
 
@@ -346,6 +350,40 @@ def test_constants_of_the_optimizer():
     _, state = optimizer.update({"w": jnp.full((2, 2), 0.1)}, optimizer.init(params), params)
     [adam] = [x for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(x, "nu")]
     np.testing.assert_allclose(adam.nu["w"], 0.05 * 0.1**2, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_saves_and_validations_take_no_time_of_training(monkeypatch):
+    """By a false clock: a step takes 1 s, the first one 50 more, a validation 100, a save 1000."""
+    now, tokens, lines = [0.0], 4 * 8, []
+
+    def takes(seconds, result):
+        now[0] += seconds
+        return result
+
+    class Clocked(trainer.Trainer):
+        def _train(self, state, step):
+            return takes(51 if step == 1 else 1, (state, steps.StepMetrics(*jnp.ones(3))))
+
+        def validate(self):
+            return takes(100, {})
+
+        def save(self, store):
+            takes(1000, None)
+
+    monkeypatch.setattr(trainer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    run = dict(steps=8, log_every=2, eval_every=4, save_every=3)
+    options = dataclasses.replace(tiny_options(), run=options_lib.RunOptions(**run))
+    task = types.SimpleNamespace(
+        train_batch=lambda step: types.SimpleNamespace(tokens=np.zeros((4, 8))), metrics=lambda *x: {}
+    )
+    ignored, folder = unittest.mock.Mock(), types.SimpleNamespace(append=lines.append)
+    loop = Clocked(options, task, None, None, None, None, None).loop
+    assert loop(folder, None, ignored, threading.Event()) is None
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert [line["wall"]["tokens_per_second"] for line in lines] == [tokens] * 4
+    # To step 2 only steps; a save after 3, a validation after 4, a save after 6.
+    assert [line["wall"]["seconds"] for line in lines] == [52, 1054, 1156, 2158]
 
 
 def test_run_error_is_a_value_error():

@@ -170,6 +170,47 @@ def test_every_notebook_is_listed():
     assert "](notebooks/README.md)" in (FOLDER.parent / "README.md").read_text()
 
 
+# In prose: a percentage or a decimal, but not the number of a preprint.
+PROSE_NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)? ?%|(?!\d{4}\.\d{4})\d+\.\d+)(?!\w)")
+ANY_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
+NOT_PROSE = re.compile(r"\$\$.*?\$\$|\$[^$]*\$|`[^`]*`|\]\([^)]*\)", re.DOTALL)
+
+
+def unsaid_numbers(notebook) -> list[str]:
+    """Percentages and decimals of the prose that no code of their section has or prints, as a number or a share."""
+    sections, unsaid = [[]], []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            sections.append([])
+        sections[-1].append(cell)
+    for section in sections:
+        code = [cell.source + printed(cell) for cell in section if cell.cell_type == "code"]
+        known = {float(x.replace(",", "")) for text in code for x in ANY_NUMBER.findall(text)}
+        for cell in section:
+            prose = NOT_PROSE.sub(" ", cell.source) if cell.cell_type == "markdown" else ""
+            for said in PROSE_NUMBER.findall(prose):
+                digits = said.rstrip(" %")
+                step, factors = 10.0 ** -len(digits.partition(".")[2]), (1, 100) if "%" in said else (1,)
+                close = (abs(factor * x - float(digits)) < 0.6 * step for x in known for factor in factors)
+                if not any(close):
+                    unsaid.append(f"{said} in {cell.source[:60]!r}")
+    return unsaid
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
+def test_numbers_of_prose_are_computed(path):
+    assert not unsaid_numbers(nbformat.read(path, 4))
+
+
+def test_numbers_of_prose_that_nothing_computes_are_found():
+    new = nbformat.v4
+    code = new.new_code_cell("print(f'{0.7071:.3f}')", outputs=[new.new_output("stream", text="0.707, 512\n")])
+    for text, wrong in (("of 71 %, or 0.71", 0), ("of 70 %", 1), ("is 0.72", 1), ("$x = 0.9$, `0.9`, 2412.06464", 0)):
+        cells = [new.new_markdown_cell("## 1\n" + text), code, new.new_markdown_cell("## 2\n" + text)]
+        assert len(unsaid_numbers(new.new_notebook(cells=cells[:2]))) == wrong
+    assert len(unsaid_numbers(new.new_notebook(cells=cells))) == 0
+
+
 @pytest.mark.parametrize(
     "text, is_path",
     [

@@ -111,6 +111,38 @@ def tolerance(name: str, dtype: str, case: Case | None = None) -> float:
     return plain
 
 
+FORMS = ("chunked", "recurrent")
+FORM_FLOAT32 = {**dict.fromkeys(STATES, 5e-6), **dict.fromkeys(GRADIENTS, 1e-5)}
+CHUNKED_BFLOAT16 = {"dg": 1e-2, "dbeta": 6e-3, "dh_0": 6e-3}
+ONE_ROUNDING = 2.0**-8
+
+
+def form_tolerance(name: str, dtype: str, case: Case, form: str) -> float:
+    """`tolerance` of a case for one of the two forms in plain JAX, which are closer than kernels have to be.
+
+    float32: the worst cases of the table that are not ill-conditioned are off by 1.2e-6 (o and the state) and 2.2e-6
+    (gradients); the bounds are four times that.
+
+    bfloat16: o, dq, dk and dv are rounded once at their end, by 2^-8 at most, and the other results are float32. The
+    recurrent form rounds nothing else, the chunked form never the state of a whole row: both hold float32's bounds
+    for these. The chunked form's states of packed rows and its other gradients have a bound of twice what was
+    measured on the table (1.5e-3, dg 5.5e-3, dbeta 2.9e-3, dh_0 3.0e-3), but for keys that are alike. With the L2
+    norm inside, both forms round the normalised q and k.
+    """
+    plain = tolerance(name, dtype, case)
+    if dtype == "float32":
+        return plain if case.ill_conditioned and form == "chunked" else FORM_FLOAT32[name]
+    if dtype != "bfloat16":
+        return plain
+    if case.use_qk_l2norm or (form == "chunked" and name in ("o", "dq", "dk", "dv")):
+        return plain
+    if name in ("o", "dq", "dk", "dv"):
+        return ONE_ROUNDING
+    if form == "recurrent" or (name == "final_state" and case.lengths is None):
+        return form_tolerance(name, "float32", case, form)
+    return min(plain, 3e-3) if name == "final_state" else plain if cancels(case) else CHUNKED_BFLOAT16[name]
+
+
 def kernel_tolerance(name: str, dtype: str, case: Case) -> float:
     """The same for kernels that round the operands of every product: no worse than the rounded recurrence."""
     plain = tolerance(name, dtype, case)

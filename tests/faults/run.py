@@ -17,7 +17,8 @@ from typing import NamedTuple
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("gdn_jax", "pallas_kernels")
+FILES = ("gdn_jax/**/*.py", "pallas_kernels/**/*.py", "docs/*.md", "notebooks/*.ipynb", "README.md")
+"""Where faults are put."""
 SECONDS = 900
 """Of one test run: a fault may make a kernel wait for ever."""
 
@@ -41,7 +42,7 @@ def copy_of_the_project(folder: Path) -> Path:
 
 def place(copy: Path, fault: Fault) -> Path | str:
     """The file that holds a fault's text, or why there is not exactly one place."""
-    files = [path for package in PACKAGES for path in sorted((copy / package).rglob("*.py"))]
+    files = [path for pattern in FILES for path in sorted(copy.glob(pattern))]
     counts = {path: path.read_text().count(fault.find) for path in files}
     found = [path for path, count in counts.items() if count]
     if sum(counts.values()) != 1:
