@@ -382,7 +382,10 @@ DRAFT_CASES = (
     (Case("drafts-bfloat16", T=4, V=64, pool_dtype="bfloat16"), (13, 3, 15)),
     # More than one call of the kernel has.
     (Case("drafts-many", T=6, K=32, V=32, padding=False), (12, 0, 8)),
-    (Case("drafts-many-uneven", T=6, K=32, V=32, padding=False, heads=(1, 1, 1), lengths=(5, 2, 4)), (12, 0, 8)),
+    (
+        Case("drafts-many-uneven", T=6, K=32, V=32, padding=False, heads=(1, 1, 1), lengths=(5, 2, 4)),
+        (12, 0, 8),
+    ),
     # By tensor cores, as "drafts-bfloat16" is: more tokens than four, a tile that is not full, two parts of a head.
     (Case("drafts-tensor", T=6, K=64, V=64, uneven=True, pool_dtype="bfloat16", seed=2), (12, 0, 10)),
     (Case("drafts-tensor-16", N=2, T=16, pool_dtype="bfloat16", padding=False, heads=(1, 1, 1)), (0, 15)),

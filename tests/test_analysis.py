@@ -377,7 +377,9 @@ def test_what_is_drawn_is_what_came(pyplot):
     np.testing.assert_allclose(np.tril(drawn.filled(0)), np.tril(attention), rtol=1e-6)
     assert drawn.mask[0, 1] and not drawn.mask[1, 0]
     gate = shown["gate_over_tokens"]["gate"]
-    np.testing.assert_allclose(plots.gate_over_tokens(gate, name="β").images[0].get_array(), np.asarray(gate).T)
+    np.testing.assert_allclose(
+        plots.gate_over_tokens(gate, name="β").images[0].get_array(), np.asarray(gate).T
+    )
     means = shown["gate_by_kind"]["means"]
     bar, dots = plots.gate_by_kind(means, ["key", "value"], name="β").lines[2:]
     np.testing.assert_allclose(bar.get_ydata(), means[1].mean())

@@ -187,7 +187,9 @@ def stored():
 def test_numbers_of_the_documentation_are_those_of_the_stored_report():
     """The table of docs/accuracy.md and the sentence of the README; the bounds are those of the code."""
     errors, worst = stored()
-    lines = re.findall(r"(?m)^\| ((?:`chunked`|`recurrent`|bound), .*) \|$", (DOCS / "accuracy.md").read_text())
+    lines = re.findall(
+        r"(?m)^\| ((?:`chunked`|`recurrent`|bound), .*) \|$", (DOCS / "accuracy.md").read_text()
+    )
     assert {label: cells for label, *cells in (line.split(" | ") for line in lines)} == worst
     for label, numbers in worst.items():
         implementation, dtype, kind = (*label.split(", "), "")[:3]
@@ -221,9 +223,17 @@ def test_the_stored_report_is_of_this_code():
     names = ("slow-decay-K64", "packed-K128", "l2norm-K96-V192")
     for row in check.compare(names, ("float32", "bfloat16")).rows:
         for part, now, then in zip(
-            NAMES, row.errors.values(), stored()[0][row.case, row.dtype, f"`{row.implementation}`"], strict=True
+            NAMES,
+            row.errors.values(),
+            stored()[0][row.case, row.dtype, f"`{row.implementation}`"],
+            strict=True,
         ):
-            assert then / 1.5 - 1e-8 <= now <= 1.5 * then + 1e-8, (row.case, row.dtype, row.implementation, part)
+            assert then / 1.5 - 1e-8 <= now <= 1.5 * then + 1e-8, (
+                row.case,
+                row.dtype,
+                row.implementation,
+                part,
+            )
 
 
 def test_every_case_of_the_full_check_is_in_the_stored_report():

@@ -45,7 +45,9 @@ def test_trees_are_timed(tmp_path, capsys):
     words = "--pools float32 --dtype float32 --batches 3 --tokens 4 --deferred 1 16 --drafts tree"
     assert run(*words.split(), "--json", str(path)) == 0
     assert "tokens 4, pool float32, write 16, batch 3, drafts tree: " in capsys.readouterr().err
-    at_once, ring = json.loads(path.read_text())["results"]  # in a second a step of three requests, or five of them
+    at_once, ring = json.loads(path.read_text())[
+        "results"
+    ]  # in a second a step of three requests, or five of them
     assert at_once["tokens/s"] == pytest.approx(3 * 3) and ring["tokens/s"] == pytest.approx(5 * 3 * 3)
 
 

@@ -272,7 +272,9 @@ def test_rings_that_are_written_where_others_are_read(pool_dtype):
     )
 
 
-@pytest.mark.parametrize(("case", "counts"), harness.tiers(DRAFT_CASES, ("drafts-no-room", "drafts-many-uneven")))
+@pytest.mark.parametrize(
+    ("case", "counts"), harness.tiers(DRAFT_CASES, ("drafts-no-room", "drafts-many-uneven"))
+)
 @pytest.mark.usefixtures("interpreted")
 def test_verify_on_a_ring(case, counts):
     """Behind drafts that were rejected; where those now find no room, the ring is flushed first."""

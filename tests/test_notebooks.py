@@ -204,8 +204,15 @@ def test_numbers_of_prose_are_computed(path):
 
 def test_numbers_of_prose_that_nothing_computes_are_found():
     new = nbformat.v4
-    code = new.new_code_cell("print(f'{0.7071:.3f}')", outputs=[new.new_output("stream", text="0.707, 512\n")])
-    for text, wrong in (("of 71 %, or 0.71", 0), ("of 70 %", 1), ("is 0.72", 1), ("$x = 0.9$, `0.9`, 2412.06464", 0)):
+    code = new.new_code_cell(
+        "print(f'{0.7071:.3f}')", outputs=[new.new_output("stream", text="0.707, 512\n")]
+    )
+    for text, wrong in (
+        ("of 71 %, or 0.71", 0),
+        ("of 70 %", 1),
+        ("is 0.72", 1),
+        ("$x = 0.9$, `0.9`, 2412.06464", 0),
+    ):
         cells = [new.new_markdown_cell("## 1\n" + text), code, new.new_markdown_cell("## 2\n" + text)]
         assert len(unsaid_numbers(new.new_notebook(cells=cells[:2]))) == wrong
     assert len(unsaid_numbers(new.new_notebook(cells=cells))) == 0
