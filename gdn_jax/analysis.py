@@ -17,22 +17,21 @@ from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, kkt
 from gdn_jax.gates import l2norm
 from gdn_jax.reference import recurrent_step
-from gdn_jax.rules import RuleInputs, apply
 from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims, split_heads
 
 
 class HalfLives(NamedTuple):
-    """Half-lives of the heads of a layer in tokens, inf for a head that does not decay. Each field is [HO].
+    """Half-lives of a layer in tokens, inf where nothing decays. Each field is [HO], or [HO, K] of key channels.
 
     Fields:
       mean_rate: ln 2 / -mean(g), what the state's decay over whole rows amounts to.
       p10, median, p90: percentiles over the tokens of `half_life(g)`.
     """
 
-    mean_rate: Float[Array, "HO"]
-    p10: Float[Array, "HO"]
-    median: Float[Array, "HO"]
-    p90: Float[Array, "HO"]
+    mean_rate: Float[Array, "HO *K"]
+    p10: Float[Array, "HO *K"]
+    median: Float[Array, "HO *K"]
+    p90: Float[Array, "HO *K"]
 
 
 def effective_attention(
@@ -134,8 +133,8 @@ def write_half_life(g: Float[Array, "B T HO"]) -> Float[Array, "B T HO"]:
     return jnp.moveaxis(jnp.where(ends, jnp.inf, steps), 1, 2).astype(g.dtype)
 
 
-def layer_half_lives(g: Float[Array, "B T HO"]) -> HalfLives:
-    """Summary of a layer's half-lives, per head over all tokens of the batch.
+def layer_half_lives(g: Float[Array, "B T HO *K"]) -> HalfLives:
+    """Summary of a layer's half-lives, per head, or per key channel, over all tokens of the batch.
 
     Args:
       g: log decay <= 0.
@@ -221,10 +220,11 @@ def effective_rank(singular_values: Float[Array, "*S R"]) -> Float[Array, "*S"]:
     return jnp.where(total[..., 0] > 0, rank, 0)
 
 
-def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
-    """Returns the inputs of the rule in a `gdn_jax.layers.GatedDeltaNet` (whole rows x, no padding, no cache).
+def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> Any:
+    """Returns the inputs of the rule in a recurrent layer of `gdn_jax.layers` (whole rows x, no padding, no cache).
 
-    q and k have unit length: `gated_delta_rule(*inputs)` is the rule's output before norm and output gate.
+    q and k have unit length: for a GatedDeltaNet `gated_delta_rule(*inputs)` is the rule's output before norm and
+    output gate. What the inputs are is said by the layer's `rule_inputs`; they begin with q, k, v, g and beta.
 
     Args:
       layer: the layer, with any rule; one that does not read a gate leaves it without effect.
@@ -239,11 +239,11 @@ def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> RuleInputs:
     return inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
 
 
-def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[RuleInputs]:
+def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[Any]:
     """Returns the inputs of the rule in every layer of a `gdn_jax.models.LanguageModel`, first layer first.
 
     Args:
-      model: the model; all its blocks mix by GatedDeltaNet.
+      model: the model; all its blocks have recurrent layers.
       tokens: integers in [0, vocab_size).
 
     Raises:
@@ -267,9 +267,9 @@ def logits_with_gates(
     Later layers see what the change did to earlier ones.
 
     Args:
-      model: the model; all its blocks mix by GatedDeltaNet, with any rule.
+      model: the model; all its blocks have recurrent layers, with any rule that reads g and beta.
       tokens: integers in [0, vocab_size).
-      change: from (layer, g, beta), counted from 0 and [B, T, HV], to the g and beta to use instead.
+      change: from (layer, g, beta), counted from 0 and as in `rule_inputs`, to the g and beta to use instead.
 
     Raises:
       ValueError: a block mixes by something else.
@@ -279,28 +279,28 @@ def logits_with_gates(
         _check_layer(mixer)
         inputs, _ = mixer.rule_inputs(x)
         g, beta = change(i, inputs.g, inputs.beta)
-        o, _ = apply(mixer.rule, *inputs._replace(g=g, beta=beta), implementation=mixer.implementation)
+        o, _ = mixer.apply_rule(inputs._replace(g=g, beta=beta))
         return mixer.rule_output(o, x), None
 
     return model(tokens, around=changed)[0]
 
 
 def mean_by_kind(
-    x: Float[Array, "B T HO"], kind: Int[Array, "B T"], num_kinds: int
-) -> Float[Array, "kinds HO"]:
+    x: Float[Array, "B T HO *K"], kind: Int[Array, "B T"], num_kinds: int
+) -> Float[Array, "kinds HO *K"]:
     """Mean of a gate over the tokens of each kind: how alpha and beta are used on keys, on values, on noise.
 
     Args:
-      x: g, alpha, beta or another number per token and head.
+      x: g, alpha, beta or another number per token and head, or per key channel.
       kind: of each token, in [0, num_kinds); a token of another kind is left out.
       num_kinds: number of kinds.
 
     Returns:
-      [num_kinds, HO]; NaN for a kind without tokens.
+      [num_kinds, HO], or [num_kinds, HO, K]; NaN for a kind without tokens.
     """
     member = jax.nn.one_hot(kind, num_kinds, dtype=x.dtype)
-    total = jnp.einsum("btn,bth->nh", member, x, precision=lax.Precision.HIGHEST)
-    return total / jnp.sum(member, axis=(0, 1))[:, None]
+    total = jnp.einsum("btn,bt...->n...", member, x, precision=lax.Precision.HIGHEST)
+    return total / jnp.sum(member, axis=(0, 1)).reshape(-1, *(1,) * (x.ndim - 2))
 
 
 def householder(k: Float[Array, "*S K"], beta: Float[Array, "*S"]) -> Float[Array, "*S K K"]:
@@ -337,7 +337,7 @@ def apply_householder(
 
 def _check_layer(layer: Any) -> None:
     if not hasattr(layer, "rule_inputs"):
-        raise ValueError(f"layer: expected a GatedDeltaNet, got {type(layer).__name__}")
+        raise ValueError(f"layer: expected a recurrent layer, got {type(layer).__name__}")
 
 
 def _full_gates(B: int, T: int, HO: int, dtype: Any, g: Array | None, beta: Array | None):

@@ -279,6 +279,19 @@ Projection = nnx.Linear | ProjectionOfGroup
 """A projection of a layer, as it was made or in a copy for single tokens."""
 
 
+def width_of(linear: Projection) -> int:
+    """Number of a projection's outputs."""
+    return linear.out_features if isinstance(linear, nnx.Linear) else linear.stop - linear.start
+
+
+def add_bias(linear: nnx.Linear, bias: Float[Array, " F"]) -> None:
+    """Gives a projection that has none a bias, in place.
+
+    Its constructor would take a random key for it, and so change the weights that are drawn after it.
+    """
+    linear.use_bias, linear.bias = True, nnx.data(nnx.Param(bias))
+
+
 def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Float[Array, "*S F"], ...]:
     """The results of several projections of one input, of which a mesh that splits heads has parts."""
     own = [linear for linear in linears if type(linear) is nnx.Linear]

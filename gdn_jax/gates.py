@@ -108,16 +108,16 @@ def no_gate(like: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) ->
     return jax.lax.optimization_barrier(jnp.zeros_like(like, dtype, shape))
 
 
-def init_A_log(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Logarithm of decay rates A ~ U(0, 16) kept above 1e-4, float32 [num_heads].
+def init_A_log(key: Array, num_heads: int, least: float = MIN_RATE) -> Float[Array, " HO"]:
+    """Logarithm of decay rates A ~ U(least, 16), float32 [num_heads]; least is 1e-4 by default.
 
     Drawn in float32 whatever the model's dtype: bfloat16 draws hit 0, whose logarithm kills the head.
     """
-    return jnp.log(jax.random.uniform(key, (num_heads,), jnp.float32, MIN_RATE, MAX_RATE))
+    return jnp.log(jax.random.uniform(key, (num_heads,), jnp.float32, least, MAX_RATE))
 
 
-def init_dt_bias(key: Array, num_heads: int) -> Float[Array, " HO"]:
-    """Inverse softplus of time steps dt = exp(U(log 1e-3, log 1e-1)), not below 1e-4, float32 [num_heads]."""
-    log_dt = jax.random.uniform(key, (num_heads,), jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
+def init_dt_bias(key: Array, *shape: int) -> Float[Array, "*S"]:
+    """Inverse softplus of time steps dt = exp(U(log 1e-3, log 1e-1)), not below 1e-4, float32 of that shape."""
+    log_dt = jax.random.uniform(key, shape, jnp.float32, math.log(MIN_STEP), math.log(MAX_STEP))
     dt = jnp.maximum(jnp.exp(log_dt), STEP_FLOOR)
     return dt + jnp.log(-jnp.expm1(-dt))

@@ -224,7 +224,7 @@ def test_rule_inputs_are_what_the_layer_feeds_the_rule(name):
 
 
 def test_rule_inputs_refuses_another_layer():
-    with pytest.raises(ValueError, match="layer: expected a GatedDeltaNet, got Linear"):
+    with pytest.raises(ValueError, match="layer: expected a recurrent layer, got Linear"):
         analysis.rule_inputs(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.zeros((1, 2, 4)))
     with pytest.raises(ValueError, match="x: expected shape"):
         analysis.rule_inputs(

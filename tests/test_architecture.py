@@ -99,7 +99,7 @@ ROOMS: dict[str, set[str]] = {
     "rules": {"shapes", "gates", "packing", "attention", "chunks", "fused", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "rules", "blocks"},
+    "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "family", "rules", "blocks"},
     "models": {
         "shapes",
         "gates",

@@ -176,11 +176,11 @@ def test_costs_grow_as_they_should():
     short, long = (costs.attention_costs(config, L) for L in (10**4, 10**5))
     assert 99 < long.prefill_flops / short.prefill_flops < 101
     assert long.cache_bytes == 10 * short.cache_bytes and long.decode_flops > 9.9 * short.decode_flops
-    short, long = (costs.gated_delta_net_costs(config, L) for L in (10**4, 10**5))
+    short, long = (costs.layer_costs(config, "gated_delta_net", L) for L in (10**4, 10**5))
     assert long.prefill_flops == 10 * short.prefill_flops
     assert (long.cache_bytes, long.decode_flops) == (short.cache_bytes, short.decode_flops)
     wide = dataclasses.replace(config, head_dim=2 * config.head_dim)
-    assert costs.gated_delta_net_costs(wide, 1).decode_flops == 4 * short.decode_flops
+    assert costs.layer_costs(wide, "gated_delta_net", 1).decode_flops == 4 * short.decode_flops
 
 
 def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):

@@ -322,7 +322,7 @@ def test_bfloat16():
 
 def test_a_cache_of_another_type(layer):
     cache = tuple(layer.init_cache(1))
-    with pytest.raises(ValueError, match="cache: expected a GatedDeltaNetCache, got tuple"):
+    with pytest.raises(ValueError, match="cache: expected a RecurrentCache, got tuple"):
         layer._check_call(jnp.ones((1, 1, layer.hidden_size)), cache, None, None, None, False)
 
 

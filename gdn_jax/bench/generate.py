@@ -33,7 +33,7 @@ from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.commands.files import replacing
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache
-from gdn_jax.models.costs import COSTS, model_costs, multiplied_parameters
+from gdn_jax.models.costs import layer_costs, model_costs, multiplied_parameters
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference import for_inference
@@ -180,8 +180,8 @@ def bytes_ms(config: ModelConfig, batch: int, context: int) -> float | None:
         return None
     weights = multiplied_parameters(config) * jnp.dtype(config.dtype).itemsize
     # A state is read and written; of keys and values only those of one token are written.
-    passes = {"attention": 1, "gated_delta_net": 2}
-    rows = batch * sum(passes[kind] * COSTS[kind](config, context).cache_bytes for kind in config.types)
+    passes = {kind: 1 if kind == "attention" else 2 for kind in config.types}
+    rows = batch * sum(passes[kind] * layer_costs(config, kind, context).cache_bytes for kind in config.types)
     return (weights + rows) / speed * 1e3
 
 

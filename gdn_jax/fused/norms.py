@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.fused.kernels import fused_op, inner_axes, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.shapes import ArgumentError, accumulation_dtype
+from gdn_jax.shapes import ArgumentError, accumulation_dtype, check_choice
 
 
 def add_norm(
@@ -68,9 +68,10 @@ def gated_norm(
     projection: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
+    activation: str = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*R E"]:
-    """RMSNorm of each head times SiLU of its gate, and the projection of all heads.
+    """RMSNorm of each head times SiLU or the sigmoid of its gate, and the projection of all heads.
 
         y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
         result = y without a projection, else the heads of y side by side @ projection
@@ -83,13 +84,14 @@ def gated_norm(
       weight: [V].
       projection: weight [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
+      activation: "silu" or "sigmoid", of the gate. There is no kernel for the second.
       implementation: as for `add_norm`.
 
     Returns:
       [.., D] in o's dtype, without a projection [.., V]. Numerics of y: float32 (float64 when o is), rounded once.
 
     Raises:
-      ValueError: gate does not have o's shape.
+      ValueError: gate does not have o's shape, or there is no such activation.
 
     Source: fla's `FusedRMSNormGated`.
     """
@@ -97,8 +99,10 @@ def gated_norm(
 
     if gate.shape != o.shape:
         raise ArgumentError("gate", f"the shape of o, {o.shape}", gate.shape)
+    check_choice("activation", activation, tuple(_ACTIVATIONS))
     projection = None if projection is None else projection.astype(o.dtype)
-    if usable("the gated norm", implementation, kernels.check_supported(o)):
+    reason = kernels.check_supported(o) if activation == "silu" else f"{activation}; the kernel takes silu"
+    if usable("the gated norm", implementation, reason):
         names, sizes = _head_axes(o, gate)
         result = names
         if projection is not None:
@@ -107,7 +111,7 @@ def gated_norm(
         operands = (names, names, ".", None if projection is None else ". .")
         args = (o, gate, weight, projection)
         return on_explicit_shards(partial(_gated_norm, eps), args, operands, result, sizes)
-    return _plain_gated_norm(eps, o, gate, weight, projection)
+    return _plain_gated_norm(eps, o, gate, weight, projection, activation)
 
 
 def gated_norm_of_channels(
@@ -265,10 +269,13 @@ def _kernel_backward(static, o, gate, weight, dy):
 _gated_norm = fused_op(lambda eps, *args: (gated_norm_kernel(eps, *args), args), _gated_norm_backward)
 
 
-def _plain_gated_norm(eps, o, gate, weight, projection):
+_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+def _plain_gated_norm(eps, o, gate, weight, projection, activation="silu"):
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
-    return _project((n * jax.nn.silu(gate.astype(wide))).astype(o.dtype), projection)
+    return _project((n * _ACTIVATIONS[activation](gate.astype(wide))).astype(o.dtype), projection)
 
 
 def _project(y, projection):

@@ -14,6 +14,7 @@ from gdn_jax.hf.qwen3_next import swiglu_weights
 from gdn_jax.hf.weights import Weight, convolution, projection, same
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
+from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 MIXER_NORM_EPS = 1e-5
 """Epsilon of the norm at the output of a GatedDeltaNet, whatever rms_norm_eps is."""
@@ -76,6 +77,7 @@ def _config(fields: Fields) -> ModelConfig:
 def _fields(config: ModelConfig) -> dict[str, Any]:
     wanted = {
         "write_start": None,
+        "mixer": GatedDeltaNetMixer(),
         "rule": "gated_delta",
         "zero_centred_norms": False,
         "scale_embedding": False,

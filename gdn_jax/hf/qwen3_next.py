@@ -23,6 +23,7 @@ from gdn_jax.hf.weights import (
 )
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 DEFAULTS = {
     "hidden_act": "silu",
@@ -111,6 +112,7 @@ def _config(fields: Fields) -> ModelConfig:
 def check_decoder(config: ModelConfig) -> None:
     """Raises NotImplementedError for the first option of a model that no hybrid model of Qwen has."""
     wanted = {
+        "mixer": GatedDeltaNetMixer(),
         "rule": "gated_delta",
         "write_start": None,
         "allow_neg_eigval": False,

@@ -14,19 +14,17 @@ from gdn_jax.analysis import memory_horizon
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.fields import Positive
-from gdn_jax.gates import MAX_RATE, MAX_STEP, MIN_STEP
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import check_tensors, config_of, is_skipped, names_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.models.config import ModelConfig, period_of
-from gdn_jax.models.costs import COSTS, MixerCosts, active_parameters, model_costs, parameters
+from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, title
+from gdn_jax.models.mixers.mixer import MixerCosts, Start
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training.load import open_run
 from gdn_jax.training.steps import compute_dtype
-
-NAMES = {"attention": "attention", "gated_delta_net": "GatedDeltaNet"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +52,19 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         )
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
-        title, config, skipped, time_step = read(path)
+        heading, config, skipped, time_step = read(path)
     except ValueError as error:
         raise RunError(str(error)) from error
-    console.print(f"{title}, weights {config.weight_dtype}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{heading}, weights {config.weight_dtype}", highlight=False, markup=False, soft_wrap=True)
     period = period_of(config.types)
-    pattern = " ".join(f"{len([*same])} x {NAMES[kind]}" for kind, same in groupby(config.types[:period]))
+    pattern = " ".join(
+        f"{len([*same])} x {title(config, kind)}" for kind, same in groupby(config.types[:period])
+    )
     line = f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
     console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if time_step is not None and "gated_delta_net" in config.types and config.rule in _START:
-        console.print(_start(config, time_step), highlight=False, markup=False, soft_wrap=True)
+    start = None if time_step is None else config.mixer.start(config, time_step)
+    if start is not None and config.mixer.name in config.types:
+        console.print(_start(config, start), highlight=False, markup=False, soft_wrap=True)
     if skipped:
         console.print(
             f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
@@ -77,16 +78,9 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     return 0
 
 
-# Whether a rule decays, and whether it erases.
-_START = {"gated_delta": (True, True), "delta": (False, True), "mamba2": (True, False)}
-
-
-def _start(config: ModelConfig, time_step: float) -> str:
+def _start(config: ModelConfig, start: Start) -> str:
     """Tells how long a state remembers under fresh weights, from a head with middle decay and from erasing."""
-    decays, erases = _START[config.rule]
-    g = -time_step * MAX_RATE / 2 * math.sqrt(MIN_STEP * MAX_STEP) if decays else 0.0
-    start = 0.5 if config.write_start is None else config.write_start
-    beta = (2 if config.allow_neg_eigval else 1) * start if erases else 0.0
+    g, beta = start
     both, by_decay, by_erasing = (
         f"{float(memory_horizon(config.head_dim, *rates)):.3g}"
         for rates in ((g, beta), (g, 0.0), (0.0, beta))
@@ -145,8 +139,8 @@ def _cache(config: ModelConfig, options: InfoOptions) -> Table:
     for name in ("layers", "number", "of one layer and sequence", "together"):
         table.add_column(name, justify="left" if name == "layers" else "right")
     for kind in dict.fromkeys(config.types):
-        number, one = config.types.count(kind), COSTS[kind](config, options.context).cache_bytes
-        table.add_row(NAMES[kind], str(number), _bytes(one), _bytes(number * one * options.batch))
+        number, one = config.types.count(kind), layer_costs(config, kind, options.context).cache_bytes
+        table.add_row(title(config, kind), str(number), _bytes(one), _bytes(number * one * options.batch))
     table.add_row(
         "all", "", "", _bytes(model_costs(config, options.context).cache_bytes * options.batch), style="bold"
     )
@@ -154,9 +148,10 @@ def _cache(config: ModelConfig, options: InfoOptions) -> Table:
 
 
 def _costs(config: ModelConfig, L: int) -> Table:
-    """Makes the table of costs: softmax attention against chunked Gated DeltaNet, for layers of this model."""
+    """Makes the table of costs: softmax attention against the chunked recurrent mixer, for layers of this model."""
     kinds = [*dict.fromkeys(config.types)]
-    columns = {NAMES[kind]: COSTS[kind](config, L) for kind in kinds} | {"the model": model_costs(config, L)}
+    columns = {title(config, kind): layer_costs(config, kind, L) for kind in kinds}
+    columns |= {"the model": model_costs(config, L)}
     table = Table(title=f"mixing tokens, without projections, at {L:,} tokens", title_justify="left")
     table.add_column("cost")
     for name in columns:

@@ -1,5 +1,23 @@
-"""The Gated DeltaNet layer in one file, and beside it the checks of its options and the padding around its tokens."""
+"""Token mixers with a recurrent state, one in a file, and beside them what they share.
+
+`recurrent` has what goes around a rule, `channel_decay` the gates of the layers that decay by channels, `options` the
+checks of sizes, and `padding` the padding around a row's tokens.
+"""
 
 from gdn_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.layers.gated_delta_net_2 import GatedDeltaNet2
+from gdn_jax.layers.gated_delta_product import GatedDeltaProduct
+from gdn_jax.layers.gated_linear_attention import GatedLinearAttention
+from gdn_jax.layers.kimi_delta_attention import KimiDeltaAttention
+from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer
 
-__all__ = ["GatedDeltaNet", "GatedDeltaNetCache"]
+__all__ = [
+    "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaNetCache",
+    "GatedDeltaProduct",
+    "GatedLinearAttention",
+    "KimiDeltaAttention",
+    "RecurrentCache",
+    "RecurrentMixer",
+]

@@ -1,15 +1,12 @@
 """The Gated DeltaNet token mixer as a flax.nnx module.
 
-Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call,
-as in flax's own layers; norms, gates, the convolution's sums and the recurrent state are float32 in any case.
-
 A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `fused.mixer`, and one
-token of every row on states that are changed in place, `fused.token`. All else is `rule_inputs`, the rule and
-`rule_output`, of which any part may still be a kernel.
+token of every row on states that are changed in place, `fused.token`. All else is that of `layers.recurrent`,
+`rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +16,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks, rules
 from gdn_jax.blocks import ProjectionOfGroup, RMSNorm, normalise_first
-from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused import mixer, token
 from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
-from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, logit, write_strength
+from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.layers.options import check_options, value_width
-from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
-from gdn_jax.parallel.head_shards import short_conv_on_mesh
-from gdn_jax.shapes import accumulation_dtype, check_array, check_type
+from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer, at_tokens
+
+GatedDeltaNetCache = RecurrentCache
+"""Memory of a `GatedDeltaNet`, which is that of every recurrent layer."""
 
 
-class GatedDeltaNetCache(NamedTuple):
-    """Memory of a GatedDeltaNet for the tokens that it has seen. A pytree.
-
-    Fields:
-      conv: last W - 1 projected inputs [N, conv_dim, W - 1] of [q | k | v], oldest first (width 0 without the
-        short convolution), in the compute dtype.
-      state: recurrent state [N, num_v_heads, head_dim, head_v_dim], float32.
-    """
-
-    conv: Float[Array, "N D W1"]
-    state: Float[Array, "N HO K V"]
-
-
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(RecurrentMixer):
     """The Gated DeltaNet token mixer.
 
         [q | k | v] = silu(conv([x Wq | x Wk | x Wv]))        q and k to unit length in each head
@@ -136,7 +120,6 @@ class GatedDeltaNet(nnx.Module):
         self.num_v_heads = num_v_heads
         self.head_dim = head_dim
         self.head_v_dim = value_width(head_dim, expand_v)
-        self.use_short_conv = use_short_conv
         self.use_gate = use_gate
         self.allow_neg_eigval = allow_neg_eigval
         self.rule = rule
@@ -147,96 +130,20 @@ class GatedDeltaNet(nnx.Module):
 
         key_dim = num_heads * head_dim
         value_dim = num_v_heads * self.head_v_dim
-        self.conv_dim = 2 * key_dim + value_dim
         linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
         self.q_proj = linear(hidden_size, key_dim)
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, value_dim)
         self.a_proj = linear(hidden_size, num_v_heads)
         self.b_proj = linear(hidden_size, num_v_heads)
-        if write_start is not None:
-            # Not by the constructor, which would take a random key for it and so change the weights after it.
-            bias = jnp.full(num_v_heads, logit(write_start), param_dtype)
-            self.b_proj.use_bias, self.b_proj.bias = True, nnx.data(nnx.Param(bias))
+        self._add_write_start(write_start)
         self.g_proj = linear(hidden_size, value_dim) if use_gate else None
         self.o_proj = out(value_dim, hidden_size)
 
-        self.conv_size = conv_size if use_short_conv else 1
-        weight = bias = None
-        if use_short_conv:
-            bound, shape = conv_size**-0.5, (self.conv_dim, conv_size)
-            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound).astype(param_dtype)
-            bias = jnp.zeros(self.conv_dim, param_dtype) if conv_bias else None
-        self.conv_weight = None if weight is None else nnx.Param(weight)
-        self.conv_bias = None if bias is None else nnx.Param(bias)
-
+        self._make_convolution(2 * key_dim + value_dim, conv_size, conv_bias, use_short_conv, rngs)
         self.A_log = blocks.NoDecayParam(init_A_log(rngs.params(), num_v_heads))
         self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))
         self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
-
-    def init_cache(self, batch: int, dtype: DTypeLike | None = None) -> GatedDeltaNetCache:
-        """The cache before the first token: zeros, for `batch` sequences.
-
-        Args:
-          batch: sequences, B or len(cu_seqlens) - 1.
-          dtype: of the convolution's part; default the compute dtype (param_dtype where that is None).
-        """
-        dtype = dtype or self.dtype or self.param_dtype
-        return GatedDeltaNetCache(
-            jnp.zeros((batch, self.conv_dim, self.conv_size - 1), dtype),
-            jnp.zeros((batch, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        cache: GatedDeltaNetCache | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
-        return_cache: bool = False,
-    ) -> tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]:
-        """Mixes the tokens of every sequence.
-
-        Any cutting of a sequence into calls, each given the cache of the one before, gives what one call
-        gives: a long call with a cache continues (prefill in pieces), one token takes the recurrent step.
-
-        Args:
-          x: inputs [B, T, hidden_size], floating. What padding holds does not matter.
-          cache: of the tokens before, for N sequences.
-          mask: True at tokens, False at padding, which changes no state and no other token and has output 0.
-            The tokens of a row must be one run: padding on the left, the right, both sides, or everywhere.
-          segment_ids: packed rows; nothing crosses a change of id. The cache feeds the first segment of a row
-            and is returned for the last. May be combined with mask, where the ids of padding are not read.
-          cu_seqlens: [N + 1] packed sequences in one row (B = 1), each with its own cache entry; tokens past
-            cu_seqlens[-1] are padding. Exclusive with mask and segment_ids.
-          return_cache: returns a cache also when none came in.
-
-        Returns:
-          y [B, T, hidden_size] in the compute dtype, and the cache after the last token (None without cache
-          and return_cache).
-
-        Raises:
-          ValueError: an argument is wrong, names it; also a mask with a gap, where its values are known
-            (outside jit; inside, a gap leaves the recurrent state alone and is zeros to the convolution).
-          NotImplementedError: the rule is another one and cannot run with these arguments, with the reason.
-        """
-        self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
-        x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
-        if mask is None and cu_seqlens is None:
-            if cache is None and (found := self._as_one(x)) is not None:
-                return self._mix(*found, x, segment_ids, return_cache)
-            if cache is not None and (done := self._one_token(x, cache)) is not None:
-                return done
-        past, state = (None, None) if cache is None else cache
-        packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing)
-        o, state = self._rule()(*inputs, initial_state=state, **packing)
-        y = self.rule_output(o, x)
-        if state is None or (cache is None and not return_cache):
-            return y, None
-        return y, GatedDeltaNetCache(conv, state if cache is None else state.astype(cache.state.dtype))
 
     def from_stream(
         self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "B T D"] | None, **options: Any
@@ -260,54 +167,27 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " N1"] | None = None,
     ) -> tuple[rules.RuleInputs, Float[Array, "N conv_dim W1"]]:
-        """Makes the inputs of the rule: projections, convolution and gates.
-
-        `__call__` has checked the arguments; this method does not.
-
-        Args:
-          x: inputs [B, T, hidden_size], 0 at padding.
-          conv_state: `GatedDeltaNetCache.conv` of the tokens before; None before the first one.
-          mask, segment_ids, cu_seqlens: as for `__call__`, but the ids of padding are those of the nearest token.
-
-        Returns:
-          q, k (of unit length where the rule wants it), v, g and beta, and the new convolution state.
-        """
+        """See `RecurrentMixer.rule_inputs`: q, k, v, g and beta."""
         qkv, a, b = self.project(x)
         g = log_decay(a, self.A_log[...], self.dt_bias[...])
         beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
-        if mask is not None:
-            g = jnp.where(mask[..., None], g, 0)
-            beta = jnp.where(mask[..., None], beta, 0)
-        if conv_state is not None and x.shape[1] == 1 and cu_seqlens is None:
-            y, conv_state = self._convolve_token(qkv, conv_state, mask)
-            q, k, v = split_normalized(y, *self._key_heads())
-        else:
-            q, k, v, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
-        v = v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim)
+        g, beta = at_tokens(mask, g, beta)
+        packing = segment_ids, cu_seqlens
+        q, k, v, conv_state = self._convolve_qkv(self._key_heads(), qkv, conv_state, mask, *packing)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
 
+    def apply_rule(
+        self, inputs: rules.RuleInputs, **options: Any
+    ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
+        """See `RecurrentMixer.apply_rule`."""
+        return self._rule()(*inputs, **options)
+
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Makes the layer's output from that of the rule: norm of each head, output gate and output projection.
-
-        Args:
-          o: output of the rule [B, T, num_v_heads, head_v_dim].
-          x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
-
-        Returns:
-          y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
-        """
+        """See `RecurrentMixer.rule_output`."""
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
         return self._gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
-
-    def _gated_output(self, norm, o, gate):
-        """The output projection of norm(o, gate, ..), one of those in `fused.norms`."""
-        weight = self.o_norm.scale(jnp.float32)
-        options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
-        if isinstance(self.o_proj, nnx.Linear):
-            return norm(o, gate, weight, self.o_proj.kernel[...], **options)
-        return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
 
     def project(
         self, x: Float[Array, "B T D"]
@@ -318,10 +198,14 @@ class GatedDeltaNet(nnx.Module):
         a, b = jnp.split(gates, 2, axis=-1)
         return qkv, a, b
 
-    def filters(self) -> tuple[Float[Array, "conv_dim W"], Float[Array, " conv_dim"] | None]:
-        """Weight [conv_dim, W] and bias of the convolution, in a layer that has one."""
-        assert self.conv_weight is not None
-        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+    def strength_projections(self) -> tuple[blocks.Projection, ...]:
+        """See `RecurrentMixer.strength_projections`."""
+        return (self.b_proj,)
+
+    @property
+    def attends(self) -> bool:
+        """See `RecurrentMixer.attends`."""
+        return self.rule == "softmax_attention"
 
     def _key_heads(self) -> KeyHeads:
         return KeyHeads(self.num_heads, self.head_dim, rules.wants_unit_length(self.rule))
@@ -330,33 +214,11 @@ class GatedDeltaNet(nnx.Module):
         options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
         return partial(rules.apply, self.rule, **options)
 
-    def _convolve(self, qkv, past, mask, segment_ids, cu_seqlens):
-        """q and k as the rule wants them, v, and the new convolution state [N, conv_dim, W-1], of whole sequences."""
-        heads = self._key_heads()
-        if self.conv_weight is None:
-            N = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            state = jnp.zeros((N, self.conv_dim, 0), qkv.dtype)
-            return *split_normalized(_silu(qkv), *heads), state
-        if mask is None:
-            options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-            return short_conv_on_mesh(
-                qkv, *self.filters(), **heads._asdict(), **options, implementation=self.implementation
-            )
-        y, state = convolve_tokens(qkv, *self.filters(), past, mask, segment_ids)
-        return *split_normalized(y, *heads), state
-
-    def _convolve_token(self, qkv, past, mask):
-        """[q | k | v] [B, 1, conv_dim] of one token behind the convolution, and the new convolution state.
-
-        A token that is padding has result 0 and leaves the state as it is.
-        """
-        if self.conv_weight is None:
-            return _silu(qkv), past
-        y, state = causal_conv1d_update(qkv[:, 0], past, *self.filters())
-        if mask is not None:
-            y = jnp.where(mask, y, 0)
-            state = jnp.where(mask[:, :, None], state, past)
-        return y[:, None], state
+    def _by_kernels(self, x, cache, segment_ids, return_cache):
+        if cache is not None:
+            return self._one_token(x, cache)
+        found = self._as_one(x)
+        return None if found is None else self._mix(*found, x, segment_ids, return_cache)
 
     def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
         """The layer as `fused.mixer` takes it for whole rows x without a past; None where it does not."""
@@ -431,20 +293,7 @@ class GatedDeltaNet(nnx.Module):
         return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
-        check_rows(x, mask, segment_ids, self.hidden_size, cu_seqlens)
-        if self.rule == "softmax_attention" and (return_cache or cache is not None or mask is not None):
+        super()._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
+        if self.attends and (return_cache or cache is not None or mask is not None):
             name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
             raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
-        if cache is not None:
-            check_type("cache", cache, GatedDeltaNetCache)
-            if cu_seqlens is not None:
-                check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
-            N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            check_array("cache.conv", cache.conv, (N, self.conv_dim, self.conv_size - 1), "N conv_dim W-1")
-            state = (self.num_v_heads, self.head_dim, self.head_v_dim)
-            check_array("cache.state", cache.state, (N, *state), "N HO K V")
-
-
-def _silu(x):
-    """silu(x) in float32 (float64 when x is), rounded once to x's dtype: a layer without the convolution."""
-    return jax.nn.silu(x.astype(accumulation_dtype(x))).astype(x.dtype)

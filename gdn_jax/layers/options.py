@@ -1,6 +1,7 @@
-"""Checks of the options of a `GatedDeltaNet`, which a model's configuration has too, and what follows from them."""
+"""Checks of the options of recurrent layers, which a model's configuration has too, and what follows from them."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,13 @@ from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 
 
-def check_options(
+def check_options(*, rule: str, **sizes: Any) -> None:
+    """Raises ValueError for the first option that a `GatedDeltaNet` cannot have; sizes are those of `check_sizes`."""
+    check_sizes(**sizes)
+    check_choice("rule", rule, tuple(rules.RULES))
+
+
+def check_sizes(
     *,
     hidden_size: int,
     num_heads: int,
@@ -20,10 +27,9 @@ def check_options(
     conv_size: int,
     norm_eps: float,
     write_start: float | None,
-    rule: str,
     implementation: str | None,
 ) -> None:
-    """Raises ValueError for the first option that a `GatedDeltaNet` cannot have."""
+    """Raises ValueError for the first option that no recurrent layer can have."""
     check_positive(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
     if num_v_heads is not None and (num_v_heads < 1 or num_v_heads % num_heads):
         raise ArgumentError("num_v_heads", f"a multiple of num_heads = {num_heads}", num_v_heads)
@@ -38,7 +44,6 @@ def check_options(
         raise ArgumentError("norm_eps", "a positive number", norm_eps)
     if write_start is not None and not 0 < write_start < 1:
         raise ArgumentError("write_start", "None or a number between 0 and 1", write_start)
-    check_choice("rule", rule, tuple(rules.RULES))
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
 

@@ -69,6 +69,9 @@ class Attention(nnx.Module):
     Numerics: rotation and softmax are float32. Products run in the compute dtype with float32 sums.
     """
 
+    attends = True
+    """It keeps no state but every token."""
+
     def __init__(
         self,
         hidden_size: int,

@@ -1,4 +1,4 @@
-"""A block of a language model: GatedDeltaNet or attention, then a SwiGLU or a mixture of experts."""
+"""A block of a language model: a recurrent layer or attention, then a SwiGLU or a mixture of experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream
-from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.experts import Experts
@@ -35,10 +34,8 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
       weights: `rngs`, and initialisers of all projections of the block as for `Block`.
     """
     layer_type, a, e = config.types[layer], config.attention, config.experts
-    if layer_type == "gated_delta_net":
-        options = config.options_of(GatedDeltaNet.__init__) | arithmetic(config)
-        options["norm_eps"] = config.mixer_norm_eps or config.norm_eps
-        mixer = GatedDeltaNet(**options, **weights)
+    if layer_type != "attention":
+        mixer = config.mixer.make(config, **arithmetic(config), **weights)
     else:
         assert a is not None
         norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}

@@ -9,12 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gdn_jax.layers.options import check_options, check_positive
+from gdn_jax.layers.options import check_positive
+from gdn_jax.models.mixers.mixer import Mixer
+from gdn_jax.models.mixers.table import TOKEN_MIXERS
 from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "rule", "full")
-LAYER_TYPES = ("gated_delta_net", "attention")
+DEFAULT_MIXER = "gated_delta_net"
 DEFAULT_PERIOD = 4
 """Layers of which the last is attention, where a model has attention and does not say where."""
 QK_NORMS = ("none", "head", "width")
@@ -106,7 +108,8 @@ class ModelConfig:
       vocab_size: number of tokens.
       hidden_size: width of the residual stream.
       num_layers: blocks.
-      num_heads: query and key heads of a GatedDeltaNet.
+      mixer: the recurrent layers: a name of `mixers.table.TOKEN_MIXERS`, kept as its object, or an object like those.
+      num_heads: query and key heads of a recurrent layer.
       num_v_heads: its value and state heads, a multiple of num_heads; None: num_heads.
       head_dim: K. num_heads * head_dim = 0.75 * hidden_size and expand_v = 2 give a mixer of about
         6 * hidden_size^2 parameters.
@@ -115,9 +118,10 @@ class ModelConfig:
       intermediate_size: inner width of the SwiGLU; None: mlp_ratio * hidden_size, up to a multiple of 8.
       mlp_ratio: read only where intermediate_size is None.
       allow_neg_eigval: write strength in [0, 2] instead of [0, 1].
-      write_start: where the write strength of a GatedDeltaNet starts, between 0 and 1 (twice as much with
+      write_start: where the strengths of a recurrent layer start, between 0 and 1 (twice as much with
         allow_neg_eigval), by a bias that is learned; None: no bias, at 0.5. See `gdn_jax.layers.GatedDeltaNet`.
-      rule: of the token mixers, one of `rules.RULES`. Sizes and parameters do not depend on it.
+      rule: of GatedDeltaNets, one of `rules.RULES`. Sizes and parameters do not depend on it. Other mixers have a
+        rule of their own.
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
       norm_eps: of every RMSNorm.
@@ -127,13 +131,13 @@ class ModelConfig:
         half the traffic, and rounds the small contribution of a late block to a large sum away.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call. With "chunked" or
         "recurrent" the parts around the rule use no kernel either; with "mosaic_gpu" a part that has none warns.
-      layer_types: of every layer, "gated_delta_net" or "attention"; None: every fourth one is attention where
-        `attention` is given, none where it is not.
+      layer_types: of every layer, the name of the mixer, such as "gated_delta_net", or "attention"; None: every
+        fourth one is attention where `attention` is given, none where it is not.
       attention: of the attention layers; None where there are none.
       experts: the mixture of experts of the layers that are not in dense_layers; None: every layer has a SwiGLU.
       dense_layers: layers, counted from 0, that keep the SwiGLU where others have experts.
-      mixer_norm_eps: of the RMSNorm at the output of a GatedDeltaNet; None: norm_eps.
-      zero_centred_norms: norms multiply by 1 + weight, but for the one at the output of a GatedDeltaNet.
+      mixer_norm_eps: of the RMSNorm at the output of a recurrent layer; None: norm_eps.
+      zero_centred_norms: norms multiply by 1 + weight, but for the one at the output of a recurrent layer.
       scale_embedding: multiply the embedding by sqrt(hidden_size) on the way in.
       weight_dtype: of the parameters, float32 or bfloat16, kept as its name. A_log and dt_bias are float32 in any
         case.
@@ -179,14 +183,18 @@ class ModelConfig:
     weight_dtype: DTypeLike = "float32"
     remat: str = "none"
     scan_layers: bool = False
+    mixer: Any = TOKEN_MIXERS[DEFAULT_MIXER]
 
     def __post_init__(self):
         for name in ("dtype", "residual_dtype", "weight_dtype"):
             dtype = getattr(self, name)
             dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
             object.__setattr__(self, name, dtype)  # what a frozen dataclass leaves to its own constructor
+        if not isinstance(self.mixer, Mixer):
+            check_choice("mixer", self.mixer, tuple(TOKEN_MIXERS))
+            object.__setattr__(self, "mixer", TOKEN_MIXERS[self.mixer])
         check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
-        check_options(**self.options_of(check_options))
+        self.mixer.check(self)
         if self.intermediate_size is not None:
             check_positive(intermediate_size=self.intermediate_size)
         elif not 0 < self.mlp_ratio < math.inf or self.mlp_size < 1:
@@ -209,7 +217,7 @@ class ModelConfig:
                     "layer_types", f"one for each of {self.num_layers} layers", len(self.layer_types)
                 )
             for layer_type in self.layer_types:
-                check_choice("layer_types", layer_type, LAYER_TYPES)
+                check_choice("layer_types", layer_type, (self.mixer.name, "attention"))
         attends = self.attention is not None and self.num_layers >= DEFAULT_PERIOD
         if (
             self.layer_types is not None
@@ -229,7 +237,8 @@ class ModelConfig:
         """Type of every layer."""
         if self.layer_types is not None:
             return self.layer_types
-        return hybrid_layers(self.num_layers, 0 if self.attention is None else DEFAULT_PERIOD)
+        period = 0 if self.attention is None else DEFAULT_PERIOD
+        return hybrid_layers(self.num_layers, period, self.mixer.name)
 
     @property
     def kinds(self) -> tuple[tuple[str, bool], ...]:
@@ -262,9 +271,11 @@ def period_of(things: Sequence[Any]) -> int:
     )
 
 
-def hybrid_layers(num_layers: int, attention_every: int) -> tuple[str, ...]:
-    """Layer types of which the last of every `attention_every` is attention. For 0 none is."""
+def hybrid_layers(
+    num_layers: int, attention_every: int, mixer: str = TOKEN_MIXERS[DEFAULT_MIXER].name
+) -> tuple[str, ...]:
+    """Layer types of which the last of every `attention_every` is attention, the others `mixer`. For 0 none is."""
     return tuple(
-        "attention" if attention_every and (i + 1) % attention_every == 0 else "gated_delta_net"
+        "attention" if attention_every and (i + 1) % attention_every == 0 else mixer
         for i in range(num_layers)
     )

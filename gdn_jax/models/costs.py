@@ -1,36 +1,15 @@
 """Costs of a model, from its configuration alone: parameters, cache, and the work of mixing tokens."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
-
-CHUNK = 64
-"""Tokens of a chunk in the costs of the chunked form."""
-
-
-class MixerCosts(NamedTuple):
-    """Costs of a token mixer without its projections, for one sequence of L tokens.
-
-    Fields:
-      prefill_flops: operations of one pass over all tokens; a multiplication and an addition are two.
-      activation_bytes: queries, keys, values and outputs of all tokens, and a state where there is one.
-      decode_flops: operations of the token after them.
-      cache_bytes: what is kept for that token.
-    """
-
-    prefill_flops: int
-    activation_bytes: int
-    decode_flops: int
-    cache_bytes: int
+from gdn_jax.models.mixers.mixer import MixerCosts
 
 
 def count(params: PyTree) -> int:
@@ -40,9 +19,8 @@ def count(params: PyTree) -> int:
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
-    counts = dict.fromkeys(
-        ("embedding", "GatedDeltaNet", "attention", "SwiGLU", "experts", "norms", "head"), 0
-    )
+    parts = ("embedding", config.mixer.title, "attention", "SwiGLU", "experts", "norms", "head")
+    counts = dict.fromkeys(parts, 0)
     state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
     for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state)):
         names = [getattr(key, "key", key) for key in path]
@@ -58,7 +36,12 @@ def _part(config: ModelConfig, names: list) -> str:
     layer = int(names[1])
     if names[2] == "mlp":
         return "experts" if config.has_experts(layer) else "SwiGLU"
-    return "attention" if config.types[layer] == "attention" else "GatedDeltaNet"
+    return title(config, config.types[layer])
+
+
+def title(config: ModelConfig, layer_type: str) -> str:
+    """Name of a layer type of the model in tables."""
+    return "attention" if layer_type == "attention" else config.mixer.title
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -94,39 +77,12 @@ def attention_costs(config: ModelConfig, L: int) -> MixerCosts:
     )
 
 
-def gated_delta_net_costs(config: ModelConfig, L: int) -> MixerCosts:
-    """Costs of a GatedDeltaNet layer, in which a token meets its chunk, and a state of fixed size.
-
-    Of a chunk of C tokens and a head: k k^T and q k^T (4 C^2 K), the corrected keys and values (2 C^2 (K + V)), the
-    outputs inside it (2 C^2 V), and three products with the state (6 C K V).
-
-    Args:
-      config: of the model.
-      L: tokens of the sequence.
-    """
-    heads, K, V = (
-        config.num_v_heads or config.num_heads,
-        config.head_dim,
-        value_width(config.head_dim, config.expand_v),
-    )
-    size, keys, values = jnp.dtype(config.dtype).itemsize, config.num_heads * K, heads * V
-    state = heads * K * V * 4
-    return MixerCosts(
-        prefill_flops=L * heads * (CHUNK * (6 * K + 4 * V) + 6 * K * V),
-        activation_bytes=2 * L * (keys + values) * size + state,
-        decode_flops=6 * heads * K * V,
-        cache_bytes=state + (2 * keys + values) * (config.conv_size - 1) * size,
-    )
-
-
-COSTS: dict[str, Callable[[ModelConfig, int], MixerCosts]] = {
-    "attention": attention_costs,
-    "gated_delta_net": gated_delta_net_costs,
-}
-"""Costs by layer type."""
+def layer_costs(config: ModelConfig, layer_type: str, L: int) -> MixerCosts:
+    """Costs of a layer of that type, for one sequence of L tokens."""
+    return (attention_costs if layer_type == "attention" else config.mixer.costs)(config, L)
 
 
 def model_costs(config: ModelConfig, L: int) -> MixerCosts:
     """Costs of the mixers of all layers together, for one sequence of L tokens."""
-    layers = [COSTS[kind](config, L) for kind in config.types]
+    layers = [layer_costs(config, kind, L) for kind in config.types]
     return MixerCosts(*(sum(numbers) for numbers in zip(*layers, strict=True)))

@@ -38,7 +38,8 @@ would."""
 class LanguageModel(nnx.Module):
     """Next-token logits: embedding, blocks, RMSNorm, output projection.
 
-    A block is a GatedDeltaNet, or attention where the config has it, and a SwiGLU or a mixture of experts.
+    A block is the config's recurrent mixer, or attention where the config has it, and a SwiGLU or a mixture of
+    experts.
 
     The residual stream is float32 with any compute dtype, unless the config says otherwise. Projections run in
     config.dtype, the last one with float32 sums and float32 logits.
@@ -85,7 +86,7 @@ class LanguageModel(nnx.Module):
         self.blocks = nnx.List([blocks[i] for i in range(config.num_layers)])
         period = period_of(config.kinds) if config.scan_layers else config.num_layers  # a scan traces one
         for i, block in enumerate(self.blocks):
-            if isinstance(block.mixer, Attention) or block.mixer.rule == "softmax_attention":
+            if block.mixer.attends:
                 block.mixer.layer = i % period
         self.norm = stream_norm(config)
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, dtype)

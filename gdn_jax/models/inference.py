@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from gdn_jax.blocks import RMSNorm, group_projections
 from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.lora import merge_lora
@@ -41,7 +41,7 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 GROUPS = (
-    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+    ("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "b_proj", "w_proj", "g_a_proj", "g_proj"),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
@@ -64,7 +64,7 @@ def for_decoding(model: LanguageModel) -> LanguageModel:
     model = nnx.clone(model)
     for _, part in list(nnx.iter_modules(model)):
         # Whole heads, so that a kernel can take the last ones as those of the output gate.
-        unit = part.head_v_dim if isinstance(part, GatedDeltaNet) else 1
+        unit = part.head_v_dim if isinstance(part, RecurrentMixer) else 1
         for names in GROUPS:
             group_projections(part, names, unit if "g_proj" in names else 1)
     return model

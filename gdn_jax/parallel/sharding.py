@@ -1,7 +1,7 @@
 """Places on a mesh for the parameters of a model, the state of its optimiser and its batches.
 
     parameter                           along head                   along data, where parameters are sharded
-    q, k, v, a, b and g projections     their outputs, by heads      their inputs
+    q, k, v, a, b, f, w, g projections  their outputs, by heads      their inputs
     o projection                        its inputs, by heads         its outputs
     gate and up projections             the inner width              the width of the stream
     down projection                     the inner width              the width of the stream
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 
 _OUTPUTS = {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "gate_proj", "up_proj"}
+_OUTPUTS |= {"f_proj", "f_b_proj", "w_proj", "g_b_proj"}
 _INPUTS = {"o_proj", "down_proj"}
 _HEADS = {"A_log", "dt_bias"}
 
@@ -46,10 +47,9 @@ def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
         raise ValueError(
             f"head: expected a divisor of the SwiGLU's inner width {config.mlp_size}, got {shape.head}"
         )
-    if shape.context > 1 and config.rule not in ("gated_delta", "delta"):
-        raise NotImplementedError(
-            f"context: the rule {config.rule} does not run over split tokens, the delta rules do"
-        )
+    if shape.context > 1 and not config.mixer.splits_tokens(config):
+        which = f"the rule {config.rule}" if config.rule != type(config).rule else config.mixer.title
+        raise NotImplementedError(f"context: {which} does not run over split tokens, the delta rules do")
     if batch % shape.data:
         raise ValueError(f"data: expected a divisor of the {batch} rows of a batch, got {shape.data}")
     if length % shape.context:

@@ -20,7 +20,7 @@ from gdn_jax.training.mixers import MIXERS
 _LETTERS = 13.5
 
 # Colour, marker, filling of the marker and line of each mixer: told apart in grey as well.
-_STYLES = {
+_KNOWN = {
     "linear_attention": (GREY, "v", "none", ":"),
     "mamba2": (ORANGE, "s", "full", "--"),
     "delta_net": (GREEN, "^", "full", "-."),
@@ -28,6 +28,11 @@ _STYLES = {
     "gated_delta_net_neg": (VERMILION, "D", "none", "-"),
     "softmax_attention": (BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1))),
     "hybrid": (PURPLE, "P", "full", (0, (6, 2))),
+}
+_COLOURS, _MARKERS = (ORANGE, GREEN, VERMILION, PURPLE), "<>ph*8Xd1234"
+_STYLES = _KNOWN | {
+    mixer: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], "full", (0, (3, 1)))
+    for i, mixer in enumerate(name for name in MIXERS if name not in _KNOWN)
 }
 
 

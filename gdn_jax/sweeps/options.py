@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
@@ -23,15 +23,10 @@ from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import ScheduleOptions, SizeOptions
 
-MixerName = Literal[
-    "linear_attention",
-    "mamba2",
-    "delta_net",
-    "gated_delta_net",
-    "gated_delta_net_neg",
-    "softmax_attention",
-    "hybrid",
-]
+if TYPE_CHECKING:
+    MixerName = str
+else:
+    MixerName = Literal[tuple(MIXERS)]
 
 
 _Share = Range("a number between 0 and 1", lambda x: 0 < x < 1)
@@ -58,7 +53,8 @@ class GridOptions:
         "gated_delta_net_neg",
         "softmax_attention",
     )
-    """Token mixers; all but the hybrid have the same parameters, and the same initial weights for the same seed."""
+    """Token mixers. The first six have the same parameters, and the same initial weights for the
+    same seed."""
     scales: Annotated[tuple[int, ...], Distinct, Positive] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
     scaled: Literal["width", "depth", "state"] = "width"

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from gdn_jax.training.options import ModelOptions, RuleName, SizeOptions
+from gdn_jax.training.options import MIXER_LABELS, MixerName, ModelOptions, RuleName, SizeOptions
 
 
 class Mixer(NamedTuple):
@@ -11,21 +11,25 @@ class Mixer(NamedTuple):
 
     Fields:
       label: its name in words.
-      rule, allow_neg_eigval: as in `ModelOptions`.
+      rule, allow_neg_eigval, mixer: as in `ModelOptions`.
       hybrid: every fourth layer (of a shallower model the last one) is attention with rotary positions. Such a model
         has about, not exactly, as many parameters as the others, and its embedding starts at unit size instead of
         being scaled to it.
     """
 
     label: str
-    rule: RuleName
+    rule: RuleName = "gated_delta"
     allow_neg_eigval: bool = False
     hybrid: bool = False
+    mixer: MixerName = "gated_delta_net"
 
     def model(self, size: SizeOptions) -> ModelOptions:
         """Returns a model of that size with this mixer."""
         options = ModelOptions(
-            **dataclasses.asdict(size), rule=self.rule, allow_neg_eigval=self.allow_neg_eigval
+            **dataclasses.asdict(size),
+            rule=self.rule,
+            allow_neg_eigval=self.allow_neg_eigval,
+            mixer=self.mixer,
         )
         if not self.hybrid:
             return options
@@ -42,11 +46,19 @@ MIXERS: dict[str, Mixer] = {
     "softmax_attention": Mixer("softmax attention", "softmax_attention"),
     "hybrid": Mixer("Gated DeltaNet and attention", "gated_delta", hybrid=True),
 }
+REFLECTING = ("gated_delta_product", "gated_delta_product_3", "gated_delta_product_4")
+"""Mixers whose published form has strengths to 2."""
+MIXERS |= {
+    name: Mixer(label, allow_neg_eigval=name in REFLECTING, mixer=name)
+    for name, label in MIXER_LABELS.items()
+    if name not in MIXERS
+}
 
 
 def label(model: ModelOptions) -> str:
     """Returns the name of a model's mixer in words."""
     if model.model == "hybrid":
-        return f"hybrid with attention in every {model.attention_every}th layer"
-    name = next(m.label for m in MIXERS.values() if m.rule == model.rule)
+        of = "" if model.mixer == "gated_delta_net" else f" of {MIXER_LABELS[model.mixer]}"
+        return f"hybrid{of} with attention in every {model.attention_every}th layer"
+    name = next(m.label for m in MIXERS.values() if (m.mixer, m.rule) == (model.mixer, model.rule))
     return f"{name}, beta to 2" if model.allow_neg_eigval and "delta" in model.rule else name

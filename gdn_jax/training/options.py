@@ -6,7 +6,7 @@ The docstring under a field is its help text on the command line.
 import dataclasses
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
@@ -26,6 +26,7 @@ from gdn_jax.tasks.options import (
 )
 
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
+Later = fields.Mark("Runs of earlier versions have not stored it, and had the default.")
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
 _MOST_LAYERS = 10_000
 """Layers at most: a model is made layer by layer, and the configuration of a hybrid lists the type of each."""
@@ -74,9 +75,9 @@ class SizeOptions:
     hidden_size: Annotated[int, Positive] = 128
     """Width of the residual stream."""
     num_layers: Annotated[int, Positive] = 4
-    """Blocks of GatedDeltaNet and SwiGLU."""
+    """Blocks of a token mixer and a SwiGLU."""
     num_heads: Annotated[int, Positive] = 2
-    """Heads of a GatedDeltaNet."""
+    """Heads of a recurrent layer."""
     head_dim: Annotated[int, Positive] = 32
     """Width K of a key and of a query."""
     expand_v: Annotated[float, Positive] = 2.0
@@ -119,6 +120,21 @@ class SizeOptions:
 
 
 RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
+MIXER_LABELS = {
+    "gated_delta_net": "Gated DeltaNet",
+    "kda": "KDA",
+    "kda_lower_bound": "KDA, bounded gate",
+    "gla": "gated linear attention",
+    "gated_delta_net_2": "Gated DeltaNet-2",
+    "gated_delta_product": "DeltaProduct, 2 steps",
+    "gated_delta_product_3": "DeltaProduct, 3 steps",
+    "gated_delta_product_4": "DeltaProduct, 4 steps",
+}
+"""The names in words of `gdn_jax.models.mixers.table.TOKEN_MIXERS`, which is not imported to tell what there is."""
+if TYPE_CHECKING:
+    MixerName = str
+else:
+    MixerName = Literal[tuple(MIXER_LABELS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +142,14 @@ class ModelOptions(SizeOptions):
     """A model: its size, its layers and its rule."""
 
     model: Annotated[Literal["gated_delta_net", "hybrid"], NotInConfig] = "gated_delta_net"
-    """hybrid: with attention in some layers, in the form of Qwen3.5, so that `save_hf` can write it."""
+    """hybrid: with attention in some layers, in the form of Qwen3.5; `save_hf` can write one of gated_delta_net."""
     attention_every: Annotated[int, Positive, NotInConfig] = 4
     """In a hybrid the last layer of so many is attention."""
+    mixer: Annotated[MixerName, Later] = "gated_delta_net"
+    """Token mixer of the recurrent layers. gated_delta_product has two steps a token; --allow-neg-eigval lets its
+    steps be reflections."""
     rule: RuleName = "gated_delta"
-    """Rule of the token mixers: how q, k, v, g and beta become outputs."""
+    """Rule of a gated_delta_net: how q, k, v, g and beta become outputs."""
     allow_neg_eigval: bool = False
     """Write strength in [0, 2] instead of [0, 1]."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -142,14 +161,16 @@ class ModelOptions(SizeOptions):
     def hybrid_values(self) -> dict[str, Any]:
         """Returns the fields of a ModelConfig that make a model a hybrid in the form of Qwen3.5.
 
-        Attention has as many heads as a GatedDeltaNet and is as wide as the model, up to 8 dimensions for each head.
-        A quarter of each head is rotated.
+        Attention has as many heads as the mixer and is as wide as the model, up to 8 dimensions for each head. A
+        quarter of each head is rotated.
         """
         from gdn_jax.models.config import AttentionConfig, hybrid_layers
+        from gdn_jax.models.mixers.table import TOKEN_MIXERS
 
+        mixer = TOKEN_MIXERS[self.mixer]
         head_dim = max(8, self.hidden_size // self.num_heads // 8 * 8)
         return {
-            "layer_types": hybrid_layers(self.num_layers, self.attention_every),
+            "layer_types": hybrid_layers(self.num_layers, self.attention_every, mixer.name),
             "attention": AttentionConfig(
                 num_heads=self.num_heads,
                 head_dim=head_dim,
@@ -166,7 +187,7 @@ class ModelOptions(SizeOptions):
             if not 2 <= self.attention_every <= self.num_layers:
                 fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
-                if getattr(self, name) != wanted:
+                if getattr(self, name) != wanted and self.mixer == "gated_delta_net":
                     fail(name, f"{wanted} in a hybrid", getattr(self, name))
         if self.implementation == "mosaic_gpu" and self.rule not in ("gated_delta", "delta"):
             fail(
@@ -276,6 +297,7 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
       RunError: the stored names are not those of this version, or a value is not of its type.
     """
     known = {*flat(default)} - _marked(default, PerStart)
+    stored = {name: getattr(default.model, name) for name in _marked(default, Later)} | stored
     if set(stored) != known:
         odd = ", ".join(sorted(set(stored) ^ known))
         raise RunError(

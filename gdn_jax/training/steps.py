@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from gdn_jax import blocks, models
 from gdn_jax.commands.errors import RunError
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import RecurrentMixer
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training.options import ModelOptions, ScheduleOptions
@@ -79,21 +79,18 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
 def scale_time_steps(model: models.LanguageModel, factor: float | Float[Array, ""]) -> None:
     """Multiplies the time steps of all gates, in place: 0.1 makes half-lives ten times as long."""
     for mixer in _mixers(model):
-        step = factor * jax.nn.softplus(mixer.dt_bias[...])
-        mixer.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+        mixer.scale_time_steps(factor)
 
 
 def set_write_start(model: models.LanguageModel, start: Float[Array, ""]) -> None:
-    """Makes write strengths start elsewhere, in place; see `write_start` of a GatedDeltaNet, which the model has."""
+    """Makes write strengths start elsewhere, in place; see `write_start` of a ModelConfig, which the model has."""
     for mixer in _mixers(model):
-        bias = mixer.b_proj.bias
-        assert bias is not None, "the model has no write_start"
-        bias[...] = jnp.full_like(bias[...], jax.scipy.special.logit(start))
+        mixer.set_write_start(start)
 
 
-def _mixers(model: models.LanguageModel) -> list[GatedDeltaNet]:
+def _mixers(model: models.LanguageModel) -> list[RecurrentMixer]:
     """The token mixers with gates: attention has none."""
-    return [block.mixer for block in model.blocks if isinstance(block.mixer, GatedDeltaNet)]
+    return [block.mixer for block in model.blocks if isinstance(block.mixer, RecurrentMixer)]
 
 
 def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.Schedule:

@@ -1,0 +1,266 @@
+"""Shared parts of the layers whose decay has a number for each key channel, with the gates of Kimi Delta Attention.
+
+[q | k | v] = silu(conv([x Wq | x Wk | x Wv]))        q and k to unit length in each head
+f    = x Wf1 Wf2, or x Wf
+g    = -exp(A_log) softplus(f + dt_bias)                      gate "softplus"
+g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          gate "lower_bound"
+o    = delta_rule(q, k, v, g, ...)                            strengths as the layer's own file says
+y    = (RMSNorm(o) * sigmoid(x Wg1 Wg2, or x Wg)) Wo          the norm over each head
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax import blocks
+from gdn_jax.blocks import RMSNorm
+from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.family.ops import delta_rule, delta_step
+from gdn_jax.fused.norms import gated_norm
+from gdn_jax.fused.short_conv import KeyHeads
+from gdn_jax.gates import init_A_log, init_dt_bias
+from gdn_jax.layers.options import check_positive, check_sizes, value_width
+from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
+from gdn_jax.shapes import ArgumentError, check_choice
+
+GATES = ("softplus", "lower_bound")
+HEAD_DIM = "head_dim"
+"""The rank of a projection that is as wide between its two factors as a head, as in released models."""
+LEAST_RATE = 1.0
+"""Decay rates A of the gate "softplus" are drawn from U(LEAST_RATE, 16)."""
+
+
+class ChannelInputs(NamedTuple):
+    """The arrays that a layer feeds `delta_rule`; either beta or erase and write are None.
+
+    Fields:
+      q, k: queries and keys [B, T, H, K], of unit length.
+      v: values [B, T, HV, V].
+      g: log decay of each key channel [B, T, HV, K], <= 0.
+      beta: strength of both erasing and writing [B, T, HV].
+      erase, write: the strengths apart, of each head [B, T, HV] or channel [B, T, HV, K] and [B, T, HV, V].
+    """
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T HV V"]
+    g: Float[Array, "B T HV K"]
+    beta: Float[Array, "B T HV"] | None = None
+    erase: Float[Array, "B T HV *K"] | None = None
+    write: Float[Array, "B T HV *V"] | None = None
+
+
+def check_gates(
+    *, gate: str, lower_bound: float, gate_rank: int | str | None, output_gate_rank: int | str | None
+) -> None:
+    """Raises ValueError for the first option of the gates that no layer can have."""
+    check_choice("gate", gate, GATES)
+    if not -float("inf") < lower_bound < 0:
+        raise ArgumentError("lower_bound", "a number below 0", lower_bound)
+    for name, rank in (("gate_rank", gate_rank), ("output_gate_rank", output_gate_rank)):
+        if isinstance(rank, str):
+            check_choice(name, rank, (HEAD_DIM, None))
+        elif rank is not None:
+            check_positive(**{name: rank})
+
+
+class ChannelDecayMixer(RecurrentMixer):
+    """A token mixer with a decay of each key channel; see the module docstring.
+
+    A layer says what its strengths are, by `_make_strengths`, `strength_projections` and `strengths`.
+
+    Args:
+      hidden_size: width of x and y.
+      num_heads: query and key heads.
+      num_v_heads: heads of values, gates, states and outputs, a multiple of num_heads (value head i reads key head
+        i // (num_v_heads // num_heads)). Default num_heads.
+      head_dim: K, up to 256.
+      gate: of the decay, see the module docstring. The bounded gate is no clamped form of the other.
+      lower_bound: the strongest log decay of a token with the gate "lower_bound", below 0.
+      gate_rank: width between the two factors of the decay's projection; None: one projection of full rank.
+      output_gate_rank: the same for the output gate.
+      output_gate_bias: gives the output gate's last projection a bias.
+      use_A_log: False leaves A_log out, as if it were 0.
+      expand_v: V / K; V = head_dim * expand_v must be a whole number, up to 256.
+      conv_size: W, 2 to 4.
+      conv_bias: gives the convolution a bias.
+      use_short_conv: False leaves the convolution out.
+      allow_neg_eigval: strength of erasing in [0, 2] instead of [0, 1].
+      write_start: where the sigmoids of the strengths start on every token, between 0 and 1, by a bias that is
+        learned; None: there is none, and they start at 1/2. See `GatedDeltaNet`.
+      norm_eps: of the RMSNorm.
+      dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
+      implementation: of the rule, see `delta_rule`.
+      kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
+        kernel_init).
+      rngs: source of the initial weights.
+
+    Parameters: q_proj, k_proj, v_proj, o_proj; f_a_proj [hidden_size, rank] and f_b_proj, or f_proj; g_a_proj and
+      g_b_proj, or g_proj; the projections of the strengths; conv_weight [conv_dim, W], the filters of q, k and v one
+      behind the other, conv_dim = 2 * num_heads * head_dim + num_v_heads * V, U(-1, 1) / sqrt(W), and conv_bias;
+      A_log [num_v_heads], log of U(1, 16), 0 with a lower bound; dt_bias [num_v_heads, K], the inverse softplus of
+      exp(U(log 1e-3, log 1e-1)), not below 1e-4; o_norm.weight [V]. A_log, dt_bias and the norm are `NoDecayParam`s.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        *,
+        gate: str = "softplus",
+        lower_bound: float = -5.0,
+        gate_rank: int | str | None = HEAD_DIM,
+        output_gate_rank: int | str | None = HEAD_DIM,
+        output_gate_bias: bool = False,
+        use_A_log: bool = True,
+        expand_v: float = 1.0,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        write_start: float | None = None,
+        norm_eps: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        kernel_init: blocks.Initializer | None = None,
+        out_kernel_init: blocks.Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            expand_v=expand_v,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            write_start=write_start,
+            implementation=implementation,
+        )
+        ranks = dict(gate_rank=gate_rank, output_gate_rank=output_gate_rank)
+        check_gates(gate=gate, lower_bound=lower_bound, **ranks)
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.head_v_dim = value_width(head_dim, expand_v)
+        self.lower_bound = lower_bound if gate == "lower_bound" else None
+        self.allow_neg_eigval = allow_neg_eigval
+        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+
+        keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        gates = self.num_v_heads * head_dim
+        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        self.q_proj = linear(hidden_size, keys)
+        self.k_proj = linear(hidden_size, keys)
+        self.v_proj = linear(hidden_size, values)
+        widths = (head_dim if rank == HEAD_DIM else rank for rank in (gate_rank, output_gate_rank))
+        for name, rank, outputs in zip("fg", widths, (gates, values), strict=True):
+            if rank is None:
+                setattr(self, f"{name}_proj", linear(hidden_size, outputs))
+            else:
+                setattr(self, f"{name}_a_proj", linear(hidden_size, rank))
+                setattr(self, f"{name}_b_proj", linear(rank, outputs))
+        self._make_strengths(linear)
+        self._add_write_start(write_start)
+        if output_gate_bias:
+            blocks.add_bias(self._factors("g")[-1], jnp.zeros(values, param_dtype))
+        self.o_proj = out(values, hidden_size)
+
+        self._make_convolution(2 * keys + values, conv_size, conv_bias, use_short_conv, rngs)
+        rates = None
+        if use_A_log:
+            bounded = self.lower_bound is not None
+            heads = self.num_v_heads
+            rates = jnp.zeros(heads) if bounded else init_A_log(rngs.params(), heads, LEAST_RATE)
+        self.A_log = None if rates is None else blocks.NoDecayParam(rates)
+        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), self.num_v_heads, head_dim))
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+
+    def _make_strengths(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        """Sets the projections of the strengths; linear(inputs, outputs) makes one."""
+        raise NotImplementedError
+
+    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
+        """beta, erase and write from the results of `strength_projections`, in float32."""
+        raise NotImplementedError
+
+    def _factors(self, name: str) -> list[Any]:
+        """The projections to the decay, "f", or to the output gate, "g", one behind the other."""
+        names = (f"{name}_proj", f"{name}_a_proj", f"{name}_b_proj")
+        return [getattr(self, name) for name in names if hasattr(self, name)]
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, ...]:
+        """[q | k | v] before the convolution, f [B, T, HV, K], and the logits of the strengths."""
+        first, *rest = self._factors("f")
+        gates = (first, *self.strength_projections())
+        qkv, f = blocks.shared_products(x, ((self.q_proj, self.k_proj, self.v_proj), gates), self.dtype)
+        ends = list(itertools.accumulate(blocks.width_of(linear) for linear in gates))
+        f, *logits = jnp.split(f, ends[:-1], axis=-1)
+        for linear in rest:
+            f = linear(f)
+        return qkv, f.reshape(*f.shape[:2], self.num_v_heads, self.head_dim), *logits
+
+    def log_decay(self, f: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
+        """The log decay of each channel, from its raw input f."""
+        A_log = None if self.A_log is None else self.A_log[...]
+        return channel_log_decay(f, A_log, self.dt_bias[...], self.lower_bound)
+
+    def rule_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        conv_state: Float[Array, "N conv_dim W1"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
+        """See `RecurrentMixer.rule_inputs`."""
+        qkv, f, *logits = self.project(x)
+        gates = at_tokens(mask, self.log_decay(f), *self.strengths(*logits))
+        heads = KeyHeads(self.num_heads, self.head_dim)
+        q, k, v, conv_state = self._convolve_qkv(heads, qkv, conv_state, mask, segment_ids, cu_seqlens)
+        return ChannelInputs(q, k, v, *gates), conv_state
+
+    def apply_rule(
+        self,
+        inputs: ChannelInputs,
+        *,
+        initial_state: Float[Array, "N HO K V"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+        """See `RecurrentMixer.apply_rule`."""
+        if self._is_a_token(inputs.q, initial_state, cu_seqlens):
+            assert initial_state is not None
+            q, k, v, g, beta, erase, write = jax.tree.map(lambda y: y[:, 0], inputs)
+            o, state = delta_step(q, k, v, g, beta, initial_state, erase=erase, write=write)
+            return o[:, None], state
+        q, k, v, g, beta, erase, write = inputs
+        return delta_rule(
+            *(q, k, v, g, beta),
+            erase=erase,
+            write=write,
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            implementation=self.implementation,
+        )
+
+    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """See `RecurrentMixer.rule_output`."""
+        gate = x
+        for linear in self._factors("g"):
+            gate = linear(gate)
+        return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))

@@ -1,0 +1,44 @@
+"""Gated DeltaNet-2: what is erased of each key channel apart from what is written to each value channel."""
+
+from collections.abc import Callable
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax import blocks
+from gdn_jax.gates import write_strength
+from gdn_jax.layers.channel_decay import ChannelDecayMixer
+
+
+class GatedDeltaNet2(ChannelDecayMixer):
+    """The Gated DeltaNet-2 token mixer.
+
+        S <- Diag(exp(g)) S;   S <- S + k (w * v - (b * k)^T S)^T;   o = S^T q / sqrt(K)
+        b = sigmoid(x Wb), doubled with allow_neg_eigval          of each key channel
+        w = sigmoid(x Ww)                                         of each value channel
+
+    What makes q, k, v, g and y is in `layers.channel_decay`, and so are the arguments. With b and w one number a
+    head, the same for both, it is `KimiDeltaAttention`.
+
+    Parameters: those of `ChannelDecayMixer`, b_proj [hidden_size, num_v_heads * head_dim] and w_proj
+      [hidden_size, num_v_heads * V], which have biases with a write_start.
+
+    Source: Hatamizadeh, Choi, Kautz, "Gated DeltaNet-2" (arXiv 2605.22791); fla's layer of that name, whose output
+      gate has a bias and whose decay and b belong to key heads, where here each output head has its own.
+    """
+
+    b_proj: blocks.Projection
+    w_proj: blocks.Projection
+
+    def _make_strengths(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        self.b_proj = linear(self.hidden_size, self.num_v_heads * self.head_dim)
+        self.w_proj = linear(self.hidden_size, self.num_v_heads * self.head_v_dim)
+
+    def strength_projections(self) -> tuple[blocks.Projection, ...]:
+        """See `RecurrentMixer.strength_projections`."""
+        return self.b_proj, self.w_proj
+
+    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
+        """See `ChannelDecayMixer.strengths`: what is erased of key channels and written to value channels."""
+        b, w = (y.reshape(*y.shape[:2], self.num_v_heads, -1) for y in logits)
+        return None, write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w)

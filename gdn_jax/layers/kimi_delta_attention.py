@@ -1,0 +1,40 @@
+"""Kimi Delta Attention (KDA): the delta rule with a decay of each key channel and one write strength a head."""
+
+from collections.abc import Callable
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax import blocks
+from gdn_jax.gates import write_strength
+from gdn_jax.layers.channel_decay import ChannelDecayMixer
+
+
+class KimiDeltaAttention(ChannelDecayMixer):
+    """The Kimi Delta Attention token mixer.
+
+        S <- Diag(exp(g)) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q / sqrt(K)
+        beta = sigmoid(x Wb + c), doubled with allow_neg_eigval
+
+    What makes q, k, v, g and y is in `layers.channel_decay`, and so are the arguments.
+
+    Parameters: those of `ChannelDecayMixer`, and b_proj [hidden_size, num_v_heads], whose bias c there is with a
+      write_start.
+
+    Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692), with the gate "softplus" and both ranks the width of a head.
+      Ling-3.0 has the gate "lower_bound" and projections of full rank. In fla's layer of that name the output gate
+      has a bias.
+    """
+
+    b_proj: blocks.Projection
+
+    def _make_strengths(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        self.b_proj = linear(self.hidden_size, self.num_v_heads)
+
+    def strength_projections(self) -> tuple[blocks.Projection, ...]:
+        """See `RecurrentMixer.strength_projections`."""
+        return (self.b_proj,)
+
+    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
+        """See `ChannelDecayMixer.strengths`: beta of each head."""
+        return write_strength(logits[0], allow_neg_eigval=self.allow_neg_eigval), None, None

@@ -1,0 +1,299 @@
+"""Shared parts of the token mixers that have a short convolution and a recurrent state.
+
+A layer of this kind is `rule_inputs` (projections, convolution and gates), `apply_rule` and `rule_output` (norm of
+each head, output gate and output projection), one after the other. Its own file has these; here is what goes around
+them: the cache, padding, packed rows, and the checks of a call.
+
+Parameters live in param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call, as in
+flax's own layers. Norms, gates, the convolution's sums and the recurrent state are float32 in any case.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax import blocks
+from gdn_jax.blocks import RMSNorm
+from gdn_jax.conv import causal_conv1d, causal_conv1d_update
+from gdn_jax.fused.short_conv import KeyHeads, split_normalized
+from gdn_jax.gates import logit
+from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
+from gdn_jax.parallel.head_shards import short_conv_on_mesh
+from gdn_jax.shapes import accumulation_dtype, check_array, check_type
+
+
+class RecurrentCache(NamedTuple):
+    """Memory of a recurrent layer for the tokens that it has seen. A pytree.
+
+    Fields:
+      conv: last W - 1 projected inputs [N, conv_dim, W - 1] of the convolution, oldest first (width 0 without the
+        short convolution), in the compute dtype.
+      state: recurrent state [N, num_v_heads, head_dim, head_v_dim], float32.
+    """
+
+    conv: Float[Array, "N D W1"]
+    state: Float[Array, "N HO K V"]
+
+
+class RecurrentMixer(nnx.Module):
+    """A token mixer with a short convolution and a recurrent state; see the module docstring.
+
+    Attributes:
+      hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_dim, conv_size: sizes, see `RecurrentCache`;
+        conv_size is 1 without the short convolution.
+      allow_neg_eigval, use_short_conv, dtype, param_dtype, implementation: options of the layer.
+      conv_weight, conv_bias: filters [conv_dim, W] and bias [conv_dim], or None.
+      A_log, dt_bias: parameters of the decay, float32. A_log may be None.
+      o_norm, o_proj: norm of each head and output projection.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_v_heads: int
+    head_dim: int
+    head_v_dim: int
+    conv_dim: int
+    conv_size: int
+    use_short_conv: bool
+    allow_neg_eigval: bool
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    implementation: str | None
+    conv_weight: nnx.Param | None
+    conv_bias: nnx.Param | None
+    dt_bias: nnx.Param
+    o_norm: RMSNorm
+    o_proj: nnx.Linear
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer's rule is softmax attention, which keeps no state."""
+        return False
+
+    def init_cache(self, batch: int, dtype: DTypeLike | None = None) -> RecurrentCache:
+        """The cache before the first token: zeros, for `batch` sequences.
+
+        Args:
+          batch: sequences, B or len(cu_seqlens) - 1.
+          dtype: of the convolution's part; default the compute dtype (param_dtype where that is None).
+        """
+        dtype = dtype or self.dtype or self.param_dtype
+        return RecurrentCache(
+            jnp.zeros((batch, self.conv_dim, self.conv_size - 1), dtype),
+            jnp.zeros((batch, self.num_v_heads, self.head_dim, self.head_v_dim), jnp.float32),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        cache: RecurrentCache | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], RecurrentCache | None]:
+        """Mixes the tokens of every sequence.
+
+        Any cutting of a sequence into calls, each given the cache of the one before, gives what one call
+        gives: a long call with a cache continues (prefill in pieces), one token takes the recurrent step.
+
+        Args:
+          x: inputs [B, T, hidden_size], floating. What padding holds does not matter.
+          cache: of the tokens before, for N sequences.
+          mask: True at tokens, False at padding, which changes no state and no other token and has output 0.
+            The tokens of a row must be one run: padding on the left, the right, both sides, or everywhere.
+          segment_ids: packed rows; nothing crosses a change of id. The cache feeds the first segment of a row
+            and is returned for the last. May be combined with mask, where the ids of padding are not read.
+          cu_seqlens: [N + 1] packed sequences in one row (B = 1), each with its own cache entry; tokens past
+            cu_seqlens[-1] are padding. Exclusive with mask and segment_ids.
+          return_cache: returns a cache also when none came in.
+
+        Returns:
+          y [B, T, hidden_size] in the compute dtype, and the cache after the last token (None without cache
+          and return_cache).
+
+        Raises:
+          ValueError: an argument is wrong, names it; also a mask with a gap, where its values are known
+            (outside jit; inside, a gap leaves the recurrent state alone and is zeros to the convolution).
+          NotImplementedError: the layer's rule cannot run with these arguments, with the reason.
+        """
+        self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
+        x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
+        if mask is None and cu_seqlens is None:
+            if (found := self._by_kernels(x, cache, segment_ids, return_cache)) is not None:
+                return found
+        past, state = (None, None) if cache is None else cache
+        packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing)
+        o, state = self.apply_rule(inputs, initial_state=state, **packing)
+        y = self.rule_output(o, x)
+        if state is None or (cache is None and not return_cache):
+            return y, None
+        return y, RecurrentCache(conv, state if cache is None else state.astype(cache.state.dtype))
+
+    def rule_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        conv_state: Float[Array, "N conv_dim W1"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[Any, Float[Array, "N conv_dim W1"]]:
+        """Makes the inputs of the rule: projections, convolution and gates.
+
+        `__call__` has checked the arguments; this method does not.
+
+        Args:
+          x: inputs [B, T, hidden_size], 0 at padding.
+          conv_state: `RecurrentCache.conv` of the tokens before; None before the first one.
+          mask, segment_ids, cu_seqlens: as for `__call__`, but the ids of padding are those of the nearest token.
+
+        Returns:
+          A NamedTuple that begins with q, k, v, g and beta, and the new convolution state. q and k have unit length
+          where the rule wants it. At padding nothing decays and nothing is erased or written.
+        """
+        raise NotImplementedError
+
+    def apply_rule(
+        self,
+        inputs: Any,
+        *,
+        initial_state: Float[Array, "N HO K V"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
+        """Applies the layer's rule to `rule_inputs`: the outputs and the final states."""
+        raise NotImplementedError
+
+    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Makes the layer's output from that of the rule: norm of each head, output gate and output projection.
+
+        Args:
+          o: output of the rule [B, T, num_v_heads, head_v_dim].
+          x: inputs of the layer [B, T, hidden_size], 0 at padding, which the gate reads.
+
+        Returns:
+          y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
+        """
+        raise NotImplementedError
+
+    def filters(self) -> tuple[Float[Array, "conv_dim W"], Float[Array, " conv_dim"] | None]:
+        """Weight [conv_dim, W] and bias of the convolution, in a layer that has one."""
+        assert self.conv_weight is not None
+        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+
+    def scale_time_steps(self, factor: float | Float[Array, ""]) -> None:
+        """Multiplies the time steps of the gates, in place: 0.1 makes the first half-lives ten times as long."""
+        step = factor * jax.nn.softplus(self.dt_bias[...])
+        self.dt_bias[...] = step + jnp.log(-jnp.expm1(-step))  # inverse softplus
+
+    def strength_projections(self) -> tuple[blocks.Projection, ...]:
+        """The projections of x to the logits of the strengths, which have a bias where there is a write_start."""
+        raise NotImplementedError
+
+    def set_write_start(self, start: Float[Array, ""]) -> None:
+        """Makes strengths start elsewhere, in place, in a layer with a write_start."""
+        for linear in self.strength_projections():
+            assert linear.bias is not None, "the layer has no write_start"
+            linear.bias[...] = jnp.full_like(linear.bias[...], jax.scipy.special.logit(start))
+
+    def _add_write_start(self, write_start: float | None) -> None:
+        """Gives the strengths the bias with which they start there; None: none."""
+        if write_start is None:
+            return
+        for linear in self.strength_projections():
+            assert isinstance(linear, nnx.Linear)
+            blocks.add_bias(linear, jnp.full(linear.out_features, logit(write_start), self.param_dtype))
+
+    def _gated_output(self, norm, o, gate):
+        """The output projection of norm(o, gate, ..), one of those in `fused.norms`."""
+        weight = self.o_norm.scale(jnp.float32)
+        options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
+        if isinstance(self.o_proj, nnx.Linear):
+            return norm(o, gate, weight, self.o_proj.kernel[...], **options)
+        return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
+
+    def _make_convolution(self, channels: int, size: int, bias: bool, used: bool, rngs: nnx.Rngs) -> None:
+        """Sets conv_dim, conv_size, use_short_conv and the filters, U(-1, 1) / sqrt(W)."""
+        self.conv_dim, self.conv_size, self.use_short_conv = channels, size if used else 1, used
+        weight = zeros = None
+        if used:
+            bound, shape = size**-0.5, (channels, size)
+            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+            weight = weight.astype(self.param_dtype)
+            zeros = jnp.zeros(channels, self.param_dtype) if bias else None
+        self.conv_weight = None if weight is None else nnx.Param(weight)
+        self.conv_bias = None if zeros is None else nnx.Param(zeros)
+
+    def _by_kernels(self, x, cache, segment_ids, return_cache):
+        """`__call__` of whole rows by kernels that join its parts; None where there are none or they cannot."""
+        del x, cache, segment_ids, return_cache
+        return None
+
+    def _is_a_token(self, x, past, cu_seqlens) -> bool:
+        """Whether a call is one token of every row behind others."""
+        return past is not None and x.shape[1] == 1 and cu_seqlens is None
+
+    def _convolve_qkv(self, heads: KeyHeads, qkv, past, mask, segment_ids, cu_seqlens):
+        """q, k [B, T, H, K] and v [B, T, HV, V] behind the convolution, and its new state."""
+        if self.conv_weight is None or mask is not None or self._is_a_token(qkv, past, cu_seqlens):
+            y, state = self._convolve(qkv, past, mask, segment_ids, cu_seqlens)
+            q, k, v = split_normalized(y, *heads)
+        else:
+            options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+            q, k, v, state = short_conv_on_mesh(
+                qkv, *self.filters(), **heads._asdict(), **options, implementation=self.implementation
+            )
+        return q, k, v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim), state
+
+    def _convolve(self, x, past, mask, segment_ids, cu_seqlens):
+        """Channels [B, T, conv_dim] behind the convolution in plain JAX, and its new state."""
+        if self._is_a_token(x, past, cu_seqlens):
+            return self._convolve_token(x, past, mask)
+        if self.conv_weight is None:
+            N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            return _silu(x), jnp.zeros((N, self.conv_dim, 0), x.dtype)
+        if mask is not None:
+            return convolve_tokens(x, *self.filters(), past, mask, segment_ids)
+        options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+        return causal_conv1d(x, *self.filters(), **options)
+
+    def _convolve_token(self, x, past, mask):
+        """`_convolve` of one token, which leaves the state as it is where it is padding."""
+        if self.conv_weight is None:
+            return _silu(x), past
+        y, state = causal_conv1d_update(x[:, 0], past, *self.filters())
+        if mask is not None:
+            y = jnp.where(mask, y, 0)
+            state = jnp.where(mask[:, :, None], state, past)
+        return y[:, None], state
+
+    def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
+        del return_cache
+        check_rows(x, mask, segment_ids, self.hidden_size, cu_seqlens)
+        if cache is not None:
+            check_type("cache", cache, RecurrentCache)
+            if cu_seqlens is not None:
+                check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
+            N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            check_array("cache.conv", cache.conv, (N, self.conv_dim, self.conv_size - 1), "N conv_dim W-1")
+            state = (self.num_v_heads, self.head_dim, self.head_v_dim)
+            check_array("cache.state", cache.state, (N, *state), "N HO K V")
+
+
+def at_tokens(mask: Bool[Array, "B T"] | None, *gates: Any) -> Any:
+    """Gates [B, T, ..] with zeros at padding. A gate may be None and stays so."""
+    if mask is None:
+        return gates
+    return jax.tree.map(lambda y: jnp.where(jnp.expand_dims(mask, (*range(2, y.ndim),)), y, 0), gates)
+
+
+def _silu(x):
+    """silu(x) in float32 (float64 when x is), rounded once to x's dtype: a layer without the convolution."""
+    return jax.nn.silu(x.astype(accumulation_dtype(x))).astype(x.dtype)
