@@ -70,6 +70,19 @@ _SMALL: dict[str, Any] = dict(
     vocab_size=256, hidden_size=128, num_layers=4, num_heads=2, num_v_heads=4, head_dim=32
 )
 
+# Models of recurrent layers alone: the small ones as `gdn train` makes them by default, the others of 0.4 billion
+# parameters.
+_RECURRENT = ModelConfig(expand_v=1.0, intermediate_size=256)
+_RECURRENT_04B = ModelConfig(
+    vocab_size=32768,
+    hidden_size=1024,
+    num_layers=24,
+    num_heads=8,
+    head_dim=128,
+    expand_v=1.0,
+    intermediate_size=2736,
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-small": dataclasses.replace(
         _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), tie_embeddings=True
@@ -94,9 +107,16 @@ PRESETS: dict[str, ModelConfig] = {
         _moe(2048, 48, 32, _qwen(16, 2), ExpertsConfig(512, 10, 512, 512)), vocab_size=151936
     ),
     "olmo-hybrid-7b": _OLMO,
+    "kda-small": dataclasses.replace(_RECURRENT, mixer="kda"),
+    "kda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="kda"),
+    "gated-delta-net-2-small": dataclasses.replace(_RECURRENT, mixer="gated_delta_net_2"),
+    "gated-delta-net-2-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="gated_delta_net_2"),
+    "gated-delta-product-small": dataclasses.replace(
+        _RECURRENT, mixer="gated_delta_product", allow_neg_eigval=True
+    ),
 }
 """Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
 
 Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid) and of torchtitan (the
-other Qwen3.5 models).
+other Qwen3.5 models). Those of the other mixers are this project's, with the sizes of its Gated DeltaNets.
 """

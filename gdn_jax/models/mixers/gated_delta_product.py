@@ -36,6 +36,6 @@ class DeltaProduct(Mixer):
         return recurrent_costs(config, L, steps=self.num_householder)
 
     def start(self, config: Any, time_step: float) -> Start | None:
-        """See `Mixer.start`: a token erases with every step, and the strengths add up."""
-        beta = self.num_householder * strength_at_start(config)
-        return Start(-time_step * MAX_RATE / 2 * MIDDLE_STEP, beta)
+        """See `Mixer.start`: a token erases with every step, as much as one step of this strength."""
+        left = (1 - strength_at_start(config) / config.head_dim) ** self.num_householder
+        return Start(-time_step * MAX_RATE / 2 * MIDDLE_STEP, config.head_dim * (1 - left))

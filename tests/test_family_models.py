@@ -1,0 +1,199 @@
+"""Models, runs and reports with the family's mixers."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_runs
+from flax import nnx
+from harness import tiers
+from jax.sharding import PartitionSpec
+from tolerances import FLOAT32, assert_close
+
+from gdn_jax import cli
+from gdn_jax.analysis import layer_half_lives, memory_horizon, model_rule_inputs
+from gdn_jax.hf import save_hf
+from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.models.config import AttentionConfig
+from gdn_jax.models.costs import layer_costs, parameters
+from gdn_jax.models.mixers.gated_delta_product import DeltaProduct
+from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
+from gdn_jax.models.mixers.table import TOKEN_MIXERS
+from gdn_jax.models.presets import PRESETS
+from gdn_jax.parallel import sharding
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.tasks.batch import Batch
+from gdn_jax.training import steps
+from gdn_jax.training.mixers import MIXERS, label
+from gdn_jax.training.options import MIXER_LABELS, ScheduleOptions, SizeOptions
+
+F32 = FLOAT32["o"]
+SIZE = dict(vocab_size=19, hidden_size=16, num_heads=2, head_dim=6, expand_v=1.5, implementation="recurrent")
+FAMILY = [name for name in TOKEN_MIXERS if name != "gated_delta_net"]
+
+
+def small(mixer, **options):
+    return ModelConfig(**{**SIZE, "num_layers": 1, "intermediate_size": 16, "mixer": mixer, **options})
+
+
+def model_of(mixer, **options):
+    return LanguageModel(small(mixer, **options), rngs=nnx.Rngs(0))
+
+
+@nnx.jit
+def call(model, tokens, cache):
+    return model(tokens, cache=cache)
+
+
+def test_tables():
+    """One name for a mixer everywhere."""
+    assert {*TOKEN_MIXERS} == {*MIXER_LABELS} <= {*MIXERS}
+    for name, mixer in TOKEN_MIXERS.items():
+        assert ModelConfig(mixer=name).mixer == mixer
+        assert label(MIXERS[name].model(SizeOptions())) == MIXERS[name].label
+    assert TOKEN_MIXERS["kda"].make(small("kda"), rngs=nnx.Rngs(0)).head_v_dim == 9
+
+
+@pytest.mark.parametrize("mixer", tiers(FAMILY, ["kda", "gated_delta_product"]))
+def test_a_row_equals_its_tokens(mixer):
+    """A row in one pass, and token by token through the cache."""
+    model, tokens = model_of(mixer), np.random.default_rng(0).integers(0, 19, (2, 5))
+    whole, last = jax.device_get(call(model, tokens, model.init_cache(2)))
+    cache, logits = model.init_cache(2), []
+    for t in range(5):
+        one, cache = call(model, tokens[:, t : t + 1], cache)
+        logits.append(one)
+    assert_close(whole, np.concatenate(logits, 1), F32)
+    assert_close(last[0].state, np.asarray(cache[0].state), F32)
+
+
+def test_generation():
+    """Beside attention: the likeliest tokens are those of whole passes, with a prompt that is padded."""
+    attention = AttentionConfig(2, None, 8, rotary_dim=4)
+    model = model_of("kda", num_layers=2, layer_types=("kda", "attention"), attention=attention)
+    prompt = np.random.default_rng(1).integers(0, 19, (1, 3))
+    new = np.asarray(generate(model, jnp.asarray(prompt), 4))
+    logits = nnx.jit(lambda model, tokens: model(tokens)[0])(model, np.concatenate([prompt, new], 1))
+    np.testing.assert_array_equal(np.argmax(logits[:, 2:-1], -1), new)
+
+
+def test_analyses():
+    """Inputs of the rule, half-lives of every channel, and the horizon that gdn info tells."""
+    model = model_of("kda", num_layers=2)
+    inputs = model_rule_inputs(model, jnp.zeros((1, 4), int))
+    assert [x.g.shape for x in inputs] == [(1, 4, 2, 6)] * 2
+    lives = layer_half_lives(inputs[0].g)
+    assert lives.median.shape == (2, 6) and np.all(lives.mean_rate > 0)
+    start = TOKEN_MIXERS["gated_delta_product_3"].start(small("kda", allow_neg_eigval=True), 1.0)
+    assert float(memory_horizon(6, *start)) == pytest.approx(np.log(2) / (0.08 - 3 * np.log(5 / 6)), rel=1e-5)
+    assert TOKEN_MIXERS["gla"].start(small("gla"), 1.0).beta == 0
+    assert TOKEN_MIXERS["kda_lower_bound"].start(small("kda"), 0.1).g == pytest.approx(-0.005)
+
+
+def test_costs_and_parameters():
+    """Parameters by part; states are as large as those of Gated DeltaNet, and n steps cost n times as much."""
+    counts = parameters(small("gated_delta_net_2", num_layers=3))
+    assert counts["GatedDeltaNet2"] % 3 == 0 and "GatedDeltaNet" not in counts
+    plain, kda, product = (
+        layer_costs(small(mixer), TOKEN_MIXERS[mixer].name, 64)
+        for mixer in ("gated_delta_net", "kda", "gated_delta_product_3")
+    )
+    assert plain.cache_bytes == kda.cache_bytes and plain.prefill_flops == kda.prefill_flops
+    assert kda.activation_bytes - plain.activation_bytes == 64 * 2 * 6 * 4
+    assert product.prefill_flops == 3 * plain.prefill_flops
+    assert product.cache_bytes - plain.cache_bytes == 2 * (2 * 6 + 2 * 9) * 3 * 4
+
+
+@pytest.mark.parametrize(
+    "preset", [name for name in PRESETS if PRESETS[name].mixer.name != "gated_delta_net"]
+)
+def test_info(preset, capsys):
+    assert cli.main(["info", preset]) == 0
+    out = capsys.readouterr().out
+    mixer = PRESETS[preset].mixer
+    assert f"x ({1} x {mixer.title})" in out and "half of a stored key is left after" in out
+    if preset.endswith("0.4b"):
+        assert 3.5e8 < sum(parameters(PRESETS[preset]).values()) < 4.6e8
+
+
+def test_parameters_on_a_mesh():
+    """Projections to heads are split over them, the narrow factors between are whole; split tokens are refused."""
+    config = small("gated_delta_net_2", num_heads=4)
+    shape = MeshShape(head=2, data=2)
+    sharding.check(config, shape, 2, 8)
+    params = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
+    mixer = nnx.to_pure_dict(sharding.parameter_specs(params, shape))["blocks"][0]["mixer"]
+    for name in ("f_b_proj", "g_b_proj", "w_proj", "b_proj", "q_proj"):
+        assert mixer[name]["kernel"] == PartitionSpec(None, "head"), name
+    assert mixer["f_a_proj"]["kernel"] == PartitionSpec(None, None)
+    assert mixer["dt_bias"] == PartitionSpec("head", None)
+    with pytest.raises(
+        NotImplementedError, match="context: GatedDeltaProduct does not run over split tokens"
+    ):
+        sharding.check(small("gated_delta_product"), MeshShape(context=2), 2, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["kda-0.4b", "gated-delta-net-2-0.4b"])
+def test_a_training_step_of_04b_traces(preset):
+    """Forward, backward and AdamW of the full size, by shapes alone."""
+    config = PRESETS[preset]
+    graphdef, params, rest = nnx.split(
+        nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param, ...
+    )
+    optimizer = steps.make_optimizer(ScheduleOptions(), 10, 1e-3)
+    tokens = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    batch = Batch(tokens, tokens, jax.ShapeDtypeStruct((2, 2048), jnp.float32))
+    state = steps.TrainState(params, jax.eval_shape(optimizer.init, params))
+    new, metrics = jax.eval_shape(
+        lambda state, batch: steps.train_step(graphdef, rest, optimizer, 1, state, batch), state, batch
+    )
+    jax.tree.map(lambda a, b: None if a.shape == b.shape else pytest.fail(f"{a} {b}"), new.params, params)
+    assert metrics.loss.shape == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["kda", "gated_delta_net_2", "gated_delta_product"])
+def test_a_run_resumes_bit_for_bit(mixer, tmp_path):
+    """Bytes: a run in one go, and the same one resumed from its first checkpoint; an older version's file opens."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i}.txt").write_text(f"{i} the quick brown fox jumps over the lazy dog. " * 20)
+    out = tmp_path / "run"
+    assert tiny_runs.train(folder, out, "--mixer", mixer) == 0
+    step, expected = tiny_runs.final_state(out)
+    lines = tiny_runs.metrics(out)
+    assert step == 12 and lines[-1]["loss"] < lines[0]["loss"]
+    for later in (8, 12):
+        shutil.rmtree(out / "checkpoints" / str(later))
+    assert tiny_runs.resume(out) == 0
+    assert tiny_runs.metrics(out) == lines
+    jax.tree.map(np.testing.assert_array_equal, tiny_runs.final_state(out)[1], expected)
+    file = out / "config.json"
+    config = json.loads(file.read_text())
+    assert config["options"].pop("mixer") == mixer
+    file.write_text(json.dumps(config))
+    assert tiny_runs.resume(out) != 0  # it is read as a Gated DeltaNet, whose arrays are others
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mixer: expected one of 'gated_delta_net', 'kda'"):
+        ModelConfig(mixer="kimi")
+    with pytest.raises(
+        ValueError, match="rule: expected gated_delta, as kda has a rule of its own, got mamba2"
+    ):
+        ModelConfig(mixer="kda", rule="mamba2")
+    with pytest.raises(
+        ValueError, match="layer_types: expected one of 'kda', 'attention', got 'gated_delta_net'"
+    ):
+        ModelConfig(mixer="kda", num_layers=1, layer_types=("gated_delta_net",))
+    with pytest.raises(ValueError, match="gate_rank: expected a positive integer, got 0"):
+        KimiDelta(gate_rank=0)
+    with pytest.raises(ValueError, match="num_householder: expected a positive integer, got 0"):
+        DeltaProduct(num_householder=0)
+    with pytest.raises(NotImplementedError, match="mixer: models of the family Qwen have GatedDeltaNetMixer"):
+        save_hf(model_of("kda"), tmp_path / "saved")
