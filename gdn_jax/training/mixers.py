@@ -60,5 +60,6 @@ def label(model: ModelOptions) -> str:
     if model.model == "hybrid":
         of = "" if model.mixer == "gated_delta_net" else f" of {MIXER_LABELS[model.mixer]}"
         return f"hybrid{of} with attention in every {model.attention_every}th layer"
-    name = next(m.label for m in MIXERS.values() if (m.mixer, m.rule) == (model.mixer, model.rule))
-    return f"{name}, beta to 2" if model.allow_neg_eigval and "delta" in model.rule else name
+    found = next(m for m in MIXERS.values() if (m.mixer, m.rule) == (model.mixer, model.rule))
+    doubled = model.allow_neg_eigval and not found.allow_neg_eigval and "delta" in model.rule
+    return f"{found.label}, beta to 2" if doubled else found.label
