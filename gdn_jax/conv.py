@@ -22,6 +22,7 @@ from gdn_jax.shapes import (
     check_ascending,
     check_choice,
     check_floating,
+    check_packing,
 )
 
 ACTIVATIONS = ("silu", None)
@@ -69,24 +70,11 @@ def causal_conv1d(
     """
     check(x, weight, bias, activation)
     B, T, D = x.shape
-    W = weight.shape[1]
-    N = B
+    W, N = weight.shape[1], check_packing(B, T, cu_seqlens, segment_ids)
     if cu_seqlens is not None:
-        if segment_ids is not None:
-            raise ValueError("segment_ids: expected None beside cu_seqlens, got both packings")
-        if B != 1:
-            raise ValueError(f"cu_seqlens: expected x with B = 1, got B = {B}")
-        check_array("cu_seqlens", cu_seqlens, (None,), "N+1")
-        _check_integer("cu_seqlens", cu_seqlens)
         if isinstance(cu_seqlens, np.ndarray):
             check_ascending(T, cu_seqlens)
         cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)
-        N = cu_seqlens.shape[0] - 1
-        if N < 1:
-            raise ValueError("cu_seqlens: expected at least 2 entries, got 1")
-    if segment_ids is not None:
-        check_array("segment_ids", segment_ids, (B, T), "B T")
-        _check_integer("segment_ids", segment_ids)
     if initial_state is not None:
         check_array("initial_state", initial_state, (N, D, W - 1), "N D W-1")
         check_floating("initial_state", initial_state)
@@ -314,11 +302,6 @@ def _finish(y, bias, activation, dtype):
     if activation == "silu":
         y = jax.nn.silu(y)
     return y.astype(dtype)
-
-
-def _check_integer(name, x):
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {x.dtype}")
 
 
 def check(x, weight, bias, activation) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.shapes import accumulation_dtype, check_array, check_floating
+from gdn_jax.shapes import accumulation_dtype, check_array, check_floating, check_integer
 
 TILE_LOGITS = 2**28
 """Logits of a tile where the caller gives no tile, unless that is less than TILE_TOKENS: 1 GiB in float32."""
@@ -138,8 +138,7 @@ def _check(x, weight, targets, label_weights, z_loss, tile) -> None:
     if weight.shape[0] < 1:
         raise ValueError("weight: expected at least one row, got 0")
     check_array("targets", targets, x.shape[:-1], "..")
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"targets: expected an integer dtype, got {targets.dtype}")
+    check_integer("targets", targets)
     if label_weights is not None:
         check_array("label_weights", label_weights, x.shape[:-1], "..")
         check_floating("label_weights", label_weights)

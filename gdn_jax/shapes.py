@@ -156,6 +156,12 @@ def check_floating(name: str, x: Any) -> None:
         _fail(name, "dtype float16, bfloat16, float32 or float64", x.dtype)
 
 
+def check_integer(name: str, x: Any) -> None:
+    """Raises ValueError unless x, an array, is of integers."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        _fail(name, "an integer dtype", x.dtype)
+
+
 def check_choice(name: str, value: object, choices: tuple) -> None:
     """Raises ValueError unless value is one of choices."""
     if value not in choices:
@@ -237,25 +243,30 @@ def rule_dims(
         if x is not None:
             check_array(name, x, (B, T, HO), "B, T, HO")
             check_floating(name, x)
-    if cu_seqlens is not None and segment_ids is not None:
-        _fail("cu_seqlens", "at most one of cu_seqlens and segment_ids", "both")
-    N = B
-    if cu_seqlens is not None:
-        check_array("cu_seqlens", cu_seqlens, (None,), "N + 1")
-        _check_integer("cu_seqlens", cu_seqlens)
-        if B != 1:
-            _fail("cu_seqlens", "packed rows with B = 1", f"B = {B}")
-        N = cu_seqlens.shape[0] - 1
-        if N < 1:
-            _fail("cu_seqlens", "at least two entries (N >= 1 sequences)", N + 1)
-    if segment_ids is not None:
-        check_array("segment_ids", segment_ids, (B, T), "B, T")
-        _check_integer("segment_ids", segment_ids)
+    N = check_packing(B, T, cu_seqlens, segment_ids)
     if initial_state is not None:
         state, letters = ((K, V), "K, V") if state_layout == "kv" else ((V, K), "V, K")
         check_array("initial_state", initial_state, (N, HO, *state), f"N, HO, {letters}")
         check_floating("initial_state", initial_state)
     return Dims(B, T, N, Hq, Hk, HV, HO, K, V)
+
+
+def check_packing(B: int, T: int, cu_seqlens: Any, segment_ids: Any) -> int:
+    """The number of sequences in rows of T tokens; ValueError for offsets or segments that cannot be theirs."""
+    if cu_seqlens is not None and segment_ids is not None:
+        _fail("cu_seqlens", "at most one of cu_seqlens and segment_ids", "both")
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, (B, T), "B, T")
+        check_integer("segment_ids", segment_ids)
+    if cu_seqlens is None:
+        return B
+    check_array("cu_seqlens", cu_seqlens, (None,), "N + 1")
+    check_integer("cu_seqlens", cu_seqlens)
+    if B != 1:
+        _fail("cu_seqlens", "packed rows with B = 1", f"B = {B}")
+    if cu_seqlens.shape[0] < 2:
+        _fail("cu_seqlens", "at least two entries (N >= 1 sequences)", cu_seqlens.shape[0])
+    return cu_seqlens.shape[0] - 1
 
 
 def changes_segment(segment_ids: SegmentIds, first: bool = False) -> Bool[Array, "B T"]:
@@ -264,14 +275,11 @@ def changes_segment(segment_ids: SegmentIds, first: bool = False) -> Bool[Array,
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=first)
 
 
-def _check_integer(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        _fail(name, "an integer dtype", x.dtype)
-
-
 def accumulation_dtype(*arrays: jax.Array | jax.ShapeDtypeStruct | None) -> jnp.dtype:
     """float64 when any of the arrays is, else float32: the dtype of states, gates and sums."""
-    return jnp.result_type(jnp.float32, *(x.dtype for x in arrays if x is not None))
+    # Not `jnp.result_type`: a pool's states may be of 8 bits, which have no type in common with others.
+    wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def split_heads(x: jax.Array, axis: int, head_counts: tuple[int, ...]) -> jax.Array:

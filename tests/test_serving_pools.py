@@ -25,7 +25,7 @@ class BytePool(StatePool):
         return self.arrays.codes
 
     def check(self, dims, layer):
-        assert self.states.dtype == jnp.int8
+        assert self.states.dtype.itemsize == 1
 
     def take(self, at):
         codes, scale = slots.take(self.arrays, at)
@@ -91,6 +91,19 @@ def test_a_pool_of_bytes(name, start):
     step = np.abs(want).max((-2, -1), keepdims=True) / 127
     assert (np.abs(new - want)[changed] <= 0.51 * np.broadcast_to(step, want.shape)[changed]).all()
     assert_same_bits(before[~changed], new[~changed])
+
+
+def test_codes_may_be_floats(start):
+    """Floats of 8 bits, which JAX promotes with nothing."""
+    x, scale = draw(3, 2, heads=(HK, HV), widths=(K, V)), start.scale
+    codes = jnp.clip(start.codes, -8, 8).astype(jnp.float8_e4m3fn)
+    states = codes.astype(jnp.float32) * scale
+    for name in ("decode", "prefill"):
+        (o, new), (want_o, _) = (
+            CALLS[name](x, pool) for pool in (ByteStates(codes + 0, jnp.array(scale)), states + 0)
+        )
+        assert_same_bits(want_o, o)
+        assert new.codes.dtype == jnp.float8_e4m3fn and (new.codes != codes).any()
 
 
 def test_no_kernel_takes_it(start):

@@ -44,9 +44,16 @@ class Timing(NamedTuple):
         return Timing(self.ms / parts, self.fastest / parts, self.slowest / parts, self.kernels)
 
 
-def measure(call: Callable[[], Any], repeats: int, calls: int = 1) -> Timing:
+def measure(call: Callable[[], Any], repeats: int, calls: int = 1, kernels: str | None = None) -> Timing:
     """Times calls: on a GPU single ones by their kernels, elsewhere so many in a row by the clock."""
-    return by_device(call, repeats) if on_gpu() else by_clock(call, repeats, calls)
+    return by_device(call, repeats, kernels) if on_gpu() else by_clock(call, repeats, calls)
+
+
+def in_a_row(call: Callable[[], Any], calls: int) -> None:
+    """Calls that follow one another without a pause; returns when their results are on the device."""
+    for _ in range(calls - 1):
+        call()
+    jax.block_until_ready(call())
 
 
 def by_clock(
@@ -63,9 +70,7 @@ def by_clock(
     for _ in range(warm_up + repeats):
         prepare()
         started = time.perf_counter()
-        for _ in range(calls - 1):
-            call()
-        jax.block_until_ready(call())
+        in_a_row(call, calls)
         times.append((time.perf_counter() - started) / calls * 1e3)
     return Timing.of(times[warm_up:])
 

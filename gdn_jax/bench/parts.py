@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
-from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.model_parts import NARROW, WIDE, Part, Product, parts, products
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
@@ -79,7 +78,7 @@ class PartsBenchmark(Benchmark):
         x = _normal(
             self.seed, jax.ShapeDtypeStruct((self.tokens, 2 * model_config(self.model).mlp_size), WIDE)
         )
-        copy = self._time(partial(_jit(jnp.copy), x))
+        copy = measure.measure(partial(_jit(jnp.copy), x), self.repeats, self.calls, "")
         speed = 2 * x.nbytes / copy.ms * 1e3
         del x
         published = of_device(BANDWIDTH)
@@ -98,7 +97,7 @@ class PartsBenchmark(Benchmark):
         """Times the passes of a part; speed: bytes that a copy moves in a second."""
 
         def result(what: str, size: int, call: Callable[[], Any]) -> Result:
-            timing = self._time(call, part.kernels)
+            timing = measure.measure(call, self.repeats, self.calls, part.kernels)
             numbers = {"GB": size / 1e9, "x floor": timing.ms / 1e3 * speed / size}
             return Result({"part": part.name, "pass": what}, timing, numbers)
 
@@ -128,12 +127,6 @@ class PartsBenchmark(Benchmark):
             numbers = {"TFLOP/s": flops / timing.ms / 1e9}
             about = {"part": product.name, "pass": what, "sizes": "x".join(map(str, sizes.values()))}
             yield Result(about, timing, numbers)
-
-    def _time(self, call: Callable[[], Any], kernels: str = "") -> Timing:
-        """Time of a call: on a GPU that of its kernels whose names begin so, elsewhere by the clock."""
-        if measure.on_gpu():
-            return measure.by_device(call, self.repeats, kernels)
-        return measure.by_clock(call, self.repeats, self.calls)
 
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:

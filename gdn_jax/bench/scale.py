@@ -199,13 +199,8 @@ class ScaleBenchmark(Benchmark):
         timing = measure.by_clock(call, self.repeats, self.calls)
         numbers: dict[str, Any] = {"temp GiB": measure.temporary_gib(program)}
         if self.kernels:
-
-            def calls() -> None:
-                for _ in range(self.calls - 1):
-                    call()
-                jax.block_until_ready(call())
-
-            found = profiles.kernels(profiles.profile(calls, 1), jax.devices()[0].local_hardware_id)
+            profile = profiles.profile(partial(measure.in_a_row, call, self.calls), 1)
+            found = profiles.kernels(profile, jax.devices()[0].local_hardware_id)
             numbers["by kernel"] = [x._asdict() for x in profiles.by_kernel(found, self.calls)]
         return timing, numbers
 

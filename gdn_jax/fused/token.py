@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused.kernels import fused_op, run, usable
+from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.reference import recurrent_step
@@ -207,10 +208,11 @@ def _mix_token_plain(static, token: Token):
     D = token.weight.shape[0]
     qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
     (B, HV, K, V), H = token.state.shape, heads.H
-    q, k, v = jnp.split(qkv, [H * K, 2 * H * K], axis=-1)
-    vectors = q.reshape(B, H, K), k.reshape(B, H, K), v.reshape(B, HV, V)
+    q, k, v = split_normalized(qkv, H, K, normalize=False)
     a, b = (token.gates[:, first : first + HV] for first in (heads.a, heads.b))
-    o, state = _plain(allow_neg_eigval, *vectors, a, b, token.A_log, token.dt_bias, token.state)
+    o, state = _plain(
+        allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, token.A_log, token.dt_bias, token.state
+    )
     return o, conv_state, state
 
 

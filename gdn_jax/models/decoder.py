@@ -18,7 +18,7 @@ from gdn_jax.models import alike
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
-from gdn_jax.shapes import check_array
+from gdn_jax.shapes import check_array, check_integer
 
 Cache = tuple[Any, ...]
 """Cache of a LanguageModel: one entry per block, made by its mixer."""
@@ -162,8 +162,7 @@ class LanguageModel(nnx.Module):
           ValueError: an argument is wrong; names it.
         """
         check_array("tokens", tokens, (None, None), "B T")
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens: expected an integer dtype, got {tokens.dtype}")
+        check_integer("tokens", tokens)
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
         x = embed(self.embedding[...], tokens, implementation=self.config.implementation)

@@ -1,5 +1,6 @@
 """A language model over pools of states, as `serving.Server` takes it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import serving
 from gdn_jax.blocks import shared_products
+from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.serving.pools import draft_slots
 
@@ -107,10 +109,7 @@ class ServedModel:
             )
             return mixer.rule_output(o, x), LayerPools(conv, state)
 
-        model = nnx.merge(self._graphdef, params)
-        x, new = model.hidden_states(tokens, around=mix, return_cache=True)
-        last = x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)]
-        return jnp.argmax(model.logits(last), -1).astype(jnp.int32), new or ()
+        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)])
 
     def decode(
         self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
@@ -132,17 +131,12 @@ class ServedModel:
                 mixer.a_proj(x)[:, 0],
                 mixer.b_proj(x)[:, 0],
                 pools[i].state,
-                A_log=mixer.A_log[...],
-                dt_bias=mixer.dt_bias[...],
                 read_slots=slots,
-                allow_neg_eigval=mixer.allow_neg_eigval,
-                batch_invariant=self._batch_invariant,
+                **self._options(mixer),
             )
             return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
 
-        model = nnx.merge(self._graphdef, params)
-        x, new = model.hidden_states(tokens[:, None], around=mix, return_cache=True)
-        return jnp.argmax(model.logits(x[:, 0]), -1).astype(jnp.int32), new or ()
+        return self._run(params, tokens[:, None], mix, lambda x: x[:, 0])
 
     def verify(
         self,
@@ -172,18 +166,30 @@ class ServedModel:
                 mixer.a_proj(x),
                 mixer.b_proj(x),
                 pools[i].state,
-                A_log=mixer.A_log[...],
-                dt_bias=mixer.dt_bias[...],
                 state_slots=draft_slots(pools[i].state, state_slots),
-                allow_neg_eigval=mixer.allow_neg_eigval,
-                batch_invariant=self._batch_invariant,
+                **self._options(mixer),
                 **spans,
             )
             return mixer.rule_output(o, x), LayerPools(conv, state)
 
+        return self._run(params, tokens, mix, lambda x: x)
+
+    def _run(
+        self, params: Any, tokens: Int[Array, "B T"], mix: Around, pick: Callable[[Array], Array]
+    ) -> tuple[Int[Array, "..."], tuple]:
+        """The likeliest tokens behind those that `pick` picks from all hidden states, and the pools."""
         model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
-        return jnp.argmax(model.logits(x), -1).astype(jnp.int32), new or ()
+        return jnp.argmax(model.logits(pick(x)), -1).astype(jnp.int32), new or ()
+
+    def _options(self, mixer: GatedDeltaNet) -> dict[str, Any]:
+        """Options of a layer that `serving.decode` and `serving.verify` have in common."""
+        return {
+            "A_log": mixer.A_log[...],
+            "dt_bias": mixer.dt_bias[...],
+            "allow_neg_eigval": mixer.allow_neg_eigval,
+            "batch_invariant": self._batch_invariant,
+        }
 
 
 def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
@@ -193,8 +199,5 @@ def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B 
 
 def _heads(mixer: GatedDeltaNet, qkv: Array) -> tuple[Array, Array, Array]:
     """Queries, keys and values [.., heads, width] of the convolution's output."""
-    keys, values = (mixer.num_heads, mixer.head_dim), (mixer.num_v_heads, mixer.head_v_dim)
-    key_dim = mixer.num_heads * mixer.head_dim
-    q, k, v = jnp.split(qkv, [key_dim, 2 * key_dim], -1)
-    leading = qkv.shape[:-1]
-    return q.reshape(*leading, *keys), k.reshape(*leading, *keys), v.reshape(*leading, *values)
+    q, k, v = split_normalized(qkv, mixer.num_heads, mixer.head_dim, normalize=False)
+    return q, k, v.reshape(*v.shape[:-1], mixer.num_v_heads, mixer.head_v_dim)

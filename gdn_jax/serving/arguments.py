@@ -18,6 +18,7 @@ from gdn_jax.shapes import (
     check_array,
     check_ascending,
     check_floating,
+    check_integer,
     check_whole,
     real_number,
     rule_dims,
@@ -110,8 +111,7 @@ def check_slots(
 def check_integers(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> None:
     """Raises ValueError unless x is an integer array of that shape."""
     check_array(name, x, shape, letters)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {x.dtype}")
+    check_integer(name, x)
 
 
 def check_values(check: Callable[..., None], *arrays: Any) -> None:

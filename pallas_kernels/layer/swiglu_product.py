@@ -87,20 +87,14 @@ def _store(cta: Cta, i, row, column, x) -> None:
         plgpu.copy_smem_to_gmem(h, gmem.h.at[rows, pl.ds(begin // 2, OUT // 2)])
 
 
-def _multiply(cta: Cta) -> None:
-    """The role of a multiplying warpgroup."""
-    x, w = cta.smem.x, cta.smem.w
-    tiles.multiply_tiles(
-        cta, lambda slot: (x.at[slot, cta.own_rows(0)], w.at[slot]), functools.partial(_store, cta)
-    )
-    plgpu.wait_smem_to_gmem(0)
+def _operands(cta: Cta, slot) -> tuple[Any, Any]:
+    return cta.smem.x.at[slot, cta.own_rows(0)], cta.smem.w.at[slot]
 
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     (M, D), N = gmem.x.shape, gmem.w.shape[1]
     cta = Cta(gmem, smem, M=M, N=N, D=D, **static)
-    pl.when(cta.wg == 2)(lambda: tiles.load_tiles(cta, functools.partial(_load, cta)))
-    pl.when(cta.wg < 2)(lambda: _multiply(cta))
+    tiles.work(cta, _load, _operands, _store)
 
 
 def swiglu_product(

@@ -27,6 +27,7 @@ Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -235,6 +236,21 @@ def load_tiles(cta: Cta, load: Callable, load_more: Callable | None = None) -> N
 
     steps = cta.tiles * cta.steps
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, last, ())
+
+
+def work(cta: Cta, load: Callable, operands: Callable, finish: Callable) -> None:
+    """The roles of all warpgroups of a kernel whose tiles are done when their last bulk store is.
+
+    Args:
+      load, operands, finish: of `load_tiles` and `multiply_tiles`, behind an argument for the CTA.
+    """
+
+    def multiply():
+        multiply_tiles(cta, functools.partial(operands, cta), functools.partial(finish, cta))
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.when(cta.wg == 2)(lambda: load_tiles(cta, functools.partial(load, cta)))
+    pl.when(cta.wg < 2)(multiply)
 
 
 def multiply_tiles(

@@ -91,22 +91,14 @@ def _store(cta: Cta, i, row, column, dw) -> None:
         plgpu.copy_smem_to_gmem(out, part.at[cta.own_rows(row), pl.ds(column + first, OUT)])
 
 
-def _multiply(cta: Cta) -> None:
-    """The role of a multiplying warpgroup."""
-    x, dy = cta.smem.x, cta.smem.dy
-    tiles.multiply_tiles(
-        cta,
-        lambda slot: (transposed(x.at[slot, :, cta.own_rows(0)]), dy.at[slot]),
-        functools.partial(_store, cta),
-    )
-    plgpu.wait_smem_to_gmem(0)
+def _operands(cta: Cta, slot) -> tuple[Any, Any]:
+    return transposed(cta.smem.x.at[slot, :, cta.own_rows(0)]), cta.smem.dy.at[slot]
 
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     (T, M), (parts, _, N) = gmem.x.shape, gmem.dw.shape
     cta = Cta(gmem, smem, M=M, N=N, D=T, parts=parts, **static)
-    pl.when(cta.wg == 2)(lambda: tiles.load_tiles(cta, functools.partial(_load, cta)))
-    pl.when(cta.wg < 2)(lambda: _multiply(cta))
+    tiles.work(cta, _load, _operands, _store)
 
 
 def weight_gradient(
