@@ -211,9 +211,8 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "                state_slots=draft_slots(pools[i].state, state_slots),\n"
-        "                allow_neg_eigval=mixer.allow_neg_eigval,\n",
-        "                state_slots=draft_slots(pools[i].state, state_slots),\n",
+        "                **self._options(mixer),\n                **spans,\n",
+        '                **self._options(mixer) | {"allow_neg_eigval": False},\n                **spans,\n',
         "tests/test_serving_batching.py::test_speculative_decoding",
     ),
     Fault(
