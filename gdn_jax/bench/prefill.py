@@ -20,8 +20,8 @@ import gdn_jax
 from gdn_jax import serving
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Case, Result
-from gdn_jax.bench.decode import DTYPES, ServingBenchmark
 from gdn_jax.bench.measure import Timing
+from gdn_jax.bench.serving import DTYPES, ServingBenchmark
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail

@@ -31,7 +31,7 @@ from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width, wrong
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.bench.sizes import model_config
-from gdn_jax.bench.step import training_step
+from gdn_jax.bench.training import training_step
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive

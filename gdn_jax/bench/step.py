@@ -8,29 +8,23 @@ The defaults fit a GPU of 80 GB, of which JAX takes 60 GiB: at 32768 tokens the 
 temporaries and 4.4 GiB for its state. Memory grows with the tokens.
 """
 
-import contextlib
 import dataclasses
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
-from flax import nnx
 
 from gdn_jax.bench import measure, profiles
 from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.sizes import model_config
+from gdn_jax.bench.training import training_step
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
-from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models import ModelConfig
 from gdn_jax.models.costs import multiplied_parameters
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.training import steps
-from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.peak import attention_flops, share_of_peak
 from gdn_jax.training.placement import Placement
 
@@ -55,49 +49,6 @@ KINDS = (
     ("element-wise", re.compile("")),
 )
 """Kind -> names of kernels, the first that fits."""
-
-
-class TrainingStep(NamedTuple):
-    """A compiled step, the function that runs it from where the last one ended, and the seconds before."""
-
-    program: Any
-    once: Callable[[], steps.StepMetrics]
-    loss: float
-    init_s: float
-    first_step_s: float
-
-
-@contextlib.contextmanager
-def training_step(
-    config: ModelConfig, rows: int, length: int, placement: Placement, seed: int, **compiler_options: Any
-) -> Iterator[TrainingStep]:
-    """A training step on random tokens, which runs inside the block; the first step is done."""
-    started = time.perf_counter()
-    model = LanguageModel(config, rngs=nnx.Rngs(seed))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    del model
-    optimizer = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
-    with placement.active():
-        state, shardings = placement.state(params, optimizer)
-        del params
-        jax.block_until_ready(state)
-        init_s = time.perf_counter() - started
-        rng = np.random.default_rng(seed)
-        text = rng.integers(0, config.vocab_size, (rows, length + 1)).astype(np.int32)
-        batch = Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32))
-        batch = jax.device_put(placement.batch(batch))
-        train: Any = steps.make_functions(graphdef, rest, optimizer, 1, shardings=shardings).train
-        started = time.perf_counter()
-        program = train.lower(state, batch).compile(compiler_options)
-        state, metrics = jax.block_until_ready(program(state, batch))
-        first_step_s = time.perf_counter() - started
-
-        def once() -> steps.StepMetrics:
-            nonlocal state
-            state, metrics = program(state, batch)
-            return metrics
-
-        yield TrainingStep(program, once, float(metrics.loss), init_s, first_step_s)
 
 
 @dataclasses.dataclass(frozen=True)
