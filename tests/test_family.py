@@ -23,7 +23,6 @@ QUICK = (
     "erase-0",
     "write-0",
     "packed",
-    "packed-vk-erase-a-channel",
     "segments",
 )
 
@@ -117,7 +116,8 @@ def test_the_oracle_is_its_own_derivative():
 
 def test_equal_channels_are_the_gated_delta_rule():
     """The family's oracle against the other one, and the channels' form against the heads' form, to 1e-6."""
-    x = family_cases.inputs(CASES["gate-of-a-head-erase-a-channel"])
+    case = CASES["gate-of-a-head-erase-a-channel"]
+    x = family_cases.inputs(case)
     beta = np.asarray(jax.nn.sigmoid(x.g * 10 + 1))
     g = np.repeat(x.g[..., None], x.k.shape[-1], -1)
     common = dict(initial_state=x.initial_state)
@@ -126,11 +126,10 @@ def test_equal_channels_are_the_gated_delta_rule():
     for name in ("o", "final_state", "dq", "dk", "dv", "dbeta", "dh_0"):
         assert_close(truth[name], ours[name], 1e-12, name)
     assert_close(truth["dg"], ours["dg"].sum(-1), 1e-12, "dg")
-    q, k, v, g, g_heads, beta, h_0 = map(jnp.asarray, (x.q, x.k, x.v, g, x.g, beta, x.initial_state))
-    heads = gated_delta_rule(q, k, v, g_heads, beta, initial_state=h_0)
-    channels = delta_rule(q, k, v, g, beta, initial_state=h_0)
-    for one, other in zip(heads, channels, strict=True):
-        assert_close(one, other, 1e-6)
+    heads = jax.jit(gated_delta_rule)(x.q, x.k, x.v, x.g, beta, initial_state=x.initial_state)
+    channels = evaluate(case, x._replace(g=g, beta=beta, erase=None, write=None), "chunked")
+    for one, name in zip(heads, ("o", "final_state"), strict=True):
+        assert_close(one, channels[name], 1e-6)
 
 
 def test_a_gate_of_each_head_runs_the_gated_delta_rule():
@@ -143,23 +142,24 @@ def test_a_gate_of_each_head_runs_the_gated_delta_rule():
     )
 
 
-@pytest.mark.parametrize("kind", ["mild", "bound", "-5", "kinds", "some -inf"])
-def test_no_gate_reaches_back(kind):
-    """Changing gates after token t leaves every output up to t as it is, bit for bit."""
-    case = family_cases.FamilyCase(family_cases.Case("causal", T=64, B=1, heads=(1, 1, 1), K=16, V=8), kind)
-    x = family_cases.inputs(case)
+def test_no_gate_reaches_back():
+    """Changing gates after token t leaves every output up to t as it is, bit for bit, for every kind of gates."""
+    call = family_cases.Case("causal", T=64, B=1, heads=(1, 1, 1), K=16, V=8)
+    kinds = ("mild", "bound", "-5", "kinds", "some -inf")
+    rows = [family_cases.inputs(family_cases.FamilyCase(call, kind)) for kind in kinds]
+    q, k, v, g, beta = (np.concatenate([getattr(x, name) for x in rows]) for name in PRIMALS[:5])
     rule = jax.jit(functools.partial(delta_rule, chunk_size=64, implementation="chunked"))
-    o, _ = rule(x.q, x.k, x.v, x.g, x.beta)
+    o, _ = rule(q, k, v, g, beta)
     for t in (0, 3, 7, 15, 16, 20, 31, 32, 45, 62):
-        g = x.g.copy()
-        g[:, t + 1 :] = 0.3 * np.where(np.isinf(g[:, t + 1 :]), -1.0, g[:, t + 1 :]) - 0.01
-        again, _ = rule(x.q, x.k, x.v, g, x.beta)
+        changed = g.copy()
+        changed[:, t + 1 :] = 0.3 * np.where(np.isinf(g[:, t + 1 :]), -1.0, g[:, t + 1 :]) - 0.01
+        again, _ = rule(q, k, v, changed, beta)
         np.testing.assert_array_equal(again[:, : t + 1], o[:, : t + 1], err_msg=f"token {t}")
 
 
 def test_strong_gates_have_their_own_gradient():
     """dg at tokens of -20 is tiny, and right by its own size: sums that ought to cancel would drown it."""
-    case = family_cases.FamilyCase(family_cases.Case("dg", T=130, B=1, heads=(1, 1, 1), K=16, V=16), "mild")
+    case = CASES["channels-mild"]
     x = family_cases.inputs(case)
     strong = np.arange(5, 130, 23)
     x.g[:, strong] = -20
@@ -251,44 +251,42 @@ def test_packed_products_and_segments():
     shape = (1, 20, 2, 1)
     q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((1, 20, 1, 4), (*shape, 4), (*shape, 3)))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    q, k, v = map(jnp.asarray, (q, k, v))
-    packed, _ = gated_delta_product(q, k, v, cu_seqlens=jnp.array([0, 7, 20]))
-    ids = jnp.repeat(jnp.array([[0, 1]]), jnp.array([7, 13]), 1)
-    segments, _ = gated_delta_product(q, k, v, segment_ids=ids)
-    alone = [gated_delta_product(q[:, s], k[:, s], v[:, s])[0] for s in (slice(0, 7), slice(7, 20))]
+    expected = np.zeros((1, 20, 1, 3))
+    for t in range(20):
+        S = np.zeros((4, 3)) if t in (0, 7) else S
+        for k_i, v_i in zip(k[0, t, :, 0].astype(np.float64), v[0, t, :, 0], strict=True):
+            S = S + np.outer(k_i, v_i - k_i @ S)
+        expected[0, t, 0] = q[0, t, 0] @ S / 2
+    rule = jax.jit(functools.partial(gated_delta_product, implementation="recurrent"))
+    packed, _ = rule(q, k, v, cu_seqlens=np.array([0, 7, 20]))
+    segments, _ = rule(q, k, v, segment_ids=np.repeat([[0, 1]], [7, 13], 1))
     for got in (packed, segments):
-        assert_close(np.concatenate(alone, 1), np.asarray(got), bound("o", "float32"))
+        assert_close(expected, np.asarray(got), bound("o", "float32"))
 
 
 def test_steps_equal_the_row():
     """Token by token from a state, as the whole row; and the states at the start of the chunks lie between."""
-    x = jax.tree.map(jnp.asarray, family_cases.inputs(CASES["erase-and-write-a-channel"]))
-    strengths = dict(erase=x.erase, write=x.write)
-    T = 70
-    o, final = delta_rule(
-        x.q[:, :T], x.k[:, :T], x.v[:, :T], x.g[:, :T], erase=x.erase[:, :T], write=x.write[:, :T],
-        initial_state=x.initial_state,
-    )  # fmt: skip
+    case = CASES["erase-and-write-a-channel"]
+    x = family_cases.inputs(case)
+    row = evaluate(case, x, "chunked")
 
     @jax.jit
     def steps(state, tokens):
         def token(S, y):
             q, k, v, g, erase, write = y
             o, S = delta_step(q, k, v, g, None, S, erase=erase, write=write)
-            return S, o
+            return S, (o, S)
 
         return jax.lax.scan(token, state, tokens)
 
-    tokens = [jnp.moveaxis(jnp.asarray(y[:, :T]), 1, 0) for y in (x.q, x.k, x.v, x.g, x.erase, x.write)]
-    S, outputs = steps(x.initial_state, tokens)
-    assert_close(np.moveaxis(np.asarray(outputs), 0, 1), np.asarray(o), bound("o", "float32"))
-    assert_close(np.asarray(S), np.asarray(final), bound("o", "float32"))
-    h = delta_chunk_states(x.k, x.v, x.g, **strengths, initial_state=x.initial_state)
-    _, middle = delta_rule(
-        x.q[:, :64], x.k[:, :64], x.v[:, :64], x.g[:, :64], erase=x.erase[:, :64], write=x.write[:, :64],
-        initial_state=x.initial_state,
-    )  # fmt: skip
-    assert_close(np.asarray(middle), np.asarray(h[:, 1]), bound("o", "float32"))
+    tokens = [np.moveaxis(y, 1, 0) for y in (x.q, x.k, x.v, x.g, x.erase, x.write)]
+    S, (outputs, states) = steps(x.initial_state, tokens)
+    assert_close(np.moveaxis(np.asarray(outputs), 0, 1), row["o"], bound("o", "float32"))
+    assert_close(np.asarray(S), row["final_state"], bound("o", "float32"))
+    strengths = dict(erase=x.erase, write=x.write, initial_state=x.initial_state)
+    h = jax.jit(delta_chunk_states)(x.k, x.v, x.g, **strengths)
+    for chunk in (1, 2):
+        assert_close(np.asarray(states)[64 * chunk - 1], np.asarray(h[:, chunk]), bound("o", "float32"))
 
 
 @pytest.mark.slow
