@@ -127,7 +127,7 @@ def rules(*quick: str):
     return pytest.mark.parametrize("rule", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-@rules("KDA bounded", "GDN-2")
+@rules("KDA bounded")
 def test_decode(rule):
     """Token for token the oracle's outputs and states, from a pool of states and from a ring; padding gives zeros."""
     T = 7
@@ -136,8 +136,8 @@ def test_decode(rule):
     plain, ring = pool, make_ring(pool)
     for t in range(T):
         token = x.at(slice(None), t)
-        o, plain = token.call(serving.decode, plain, read_slots=SLOTS)
-        on_ring, ring = token.call(serving.decode, ring, read_slots=SLOTS)
+        o, plain = token.call(serving.decode, plain, read_slots=SLOTS, null_slot=5)
+        on_ring, ring = token.call(serving.decode, ring, read_slots=SLOTS, null_slot=5)
         assert_close(want[:, t], o, STATE_F32, f"o of token {t}", 1)
         assert_close(want[:, t], on_ring, STATE_F32, f"o of token {t} on a ring", 1)
     assert_close(last, np.asarray(plain)[SLOTS], STATE_F32, "states", 1)
@@ -159,7 +159,10 @@ def test_decode(rule):
 TREE = np.array([[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]])
 
 
-@pytest.mark.parametrize("rule, parents", [("KDA", None), ("GDN-2", TREE)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "rule, parents",
+    [pytest.param("KDA", None, id="chain", marks=pytest.mark.slow), pytest.param("GDN-2", TREE, id="tree")],
+)
 def test_verify(rule, parents):
     """Drafts of which some are accepted: a state after each in a pool of states, and the same from a ring."""
     T, steps = 4, 4
@@ -324,6 +327,7 @@ def test_equal_channels_are_one_decay_a_head():
         assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 def test_heads_on_a_mesh():
     """Every device serves its own heads of a pool of states and of a ring."""
     x, pool = draw("GDN-2", 1), draw_pool(6)
@@ -337,6 +341,32 @@ def test_heads_on_a_mesh():
         assert_close(np.asarray(want), np.asarray(o), 1e-6)
         for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(new), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_layers_and_lone_requests():
+    """One layer of a pool of several, and a request whose bits do not depend on the others of its call."""
+    x, pool = draw("GDN-2", 3), draw_pool(6)
+    token, alone = x.at(slice(None), 0), x.at(slice(1, 2), 0)
+    layers = jnp.stack([jnp.asarray(pool) + 1, jnp.asarray(pool)], 1)
+    ring = serving.make_ring_pool(layers, num_key_heads=HK, length=LENGTH, channels=True)
+    for start, whole in ((jnp.asarray(pool), layers), (make_ring(pool, dtype=jnp.bfloat16), ring)):
+        want, left = token.call(serving.decode, start, read_slots=SLOTS, batch_invariant=True)
+        o, new = token.call(serving.decode, whole, read_slots=SLOTS, batch_invariant=True, layer=1)
+        assert_same_bits(want, o)
+        states, one, before = (getattr(y, "state", y) for y in (new, left, whole))
+        assert_same_bits(one, states[:, 1])
+        assert_same_bits(before[:, 0], states[:, 0])
+        lone, _ = alone.call(serving.decode, start, read_slots=SLOTS[1:2], batch_invariant=True)
+        assert_same_bits(want[1:2], lone)
+        spans = dict(num_accepted_tokens=np.ones(N, int), batch_invariant=True)
+        slots = (
+            SLOTS if hasattr(start, "state") else np.pad(SLOTS[:, None], ((0, 0), (0, 2)), constant_values=-1)
+        )
+        want, _ = x.call(serving.verify, start, state_slots=slots, **spans)
+        spans["num_accepted_tokens"] = spans["num_accepted_tokens"][:1]
+        lone, _ = x.at(slice(1, 2)).call(serving.verify, start, state_slots=slots[1:2], **spans)
+        assert_same_bits(want[1:2], lone)
 
 
 @pytest.mark.parametrize(
