@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_cases import HK, draw, draw_pool, one
+from serving_cases import HK, K, draw, draw_pool, one
 
 from gdn_jax import serving
 
@@ -55,14 +55,31 @@ WITH_A_RING = {
 }
 
 
-KINDS = {"pool": CALLS | WITHOUT_A_RING, "ring": CALLS | WITH_A_RING, "ring for trees": FOR_TREES}
+def of_channels(call, x, pool, **where):
+    """A call of tokens with a decay and an erase strength of each channel."""
+    q, k, v, a, b = x
+    gates = X.gates | {"dt_bias": jnp.repeat(X.gates["dt_bias"][:, None], K, 1)}
+    a, strengths = (jnp.repeat(y[..., None], K, -1) for y in (a, b))
+    return call(q, k, v, a, strengths, pool, w=b, **gates, **where)
+
+
+SPANS = dict(state_slots=SLOTS, num_accepted_tokens=np.array([1, 3]))
+DECODE_CHANNELS = {"decode": lambda pool: of_channels(serving.decode, one(X), pool, read_slots=SLOTS)}
+VERIFY_CHANNELS = {"verify": lambda pool: of_channels(serving.verify, tokens(), pool, **SPANS)}
+KINDS = {
+    "pool": CALLS | WITHOUT_A_RING,
+    "ring": CALLS | WITH_A_RING,
+    "ring for trees": FOR_TREES,
+    "pool, gates of channels": DECODE_CHANNELS,
+    "ring, gates of channels": DECODE_CHANNELS | VERIFY_CHANNELS,
+}
 
 
 def cases():
     """Kinds of pools and calls; those that take long to compile are slow tests."""
     for kind, calls in KINDS.items():
         for name in calls:
-            slow = "checkpoints" in name or (kind, name) == ("ring", "prefill")
+            slow = "checkpoints" in name or (kind, name) == ("ring", "prefill") or "channels" in kind
             yield pytest.param(kind, name, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -72,7 +89,8 @@ def test_nothing_is_copied(kind, name):
         lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), jnp.asarray(draw_pool(1))
     )
     if "ring" in kind:
-        make = partial(serving.make_ring_pool, num_key_heads=HK, trees="trees" in kind)
+        options = dict(trees="trees" in kind, channels="channels" in kind)
+        make = partial(serving.make_ring_pool, num_key_heads=HK, **options)
         pool = jax.eval_shape(make, pool)
     memory = jax.jit(KINDS[kind][name], donate_argnums=0).lower(pool).compile().memory_analysis()
     sizes = [np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool)]
