@@ -104,7 +104,7 @@ class HeadTransition(NamedTuple):
 
     def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
         """k^T (to_end v_new): what the values v_new leave in the state at the chunk's end."""
-        return numerics.einsum("...ck,...cv->...kv", self.k, self.to_end[..., None] * v_new)
+        return numerics.write(self.k, self.to_end[..., None] * v_new)
 
     def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
         found = self.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
@@ -148,8 +148,7 @@ class ChannelTransition(NamedTuple):
         return self._replace(keep=keep)
 
     def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        written = numerics.einsum("...ck,...cv->...kv", self.write_k, v_new)
-        return self.select(self.total[..., None] * h + written)
+        return self.select(self.total[..., None] * h + numerics.write(self.write_k, v_new))
 
     def select(self, new: jax.Array) -> jax.Array:
         return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
