@@ -12,7 +12,8 @@ The gates factor out of the inverse: Gamma comes last, element by element, with 
 overflows, whatever the decay, and all chunks are independent.
 
 Inputs (GMEM): k [B, T, Hk, K], beta_t and g2_cum [B, HO, NT C] float32, first [NT C] int32 (packed rows only): L is
-taken between tokens of one sequence.
+taken between tokens of one sequence, and every product of what joins tokens is cleared between sequences: zeros times
+a NaN of a neighbour would be NaN.
 Outputs (GMEM): t = T [B, HO, NT C, C] in k's dtype. For keys to be normalised, with rstd = (|k|^2 + 1e-6)^(-1/2) from
 the diagonal of K K^T: A is that of the normalised keys, t = diag(rstd) T, and rstd [B, Hk, NT C] float32.
 Grid: persistent, one CTA per SM with `warpgroups` independent warpgroups; each walks over (chunk, key head) and
@@ -141,11 +142,33 @@ def _normalized(kk, rstd_smem):
 
 
 def _of_one_sequence(first, part: int):
-    """Marks the entries of part number `part` that join two tokens of one sequence. first [64] in layout ROW."""
-    if part == 2:
+    """Marks the entries of part number `part` that join a token to one of its sequence, not after it.
+
+    first [64] in layout ROW.
+    """
+    if part == 2:  # of which only the lower half is read, where no column is after a row
         return iota((CHUNK, HALF), 1) >= along_rows(first, HALF)
     block = iota((CHUNK, BLOCK), 0) // BLOCK - part
-    return block * BLOCK + iota((CHUNK, BLOCK), 1) >= along_rows(first, BLOCK)
+    own = block * BLOCK + iota((CHUNK, BLOCK), 1) >= along_rows(first, BLOCK)
+    if part == 0:
+        own = own & (iota((CHUNK, BLOCK), 0) % BLOCK >= iota((CHUNK, BLOCK), 1))
+    return own
+
+
+def _kept(x, first, part: int):
+    """x with zeros where it joins tokens of two sequences.
+
+    A product of zeros with what another sequence holds is no zero where that is NaN or infinite.
+    """
+    return x if first is None else jnp.where(_of_one_sequence(first, part), x, jnp.zeros((), x.dtype))
+
+
+def _kept_transposed(dev: Device, x, first):
+    """x with zeros as by `_kept`, for the transposed blocks left of the diagonal."""
+    if first is None:
+        return x
+    marks = jnp.where(_of_one_sequence(first, 1), 1.0, 0.0).astype(jnp.float16)
+    return jnp.where(dev.blocks_transpose(marks) != 0.0, x, 0.0)
 
 
 def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
@@ -160,7 +183,7 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
         if first is None:
             return part
         # Zeros stay zeros whatever beta the padding holds: NaN times 0 would spread to the tokens beside it.
-        return jnp.where(_of_one_sequence(first, n) & (parts[n] != 0.0), part, 0.0)
+        return _kept(jnp.where(parts[n] != 0.0, part, 0.0), first, n)
 
     w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
@@ -175,8 +198,8 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     x_half = x.astype(jnp.float16)
     for n in (1, 2, 3):  # to blocks of 4, 8, 16
         x_l = dev.blocks_multiply_add(nothing, x_half, l_t)
-        x_l = jnp.where((level >> n) == 1, x_l, 0.0).astype(jnp.float16)
-        x = dev.blocks_multiply_add(x, x_l, dev.blocks_transpose(x_half))
+        x_l = _kept(jnp.where((level >> n) == 1, x_l, 0.0), first, 0).astype(jnp.float16)
+        x = _kept(dev.blocks_multiply_add(x, x_l, dev.blocks_transpose(x_half)), first, 0)
         x_half = x.astype(jnp.float16)
 
     # To blocks of 32: rows of an odd block w gain X_w L[w, w-1] X_{w-1}. Row 16 + r of xt_smem is row r of X^T, so
@@ -185,7 +208,8 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     plgpu.commit_smem()
     below = plgpu.load(xt_smem.at[0:CHUNK], layout=WGMMA)
     l_x_t = dev.blocks_multiply_add(nothing, below, l_left)  # (L[w, w-1] X_{w-1})^T
-    gained = dev.blocks_multiply_add(nothing, x_half, l_x_t.astype(jnp.float16))
+    l_x_t = _kept_transposed(dev, l_x_t, first).astype(jnp.float16)
+    gained = _kept(dev.blocks_multiply_add(nothing, x_half, l_x_t), first, 1)
     odd = (w & 1) == 1
     x32 = lax.concatenate([jnp.where(odd, gained, x), jnp.where(odd, x, 0.0)], 1)
 
@@ -194,8 +218,8 @@ def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     x_smem[...] = x32.astype(jnp.float16)
     plgpu.commit_smem()
     right = jnp.where(lower, x32, 0.0)
-    x_l = dev.product(right.astype(jnp.float16), l_smem.at[HALF:CHUNK])
-    quarter = dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF])
+    x_l = _kept(dev.product(right.astype(jnp.float16), l_smem.at[HALF:CHUNK]), first, 2)
+    quarter = _kept(dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF]), first, 2)
     return jnp.where(lower, quarter, x32), right
 
 
