@@ -208,12 +208,16 @@ def _walk_lanes(numerics, A, transition, x, forcing, h0):
     identity = jnp.zeros_like(h0, shape=(*shape[:-2], K, K)) + jnp.eye(K, dtype=h0.dtype)
     carried = _walk(numerics, A, transition, None, None, identity).last
 
+    passes = None if transition.keep is None else transition.keep.all(0)
+
     def join(h, lane):
-        written, carried = lane
+        written, carried, passes = lane
         product = jnp.einsum("...kj,...jv->...kv", carried, h, precision=lax.Precision.HIGHEST)
+        if passes is not None:  # zeros times the NaN of a sequence that has ended would go on
+            product = jnp.where(passes[..., None, None], product, 0)
         return written + product, h
 
-    _, starts = lax.scan(join, h0, (written, carried))
+    _, starts = lax.scan(join, h0, (written, carried, passes))
     states = _walk(numerics, A, transition, x, forcing, starts)
     return states._replace(last=states.last[-1])
 

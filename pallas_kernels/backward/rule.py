@@ -269,6 +269,9 @@ def _run(
     dbeta = None
     if beta is not None:
         strengths = beta.astype(jnp.float32)
+        if tables is not None:  # whatever the padding holds
+            is_token = jnp.arange(T) < tables.cu_seqlens[-1]
+            strengths = jnp.where(is_token[:, None], strengths, 0.0)
         dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
     if g is not None:
         dg = jnp.where(_has_no_past(x, tables), 0.0, dg).astype(g.dtype)

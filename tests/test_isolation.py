@@ -1,0 +1,242 @@
+"""A NaN or an infinity of one packed sequence stays in it: every bit of the others is what it was, in both directions.
+
+In its own sequence it is seen: nothing replaces it by a number.
+"""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pool_prompts
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from serving_cases import assert_same_bits
+
+from gdn_jax import chunk_states, chunked, gated_delta_product, serving
+from gdn_jax.checks import cases
+from gdn_jax.shapes import RuleArrays
+from pallas_kernels.backward import gradients as gradients_kernel
+from pallas_kernels.backward import rule as backward_rule
+from pallas_kernels.chunks import inverse
+from pallas_kernels.forward import rule as forward_rule
+
+TOKENS, OF_SEQUENCES = ("q", "k", "v", "g", "beta", "do"), ("initial_state", "dh_T")
+BAD = (np.nan, np.inf)
+bad_numbers = pytest.mark.parametrize("bad", BAD)
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def owners(cu: np.ndarray, T: int) -> np.ndarray:
+    """Sequence of each token, -1 for padding."""
+    sequence = np.searchsorted(cu, np.arange(T), side="right") - 1
+    return np.where(sequence < len(cu) - 1, sequence, -1)
+
+
+def spoilt(x, victim: int, bad: float):
+    """Name and inputs for one bad number at a time: in each array, at the first, a middle and the last token."""
+    mine = np.flatnonzero(owners(x.cu_seqlens, x.q.shape[1]) == victim)
+    for name in (name for name in TOKENS if getattr(x, name, None) is not None):
+        for token in sorted({mine[0], mine[len(mine) // 2], mine[-1]}):
+            y = getattr(x, name).copy()
+            y[0, token, -1] = bad
+            yield f"{name} of token {token}", x._replace(**{name: y})
+    for name in OF_SEQUENCES:
+        y = getattr(x, name).copy()
+        y[victim, 0] = bad
+        yield name, x._replace(**{name: y})
+
+
+def assert_isolated(x, victims, clean: dict, got: dict, what: str) -> None:
+    """Every result of the other sequences is as it was, and some result of the victims is no number."""
+    owner, seen = owners(x.cu_seqlens, x.q.shape[1]), False
+    for name, y in clean.items():
+        of_sequences = name in ("final_state", "dh_0")
+        mine = np.isin(np.arange(len(y)) if of_sequences else owner, victims)
+        a, b = (z if of_sequences else np.moveaxis(np.asarray(z), 1, 0) for z in (y, got[name]))
+        np.testing.assert_array_equal(a[~mine], b[~mine], f"{name}, {what}")
+        seen |= not np.isfinite(np.asarray(b[mine]).astype(np.float32)).all()
+    assert seen, f"{what}: not seen"
+
+
+@bad_numbers
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_plain_forms(implementation, bad):
+    case = cases.CASES["packed"]
+    x = cases.inputs(case)
+    clean = harness.evaluate(implementation, case.options, x)
+    for victim in (2, 4):
+        for what, y in spoilt(x, victim, bad):
+            got = harness.evaluate(implementation, case.options, y)
+            assert_isolated(x, [victim], clean, got, what)
+
+
+@pytest.mark.slow
+@bad_numbers
+def test_lanes(bad):
+    """Chunks walked in four lanes, as on a GPU."""
+    case = cases.Case("packed-lanes", T=190, B=1, lengths=(5, 0, 64, 33, 1, 80), K=8, V=8, chunk_size=16)
+    x = cases.inputs(case)
+
+    def call(*primals):
+        packing = dict(cu_seqlens=jnp.asarray(x.cu_seqlens), chunk_size=case.chunk_size, lanes=4)
+        return chunked.chunked_rule(*primals, scale=case.K**-0.5, **packing)
+
+    @jax.jit
+    def value_and_gradients(primals, cotangents):
+        outputs, vjp = jax.vjp(call, *primals)
+        return outputs, vjp(cotangents)
+
+    clean = harness.named(value_and_gradients(x[:6], (x.do, x.dh_T)))
+    for victim in (0, 2, 3):
+        for what, y in spoilt(x, victim, bad):
+            got = harness.named(value_and_gradients(y[:6], (y.do, y.dh_T)))
+            assert_isolated(x, [victim], clean, got, what)
+
+
+@bad_numbers
+def test_chunk_states_and_products(bad):
+    """The states inside sequences, and several steps a token."""
+    rng = np.random.default_rng(0)
+    T, cu = 40, jnp.array([0, 5, 6, 30])
+    k, v = (rng.standard_normal((1, T, 2, D)).astype(np.float32) / 2 for D in (4, 3))
+    states = jax.jit(functools.partial(chunk_states, chunk_size=16))
+    clean = np.asarray(states(k, v, cu_seqlens=cu))
+    spoilt_v = v.copy()
+    spoilt_v[0, 5] = bad  # a sequence of one token: no state inside
+    np.testing.assert_array_equal(clean, states(k, spoilt_v, cu_seqlens=cu))
+    spoilt_v[0, 7] = bad  # in the first chunk of the third, whose second chunk is the last of all
+    got = np.asarray(states(k, spoilt_v, cu_seqlens=cu))
+    np.testing.assert_array_equal(clean[:, :3], got[:, :3])
+    assert not np.isfinite(got[0, 3]).all()
+
+    steps = jax.jit(gated_delta_product)
+    two = [rng.standard_normal((1, T, 2, 2, D)).astype(np.float32) / 2 for D in (4, 3)]
+    clean = steps(k, *two, cu_seqlens=cu)
+    two[0][0, 5, 1] = bad
+    got = steps(k, *two, cu_seqlens=cu)
+    others = np.arange(T) != 5
+    np.testing.assert_array_equal(clean[0][:, others], got[0][:, others])
+    np.testing.assert_array_equal(clean[1][::2], got[1][::2])
+    assert not np.isfinite(got[1][1]).all()
+
+
+@pytest.mark.parametrize("normalize", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_inverse_of_a_shared_chunk(normalize):
+    """Six sequences in one chunk, borders inside blocks of every size; every second one is full of NaN or too long."""
+    rng, cu = np.random.default_rng(0), (0, 5, 6, 20, 23, 50, 64)
+    first = np.repeat(cu[:-1], np.diff(cu)).astype(np.int32)
+    k = rng.normal(size=(1, 64, 1, 64)).astype(np.float32) / 8
+    beta = rng.uniform(size=(1, 1, 64)).astype(np.float32)
+    g2_cum = -np.cumsum(rng.uniform(size=(1, 1, 64)), 2).astype(np.float32) / 8
+
+    def t(*arrays):
+        k, beta, g2_cum = map(jnp.asarray, arrays)
+        options = dict(normalize=normalize, config=inverse.Config(1, 1, 1), interpret=INTERPRET)
+        result = inverse.gated_inverse(k.astype(jnp.bfloat16), beta, g2_cum, jnp.asarray(first), **options)
+        return np.asarray(result.t[0, 0]).astype(np.float32)
+
+    clean = t(k, beta, g2_cum)
+    for bad, victims in ((np.nan, (0, 6, 23)), (1e30, (5, 20, 50))):
+        mine = np.isin(first, victims)
+        others = np.ix_(~mine, ~mine)
+        spoilt = k.copy(), beta.copy(), g2_cum.copy()
+        spoilt[0][:, mine] = bad
+        if np.isnan(bad):
+            spoilt[1][..., mine] = spoilt[2][..., mine] = bad
+        got = t(*spoilt)
+        np.testing.assert_array_equal(clean[others], got[others])
+        assert not np.isfinite(got[mine]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "segment_chunks"), [("bfloat16", 0), ("float16", 1)])
+def test_kernels(dtype, segment_chunks, monkeypatch):
+    """Forward and backward, with two sequences full of NaN and NaN in the padding, in chunks that others share."""
+    for module in (forward_rule, backward_rule):
+        monkeypatch.setattr(module, "known_lengths", lambda cu_seqlens: None)
+    case = cases.Case("isolation", T=136, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(20, 1, 60, 0, 40))
+    x = cases.inputs(case, dtype)
+    mine = np.isin(owners(x.cu_seqlens, case.T), (1, 4, -1))
+
+    def evaluate(x):
+        call = RuleArrays(*map(jnp.asarray, x[:6]), x.cu_seqlens, None)
+        config = forward_rule.Config(segment_chunks=segment_chunks, inverse=inverse.Config(1, 1, 2))
+        options = dict(scale=case.K**-0.5, interpret=INTERPRET)
+        o, final, residuals = forward_rule.forward(call, config=config, **options)
+        cotangents = backward_rule.OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T))
+        gradients = gradients_kernel.Config(ctas=2)
+        config = backward_rule.Config(segments=bool(segment_chunks), gradients=gradients)
+        back = backward_rule.backward(call, residuals, cotangents, config=config, **options)
+        return {"o": o, "final_state": final, **back._asdict()}
+
+    arrays = {name: getattr(x, name).copy() for name in (*TOKENS, *OF_SEQUENCES)}
+    for name in TOKENS:
+        arrays[name][:, mine] = np.nan
+    for name in OF_SEQUENCES:
+        arrays[name][[1, 4]] = np.nan
+    got = evaluate(x._replace(**arrays))
+    assert_isolated(x, [1, 4, -1], evaluate(x), got, "all of two sequences")
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert not np.asarray(got[name])[:, x.cu_seqlens[-1] :].any(), f"{name} of the padding"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_prompts(batch_invariant):
+    """Prompts into a pool: NaN in one of them, and in one that has no slot."""
+    case = pool_prompts.Case("isolation", (5, 3, 0, 9), K=8, V=4, dtype="float32", padding=(1,))
+    x = pool_prompts.draw(case)
+    options = dict(implementation="chunked", batch_invariant=batch_invariant, chunk_size=64)
+    o, pool = pool_prompts.serve(case, x, **options)
+    owner = owners(case.cu_seqlens, o.shape[1])
+    mine = np.isin(owner, (1, 3))
+    tokens = [y.copy() for y in x["tokens"]]
+    for y in tokens:
+        y[:, mine] = np.nan
+    got_o, got_pool = pool_prompts.serve(case, x | {"tokens": tuple(tokens)}, **options)
+    np.testing.assert_array_equal(np.asarray(o)[:, owner != 3], np.asarray(got_o)[:, owner != 3])
+    others = np.arange(len(pool)) != x["read_slots"][3]
+    assert_same_bits(np.asarray(pool)[others], np.asarray(got_pool)[others], "other slots")
+    assert np.isnan(got_o)[:, owner == 3].any() and np.isnan(got_pool)[x["read_slots"][3]].any()
+
+
+@bad_numbers
+@pytest.mark.parametrize("kind", ["states", "ring"])
+def test_tokens_of_requests(kind, bad):
+    """One token, then drafts, of three requests; the second one holds a bad number."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def arrays(*front):
+        return [normal(*front, H, D) for H, D in ((1, 4), (1, 4), (2, 3))] + [normal(*front, 2) for _ in "ab"]
+
+    states, gates = normal(9, 2, 4, 3), dict(A_log=normal(2), dt_bias=normal(2))
+    slots = np.array([[0, 1], [2, 3], [4, 5]])
+    one, drafts = arrays(3), arrays(3, 2)
+
+    def evaluate(one, drafts):
+        ring = kind == "ring"
+        pool = jnp.array(states)
+        if ring:
+            pool = serving.make_ring_pool(pool, num_key_heads=1, length=4, dtype=jnp.float32)
+        o, pool = serving.decode(*one, pool, read_slots=slots[:, 0], **gates)
+        named = slots[:, 0] if ring else slots
+        accepted = np.ones(3, np.int32)
+        o_drafts, pool = serving.verify(
+            *drafts, pool, state_slots=named, num_accepted_tokens=accepted, **gates
+        )
+        pool = serving.flush(pool, slots[:, 0]).state if ring else pool
+        return tuple(map(np.asarray, (o, o_drafts, pool)))
+
+    clean = evaluate(one, drafts)
+    for n, where in [(n, where) for where in (0, 1) for n in range(5)]:
+        spoilt = [[y.copy() for y in some] for some in (one, drafts)]
+        spoilt[where][n][1, ..., -1] = bad
+        got = evaluate(*spoilt)
+        for a, b in zip(clean[:2], got[:2], strict=True):
+            np.testing.assert_array_equal(a[[0, 2]], b[[0, 2]], f"array {n}")
+        other = np.setdiff1d(np.arange(len(clean[2])), slots[1])
+        np.testing.assert_array_equal(clean[2][other], got[2][other], f"array {n}")
