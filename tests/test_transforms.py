@@ -16,6 +16,7 @@ from tolerances import FINITE_DIFFERENCES, assert_close, differences, head_axis,
 import gdn_jax
 from gdn_jax import chunked
 from gdn_jax.checks import cases, oracle
+from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.chunks.rows import RESIDUAL_NAMES
 
@@ -150,6 +151,56 @@ def test_vmap(implementation):
         expected = oracle.gradients(**x.arguments, do=many[0].do, dh_T=many[0].dh_T)
         for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
             assert_close(reference, got[i], tolerance(name, "float32"), name, head_axis(name))
+
+
+BFLOAT16_MAPPED = {"v": (2,), "gates and state": (3, 4, 5), "k": (1,)}
+"""Name -> places of the inputs that a call is mapped over, alone."""
+
+
+@pytest.mark.parametrize("name", harness.tiers(BFLOAT16_MAPPED, ("v",)))
+def test_vmap_of_packed_bfloat16(name):
+    """Forward and gradients where some inputs alone are mapped: on a CPU a product then takes a form of its own."""
+    case = cases.Case("vmap-bfloat16", T=20, B=1, heads=(2, 2, 2), K=8, V=4, lengths=(3, 0, 16), chunk_size=16)
+    many = [cases.inputs(case, "bfloat16", seed=seed) for seed in range(2)]
+    mapped = BFLOAT16_MAPPED[name]
+    both = value_and_gradients("chunked", case.options)
+    axes = tuple(0 if i in mapped else None for i in range(6))
+    primals = tuple(np.stack([x[i] for x in many]) if i in mapped else many[0][i] for i in range(6))
+    call = jax.jit(jax.vmap(both, (axes, None, None, None)))
+    results = call(primals, (many[0].do, many[0].dh_T), many[0].cu_seqlens, None)
+    for i, x in enumerate(many):
+        x = cases.Inputs(*(x[j] if j in mapped else many[0][j] for j in range(10)))
+        harness.check(case, x, "bfloat16", harness.named(jax.tree.map(lambda y, i=i: y[i], results)))
+
+
+def test_tangents_of_packed_bfloat16():
+    """jvp mapped over tangents of k, in which the same product has the other operand mapped."""
+    case = cases.Case("jvp-bfloat16", T=20, B=1, heads=(2, 2, 2), K=8, V=4, lengths=(3, 0, 16), chunk_size=16)
+    x = cases.inputs(case, "bfloat16")
+    f = functools.partial(rule, "chunked", case, x)
+    primals = tuple(jnp.asarray(y) for y in x[:6])
+    along = jnp.asarray(np.random.default_rng(1).standard_normal((2, *x.k.shape)), jnp.bfloat16)
+
+    @jax.jit
+    @jax.vmap
+    def tangents(dk):
+        return jax.jvp(lambda k: f(primals[0], k, *primals[2:]), primals[1:2], (dk,))[1]
+
+    gradients = oracle_gradients(case, x, x[:6])
+    for dk, o_t, h_t in zip(along, *tangents(along), strict=True):
+        expected = (gradients[1] * np.asarray(dk, np.float64)).sum()
+        got = (np.asarray(o_t, np.float64) * x.do).sum() + (np.asarray(h_t, np.float64) * x.dh_T).sum()
+        largest = np.linalg.norm(gradients[1]) * np.linalg.norm(np.asarray(dk, np.float64))
+        assert abs(expected - got) <= tolerance("dk", "bfloat16") * largest
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
+def test_bfloat16_write_batched_by_xla():
+    """XLA's CPU backend still lacks the product that `chunks.writes` goes around: if this fails, that may go."""
+    k, x = jnp.ones((2, 2, 64, 8), jnp.bfloat16), jnp.ones((2, 2, 2, 64, 4), jnp.bfloat16)
+    product = functools.partial(jnp.einsum, "...ck,...cv->...kv", preferred_element_type=jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="BF16 x BF16 = F32"):
+        jax.block_until_ready(jax.jit(jax.vmap(product, (None, 0)))(k, x))
 
 
 @both
