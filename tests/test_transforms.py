@@ -160,7 +160,9 @@ BFLOAT16_MAPPED = {"v": (2,), "gates and state": (3, 4, 5), "k": (1,)}
 @pytest.mark.parametrize("name", harness.tiers(BFLOAT16_MAPPED, ("v",)))
 def test_vmap_of_packed_bfloat16(name):
     """Forward and gradients where some inputs alone are mapped: on a CPU a product then takes a form of its own."""
-    case = cases.Case("vmap-bfloat16", T=20, B=1, heads=(2, 2, 2), K=8, V=4, lengths=(3, 0, 16), chunk_size=16)
+    case = cases.Case(
+        "vmap-bfloat16", T=20, B=1, heads=(2, 2, 2), K=8, V=4, lengths=(3, 0, 16), chunk_size=16
+    )
     many = [cases.inputs(case, "bfloat16", seed=seed) for seed in range(2)]
     mapped = BFLOAT16_MAPPED[name]
     both = value_and_gradients("chunked", case.options)

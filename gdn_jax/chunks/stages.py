@@ -81,7 +81,9 @@ class Numerics(NamedTuple):
     def write(self, k: jax.Array, x: jax.Array) -> jax.Array:
         """k^T x, the sum over the tokens of a chunk; axes of size 1 broadcast, and both have equally many."""
         if self.operand == jnp.bfloat16 and jax.default_backend() == "cpu":
-            return writes.write(k.astype(self.operand), x.astype(self.operand), self.precision, self.accumulate)
+            return writes.write(
+                k.astype(self.operand), x.astype(self.operand), self.precision, self.accumulate
+            )
         return self.einsum("...ck,...cv->...kv", k, x)
 
 

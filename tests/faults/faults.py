@@ -19,6 +19,24 @@ class Fault(NamedTuple):
 FAULTS = (
     # The plain forms.
     Fault(
+        "a lane hands on the NaN of a sequence that has ended",
+        "            product = jnp.where(passes[..., None, None], product, 0)",
+        "            pass",
+        "tests/test_isolation.py::test_lanes",
+    ),
+    Fault(
+        "a product of the inverse is not cleared between sequences",
+        "quarter = _kept(dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF]), first, 2)",
+        "quarter = dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF])",
+        "tests/test_isolation.py::test_inverse_of_a_shared_chunk",
+    ),
+    Fault(
+        "the tokens of a chunk and what they write may be mapped one without the other",
+        "        jnp.broadcast_to(y, (size, *y.shape)) if axis is None else jnp.moveaxis(y, axis, 0)",
+        "        y[None] if axis is None else jnp.moveaxis(y, axis, 0)",
+        "tests/test_transforms.py::test_vmap_of_packed_bfloat16",
+    ),
+    Fault(
         "the chunk table is one chunk short",
         "return max(1, min(T, (T + N * (C - 1)) // C))",
         "return max(1, min(T, (T + N * (C - 1)) // C) - 1)",
