@@ -1,4 +1,4 @@
-"""A NaN or an infinity of one packed sequence stays in it: every bit of the others is what it was, in both directions.
+"""A NaN or an infinity of one packed sequence stays in it: the others keep every bit, in both directions.
 
 In its own sequence it is seen: nothing replaces it by a number.
 """
@@ -124,7 +124,7 @@ def test_chunk_states_and_products(bad):
 
 @pytest.mark.parametrize("normalize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inverse_of_a_shared_chunk(normalize):
-    """Six sequences in one chunk, borders inside blocks of every size; every second one is full of NaN or too long."""
+    """Six sequences in one chunk, borders inside blocks of every size; every second one has NaN or huge keys."""
     rng, cu = np.random.default_rng(0), (0, 5, 6, 20, 23, 50, 64)
     first = np.repeat(cu[:-1], np.diff(cu)).astype(np.int32)
     k = rng.normal(size=(1, 64, 1, 64)).astype(np.float32) / 8
