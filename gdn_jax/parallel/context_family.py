@@ -86,9 +86,7 @@ def delta_rule(
     lies: dict[str, Any] = dict(axis_name=axis_name, state_layout=state_layout)
     erase, write = family.strengths(beta, erase, write)
     x = forms.Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
-    dims, scale, options["implementation"] = family.check_call(
-        x, scale, state_layout, chunk_size, implementation
-    )
+    dims, scale, _ = family.check_call(x, scale, state_layout, chunk_size, implementation)
     check_choice("by", by, ("states", "heads", None))
     devices = lax.axis_size(axis_name)
     if by is None:
@@ -97,8 +95,12 @@ def delta_rule(
     if by == "heads":
         if reason := exchange.reason_against(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
+        options["implementation"] = implementation
         return exchange.rule_by_heads(_of_gates, x, dims, **lies, **options, scale=scale)
-    return context.by_states(partial(PlainChannels, **options), x, dims, **lies, scale=scale)
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError("implementation 'mosaic_gpu': states are handed over in plain JAX alone")
+    form = partial(PlainChannels, implementation=implementation or "chunked", **options)
+    return context.by_states(form, x, dims, **lies, scale=scale)
 
 
 def _of_gates(q, k, v, g, erase, write, **options: Any) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,31 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # The family's serving, and its rows over several devices.
+    Fault(
+        "padding behind a draft reaches it",
+        "return base, jnp.where(is_earlier, seen, 0)",
+        "return base, seen",
+        "tests/test_serving_family.py::test_drafts_that_are_no_numbers",
+    ),
+    Fault(
+        "a ring of channels is matched with decays until its entries",
+        "until = jnp.flip(jnp.cumsum(jnp.flip(g, -2), -2), -2)",
+        "until = jnp.cumsum(g, -2)",
+        "tests/test_serving_family.py::test_decode[KDA bounded]",
+    ),
+    Fault(
+        "a prompt without a slot writes where erase and write are apart",
+        "return self._replace(write=jnp.where(is_real.reshape(-1, *(1,) * (write.ndim - 2)), write, 0))",
+        "return self._replace(write=write)",
+        "tests/test_serving_family.py::test_prefill[GDN-2-True]",
+    ),
+    Fault(
+        "segments of channels go on over a device's border",
+        "return jnp.where(jnp.expand_dims(changes & (token > 0), tuple(range(2, g.ndim))), -jnp.inf, g)",
+        "return g",
+        "tests/test_parallel_family.py::test_split_tokens[segments]",
+    ),
     # The plain forms.
     Fault(
         "a lane hands on the NaN of a sequence that has ended",
