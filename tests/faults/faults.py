@@ -28,19 +28,19 @@ FAULTS = (
         "a ring of channels is matched with decays until its entries",
         "until = jnp.flip(jnp.cumsum(jnp.flip(g, -2), -2), -2)",
         "until = jnp.cumsum(g, -2)",
-        "tests/test_serving_family.py::test_decode[KDA bounded]",
+        "tests/test_serving_family.py::test_decode",
     ),
     Fault(
         "a prompt without a slot writes where erase and write are apart",
         "return self._replace(write=jnp.where(is_real.reshape(-1, *(1,) * (write.ndim - 2)), write, 0))",
         "return self._replace(write=write)",
-        "tests/test_serving_family.py::test_prefill[GDN-2-True]",
+        "tests/test_serving_family.py::test_prefill",
     ),
     Fault(
         "segments of channels go on over a device's border",
         "return jnp.where(jnp.expand_dims(changes & (token > 0), tuple(range(2, g.ndim))), -jnp.inf, g)",
         "return g",
-        "tests/test_parallel_family.py::test_split_tokens[segments]",
+        "tests/test_parallel_family.py::test_split_tokens",
     ),
     # The plain forms.
     Fault(
