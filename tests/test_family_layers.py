@@ -104,6 +104,7 @@ def layer_oracle(layer, x, cache):
     q, k = (np.repeat(a, HV // H, axis=-2) for a in (q, k))
     rate = np.exp(p["A_log"])[:, None] if "A_log" in p else 1.0
     doubled = 1 + layer.allow_neg_eigval
+    erases = not isinstance(layer, GatedLinearAttention)
     if product:
         g = -rate * np.logaddexp(0, linear(p["a_proj"], x) + p["dt_bias"])[..., None]
         b = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, n, HV, 1)
@@ -114,7 +115,7 @@ def layer_oracle(layer, x, cache):
         g = -5.0 * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
         erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
         write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
-        erase = 0 * erase if isinstance(layer, GatedLinearAttention) else erase
+        erase = erase if erases else 0 * erase
     S, o = np.asarray(cache.state, np.float64), np.zeros((T, HV, V))
     for t in range(T):
         S = np.exp(g[t])[..., None] * S

@@ -1,5 +1,6 @@
 """Models, runs and reports with the family's mixers."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -12,6 +13,7 @@ import tiny_runs
 from flax import nnx
 from harness import tiers
 from jax.sharding import PartitionSpec
+from test_parallel_training import CONFIG, check_same_steps, three_steps
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax import cli
@@ -24,6 +26,7 @@ from gdn_jax.models.mixers.gated_delta_product import DeltaProduct
 from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.mixers.table import TOKEN_MIXERS
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.tasks.batch import Batch
@@ -81,6 +84,32 @@ def test_generation():
     np.testing.assert_array_equal(np.argmax(logits[:, 2:-1], -1), new)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["kda", "kda_lower_bound", "gla", "gated_delta_net_2"])
+def test_served(mixer):
+    """Two prompts in one call, a token, and drafts, over pools: the likeliest tokens of whole passes."""
+    model, rng = model_of(mixer), np.random.default_rng(2)
+    server = ServedModel(model)
+    prompts = [rng.integers(0, 19, n) for n in (3, 5)]
+    slots, pools = np.array([2, 0]), server.make_pools(3)
+    new, pools = jax.jit(server.prefill)(
+        server.params, np.concatenate(prompts)[None], np.array([0, 3, 8]), slots, np.zeros(2, bool), pools
+    )
+    tokens = [np.asarray(new)]
+    new, pools = jax.jit(server.decode)(server.params, new, slots, pools)
+    tokens.append(np.asarray(new))
+    drafts = np.stack([new, [7, 8]], 1)
+    checked, _ = jax.jit(server.verify)(
+        server.params, drafts, np.array([[2, 1], [0, -1]]), np.ones(2, np.int32), pools
+    )
+    for n, prompt in enumerate(prompts):
+        row = np.concatenate([prompt, [t[n] for t in tokens], drafts[n, 1:]])
+        likeliest = np.argmax(np.asarray(call(model, row[None], model.init_cache(1))[0]), -1)[
+            0, len(prompt) - 1 :
+        ]
+        np.testing.assert_array_equal(likeliest, [*(t[n] for t in tokens), *np.asarray(checked)[n]])
+
+
 def test_analyses():
     """Inputs of the rule, half-lives of every channel, and the horizon that gdn info tells."""
     inputs = nnx.jit(model_rule_inputs)(model_of("kda"), np.zeros((1, 4), int))
@@ -134,6 +163,16 @@ def test_parameters_on_a_mesh():
         NotImplementedError, match="context: GatedDeltaProduct does not run over split tokens"
     ):
         sharding.check(small("gated_delta_product"), MeshShape(context=2), 2, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mixer, mesh", [("kda", "data=2,head=2,context=2"), ("gated_delta_product", "data=2,head=4")]
+)
+def test_training_on_a_mesh(mixer, mesh):
+    """Three steps on devices of a mesh are those of one device."""
+    config = dataclasses.replace(CONFIG, mixer=mixer, num_layers=1)
+    check_same_steps(three_steps(mesh, config), three_steps("data=1", config))
 
 
 @pytest.mark.slow

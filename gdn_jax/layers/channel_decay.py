@@ -22,12 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm
 from gdn_jax.family.gates import channel_log_decay
-from gdn_jax.family.ops import delta_rule, delta_step
+from gdn_jax.family.ops import delta_step
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import KeyHeads
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.layers.options import check_positive, check_sizes, value_width
 from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
+from gdn_jax.parallel.token_shards import delta_rule_on_mesh
 from gdn_jax.shapes import ArgumentError, check_choice
 
 GATES = ("softplus", "lower_bound")
@@ -74,7 +75,7 @@ def check_gates(
 class ChannelDecayMixer(RecurrentMixer):
     """A token mixer with a decay of each key channel; see the module docstring.
 
-    A layer says what its strengths are, by `_make_strengths`, `strength_projections` and `strengths`.
+    A layer says what its strengths are, by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
     Args:
       hidden_size: width of x and y.
@@ -192,30 +193,45 @@ class ChannelDecayMixer(RecurrentMixer):
         """Sets the projections of the strengths; linear(inputs, outputs) makes one."""
         raise NotImplementedError
 
-    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
+    def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
         """beta, erase and write from the results of `strength_projections`, in float32."""
         raise NotImplementedError
+
+    by_channels = True
+
+    @property
+    def can_be_served(self) -> bool:
+        """See `RecurrentMixer.can_be_served`."""
+        return self.use_short_conv
 
     def _factors(self, name: str) -> list[Any]:
         """The projections to the decay, "f", or to the output gate, "g", one behind the other."""
         names = (f"{name}_proj", f"{name}_a_proj", f"{name}_b_proj")
         return [getattr(self, name) for name in names if hasattr(self, name)]
 
-    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, ...]:
-        """[q | k | v] before the convolution, f [B, T, HV, K], and the logits of the strengths."""
+    def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
+        """See `RecurrentMixer.raw_gates`: f [B, T, HV, K] and the logits of the strengths."""
         first, *rest = self._factors("f")
-        gates = (first, *self.strength_projections())
-        qkv, f = blocks.shared_products(x, ((self.q_proj, self.k_proj, self.v_proj), gates), self.dtype)
-        ends = list(itertools.accumulate(blocks.width_of(linear) for linear in gates))
-        f, *logits = jnp.split(f, ends[:-1], axis=-1)
+        strengths = self.strength_projections()
+        linears = (first, *strengths)
+        [joined] = blocks.shared_products(x, [linears], self.dtype)
+        ends = list(itertools.accumulate(blocks.width_of(linear) for linear in linears))
+        f, *logits = jnp.split(joined, ends[:-1], axis=-1)
         for linear in rest:
             f = linear(f)
-        return qkv, f.reshape(*f.shape[:2], self.num_v_heads, self.head_dim), *logits
+        f = f.reshape(*f.shape[:2], self.num_v_heads, self.head_dim)
+        return f, *self._logits(*logits)
 
-    def log_decay(self, f: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
-        """The log decay of each channel, from its raw input f."""
+    def _logits(self, *logits: Array) -> tuple[Array, Array | None]:
+        """Logits of what is erased and of what is written, or of both and None, by heads."""
+        raise NotImplementedError
+
+    def gates(
+        self, a: Array, b: Array, w: Array | None
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
+        """See `RecurrentMixer.gates`."""
         A_log = None if self.A_log is None else self.A_log[...]
-        return channel_log_decay(f, A_log, self.dt_bias[...], self.lower_bound)
+        return channel_log_decay(a, A_log, self.dt_bias[...], self.lower_bound), *self.strengths(b, w)
 
     def rule_inputs(
         self,
@@ -227,8 +243,7 @@ class ChannelDecayMixer(RecurrentMixer):
         cu_seqlens: Int[Array, " N1"] | None = None,
     ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`."""
-        qkv, f, *logits = self.project(x)
-        gates = at_tokens(mask, self.log_decay(f), *self.strengths(*logits))
+        qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x)))
         heads = KeyHeads(self.num_heads, self.head_dim)
         q, k, v, conv_state = self._convolve_qkv(heads, qkv, conv_state, mask, segment_ids, cu_seqlens)
         return ChannelInputs(q, k, v, *gates), conv_state
@@ -248,7 +263,7 @@ class ChannelDecayMixer(RecurrentMixer):
             o, state = delta_step(q, k, v, g, beta, initial_state, erase=erase, write=write)
             return o[:, None], state
         q, k, v, g, beta, erase, write = inputs
-        return delta_rule(
+        return delta_rule_on_mesh(
             *(q, k, v, g, beta),
             erase=erase,
             write=write,

@@ -169,9 +169,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> tuple[rules.RuleInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`: q, k, v, g and beta."""
         qkv, a, b = self.project(x)
-        g = log_decay(a, self.A_log[...], self.dt_bias[...])
-        beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
-        g, beta = at_tokens(mask, g, beta)
+        g, beta, _, _ = at_tokens(mask, *self.gates(a, b, None))
         packing = segment_ids, cu_seqlens
         q, k, v, conv_state = self._convolve_qkv(self._key_heads(), qkv, conv_state, mask, *packing)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
@@ -197,6 +195,23 @@ class GatedDeltaNet(RecurrentMixer):
         qkv, gates = blocks.shared_products(x, groups, self.dtype)
         a, b = jnp.split(gates, 2, axis=-1)
         return qkv, a, b
+
+    def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
+        """See `RecurrentMixer.raw_gates`."""
+        return self.a_proj(x), self.b_proj(x), None
+
+    def gates(
+        self, a: Array, b: Array, w: Array | None
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
+        """See `RecurrentMixer.gates`: g and beta."""
+        del w
+        beta = write_strength(b, allow_neg_eigval=self.allow_neg_eigval)
+        return log_decay(a, self.A_log[...], self.dt_bias[...]), beta, None, None
+
+    @property
+    def can_be_served(self) -> bool:
+        """See `RecurrentMixer.can_be_served`."""
+        return self.rule == "gated_delta" and self.use_short_conv
 
     def strength_projections(self) -> tuple[blocks.Projection, ...]:
         """See `RecurrentMixer.strength_projections`."""

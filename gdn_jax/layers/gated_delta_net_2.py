@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from gdn_jax import blocks
 from gdn_jax.gates import write_strength
@@ -38,7 +38,11 @@ class GatedDeltaNet2(ChannelDecayMixer):
         """See `RecurrentMixer.strength_projections`."""
         return self.b_proj, self.w_proj
 
-    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
-        """See `ChannelDecayMixer.strengths`: what is erased of key channels and written to value channels."""
+    def _logits(self, *logits: Array) -> tuple[Array, Array | None]:
         b, w = (y.reshape(*y.shape[:2], self.num_v_heads, -1) for y in logits)
+        return b, w
+
+    def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
+        """See `ChannelDecayMixer.strengths`: what is erased of key channels and written to value channels."""
+        assert w is not None
         return None, write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from gdn_jax import blocks
 from gdn_jax.gates import write_strength
@@ -35,6 +35,10 @@ class KimiDeltaAttention(ChannelDecayMixer):
         """See `RecurrentMixer.strength_projections`."""
         return (self.b_proj,)
 
-    def strengths(self, *logits: Float[Array, "B T _"]) -> tuple[Array | None, Array | None, Array | None]:
+    def _logits(self, *logits: Array) -> tuple[Array, Array | None]:
+        return logits[0], None
+
+    def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
         """See `ChannelDecayMixer.strengths`: beta of each head."""
-        return write_strength(logits[0], allow_neg_eigval=self.allow_neg_eigval), None, None
+        del w
+        return write_strength(b, allow_neg_eigval=self.allow_neg_eigval), None, None

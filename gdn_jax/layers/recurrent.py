@@ -43,6 +43,7 @@ class RecurrentMixer(nnx.Module):
     """A token mixer with a short convolution and a recurrent state; see the module docstring.
 
     Attributes:
+      q_proj, k_proj, v_proj: projections to queries, keys and values.
       hidden_size, num_heads, num_v_heads, head_dim, head_v_dim, conv_dim, conv_size: sizes, see `RecurrentCache`;
         conv_size is 1 without the short convolution.
       allow_neg_eigval, use_short_conv, dtype, param_dtype, implementation: options of the layer.
@@ -65,9 +66,23 @@ class RecurrentMixer(nnx.Module):
     implementation: str | None
     conv_weight: nnx.Param | None
     conv_bias: nnx.Param | None
+    A_log: Any
     dt_bias: nnx.Param
+    q_proj: nnx.Linear
+    k_proj: nnx.Linear
+    v_proj: nnx.Linear
     o_norm: RMSNorm
     o_proj: nnx.Linear
+
+    lower_bound: float | None = None
+    """The strongest log decay of a token, of a bounded gate."""
+    by_channels = False
+    """Whether its gates have a number for each channel."""
+
+    @property
+    def can_be_served(self) -> bool:
+        """Whether `raw_gates` and `gates` are all that is needed to run it over pools of states."""
+        return False
 
     @property
     def attends(self) -> bool:
@@ -181,6 +196,20 @@ class RecurrentMixer(nnx.Module):
         Returns:
           y [B, T, hidden_size] in the compute dtype; 0 at padding, where x is 0 and therefore q and o are.
         """
+        raise NotImplementedError
+
+    def project_qkv(self, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
+        """Queries, keys and values of every token side by side, before the convolution."""
+        return blocks.shared_products(x, [(self.q_proj, self.k_proj, self.v_proj)], self.dtype)[0]
+
+    def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
+        """The raw inputs a, b and w of the gates, as `serving.decode` takes them behind the tokens."""
+        raise NotImplementedError
+
+    def gates(
+        self, a: Array, b: Array, w: Array | None
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
+        """g, beta, erase and write as `delta_rule` takes them, from `raw_gates`."""
         raise NotImplementedError
 
     def filters(self) -> tuple[Float[Array, "conv_dim W"], Float[Array, " conv_dim"] | None]:

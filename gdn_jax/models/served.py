@@ -9,10 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import serving
-from gdn_jax.blocks import shared_products
 from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.serving.pools import draft_slots
@@ -32,7 +30,7 @@ class ServedModel:
     of `for_inference(model)`: 16-bit models read 16-bit weights.
 
     Args:
-      model: the model; its mixers are `GatedDeltaNet`s with the short convolution.
+      model: the model; its mixers are recurrent layers with the short convolution and one step a token.
       batch_invariant: of `serving.decode` and `serving.prefill`.
 
     Raises:
@@ -40,16 +38,12 @@ class ServedModel:
     """
 
     def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
-        self._mixers: list[GatedDeltaNet] = []
+        self._mixers: list[RecurrentMixer] = []
         for block in model.blocks:
             mixer = block.mixer
-            if (
-                not isinstance(mixer, GatedDeltaNet)
-                or mixer.rule != "gated_delta"
-                or not mixer.use_short_conv
-            ):
+            if not (isinstance(mixer, RecurrentMixer) and mixer.can_be_served):
                 raise NotImplementedError(
-                    "model: expected GatedDeltaNets with the short convolution, got others"
+                    "model: expected delta rules of one step a token, with the short convolution, got others"
                 )
             self._mixers.append(mixer)
         self._graphdef, self.params = nnx.split(for_inference(model))
@@ -68,7 +62,8 @@ class ServedModel:
             conv, state = mixer.init_cache(slots)
             state = state.astype(dtype)
             if ring is not None:
-                state = serving.make_ring_pool(state, num_key_heads=mixer.num_heads, length=ring)
+                heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
+                state = serving.make_ring_pool(state, length=ring, **heads)
             pools.append(LayerPools(conv, state))
         return tuple(pools)
 
@@ -93,16 +88,19 @@ class ServedModel:
         """
         addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
 
-        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv, conv = serving.causal_conv1d(
-                _project(mixer, x), cu_seqlens, pools[i].conv, *mixer.filters(), **addresses
+                mixer.project_qkv(x), cu_seqlens, pools[i].conv, *mixer.filters(), **addresses
             )
+            g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
             o, state = serving.prefill(
                 *_heads(mixer, qkv),
-                log_decay(mixer.a_proj(x), mixer.A_log[...], mixer.dt_bias[...]),
-                write_strength(mixer.b_proj(x), allow_neg_eigval=mixer.allow_neg_eigval),
+                g,
+                beta,
                 cu_seqlens,
                 pools[i].state,
+                erase=erase,
+                write=write,
                 use_qk_l2norm=True,
                 batch_invariant=self._batch_invariant,
                 **addresses,
@@ -123,14 +121,16 @@ class ServedModel:
           pools: of the call before.
         """
 
-        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
-            qkv = _project(mixer, x)[:, 0]
+        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+            qkv = mixer.project_qkv(x)[:, 0]
             qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *mixer.filters(), read_slots=slots)
+            a, b, w = mixer.raw_gates(x)
             o, state = serving.decode_packed(
                 qkv,
-                mixer.a_proj(x)[:, 0],
-                mixer.b_proj(x)[:, 0],
+                a[:, 0],
+                b[:, 0],
                 pools[i].state,
+                w=None if w is None else w[:, 0],
                 read_slots=slots,
                 **self._options(mixer),
             )
@@ -157,15 +157,17 @@ class ServedModel:
         """
         spans = dict(num_accepted_tokens=num_accepted_tokens)
 
-        def mix(i: int, mixer: GatedDeltaNet, x: Array, **_: Any) -> tuple[Array, LayerPools]:
+        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
             qkv, conv = serving.causal_conv1d_verify(
-                _project(mixer, x), pools[i].conv, *mixer.filters(), state_slots=state_slots, **spans
+                mixer.project_qkv(x), pools[i].conv, *mixer.filters(), state_slots=state_slots, **spans
             )
+            a, b, w = mixer.raw_gates(x)
             o, state = serving.verify(
                 *_heads(mixer, qkv),
-                mixer.a_proj(x),
-                mixer.b_proj(x),
+                a,
+                b,
                 pools[i].state,
+                w=w,
                 state_slots=draft_slots(pools[i].state, state_slots),
                 **self._options(mixer),
                 **spans,
@@ -182,22 +184,18 @@ class ServedModel:
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         return jnp.argmax(model.logits(pick(x)), -1).astype(jnp.int32), new or ()
 
-    def _options(self, mixer: GatedDeltaNet) -> dict[str, Any]:
+    def _options(self, mixer: RecurrentMixer) -> dict[str, Any]:
         """Options of a layer that `serving.decode` and `serving.verify` have in common."""
         return {
-            "A_log": mixer.A_log[...],
+            "A_log": None if mixer.A_log is None else mixer.A_log[...],
             "dt_bias": mixer.dt_bias[...],
+            "lower_bound": mixer.lower_bound,
             "allow_neg_eigval": mixer.allow_neg_eigval,
             "batch_invariant": self._batch_invariant,
         }
 
 
-def _project(mixer: GatedDeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T conv_dim"]:
-    """Queries, keys and values of every token side by side, before the convolution."""
-    return shared_products(x, [(mixer.q_proj, mixer.k_proj, mixer.v_proj)], mixer.dtype)[0]
-
-
-def _heads(mixer: GatedDeltaNet, qkv: Array) -> tuple[Array, Array, Array]:
+def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:
     """Queries, keys and values [.., heads, width] of the convolution's output."""
     q, k, v = split_normalized(qkv, mixer.num_heads, mixer.head_dim, normalize=False)
     return q, k, v.reshape(*v.shape[:-1], mixer.num_v_heads, mixer.head_v_dim)

@@ -39,6 +39,11 @@ class ChannelMixer(Mixer):
         """See `Mixer.costs`: a decay of each key channel is kept; products of numbers with decays are not counted."""
         return recurrent_costs(config, L, gates=config.head_dim)
 
+    def splits_tokens(self, config: Any) -> bool:
+        """See `Mixer.splits_tokens`."""
+        del config
+        return True
+
     def start(self, config: Any, time_step: float) -> Start | None:
         """See `Mixer.start`."""
         rate = -self.lower_bound if self.gate == "lower_bound" else (LEAST_RATE + MAX_RATE) / 2
