@@ -149,7 +149,7 @@ def test_info(preset, capsys):
 
 
 def test_parameters_on_a_mesh():
-    """Projections to heads are split over them, the narrow factors between are whole; split tokens are refused."""
+    """Projections to heads are split over them, the narrow factors between are whole."""
     config = small("gated_delta_net_2", num_heads=4)
     shape = MeshShape(head=2, data=2)
     sharding.check(config, shape, 2, 8)
@@ -159,15 +159,11 @@ def test_parameters_on_a_mesh():
         assert mixer[name]["kernel"] == PartitionSpec(None, "head"), name
     assert mixer["f_a_proj"]["kernel"] == PartitionSpec(None, None)
     assert mixer["dt_bias"] == PartitionSpec("head", None)
-    with pytest.raises(
-        NotImplementedError, match="context: GatedDeltaProduct does not run over split tokens"
-    ):
-        sharding.check(small("gated_delta_product"), MeshShape(context=2), 2, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mixer, mesh", [("kda", "data=2,head=2,context=2"), ("gated_delta_product", "data=2,head=4")]
+    "mixer, mesh", [("kda", "data=2,head=2,context=2"), ("gated_delta_product", "head=2,context=4")]
 )
 def test_training_on_a_mesh(mixer, mesh):
     """Three steps on devices of a mesh are those of one device."""

@@ -257,26 +257,46 @@ def gated_delta_product(
         if y is not None:
             check_array(name, y, shape, letters)
 
+    options: dict[str, Any] = dict(
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    return product_by(gated_delta_rule, q, k, v, g, beta, cu_seqlens, segment_ids, **options)
+
+
+def product_by(
+    rule: Callable[..., Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    cu_seqlens: Any,
+    ids: Any,
+    **options: Any,
+) -> tuple[Outputs, AnyStates]:
+    """`gated_delta_product` by a gated delta rule of n T tokens; the arguments are not checked."""
+    B, T, n = k.shape[:3]
+
     def steps(x: jax.Array) -> jax.Array:
         return x.reshape(B, T * n, *x.shape[3:])
 
     def at(x: jax.Array, step: int) -> jax.Array:
         return x if n == 1 else steps(jnp.zeros((B, T, n, *x.shape[2:]), x.dtype).at[:, :, step].set(x))
 
-    o, state = gated_delta_rule(
+    o, state = rule(
         at(q, n - 1),
         steps(k),
         steps(v),
         None if g is None else at(g, 0),
         None if beta is None else steps(beta),
-        scale=scale,
-        initial_state=initial_state,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens * n,
-        segment_ids=None if segment_ids is None else jnp.repeat(segment_ids, n, 1),
-        use_qk_l2norm=use_qk_l2norm,
-        state_layout=state_layout,
-        chunk_size=chunk_size,
-        implementation=implementation,
+        segment_ids=None if ids is None else jnp.repeat(ids, n, 1),
+        **options,
     )
     return o[:, n - 1 :: n], state
 

@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.family.ops import gated_delta_product
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.gates import init_A_log, init_dt_bias, l2norm, log_decay, write_strength
 from gdn_jax.layers.options import check_positive, check_sizes, value_width
 from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
 from gdn_jax.ops import gated_delta_step
+from gdn_jax.parallel.token_shards import gated_delta_product_on_mesh
 
 
 class ProductInputs(NamedTuple):
@@ -166,7 +166,7 @@ class GatedDeltaProduct(RecurrentMixer):
         """See `RecurrentMixer.apply_rule`. One token takes n steps of `gated_delta_step`."""
         if not self._is_a_token(inputs.q, initial_state, cu_seqlens):
             packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-            return gated_delta_product(
+            return gated_delta_product_on_mesh(
                 *inputs, initial_state=initial_state, **packing, implementation=self.implementation
             )
         q, k, v, g, beta = (y[:, 0] for y in inputs)

@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.conv import causal_conv1d, causal_conv1d_update
+from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import logit
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
-from gdn_jax.parallel.head_shards import short_conv_on_mesh
+from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
 from gdn_jax.shapes import accumulation_dtype, check_array, check_type
 
 
@@ -291,7 +291,7 @@ class RecurrentMixer(nnx.Module):
         if mask is not None:
             return convolve_tokens(x, *self.filters(), past, mask, segment_ids)
         options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-        return causal_conv1d(x, *self.filters(), **options)
+        return causal_conv1d_on_mesh(x, *self.filters(), **options)
 
     def _convolve_token(self, x, past, mask):
         """`_convolve` of one token, which leaves the state as it is where it is padding."""

@@ -131,6 +131,19 @@ def short_conv_on_mesh(
     return q, k, v, jnp.concatenate(states, 1)
 
 
+def causal_conv1d_on_mesh(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D W"],
+    bias: Float[Array, " D"] | None = None,
+    **arrays: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.causal_conv1d` with SiLU, on a mesh too: every device filters its channels of its tokens."""
+    sizes = axes_set()
+    if sizes is None:
+        return causal_conv1d(x, weight, bias, **arrays)
+    return _filtered(sizes, x, weight, bias, **arrays)
+
+
 def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementation):
     """Computes q, k and v by the kernels, each from its own channels and filters; None where they cannot run."""
     from pallas_kernels.layer import short_conv as kernel

@@ -48,6 +48,14 @@ def delta_rule_on_mesh(
     return _over_tokens(context_family.delta_rule, sizes, (q, k, v, g, beta, erase, write), options)
 
 
+def gated_delta_product_on_mesh(
+    q, k, v, g=None, beta=None, *, cu_seqlens=None, segment_ids=None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.gated_delta_product`, on a mesh too: every device has all steps of its tokens."""
+    tokens = q, k, v, g, beta
+    return family.product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
+
+
 def _over_tokens(
     rule: Callable[..., Any], sizes: dict[str, int], tokens: tuple, options: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:

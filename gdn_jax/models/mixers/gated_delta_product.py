@@ -35,6 +35,11 @@ class DeltaProduct(Mixer):
         """See `Mixer.costs`: a row has as many tokens as steps."""
         return recurrent_costs(config, L, steps=self.num_householder)
 
+    def splits_tokens(self, config: Any) -> bool:
+        """See `Mixer.splits_tokens`."""
+        del config
+        return True
+
     def start(self, config: Any, time_step: float) -> Start | None:
         """See `Mixer.start`: a token erases with every step, as much as one step of this strength."""
         left = (1 - strength_at_start(config) / config.head_dim) ** self.num_householder
