@@ -18,8 +18,9 @@ from tolerances import FLOAT32, assert_close
 
 from gdn_jax import cli
 from gdn_jax.analysis import layer_half_lives, memory_horizon, model_rule_inputs
+from gdn_jax.blocks import ProjectionGroup
 from gdn_jax.hf import save_hf
-from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.models import LanguageModel, ModelConfig, generate, inference
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
 from gdn_jax.models.mixers.gated_delta_product import DeltaProduct
@@ -62,13 +63,16 @@ def test_tables():
 
 
 @pytest.mark.parametrize("mixer", tiers(FAMILY, ["kda", "gated_delta_product"]))
-def test_a_row_equals_its_tokens(mixer):
-    """A row in one pass, and token by token through the cache."""
+def test_a_row_equals_its_tokens(mixer, monkeypatch):
+    """A row in one pass, and token by token through the cache by the copy whose projections are one product."""
     model, tokens = model_of(mixer), np.random.default_rng(0).integers(0, 19, (2, 5))
     whole, last = jax.device_get(call(model, tokens, model.init_cache(2)))
     cache, logits = model.init_cache(2), []
+    monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
+    single = inference.for_decoding(inference.for_inference(model))
+    assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
     for t in range(5):
-        one, cache = call(model, tokens[:, t : t + 1], cache)
+        one, cache = call(single, tokens[:, t : t + 1], cache)
         logits.append(one)
     assert_close(whole, np.concatenate(logits, 1), F32)
     assert_close(last[0].state, np.asarray(cache[0].state), F32)
