@@ -85,7 +85,8 @@ class ChannelDecayMixer(RecurrentMixer):
       head_dim: K, up to 256.
       gate: of the decay, see the module docstring. The bounded gate is no clamped form of the other.
       lower_bound: the strongest log decay of a token with the gate "lower_bound", below 0.
-      gate_rank: width between the two factors of the decay's projection; None: one projection of full rank.
+      gate_rank: width between the two factors of the decay's projection, "head_dim" for that of a head; None: one
+        projection of full rank.
       output_gate_rank: the same for the output gate.
       output_gate_bias: gives the output gate's last projection a bias.
       use_A_log: False leaves A_log out, as if it were 0.
@@ -112,6 +113,8 @@ class ChannelDecayMixer(RecurrentMixer):
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
     """
+
+    by_channels = True
 
     def __init__(
         self,
@@ -196,8 +199,6 @@ class ChannelDecayMixer(RecurrentMixer):
     def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
         """beta, erase and write from the results of `strength_projections`, in float32."""
         raise NotImplementedError
-
-    by_channels = True
 
     @property
     def can_be_served(self) -> bool:
