@@ -24,6 +24,7 @@ USAGE = """usage: gdn COMMAND ...
   gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
+  gdn reproduce NAME run a published setting, with the paper's numbers beside ours; without NAME, what there is
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
                      decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
@@ -36,6 +37,7 @@ USAGE = """usage: gdn COMMAND ...
          parity        parity of the bits so far, at lengths beyond training
          permutation   product of the permutations so far, at lengths beyond training
          copy          repeating a sequence
+         stack         what is popped off several stacks
 
 Every command has --help. gdn --version prints the version.
 """
@@ -217,6 +219,22 @@ def _sweep(task: str, argv: list[str]) -> int:
     return sweep(options, Console(), shlex.join(["gdn", "sweep", task, *argv]))
 
 
+def _reproduce(argv: list[str]) -> int:
+    from rich.console import Console
+
+    from gdn_jax.findings.reproduce import ReproduceOptions, reproduce, show_ledger
+
+    if not argv:
+        return show_ledger(Console())
+    help_alone = argv[0] in ("-h", "--help")
+    if argv[0].startswith("-") and not help_alone:
+        raise Usage(f"gdn reproduce: expected the entry before the options, got {argv[0]}")
+    words = argv if help_alone else argv[1:]
+    doc = ReproduceOptions.__doc__
+    options = parse(ReproduceOptions, words, "gdn reproduce NAME", ReproduceOptions(), doc)
+    return reproduce(argv[0], options, Console(), shlex.join(["gdn", "reproduce", *argv]))
+
+
 def _stored(task: str, out: Path | None) -> dict[str, Any]:
     """Reads config.json of the run to resume."""
     from gdn_jax.training.runs import RunFolder
@@ -239,6 +257,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "info": ("gdn_jax.inspect.info", _info),
     "eval": ("gdn_jax.inspect.evaluate", _eval),
     "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
+    "reproduce": ("gdn_jax.findings.reproduce", _reproduce),
     "check": ("gdn_jax.checks.check", _check),
     "bench": ("gdn_jax.bench.command", _bench),
 }

@@ -2,12 +2,13 @@
 
 Every function draws on `ax`, or on a new figure where that is None, and returns the Axes. matplotlib comes with the
 extra `gdn-jax[experiments]` and is imported by the first figure. Colours are those of Okabe and Ito, which differ
-for colour-blind readers; `COLORS`, and line styles beside them, also survive a print in grey.
+for colour-blind readers; `COLORS`, and line styles beside them, also survive a print in grey. A rule looks alike in
+every figure of the project: `STYLES` says how, and in which order rules stand.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,54 @@ BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#777777"
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINE_STYLES = ("-", "--", "-.", ":")
+
+
+class Style(NamedTuple):
+    """Look of a rule: told apart in grey as well.
+
+    Fields:
+      color: one of those above.
+      marker, fill: matplotlib's marker and filling of it.
+      line: matplotlib's line style.
+      words: what a label of the rule has in it, in lower case; the longest of all styles counts.
+    """
+
+    color: str
+    marker: str
+    fill: str
+    line: Any
+    words: tuple[str, ...]
+
+
+STYLES: dict[str, Style] = {
+    "linear_attention": Style(GREY, "v", "none", ":", ("linear attention",)),
+    "mamba2": Style(ORANGE, "s", "full", "--", ("gate alone", "mamba2")),
+    "delta_net": Style(GREEN, "^", "full", "-.", ("delta rule", "deltanet")),
+    "gated_delta_net": Style(BLUE, "o", "full", "-", ("gated delta rule", "gated deltanet")),
+    "gated_delta_net_neg": Style(
+        VERMILION, "D", "none", "-", ("gated deltanet, beta to 2", "gated delta rule, beta to 2")
+    ),
+    "softmax_attention": Style(BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1)), ("softmax attention",)),
+    "transformer": Style(BLACK, "*", "none", (0, (3, 1)), ("transformer",)),
+    "gla": Style(ORANGE, "<", "none", (0, (5, 1)), ("gated linear attention",)),
+    "kda": Style(GREEN, ">", "full", (0, (5, 1)), ("kda",)),
+    "kda_lower_bound": Style(GREEN, "8", "none", (0, (5, 1)), ("kda, bounded gate",)),
+    "gated_delta_net_2": Style(SKY, "p", "full", "-", ("gated deltanet-2",)),
+    "gated_delta_product": Style(VERMILION, "2", "full", "--", ("deltaproduct, 2 steps",)),
+    "gated_delta_product_3": Style(VERMILION, "3", "full", "-.", ("deltaproduct, 3 steps",)),
+    "gated_delta_product_4": Style(VERMILION, "4", "full", ":", ("deltaproduct, 4 steps",)),
+    "hybrid": Style(PURPLE, "P", "full", (0, (6, 2)), ("gated deltanet and attention", "hybrid")),
+    "hybrid_control": Style(SKY, "h", "none", (0, (1, 1)), ("hybrid without attention", "hybrid's control")),
+}
+"""Looks of the rules by the name of their mixer, in the order in which figures and tables have them."""
+
+
+def style_of(label: str) -> Style | None:
+    """Returns the look of the rule that a label names, or None where it names none."""
+    said = label.lower()
+    named = [(len(word), style) for style in STYLES.values() for word in style.words if word in said]
+    return max(named, key=lambda found: found[0])[1] if named else None
+
 
 TOKEN_SIZE = 9
 """Points of the names of tokens. They need about 0.15 inches a token."""
@@ -139,7 +188,7 @@ def gate_by_kind(means: ArrayLike, kinds: Sequence[str], *, name: str, ax: Any =
 
 
 def retrieval_curves(load: ArrayLike, errors: Mapping[str, ArrayLike], *, ax: Any = None) -> Any:
-    """Mean retrieval error of stored pairs against load.
+    """Mean retrieval error of stored pairs against load; a rule that `STYLES` knows has its look.
 
     Args:
       load: [n] pairs per dimension of the key.
@@ -148,8 +197,10 @@ def retrieval_curves(load: ArrayLike, errors: Mapping[str, ArrayLike], *, ax: An
     """
     ax = _axes(ax, (4.8, 3.2))
     for i, (label, error) in enumerate(errors.items()):
-        style = LINE_STYLES[i % len(LINE_STYLES)]
-        ax.plot(load, error, style, color=COLORS[i % len(COLORS)], lw=1.8, label=label)
+        color, line = COLORS[i % len(COLORS)], LINE_STYLES[i % len(LINE_STYLES)]
+        if (style := style_of(label)) is not None:
+            color, line = style.color, style.line
+        ax.plot(load, error, ls=line, color=color, lw=1.8, label=label)
     ax.axvline(1, color="grey", lw=0.8)
     ax.set_xlabel("load (stored pairs / key dimension K)")
     ax.set_ylabel("relative error of a stored value")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 
 import harness
@@ -337,7 +338,9 @@ def figures():
 PUBLIC_PLOTS = sorted(
     name
     for name, f in vars(plots).items()
-    if getattr(f, "__module__", "") == plots.__name__ and name[0] != "_"
+    if getattr(f, "__module__", "") == plots.__name__
+    and name[0] != "_"
+    and "ax" in inspect.signature(f).parameters
 )
 
 

@@ -130,6 +130,7 @@ ROOMS: dict[str, set[str]] = {
         "tasks",
     },
     "sweeps": {"plots", "gdn_jax", "models", "commands", "tasks", "training"},
+    "findings": {"analysis", "commands", "tasks", "training", "sweeps"},
     "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training"},
     "bench": {
         "gdn_jax",
@@ -146,7 +147,7 @@ ROOMS: dict[str, set[str]] = {
         "training",
         *KERNELS,
     },
-    "cli": {"commands", "checks", "tasks", "training", "sweeps", "inspect", "bench"},
+    "cli": {"commands", "checks", "tasks", "training", "sweeps", "findings", "inspect", "bench"},
 }
 STANDARD = {*sys.stdlib_module_names}
 # Packages from outside: those that every room may import, and what some may import beside them.
@@ -168,6 +169,7 @@ OUTSIDE: dict[str, set[str]] = {
     "checks": {"ml_dtypes", "rich"},
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich", "scipy"},
+    "findings": {"rich", "scipy"},
     "tasks": {"flax"},
     "inspect": {"flax", "rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
@@ -183,7 +185,8 @@ INSIDE_FUNCTIONS = {
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),
-    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps", "inspect", "bench", "rich")),
+    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps", "findings")),
+    *(("cli", name) for name in ("inspect", "bench", "rich")),
 }
 
 

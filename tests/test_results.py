@@ -1,349 +1,241 @@
-"""The page of findings: every number in it is computed again from the runs beside it.
+"""The page of findings: numbers, verdicts and pages follow from the runs beside them, and tables from their runs."""
 
-A cell under a mixer is the mean and standard error of the sweep that its row links to, at the size "asked at". A
-number of the text is an option or the chance of a sweep that its section links to, or a comment derives it:
-
-    <!-- 34: spread("recall_rewrite_h200", "gated_delta_net", 32) -->
-
-A bound is rounded so that it is one: where the text says "at least 99.2", the comment begins with `at least 99.2:`.
-`seeds`, `mean` and `spread` take a folder, a mixer, the size of the test and the scale of the model, 1 without it;
-scores are in %, or in bits per byte. The size "validation" is the validation set. A row of a sweep with several
-scales has a column "scale". A cell under "A − B" is the mean and standard error of what the mixer A has more than B,
-seed by seed, bold where that is more than three standard errors; `differences`, `growth` and `sigmas` say the same in
-comments, `deeper` what a mixer has more at one scale than at another one, `gain` in one sweep than in another one,
-and `in_errors` how many standard errors the mean of such numbers is;
-`run`, `scores` and `config` give what the files have.
-
-A row with a column "learning rate" is one of the linked table.md; its column "each seed at N" has the scores at N.
-In comments `at` gives the scores of the seeds at a learning rate and a start, `learned` how many have learned
-something, `halves` their steps until half of the first kind is right, `more` the difference of two `at`, seed by
-seed, and `interval` half of the 95 % t interval of a mean.
-"""
-
+import copy
 import functools
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gdn_jax.analysis import memory_horizon
-from gdn_jax.sweeps import grid, summary
+from gdn_jax.findings import claims, verdicts
+from gdn_jax.findings.pages import Pages
+from gdn_jax.findings.records import Results
+from gdn_jax.findings.verdicts import Outcome
+from gdn_jax.findings.words import PLACE
+from gdn_jax.sweeps import grid, report
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.options import from_json
 
 RESULTS = Path(__file__).parent.parent / "results"
-FOLDERS = sorted(path.parent.name for path in RESULTS.glob("*/runs.jsonl"))
-LABELS = {mixer.label: name for name, mixer in MIXERS.items()}
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
-LINK = re.compile(r"!?\[([^\]]*)\]\(([^)]*)\)")
+RUNS = Results(RESULTS)
+CONTENT = json.loads((RESULTS / "claims.json").read_text())
+CLAIMS = {claim["id"]: claim for claim in CONTENT["claims"]}
+COMPARED = [name for name, claim in CLAIMS.items() if any(x["result"] for x in claim["comparisons"])]
+NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?!\w)")
+MOST_WORDS = 1100
 
 
 @functools.cache
-def folder(name):
-    """config.json and the lines of runs.jsonl."""
-    lines = (RESULTS / name / "runs.jsonl").read_text().splitlines()
-    return json.loads((RESULTS / name / "config.json").read_text()), [json.loads(line) for line in lines]
+def recomputed():
+    return {claim["id"]: claim for claim in claims.refresh(RUNS, CONTENT)["claims"]}
 
 
 @functools.cache
-def scores(name):
-    """{(mixer, scale): {size: scores of the seeds}} at the learning rate of the least mean validation loss."""
-    config, lines = folder(name)
-    o, metric = config["options"], next(key for key in lines[0] if key.startswith("test_"))
-    trying = range(o["lr_seeds"] or o["seeds"])
-    found = {}
-    for mixer, scale in itertools.product(o["mixers"], o["scales"]):
-        runs = {(x["lr"], x["seed"]): x for x in lines if (x["mixer"], x["scale"]) == (mixer, scale)}
-        losses = {lr: np.mean([runs[lr, seed]["val_loss"] for seed in trying]) for lr in o["lrs"]}
-        best = [runs[min(losses, key=losses.get), seed] for seed in range(o["seeds"])]
-        best = [x[metric] | {"validation": x[metric.replace("test_", "val_")]} for x in best]
-        factor = 100 if metric == "test_accuracy" else 1
-        found[mixer, scale] = {size: [factor * seed[size] for seed in best] for size in best[0]}
-    return found
+def pages():
+    return Pages(RUNS, CONTENT).all()
 
 
-def at(name, mixer, lr, start, size, scale=1):
-    """Scores in % of the seeds at a learning rate and a start, a write strength or a time step; None for neither."""
-    which = {"mixer": mixer, "lr": lr, "scale": scale}
-    runs = [x for x in folder(name)[1] if which.items() <= x.items() and start == begins(x)]
-    assert len(runs) == folder(name)[0]["options"]["seeds"]
-    return [100 * x["test_accuracy"][str(size)] for x in sorted(runs, key=lambda x: x["seed"])]
-
-
-def begins(line):
-    """What a run starts with, or None."""
-    return next((x for x in summary.Start.of(line) if x is not None), None)
-
-
-def linked_row(name, row):
-    """The row of a folder's table.md that a row of the page repeats, and its column of seeds."""
-    names = {"mixer", "write start", "time step", "learning rate"}
-    rows = [*tables((RESULTS / name / "table.md").read_text())]
-    found = next(x for x in rows if all(x[key] == row[key] for key in names & {*x}))
-    [start] = [float(found[key]) for key in ("write start", "time step") if key in found]
-    for heading in row:
-        if heading.startswith("each seed at "):
-            values = at(name, LABELS[row["mixer"]], float(row["learning rate"]), start, heading.split()[3])
-            found[heading] = " ".join(f"{x:.0f}" for x in values)
-    return found
-
-
-def error(values):
-    """Standard error of the mean."""
-    return np.std(values, ddof=1) / len(values) ** 0.5
-
-
-def cell(values, digits):
-    """Mean and standard error as the page writes them."""
-    return f"{np.mean(values):.{digits}f} ± {error(values):.{digits}f}"
-
-
-def differences(name, a, b, size, scale=1):
-    """Scores of a mixer less those of another one, for every seed: the seeds of a sweep share their batches."""
-    one, other = (scores(name)[mixer, scale][str(size)] for mixer in (a, b))
-    return np.subtract(one, other)
-
-
-@functools.cache
-def facts(name):
-    """Numbers that the text may say of a sweep without a derivation: its options and what a guess scores."""
-    config, _ = folder(name)
-    values = [
-        x for value in config["options"].values() for x in (value if isinstance(value, list) else [value])
-    ]
-    said = {f"{x:g}" for x in values if isinstance(x, int | float)}
-    return said | {f"{100 * x:.{digits}f}" for x in about(name).baselines.values() for digits in (0, 1)}
-
-
-def about(name):
-    """What the table says of a sweep's task."""
-    return summary.About(**folder(name)[0]["about"])
-
-
-def derived(text):
-    """Numbers that comments of a text derive, with the word of a bound, and those that are not what is derived."""
-
-    def seeds(name, mixer, size, scale=1):
-        return scores(name)[mixer, scale][str(size)]
-
-    def growth(name, a, b, first, last):
-        """How much more a is above b at one size than at another one, or a above itself there, for every seed."""
-        if b is None:
-            return np.subtract(seeds(name, a, last), seeds(name, a, first))
-        return differences(name, a, b, last) - differences(name, a, b, first)
-
-    def deeper(name, mixer, size, first, last):
-        """Scores at one scale less those at another one, for every seed."""
-        return np.subtract(seeds(name, mixer, size, last), seeds(name, mixer, size, first))
-
-    def gain(name, before, mixer, size, scale=1, other=None):
-        """Scores in one sweep less those in another one, there perhaps of another mixer, for every seed."""
-        return np.subtract(seeds(name, mixer, size, scale), seeds(before, other or mixer, size, scale))
-
-    def in_errors(values):
-        """The mean, in its standard errors."""
-        return np.mean(values) / error(values)
-
-    def sigmas(*which):
-        """Standard errors between two mixers."""
-        return in_errors(differences(*which))
-
-    def run(name, mixer, lr, seed):
-        [line] = [x for x in folder(name)[1] if (x["mixer"], x["lr"], x["seed"]) == (mixer, lr, seed)]
-        return line
-
-    def trained_bytes(name):
-        o = folder(name)[0]["options"]
-        return o["steps"] * o["batch_size"] * o["length"]
-
-    def row(name, mixer, lr, start):
-        lines = [x for x in folder(name)[1] if (x["mixer"], x["lr"], begins(x)) == (mixer, lr, start)]
-        [found] = summary.rows(lines, [mixer], starts=[summary.Start.of(lines[0])])
-        return found
-
-    def runs_of_a_file(finding):
-        """How many runs a file of options asks for."""
-        path = RESULTS / "configs" / f"{finding}.full.json"
-        task = json.loads(path.read_text())["task"].split()[1]
-        return grid.count(sweep_options.from_file(task, path, sweep_options.GridOptions()))
-
-    names = {
-        "at": at,
-        "learned": lambda *which: len(row(*which).learned(about(which[0]).answers).losses),
-        "halves": lambda *which: [np.inf if x is None else x for x in row(*which).halfway()],
-        "middle": np.median,
-        "runs_of_a_file": runs_of_a_file,
-        "runs": lambda name: folder(name)[1],
-        "more": lambda one, other, size: np.subtract(at(*one, size), at(*other, size)),
-        "interval": lambda values: summary.interval([*values]),
-        "memory_horizon": lambda width, beta: float(memory_horizon(width, beta=beta)),
-        "average": np.mean,
-        "error": error,
-        "in_errors": in_errors,
-        "differences": differences,
-        "growth": growth,
-        "deeper": deeper,
-        "gain": gain,
-        "sigmas": sigmas,
-        "scores": scores,
-        "run": run,
-        "trained_bytes": trained_bytes,
-        "config": lambda name: folder(name)[0],
-        "seeds": seeds,
-        "mean": lambda *which: np.mean(seeds(*which)),
-        "spread": lambda *which: np.ptp(seeds(*which)),
-        "others": lambda name, *but: {mixer for mixer, _ in scores(name)} - {*but},
+def test_pages_are_what_is_generated():
+    """`python -m gdn_jax.findings` makes them; no other page lies there."""
+    for name, text in pages().items():
+        assert (RESULTS / name).read_text() == text, f"{name}: run python -m gdn_jax.findings"
+    assert {*pages()} == {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.md")} - {
+        f"{name}/table.md" for name in RUNS.names
     }
-    right, wrong = set(), []
-    for bound, said, expression in re.findall(r"<!-- (at least |at most |)([\d.]+): (.*) -->", text):
-        value = eval(expression, names)  # of a file of this project
-        digits = len(said.partition(".")[2])
-        rounded = {"at least ": np.floor, "at most ": np.ceil, "": np.round}[bound]
-        got = f"{rounded(value * 10**digits) / 10**digits:.{digits}f}"
-        if got == said:
-            right.add(bound + said)
-        else:
-            wrong.append((bound + said, expression, got))
-    return right, wrong
 
 
-def sections(page):
-    """Each section's text and the folders that it links to."""
-    for text in re.split(r"(?m)^## ", page):
-        yield text, {link.split("/")[0] for _, link in LINK.findall(text)} & {*FOLDERS}
+def test_the_page_is_short():
+    page = pages()["README.md"]
+    assert len(page.split()) <= MOST_WORDS
+    figures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
+    assert len(figures) == len({*figures}) == len(CONTENT["cards"]) <= 6
+    assert {path.name for path in (RESULTS / "figures").iterdir()} == {Path(path).name for path in figures}
+    links = [(name, link) for name, text in pages().items() for link in re.findall(r"\]\(([^)#]+?)\)", text)]
+    missing = [x for x in links if "//" not in x[1] and not (RESULTS / x[0]).parent.joinpath(x[1]).exists()]
+    assert not missing
 
 
-def tables(text):
-    """Rows of the tables of a text, as dicts from the heading to the cell."""
-    for block in re.findall(r"(?m)(?:^\|.*\n)+", text + "\n"):
-        heading, _, *rows = [
-            [x.strip() for x in line.strip()[1:-1].split("|")] for line in block.splitlines()
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_follows_from_its_runs(name):
+    """Every result of its comparisons, and its verdict by the rule."""
+    assert CLAIMS[name] == recomputed()[name]
+    claim = CLAIMS[name]
+    own = claim["source"] is None and claim["comparisons"]
+    assert claim["verdict"] in ((claims.SHOWN, claims.NOT_SHOWN) if own else verdicts.VERDICTS)
+    assert (
+        own or claim["source"] is None or {*claim["source"]} == {"paper", "url", "where", "theirs", "setting"}
+    )
+    assert claim["comparisons"] or claim["verdict"] == verdicts.NOT_TESTED
+
+
+def wrong(content):
+    """Names of claims that are not what their runs give."""
+    good = {claim["id"]: claim for claim in claims.refresh(RUNS, content)["claims"]}
+    return [claim["id"] for claim in content["claims"] if claim != good[claim["id"]]]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_changed_number_interval_or_verdict_is_noticed(name, monkeypatch):
+    """In the claims and, where the page shows it, in the page; nothing but the changed claim is called wrong."""
+    good = claims.outcomes(
+        RUNS, CONTENT
+    )  # comparisons are computed once: no change below touches what is compared
+    monkeypatch.setattr(claims, "outcomes", lambda *_: good)
+    results = [x["result"] for x in CLAIMS[name]["comparisons"] if x["result"]]
+    changes = [("verdict", x) for x in verdicts.VERDICTS if x != CLAIMS[name]["verdict"]]
+    changes += [(key, results[0][key]) for key in results[0]]
+    for key, value in changes:
+        content = copy.deepcopy(CONTENT)
+        [claim] = [claim for claim in content["claims"] if claim["id"] == name]
+        place = claim if key == "verdict" else next(x["result"] for x in claim["comparisons"] if x["result"])
+        if key == "learned":
+            value = ["9 of 9", value[1]]
+        elif key != "verdict":
+            value = [1.01 * x + 0.01 for x in value] if isinstance(value, list) else 1.01 * value + 0.01
+        place[key] = value
+        assert wrong(content) == [name], key
+    [row] = [
+        line for line in pages()["README.md"].splitlines() if line.startswith(f"| {CLAIMS[name]['claim']} |")
+    ]
+    assert f"**{CLAIMS[name]['verdict']}** |" in row
+    for outcome in (good[f"{name}.{x['name']}"] for x in CLAIMS[name]["comparisons"] if x["result"]):
+        assert f"({outcome.of[0]}/{outcome.of[1]}:{outcome.than[0]}/{outcome.than[1]})" in row
+
+
+def test_other_runs_give_other_results():
+    """A comparison is of the runs that it names: another mixer, size, scale or rate is noticed."""
+
+    def changed(claim, **values):
+        content = {"claims": [copy.deepcopy(CLAIMS[claim])]}
+        comparison = content["claims"][0]["comparisons"][0]
+        comparison.update({k: v for k, v in values.items() if k == "at"})
+        comparison["of"].update({k: v for k, v in values.items() if k != "at"})
+        return claims.refresh(RUNS, content)["claims"][0]["comparisons"][0]["result"]
+
+    same = changed("parity")
+    assert same == CLAIMS["parity"]["comparisons"][0]["result"]
+    assert same not in (
+        changed("parity", at=512),
+        changed("parity", mixer="delta_net"),
+        changed("parity", lr=0.001),
+    )
+    assert changed("depth", scale=4) != CLAIMS["depth"]["comparisons"][0]["result"]
+    assert changed("start", start=0.25) != CLAIMS["start"]["comparisons"][0]["result"]
+
+
+def made(*gains, of=(3, 3), than=(3, 3)):
+    return Outcome(of, than, (math.nan, math.nan), gains)
+
+
+def test_the_rule():
+    """Each verdict, from hand-made outcomes."""
+    sure, split = made(10.0, 10.1, 9.9), made(1.0, 9.0, 0.5)
+    assert sure.p < 1e-3 and 0.05 < split.p and sure.excludes_zero and not split.excludes_zero
+    rule = functools.partial(verdicts.verdict, same_setting=True, largest_p=0.01)
+    assert rule([]) == verdicts.NOT_TESTED
+    assert rule([made(of=(0, 3), than=(0, 3))]) == verdicts.NOT_LEARNED
+    assert rule([sure, sure]) == verdicts.REPRODUCED
+    assert rule([sure], same_setting=False) == verdicts.IN_SIGN
+    assert rule([sure, split]) == rule([split]) == verdicts.IN_SIGN
+    assert rule([sure], largest_p=0.0) == verdicts.IN_SIGN  # not after all comparisons of the page
+    against = made(-10.0, -10.1, -9.9)
+    assert rule([against]) == rule([sure, against]) == verdicts.SAYS_LITTLE
+    assert rule([made(1.0, -0.1, 2.0)]) == rule([made(5.0)]) == rule([made(of=(1, 3), than=(0, 3))])
+    assert rule([made(5.0)]) == verdicts.SAYS_LITTLE
+
+
+def test_the_statistics():
+    """Student's test and the procedure of Benjamini and Hochberg against printed numbers."""
+    np.testing.assert_allclose(
+        made(1.0, 2.0, 3.0).p, 0.0741799, rtol=1e-5
+    )  # t = 2 sqrt(3), 2 degrees of freedom
+    np.testing.assert_allclose(made(1.0, 2.0, 3.0).interval, 4.302653 / 3**0.5, rtol=1e-6)
+    assert made(1.0).p is None and made(1.0).interval is None and not made(1.0).excludes_zero
+    assert made(2.0, 2.0).p == 0 and made(2.0, 2.0).excludes_zero
+    # Benjamini and Hochberg 1995, the example of section 3.2: four of fifteen.
+    p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262, 0.5719, 0.6528,
+         0.7590, 1.0]  # fmt: skip
+    assert verdicts.threshold(p) == 0.0095
+    assert verdicts.threshold([]) == verdicts.threshold([0.9]) == 0
+
+
+@functools.cache
+def facts():
+    """Numbers that a text may say without computing them: options of sweeps, chances, numbers of the papers."""
+    said = {"0.9", "95", "5"}
+    for name in RUNS.names:
+        values = [
+            x for v in RUNS.folder(name)[0]["options"].values() for x in (v if isinstance(v, list) else [v])
         ]
-        for row in rows:
-            yield dict(zip(heading, row, strict=True))
+        said |= {f"{x:g}" for x in values if isinstance(x, int | float)}
+        said |= {n for x in values if isinstance(x, str) for n in re.findall(r"\d+", x)}
+        said |= {f"{100 * x:.{digits}f}" for x in RUNS.about(name).baselines.values() for digits in (0, 1)}
+    sources = [claim["source"] for claim in CONTENT["claims"] if claim["source"]]
+    return said | {n for x in sources for text in (*x.values(),) for n in NUMBER.findall(text)}
 
 
-def wrong_numbers(page):
-    """What the page says and the runs do not."""
-    wrong = []
-    for text, folders in sections(page):
-        checked = set()
-        for row in tables(text):
-            [linked] = {link.split("/")[0] for _, link in LINK.findall(row.get("sweep", "[](-)"))}
-            if linked not in FOLDERS:
-                continue
-            config, lines = folder(linked)
-            repeated = linked_row(linked, row) if "learning rate" in row else {}
-            for heading, got in row.items():
-                wanted, shown = repeated.get(heading), got.strip("*")
-                digits = 1 if "test_accuracy" in lines[0] else 3
-                if " − " in heading:
-                    apart = differences(linked, *(LABELS[x] for x in heading.split(" − ")), row["asked at"])
-                    wanted, shown = cell(apart, digits), got
-                    if abs(np.mean(apart)) > 3 * error(apart):
-                        wanted = f"**{wanted}**"
-                elif heading in LABELS:
-                    which = LABELS[heading], int(row.get("scale", "1"))
-                    seeds = scores(linked).get(which, {}).get(row["asked at"])
-                    wanted = "" if seeds is None else cell(seeds, digits)
-                elif heading == "trained at":
-                    wanted = str(config["options"]["length"])
-                elif heading == "runs":
-                    wanted = str(len(lines))
-                elif heading == "seconds, added up":
-                    wanted = f"{sum(line['wall']['seconds'] for line in lines):.0f}"
-                if wanted is not None:
-                    checked.add(got)
-                    if shown != wanted:
-                        wrong.append((linked, heading, got, wanted))
-        for got in sorted(checked, key=len, reverse=True):
-            text = text.replace(f"| {got} ", "| ") if got else text
-        right, failed = derived(text)
-        wrong += failed
-        said = {words.split()[-1] for words in right}
-        text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-        bounds = re.findall(r"\b(at\s(?:least|most))\s(\d+(?:\.\d+)?)", text)
-        wrong += [(*bound, "no bound") for bound in bounds if " ".join(" ".join(bound).split()) not in right]
-        text = LINK.sub(lambda link: link[1] if link[2].split("/")[0] in FOLDERS else "", text)
-        text = re.sub(r"`[^`]*`|95\s%\st\sinterval", "", text)
-        said = said.union(*(facts(name) for name in folders))
-        wrong += [(*sorted(folders), number) for number in NUMBER.findall(text) if number not in said]
-    return wrong
+def texts(content):
+    """Every text of claims.json that somebody wrote, but claims and sources."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for x in content.values() if isinstance(content, dict) else content:
+            yield from texts(x)
 
 
-def test_every_number_of_the_page_is_in_the_runs():
-    page = (RESULTS / "README.md").read_text()
-    assert {name for _, folders in sections(page) for name in folders} == {*FOLDERS}
-    assert wrong_numbers(page) == []
+def bare(content):
+    """Numbers in texts that are neither computed nor facts."""
+    parts = [content["page"], content["protocol"], *(task["blocks"] for task in content["tasks"].values())]
+    parts += [[card[k] for k in ("see", "caveat", "picture", "question")] for card in content["cards"]]
+    for text in texts(parts):
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", PLACE.sub("", text))
+        yield from (n for n in NUMBER.findall(text) if n not in facts())
 
 
-@pytest.mark.parametrize(
-    "right, wrong",
-    [
-        ("**99.1 ± 0.9**", "**99.1 ± 0.8**"),  # a standard error
-        ("| 4.2 ± 0.5 |", "| 4.3 ± 0.5 |"),  # a mean
-        ("| 128 | 50.1", "| 64 | 50.1"),  # where it was asked
-        ("(Gated DeltaNet 66 to 99.6 %)", "(Gated DeltaNet 67 to 99.6 %)"),  # a seed
-        ("loses only 2 points", "loses only 17 points"),  # a difference
-        ("<!-- 2: mean(", "<!-- 3: mean("),  # its derivation
-        ("| CPU | 36 | 355 |", "| CPU | 37 | 355 |"),
-        ("**0.061 ± 0.019**", "**0.061 ± 0.018**"),  # the standard error of a difference
-        ("| 0.061 ± 0.024 |", "| **0.061 ± 0.024** |"),  # a claim that the seeds do not allow
-        ("| **0.058 ± 0.014** |", "| 0.058 ± 0.014 |"),
-        ("(13.3 standard errors)", "(13.4 standard errors)"),  # of two seeds
-        ("by 7.1 at 128", "by 7.2 at 128"),  # between two scales
-        ("1.420 against", "1.421 against"),  # a single run
-        ("least 3.2 standard errors", "least 3.3 standard errors"),
-        ("least 99.2 % of 64 pairs", "least 99.3 % of 64 pairs"),  # rounded, but no bound
-        ("recall 80 to 93 %", "recall at least 80 %"),  # a number, but of no bound
-        ("(4.7 standard errors)", "(4.6 standard errors)"),  # at a scale
-        ("(5.8 standard errors)", "(5.9 standard errors)"),  # between two sweeps
-        ("| **45.0 ± 6.8** |", "| 45.0 ± 6.8 |"),  # a claim that the page does not make
-        ("by 27 to 60 points", "by 28 to 60 points"),  # of the least of the seeds
-        ("| 49 66 6 79 78 |", "| 49 66 7 79 78 |"),  # a seed in a table
-        ("| 4 of 5 | 6250 (3750 to -) |", "| 5 of 5 | 6250 (3750 to -) |"),  # how many have learned
-        ("| 7250 (4750 to -) |", "| 7250 (4500 to -) |"),  # when
-        ("by 42 ± 29 points", "by 42 ± 28 points"),  # an interval
-    ],
-)
-def test_a_wrong_number_is_noticed(right, wrong):
-    page = (RESULTS / "README.md").read_text()
-    assert page.count(right) == 1
-    assert len(wrong_numbers(page.replace(right, wrong))) > 0
+def test_numbers_in_texts_are_computed_or_are_facts():
+    assert [*bare(CONTENT)] == []
+    content = copy.deepcopy(CONTENT)
+    content["cards"][0]["see"][0] += " It has 87.3 %."
+    assert [*bare(content)] == ["87.3"]
+
+
+def test_places_say_what_is_wrong():
+    words = Pages(RUNS, CONTENT).words
+    assert (
+        words.fill("{= 2 / 3 | 2} {at least 99.96 | 1} {at most 0.21 | 1}")
+        == "0.67 at least 99.9 at most 0.3"
+    )
+    with pytest.raises(ValueError, match=r"seeds.*KeyError"):
+        words.fill("{= min(seeds('parity/full', 'delta_net', 3)) | 0}")
+    with pytest.raises(ValueError, match="NameError"):
+        words.fill("{= open('x')}")
 
 
 @pytest.mark.parametrize("path", sorted((RESULTS / "configs").iterdir()), ids=lambda path: path.stem)
 def test_configs_fit(path):
-    """Every file of options can be used, is of the size that its name says, and is named on the page."""
+    """Every file of options can be used, is of the size that its name says, and is named in the protocol."""
     options = sweep_options.from_file(
         json.loads(path.read_text())["task"].split()[1], path, sweep_options.GridOptions()
     )
     sweep_options.check(options)
     finding, size = path.stem.split(".")
     assert options.sweep.size == size
-    assert f"configs/{finding}" in (RESULTS / "README.md").read_text()
+    assert path.stem in pages()["protocol.md"]
     if finding not in ("text_100m", "text_30m", "text_30m_seeds"):
         assert options.sweep.seeds >= 3
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", RUNS.names)
 def test_tables_are_those_of_the_runs(name):
     """table.md is what the program makes of runs.jsonl today, and no run of the grid is left out."""
-    config, lines = folder(name)
-    default = sweep_options.PRESETS[config["task"].split()[1]]["small"]
-    options = from_json(default, config["options"], sweep_options.GridOptions())
+    config, lines = RUNS.folder(name)
+    options, about = report.stored_options(config), RUNS.about(name)
     o = options.sweep
     runs = {grid.as_run(x) for x in lines}
     parts = itertools.product(o.mixers, o.scales)
-    assert runs == {x for part in parts for x in grid.wanted(options, *part, lines, about(name).metric)}
+    assert runs == {x for part in parts for x in grid.wanted(options, *part, lines, about.metric)}
     assert len(lines) == len(runs) == grid.count(options)
-    asked = lines, o.mixers, o.scales, about(name).metric, grid.starts(options)
-    sizes = {scale: sweep_options.scaled_model(options, scale) for scale in o.scales}
-    table = summary.markdown(summary.rows(*asked), lines, config, about(name), sizes)
-    if o.curve_every and len(o.lrs) > 1:
-        table += "\n" + summary.learning_rates(summary.rows_by_lr(*asked), about(name))
-    assert (RESULTS / name / "table.md").read_text() == table
+    assert (RESULTS / name / "table.md").read_text() == report.make_table(config, lines)

@@ -278,7 +278,7 @@ def test_divergence_is_recorded(tmp_path):
     out = tmp_path / "run"
     assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0
     assert [record["val_loss"] is None for record in records(out).values()] == [True, True, False, False]
-    assert "| Mamba2's rule | 0.01 | 0 of 2 |" in (out / "table.md").read_text()
+    assert "| Mamba2's decay with unit keys | 0.01 | 0 of 2 |" in (out / "table.md").read_text()
     assert (out / "figure.png").exists()
 
 
@@ -428,7 +428,7 @@ def test_error_is_one_line(tmp_path, capsys, words, message):
             "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation or copy, got words",
         ),
         ("sweep", "gdn sweep: expected a task"),
-        ("sweep parity --mixers transformer", "transformer"),
+        ("sweep parity --mixers rnn", "rnn"),
         ("sweep parity --lr 0.1", "--lr"),
         ("sweep parity --size medium", "medium"),
     ],

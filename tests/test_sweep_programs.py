@@ -11,14 +11,15 @@ from tiny_sweeps import options
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
-from gdn_jax.sweeps import figure as figure_lib
+from gdn_jax.models import ModelConfig
+from gdn_jax.plots import STYLES
 from gdn_jax.sweeps import grid, program, sweep
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps.scoring import shared
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import RecallOptions
 from gdn_jax.tasks.table import make_task
-from gdn_jax.training import steps
+from gdn_jax.training import mixers, steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.trainer import Trainer
@@ -47,13 +48,14 @@ def test_equal_parameters_and_initial_weights():
     def weights(mixer):
         return nnx.to_pure_dict(nnx.state(program.make_model(o, task, mixer, 3), nnx.Param))
 
-    alike = [name for name, m in MIXERS.items() if m.mixer == "gated_delta_net" and not m.hybrid]
+    usual = "gated_delta_net"
+    alike = [name for name, m in MIXERS.items() if m.mixer == m.form == usual]
     shapes = [jax.eval_shape(lambda mixer=mixer: weights(mixer)) for mixer in alike]
     assert all(x == shapes[0] for x in shapes)
     jax.tree.map(np.testing.assert_array_equal, weights("softmax_attention"), weights("gated_delta_net_neg"))
-    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*figure_lib._STYLES}
+    assert {*MIXERS} == {*get_args(sweep_options.MixerName)} == {*STYLES}
     assert set(alike) == set(o.sweep.mixers)
-    made = {(m.rule, m.allow_neg_eigval, m.hybrid, m.mixer) for m in MIXERS.values()}
+    made = {(m.rule, m.allow_neg_eigval, m.form, m.mixer) for m in MIXERS.values()}
     assert len(made) == len(MIXERS)
 
 
@@ -96,6 +98,39 @@ def test_hybrid():
         assert [i for i, kind in enumerate(kinds) if kind == "attention"] == attention
     with pytest.raises(RunError, match="--attention-every: expected 2 to --num-layers 1, got 1"):
         sweep_options.check(o)
+
+
+def test_controls():
+    """A Transformer has attention with rotary positions alone, the hybrid's control all of its form but attention.
+
+    Both have about as many parameters as the other mixers, and take a start that is none of attention's."""
+    size = sweep_options.SizeOptions(hidden_size=64, num_layers=4, num_heads=2, head_dim=24, write_start=0.1)
+
+    def made(name):
+        options = MIXERS[name].model(size)
+        options.check()
+        model = nnx.eval_shape(lambda: steps.make_model(options, 16, 0))
+        return model, sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    (_, usual), (transformer, wide), (control, same) = map(
+        made, ("gated_delta_net", "transformer", "hybrid_control")
+    )
+    assert abs(wide / usual - 1) < 0.05 and same == usual
+    attention = transformer.config.attention
+    assert {*transformer.config.types} == {"attention"} and attention.rotary_dim == attention.head_dim == 32
+    assert (attention.qk_norm, attention.output_gate, transformer.config.scale_embedding) == (
+        "none",
+        False,
+        True,
+    )
+    hybrid = ModelConfig(**MIXERS["hybrid"].model(size).config_values())
+    assert control.config.attention is None and {*control.config.types} == {"gated_delta_net"}
+    left = {name for name in vars(hybrid) if getattr(hybrid, name) != getattr(control.config, name)}
+    assert left - {"vocab_size", "dtype"} == {"layer_types", "attention"}
+    for name in ("transformer", "hybrid_control"):
+        with pytest.raises(RunError, match=f"--rule: expected gated_delta in a {name}, got delta"):
+            dataclasses.replace(MIXERS[name].model(size), rule="delta").check()
+        assert mixers.label(MIXERS[name].model(size)) == MIXERS[name].label
 
 
 @pytest.mark.slow

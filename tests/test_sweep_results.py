@@ -5,12 +5,14 @@ import pytest
 from matplotlib.figure import Figure
 from tiny_sweeps import options
 
+from gdn_jax.plots import COLORS, STYLES, retrieval_curves, style_of
 from gdn_jax.sweeps import figure as figure_lib
 from gdn_jax.sweeps import grid, summary
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.tasks.options import ParityOptions
 from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
+from gdn_jax.training.mixers import MIXERS
 
 
 def test_one_seed_has_no_spread(tmp_path):
@@ -27,7 +29,7 @@ def test_one_seed_has_no_spread(tmp_path):
     sizes = {1: options().model}
     table = summary.markdown(summary.rows(runs, ["mamba2"]), runs, config, summary.About.of(task), sizes)
     assert "in %, of one seed, at the learning rate of [0.1] with the lowest validation loss" in table
-    assert "| Mamba2's rule | 0.1 | 1 of 1 | 50.0 | 25.0 |" in table
+    assert "| Mamba2's decay with unit keys | 0.1 | 1 of 1 | 50.0 | 25.0 |" in table
     assert not {"±", "mean", "seeds"} & set(table.split())
 
 
@@ -49,8 +51,12 @@ def test_table_of_several_scales():
         summary.rows(runs, ["mamba2"], [1, 3]), runs, config, summary.About.of(task), sizes
     )
     assert "| mixer | width | layers | state | learning rate | learned | 4 tokens | 8 tokens |" in table
-    assert "| Mamba2's rule | 8 | 1 | 16 | 0.1 | 2 of 2 | 20.0 ± 127.1 | 10.0 ± 63.5 |" in table
-    assert "| Mamba2's rule | 8 | 3 | 48 | 0.2 | 2 of 2 | 40.0 ± 127.1 | 20.0 ± 63.5 |" in table
+    assert (
+        "| Mamba2's decay with unit keys | 8 | 1 | 16 | 0.1 | 2 of 2 | 20.0 ± 127.1 | 10.0 ± 63.5 |" in table
+    )
+    assert (
+        "| Mamba2's decay with unit keys | 8 | 3 | 48 | 0.2 | 2 of 2 | 40.0 ± 127.1 | 20.0 ± 63.5 |" in table
+    )
     assert "9 and 27 parameters in every model; softmax" in table
 
 
@@ -94,7 +100,7 @@ def test_starts_and_curves():
     about = summary.About("accuracy", "accuracy", "tokens", "parity", {"a guess": 0.5}, 2.0)
     table = summary.learning_rates(summary.rows_by_lr(runs, ["mamba2"], [1], "accuracy", starts), about)
     assert "| mixer | write start | time step | learning rate | learned | steps to half | 4" in table
-    assert "| Mamba2's rule | 0.5 | 0.1 | 0.2 | 1 of 1 | 20 | 50.0 | 25.0 |" in table
+    assert "| Mamba2's decay with unit keys | 0.5 | 0.1 | 0.2 | 1 of 1 | 20 | 50.0 | 25.0 |" in table
 
 
 def test_a_run_without_starts_has_none():
@@ -134,45 +140,54 @@ def test_other_seeds_run_at_the_best_learning_rate():
 
 
 def test_figure(tmp_path, monkeypatch):
-    """Means, bars and dots are those of the seeds, the legend has mixers first, the training size is marked."""
+    """A line is a seed, its points stand on their ticks; the legend has mixers first, with how many have learned."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [
-        summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}),
-        summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}),
+        summary.Row("mamba2", 0.1, {4: [1.0, 1.0, 1.0], 16: [0.5, 0.9, 1.0]}, losses=(0.1, 0.1, 0.1)),
+        summary.Row("delta_net", 0.1, {4: [0.2, 0.6, 0.7], 16: [0.1, 0.1, 0.4]}, losses=(1.4, 0.2, 0.1)),
     ]
     figure_lib.draw_sweep(
         tmp_path / "figure.png",
-        rows,
+        rows[::-1],
         axis="tokens",
         label="accuracy",
         trained=8,
         chance={"a guess": 0.25},
-        title="a task",
+        caption="a task",
+        answers=4.0,
     )
     [figure] = figures
     [axes], [legend] = figure.axes, figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["DeltaNet", "Mamba2's rule", "a guess"]
+    assert labels == ["Mamba2's decay with unit keys, 3 of 3 learned", "DeltaNet, 2 of 3 learned", "a guess"]
+    assert legend.get_title().get_text() == "a task"
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
-    assert ticks == ["4", "8\nlargest in training", "16"]
-    for row, container in zip(rows, axes.containers, strict=True):
-        line, _, [bars] = container.lines
-        values = 100 * np.array(list(row.scores.values()))
-        np.testing.assert_allclose(line.get_ydata(), values.mean(1))
-        np.testing.assert_allclose(line.get_xdata(), [4, 16], rtol=0.05)
-        ends = [segment[:, 1] for segment in bars.get_segments()]
-        error = values.std(1, ddof=1) / 3**0.5
-        np.testing.assert_allclose(ends, np.stack([values.mean(1) - error, values.mean(1) + error], 1))
-    dots = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "."]
-    np.testing.assert_allclose(dots, 100 * np.array([x for row in rows for x in row.scores.values()]))
+    assert ticks == ["4\n", "8\nlargest in training", "16\n"]
+    *seeds, guess = axes.lines
+    assert list(guess.get_ydata()) == [25, 25]
+    np.testing.assert_array_equal([line.get_xdata() for line in seeds], [[4, 16]] * 6)
+    values = [seed for row in rows for seed in zip(*row.scores.values(), strict=True)]
+    np.testing.assert_allclose([line.get_ydata() for line in seeds], 100 * np.array(values))
+    assert [line.get_color() for line in seeds] == [STYLES[row.mixer].color for row in rows for _ in range(3)]
     # without colour: marker, filling and line differ
-    assert len({style[1:] for style in figure_lib._STYLES.values()}) == len(figure_lib._STYLES)
+    assert len({style[1:4] for style in STYLES.values()}) == len(STYLES)
+
+
+def test_rules_look_alike_everywhere():
+    """A label of a rule gets the look of its mixer, the most exact one; a notebook's curve, too."""
+    assert all(style_of(MIXERS[name].label) is style for name, style in STYLES.items())
+    assert style_of("delta rule, β = 1") is STYLES["delta_net"]
+    assert style_of("the Gated delta rule") is STYLES["gated_delta_net"]
+    assert style_of("a rule of thumb") is None
+    x = np.arange(2.0)
+    axes = retrieval_curves(x, {"anything": x, "delta rule": x}, ax=Figure().subplots())
+    assert [line.get_color() for line in axes.lines[:2]] == [COLORS[0], STYLES["delta_net"].color]
 
 
 @pytest.mark.parametrize("trigram", [1.5, 3.5])
 def test_figure_of_losses(tmp_path, monkeypatch, trigram):
-    """A simple method above every loss is in the legend alone, with its loss; one among them is a line."""
+    """A simple method above every loss is in the caption alone, with its loss; one among them is a line."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     figure_lib.draw_sweep(
@@ -182,12 +197,12 @@ def test_figure_of_losses(tmp_path, monkeypatch, trigram):
         label="bits per byte",
         trained=8,
         chance={"bigram": 4.0, "trigram": trigram},
-        title="a text",
+        caption="a text",
         percent=False,
     )
     [figure] = figures
     [axes], [legend] = figure.axes, figure.legends
-    lines = [line.get_ydata()[0] for line in axes.lines if line.get_label() in ("bigram", "trigram")]
+    lines = [line.get_ydata()[0] for line in axes.lines if len({*line.get_ydata()}) == 1]
     said = legend.get_title().get_text()
     assert lines == ([1.5] if trigram == 1.5 else [])
     assert ("bigram 4.000" in said, "trigram 3.500" in said) == (True, trigram == 3.5)
@@ -200,17 +215,18 @@ def test_figure_over_scales(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     rows = [summary.Row("mamba2", 0.1, {4: [0.1 * s, 0.2 * s], 8: [0.3, 0.4]}, s) for s in (1, 2)]
-    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, title="a task " * 25)
+    size = dict(axis="pairs", label="accuracy", trained=8, chance={"a guess": 0.25}, caption="a task " * 25)
     figure_lib.draw_sweep(
         tmp_path / "figure.png", rows, **size, along=("numbers in the state", {1: 64, 2: 128})
     )
     [figure] = figures
-    assert [axes.get_xlabel() for axes in figure.axes] == [f"numbers in the state\n{n} pairs" for n in (4, 8)]
-    [heading] = figure.texts
-    assert heading.get_window_extent().width < figure.bbox.width
-    [line, *_] = figure.axes[0].containers[0].lines
-    np.testing.assert_allclose(line.get_xdata(), [64, 128])
-    np.testing.assert_allclose(line.get_ydata(), [15, 30])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["numbers in the state"] * 2
+    assert [axes.get_title() for axes in figure.axes] == ["4 pairs", "8 pairs"]
+    [legend] = figure.legends
+    assert legend.get_window_extent().width < figure.bbox.width
+    one, two, _ = figure.axes[0].lines
+    np.testing.assert_allclose([one.get_xdata(), two.get_xdata()], [[64, 128]] * 2)
+    np.testing.assert_allclose([one.get_ydata(), two.get_ydata()], [[10, 20], [20, 40]])
 
 
 def test_figure_of_starts(tmp_path, monkeypatch):

@@ -1,39 +1,47 @@
-"""figure.png of a sweep: the score over the size of the test, or over that of the model, a line for each mixer.
+"""Figures of sweeps: scores over the size of the test or of the model, and learning curves. A thin line is a seed.
 
-Where the grid varies what runs start with, it is their learning curves.
+A mean over seeds is not drawn: where some have learned and others not, no run is near it. Points stand on their
+ticks. `gdn_jax.plots.STYLES` says how a rule looks, and in which order rules stand.
 """
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from gdn_jax.commands.files import replacing
-from gdn_jax.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from gdn_jax.plots import GREY, STYLES
 from gdn_jax.sweeps.summary import Row
 from gdn_jax.training.mixers import MIXERS
 
-# Letters of a heading that fit into an inch.
-_LETTERS = 13.5
+# Letters of a heading, and of the smaller ones below a figure, that fit into an inch.
+_HEADING, _CAPTION = 12.0, 16.5
+_MIXERS = [*STYLES]
 
-# Colour, marker, filling of the marker and line of each mixer: told apart in grey as well.
-_KNOWN = {
-    "linear_attention": (GREY, "v", "none", ":"),
-    "mamba2": (ORANGE, "s", "full", "--"),
-    "delta_net": (GREEN, "^", "full", "-."),
-    "gated_delta_net": (BLUE, "o", "full", "-"),
-    "gated_delta_net_neg": (VERMILION, "D", "none", "-"),
-    "softmax_attention": (BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1))),
-    "hybrid": (PURPLE, "P", "full", (0, (6, 2))),
-}
-_COLOURS, _MARKERS = (ORANGE, GREEN, VERMILION, PURPLE), "<>ph*8Xd1234"
-_STYLES = _KNOWN | {
-    mixer: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], "full", (0, (3, 1)))
-    for i, mixer in enumerate(name for name in MIXERS if name not in _KNOWN)
-}
+
+class Panel(NamedTuple):
+    """One of the panels of a figure that share a vertical axis.
+
+    Fields:
+      title: above it.
+      below: name of its horizontal axis.
+      curves: mixer and the scores of its seeds by the value along the axis.
+      marked: value along the axis that a word stands at, with the word; None: none.
+      chance: score of simple methods by name.
+    """
+
+    title: str
+    below: str
+    curves: list[tuple[str, dict[int, list[float]]]]
+    marked: tuple[int, str] | None = None
+    chance: Mapping[str, float] = MappingProxyType({})
 
 
 def draw_sweep(
@@ -44,86 +52,102 @@ def draw_sweep(
     label: str,
     trained: int,
     chance: dict[str, float],
-    title: str,
+    caption: str,
     percent: bool = True,
     along: tuple[str, dict[int, int]] | None = None,
+    answers: float | None = None,
 ) -> None:
-    """Draws scores, a line a mixer: mean over the seeds with its standard error, and a dot for each seed.
+    """Draws scores, a thin line for each seed of each mixer.
 
     Args:
       path: PNG to write (under a temporary name, then renamed).
       rows: of `summary.rows`.
-      axis, label, title: unit of the sizes of the tests, what is measured, heading.
+      axis, label, caption: unit of the sizes of the tests, what is measured, what the sweep is.
       trained: largest size of the training sequences, marked.
-      chance: score of simple methods by name, as lines. Above losses that are all lower they stand in the legend
+      chance: score of simple methods by name, as lines. Above losses that are all lower they stand in the caption
         alone: a line there would press the curves together.
       percent: scores are fractions, drawn in %.
       along: name and value by scale of what the models differ in: it is then along the axis, with a panel for each
         size of the test. None: one panel, with the sizes of the tests along the axis.
+      answers: see `Row.learned`.
     """
-    tests = list(rows[0].scores)
-    scores = [x for row in rows for values in row.scores.values() for x in values if np.isfinite(x)]
-    near = {name: x for name, x in chance.items() if percent or x <= max(scores, default=np.inf)}
     if along is None:
         below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to so many {axis}"
-        panels = [(below, [(row.mixer, row.scores) for row in rows])]
+        curves = [(row.mixer, row.scores) for row in rows]
+        panels = [Panel("", below, curves, (trained, "largest in training"), chance)]
     else:
         name, values = along
-        panels = [(f"{name}\n{n} {axis}", _over_scales(rows, values, n)) for n in tests]
+        panels = [
+            Panel(f"{n} {axis}", name, _over_scales(rows, values, n), chance=chance) for n in rows[0].scores
+        ]
+    learned = (
+        {} if along is not None or answers is None else {row.mixer: k_of_n(row, answers) for row in rows}
+    )
+    draw_panels(path, panels, label=label, caption=caption, percent=percent, learned=learned)
+
+
+def k_of_n(row: Row, answers: float | None) -> str:
+    """Says how many seeds of a row have learned something."""
+    return f"{len(row.learned(answers).losses)} of {len(row.losses)} learned"
+
+
+def draw_panels(
+    path: Path,
+    panels: Sequence[Panel],
+    *,
+    label: str,
+    caption: str = "",
+    title: str = "",
+    percent: bool = True,
+    learned: dict[str, str] | None = None,
+) -> None:
+    """Draws panels side by side with one legend, at most four in a line.
+
+    Args:
+      path: PNG to write (under a temporary name, then renamed).
+      panels: what is drawn.
+      label, percent: as for `draw_sweep`.
+      title: the finding, above the figure.
+      caption: what was run, below it.
+      learned: what stands behind a mixer's name in the legend.
+    """
+    scores = [
+        x for p in panels for _, s in p.curves for values in s.values() for x in values if np.isfinite(x)
+    ]
+    most = np.inf if percent else max(scores, default=np.inf)
+    near = {name: x for panel in panels for name, x in panel.chance.items() if x <= most}
+    above = {name: x for panel in panels for name, x in panel.chance.items() if x > most}
     lines = -(-len(panels) // 4)
     columns = -(-len(panels) // lines)
-    figure = Figure(
-        figsize=(7 if len(panels) == 1 else 1.2 + 2.9 * columns, 1 + 3.6 * lines),
-        dpi=160,
-        layout="constrained",
-    )
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(lines, columns, sharey=True, squeeze=False).reshape(-1)
-    for axes, (below, curves) in zip(grid, panels, strict=False):
-        _draw(axes, curves, 100 if percent else 1)
-        for name, value in near.items():
-            axes.axhline((100 if percent else 1) * value, color=GREY, lw=1, ls=(0, (1, 4)), label=name)
-        sizes = sorted({x for _, scores in curves for x in scores})
-        ticks = sorted({*sizes, trained}) if along is None and len(sizes) > 1 else sizes
-        axes.set_xscale("log", base=2)
-        marked = trained if along is None else None
-        axes.set_xticks(ticks, [f"{n}\nlargest in training" if n == marked else str(n) for n in ticks])
-        axes.minorticks_off()
+    size = (7.2 if len(panels) == 1 else 1.2 + 2.9 * columns, 1.6 + 3.2 * lines)
+    figure, grid = _figure(size, lines, columns)
+    for axes, panel in zip(grid, panels, strict=False):
+        _draw(axes, panel, 100 if percent else 1)
+        for name in panel.chance.keys() & near:
+            axes.axhline((100 if percent else 1) * panel.chance[name], color=GREY, lw=1, ls=(0, (1, 4)))
         if percent:
-            axes.set_ylim(-2, 104)
-        axes.set_xlabel(below)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+            lowest = 100 * min([*scores, *near.values()])
+            axes.set_ylim(lowest - 5 if lowest > 30 else -2, 104)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[::columns]:
         axes.set_ylabel(f"{label}, %" if percent else label)
-    heading = textwrap.fill(title, int(_LETTERS * figure.get_figwidth()))
-    (grid[0].set_title if len(panels) == 1 else figure.suptitle)(heading, fontsize=10)
-    handles, labels = grid[0].get_legend_handles_labels()  # lines come before error bars: the mixers first
-    order = [*range(len(near), len(labels)), *range(len(near))]
-    heading = "mean over the seeds, bars of a standard error, dots for the seeds"
-    if len(rows[0].scores[tests[0]]) == 1:
-        heading = "one seed"
-    if above := ", ".join(f"{name} {value:.3f}" for name, value in chance.items() if name not in near):
-        heading += f"\nabove the figure: {above}"
-    legend = figure.legend(
-        [handles[i] for i in order],
-        [labels[i] for i in order],
-        title=heading,
-        title_fontsize=8.5,
-        frameon=False,
-        fontsize=8.5,
-        handlelength=4,
-        loc="outside lower center",
-        ncols=3,
-    )
-    legend.get_title().set_multialignment("center")
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
+    if above:
+        caption += f" Above the figure: {', '.join(f'{name} {value:.3f}' for name, value in above.items())}."
+    _legend(figure, panels, [*near], learned or {}, caption.strip())
+    _finish(path, figure, title)
 
 
-def draw_curves(path: Path, rows: list[Row], *, axis: str, label: str, answers: float | None) -> None:
+def draw_curves(
+    path: Path,
+    rows: list[Row],
+    *,
+    axis: str,
+    label: str,
+    answers: float | None,
+    title: str = "",
+    caption: str = "",
+) -> None:
     """Draws the learning curves of runs that start differently: a panel a row, a thin line a seed.
 
     Args:
@@ -131,37 +155,88 @@ def draw_curves(path: Path, rows: list[Row], *, axis: str, label: str, answers: 
       rows: of `summary.rows`, with curves; a mixer's panels begin with its largest start.
       axis, label: unit of the sizes of the tests, what is measured.
       answers: see `Row.learned`.
+      title, caption: as for `draw_panels`.
     """
-    mixers = [row.mixer for row in rows]
 
     def place(row: Row) -> tuple[int | float, ...]:
-        return mixers.index(row.mixer), row.scale, *(-x for x in row.start if x is not None)
+        return _MIXERS.index(row.mixer), row.scale, *(-x for x in row.start if x is not None)
 
     rows = sorted(rows, key=place)
-    lines = -(-len(rows) // 5)
-    columns = -(-len(rows) // lines)
-    figure = Figure(figsize=(1.2 + 2.1 * columns, 0.8 + 2.6 * lines), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    parts = [
+        [row for row in rows if row.mixer == mixer] for mixer in dict.fromkeys(row.mixer for row in rows)
+    ]
+    parts = [part[i : i + 5] for part in parts for i in range(0, len(part), 5)]  # a mixer begins a new line
+    columns = max(map(len, parts))
+    figure, grid = _figure((1.2 + 2.1 * columns, 1.0 + 2.6 * len(parts)), len(parts), columns)
     kind = next(iter(rows[0].curves[0]["accuracy"]))
-    for axes, row in zip(grid.flat, rows, strict=False):
-        colour, _, _, _ = _STYLES[row.mixer]
-        for curve in row.curves:
-            accuracy = [np.nan if x is None else 100 * x for x in curve["accuracy"][kind]]
-            axes.plot(curve["steps"], accuracy, color=colour, lw=1)
-        learned = f"{len(row.learned(answers).losses)} of {len(row.losses)} learned"
-        heading = [MIXERS[row.mixer].label, *row.start.names(), f"learning rate {row.lr:g}", learned]
-        axes.set_title("\n".join(heading), fontsize=9)
-        axes.set_ylim(-2, 104)
+    for i, part in enumerate(parts):
+        line = grid[i * columns : (i + 1) * columns]
+        line[0].set_ylabel(f"{label},\n{kind} {axis}, %", fontsize=9)
+        for axes in line[len(part) :]:
+            axes.set_visible(False)
+        for axes, row in zip(line, part, strict=False):
+            for curve in row.curves:
+                accuracy = [np.nan if x is None else 100 * x for x in curve["accuracy"][kind]]
+                axes.plot(curve["steps"], accuracy, color=STYLES[row.mixer].color, lw=1)
+            heading = [MIXERS[row.mixer].label, *row.start.names(), f"learning rate {row.lr:g}"]
+            axes.set_title("\n".join([*heading, k_of_n(row, answers)]), fontsize=9)
+            axes.set_ylim(-2, 104)
+            axes.tick_params(labelsize=8)
+            axes.set_xlabel("steps", fontsize=8)
+    _finish(path, figure, title, caption or "A line is one seed.")
+
+
+def _figure(size: tuple[float, float], lines: int, columns: int) -> tuple[Figure, np.ndarray]:
+    """A figure and its panels, one after the other."""
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False).reshape(-1)
+    for axes in grid:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid.flat[len(rows) :]:
-        axes.set_visible(False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel(f"{label},\n{kind} {axis}, %", fontsize=9)
-    figure.supxlabel("steps; a line is one seed", fontsize=9)
+    return figure, grid
+
+
+def _finish(path: Path, figure: Figure, title: str, caption: str = "") -> None:
+    """Writes a figure with what stands above and below it."""
+    width = figure.get_figwidth()
+    if title:
+        figure.suptitle(textwrap.fill(title, int(_HEADING * width)), fontsize=11)
+    if caption:
+        figure.supxlabel(textwrap.fill(caption, int(_CAPTION * width)), fontsize=8)
     with replacing(path) as file:
         figure.savefig(file, format="png")
+
+
+def _legend(
+    figure: Figure, panels: Sequence[Panel], chance: list[str], learned: dict[str, str], caption: str
+) -> None:
+    """The caption, then the mixers in their order, then the simple methods."""
+    drawn = {mixer for panel in panels for mixer, _ in panel.curves}
+    handles, names = [], []
+    for mixer in (mixer for mixer in _MIXERS if mixer in drawn):
+        style = STYLES[mixer]
+        look: dict[str, Any] = dict(
+            color=style.color, marker=style.marker, fillstyle=style.fill, ls=style.line
+        )
+        handles.append(Line2D([], [], lw=1.4, ms=5, **look))
+        names.append(MIXERS[mixer].label + (f", {learned[mixer]}" if mixer in learned else ""))
+    for name in chance:
+        handles.append(Line2D([], [], color=GREY, lw=1, ls=(0, (1, 4))))
+        names.append(name)
+    width = figure.get_figwidth()
+    legend = figure.legend(
+        handles,
+        names,
+        ncols=3 if width > 7.5 else 2,
+        title=textwrap.fill(caption, int(_CAPTION * width)),
+        title_fontsize=8,
+        frameon=False,
+        fontsize=8,
+        handlelength=3.5,
+        loc="outside lower center",
+    )
+    legend.get_title().set_multialignment("center")
 
 
 def _over_scales(
@@ -174,31 +249,22 @@ def _over_scales(
     return [*curves.items()]
 
 
-def _draw(axes: Axes, curves: list[tuple[str, dict[int, list[float]]]], factor: int) -> None:
-    """A line a mixer over the keys of its scores."""
-    keys = {x for _, scores in curves for x in scores}
-    octaves = max(1.0, np.log2(max(keys) / min(keys)))
-    for i, (mixer, scores) in enumerate(curves):
-        values = [factor * np.array(x) for x in scores.values()]
-        means = np.array([x.mean() for x in values])
-        errors = np.array([x.std(ddof=1) / np.sqrt(x.size) if x.size > 1 else 0.0 for x in values])
-        colour, marker, filling, line = _STYLES[mixer]
-        nudge = 2 ** (0.013 * octaves * (i - (len(curves) - 1) / 2))  # bars at the same size stay apart
-        places = nudge * np.array([*scores])
-        axes.errorbar(
-            places,
-            means,
-            errors,
-            color=colour,
-            marker=marker,
-            fillstyle=filling,
-            ls=line,
-            lw=1.6,
-            elinewidth=1.2,
-            ms=5.5,
-            capsize=2.5,
-            label=MIXERS[mixer].label,
+def _draw(axes: Axes, panel: Panel, factor: int) -> None:
+    """A thin line for each seed, through points on the ticks."""
+    for mixer, scores in sorted(panel.curves, key=lambda curve: _MIXERS.index(curve[0])):
+        style = STYLES[mixer]
+        look: dict[str, Any] = dict(
+            color=style.color, marker=style.marker, fillstyle=style.fill, ls=style.line
         )
-        for place, x in zip(places, values, strict=True):
-            if x.size > 1:
-                axes.plot(np.full(x.size, place), x, ".", color=colour, ms=3, alpha=0.6)
+        for seed in zip(*scores.values(), strict=True):
+            axes.plot([*scores], factor * np.array(seed), lw=1.1, ms=4, alpha=0.75, **look)
+    sizes = {x for _, scores in panel.curves for x in scores}
+    value, word = panel.marked or (None, "")
+    ticks = sorted(sizes | ({value} if value is not None and len(sizes) > 1 else set()))
+    axes.set_xscale("log", base=2)
+    below = "\n" if value in ticks else ""  # labels of as many lines stand at one height
+    axes.set_xticks(ticks, [f"{n}\n{word}" if n == value else f"{n}{below}" for n in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(panel.below)
+    if panel.title:
+        axes.set_title(panel.title, fontsize=9.5)

@@ -53,8 +53,7 @@ class GridOptions:
         "gated_delta_net_neg",
         "softmax_attention",
     )
-    """Token mixers. The first six have the same parameters, and the same initial weights for the
-    same seed."""
+    """Token mixers. The first six have the same parameters, and for a seed the same initial weights."""
     scales: Annotated[tuple[int, ...], Distinct, Positive] = (1,)
     """Factors of the model's size, each with learning rates and seeds of its own."""
     scaled: Literal["width", "depth", "state"] = "width"

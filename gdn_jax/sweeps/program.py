@@ -102,7 +102,7 @@ class Program:
 def make_model(
     options: SweepOptions, task: Task, mixer: str, seed: int | Array, scale: int = 1
 ) -> LanguageModel:
-    """Model of a mixer with fresh weights, which are the same for all mixers but the hybrid.
+    """Model of a mixer with fresh weights, which are the same for all mixers of one form.
 
     What the grid varies of the start is that of no run: write strengths have the bias that `make_start` sets, and
     gates their usual time steps.

@@ -96,7 +96,7 @@ class Row(NamedTuple):
         """The row of the seeds that have learned something; all, where it is not known what a guess costs."""
         if answers is None:
             return self
-        kept = [i for i, loss in enumerate(self.losses) if loss < _LEARNED * math.log(answers)]
+        kept = [i for i, loss in enumerate(self.losses) if has_learned(loss, answers)]
 
         def of(values):
             return [values[i] for i in kept]
@@ -118,6 +118,11 @@ class Row(NamedTuple):
             )
             found.append(next(at, None))
         return found
+
+
+def has_learned(loss: float | None, answers: float) -> bool:
+    """Whether a run of this validation loss knows more than a guess among so many answers; None: it has diverged."""
+    return loss is not None and loss < _LEARNED * math.log(answers)
 
 
 def interval(values: Sequence[float]) -> float:

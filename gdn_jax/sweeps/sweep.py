@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,13 +35,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from gdn_jax.commands.errors import RunError, os_line
-from gdn_jax.commands.files import JsonLines, write_text
+from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
-from gdn_jax.sweeps import figure, summary
-from gdn_jax.sweeps.grid import Run, as_run, count, starts, wanted
-from gdn_jax.sweeps.options import SweepOptions, scaled_model, state_size
+from gdn_jax.sweeps import report, summary
+from gdn_jax.sweeps.grid import Run, as_run, count, wanted
+from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.program import Program, Runs, make_start
 from gdn_jax.sweeps.progress import SweepReporter
 from gdn_jax.sweeps.scoring import shared
@@ -271,70 +270,12 @@ def _work(
                 f"should one of them have ended early, continue with: {again}"
             )
             return 0
-        _finish(options, task, folder, config, lines, console)
+        with alone(folder.path):
+            table = report.write(folder.path, config, lines.records())
+        console.print(Markdown(table))
     except OSError as error:
         raise RunError(
             f"{folder.path}: {os_line(error)}; finished runs are kept; continue with: {again}"
         ) from error
     say(f"results in {folder.path}")
     return 0
-
-
-def _finish(
-    options: SweepOptions,
-    task: Task,
-    folder: RunFolder,
-    config: dict[str, Any],
-    lines: JsonLines,
-    console: Console,
-) -> None:
-    """Writes table and figure."""
-    with alone(folder.path):
-        table = write_results(options, task, folder.path, config, lines.records())
-    console.print(Markdown(table))
-
-
-def write_results(
-    options: SweepOptions,
-    task: Task,
-    folder: Path,
-    config: dict[str, Any],
-    records: list[dict[str, Any]],
-) -> str:
-    """Writes table.md and figure.png of the records; returns the table.
-
-    What a task is about is taken from `config`, where it is stored: a large text takes long to count.
-    """
-    o = options.sweep
-    rows = summary.rows(records, o.mixers, o.scales, task.metric, starts(options))
-    sizes = {scale: scaled_model(options, scale) for scale in o.scales}
-    about = summary.About(**config["about"])
-    table = summary.markdown(rows, records, config, about, sizes)
-    if about.answers is not None and len(o.lrs) > 1 and rows[0].curves:
-        of_all = summary.rows_by_lr(records, o.mixers, o.scales, task.metric, starts(options))
-        table += "\n" + summary.learning_rates(of_all, about)
-    write_text(folder / "table.md", table)
-    if rows[0].curves and rows[0].start.names():
-        figure.draw_curves(
-            folder / "figure.png", rows, axis=about.axis, label=about.label, answers=about.answers
-        )
-        return table
-    along = None
-    if len(o.scales) > 1:
-        along = (
-            ("layers", {scale: size.num_layers for scale, size in sizes.items()})
-            if o.scaled == "depth"
-            else ("numbers in the state", {scale: state_size(size) for scale, size in sizes.items()})
-        )
-    figure.draw_sweep(
-        folder / "figure.png",
-        rows,
-        axis=about.axis,
-        label=about.label,
-        trained=task.size,
-        chance=about.baselines,
-        title=about.summary,
-        percent=about.metric == "accuracy",
-        along=along,
-    )
-    return table

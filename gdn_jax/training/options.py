@@ -119,6 +119,7 @@ class SizeOptions:
             fail(error.name, error.expected, error.got)
 
 
+Form = Literal["gated_delta_net", "hybrid", "hybrid_control", "transformer"]
 RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
 MIXER_LABELS = {
     "gated_delta_net": "Gated DeltaNet",
@@ -137,12 +138,17 @@ else:
     MixerName = Literal[tuple(MIXER_LABELS)]
 
 
+# The form of Qwen3.5 beside its attention layers.
+_QWEN3_5 = {"zero_centred_norms": True, "scale_embedding": False}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(SizeOptions):
     """A model: its size, its layers and its rule."""
 
-    model: Annotated[Literal["gated_delta_net", "hybrid"], NotInConfig] = "gated_delta_net"
-    """hybrid: with attention in some layers, in the form of Qwen3.5; `save_hf` can write one of gated_delta_net."""
+    model: Annotated[Form, NotInConfig] = "gated_delta_net"
+    """hybrid: with attention in some layers, in the form of Qwen3.5; `save_hf` can write one of gated_delta_net.
+    hybrid_control: in this form, but without attention. transformer: attention with rotary positions in every layer."""
     attention_every: Annotated[int, Positive, NotInConfig] = 4
     """In a hybrid the last layer of so many is attention."""
     mixer: Annotated[MixerName, Later] = "gated_delta_net"
@@ -156,7 +162,12 @@ class ModelOptions(SizeOptions):
     """Dtype of the residual stream between the blocks."""
 
     def config_values(self) -> dict[str, Any]:
-        return super().config_values() | (self.hybrid_values() if self.model == "hybrid" else {})
+        forms = {
+            "hybrid": self.hybrid_values,
+            "hybrid_control": lambda: _QWEN3_5,
+            "transformer": self.transformer_values,
+        }
+        return super().config_values() | (forms[self.model]() if self.model in forms else {})
 
     def hybrid_values(self) -> dict[str, Any]:
         """Returns the fields of a ModelConfig that make a model a hybrid in the form of Qwen3.5.
@@ -168,7 +179,7 @@ class ModelOptions(SizeOptions):
         from gdn_jax.models.mixers.table import TOKEN_MIXERS
 
         mixer = TOKEN_MIXERS[self.mixer]
-        head_dim = max(8, self.hidden_size // self.num_heads // 8 * 8)
+        head_dim = self._attention_dim()
         return {
             "layer_types": hybrid_layers(self.num_layers, self.attention_every, mixer.name),
             "attention": AttentionConfig(
@@ -178,17 +189,37 @@ class ModelOptions(SizeOptions):
                 output_gate=True,
                 rotary_dim=head_dim // 4,
             ),
-            "zero_centred_norms": True,
-            "scale_embedding": False,
+            **_QWEN3_5,
         }
 
+    def transformer_values(self) -> dict[str, Any]:
+        """Returns the fields of a ModelConfig that make a model a Transformer.
+
+        Attention has as many heads as a GatedDeltaNet, is as wide as the model, and rotates whole heads; queries and
+        keys have no convolution, no activation and no norm. The SwiGLU is wider or narrower by what attention has
+        less or more than a GatedDeltaNet, so that there are about as many parameters.
+        """
+        from gdn_jax.models.config import AttentionConfig
+
+        head_dim, keys = self._attention_dim(), self.num_heads * self.head_dim
+        mixer = 2 * keys + 3 * round(keys * self.expand_v)  # q, k; v, gate, o
+        return {
+            "layer_types": ("attention",) * self.num_layers,
+            "attention": AttentionConfig(num_heads=self.num_heads, head_dim=head_dim, rotary_dim=head_dim),
+            "mlp_ratio": self.mlp_ratio + (mixer - 4 * self.num_heads * head_dim) / (3 * self.hidden_size),
+        }
+
+    def _attention_dim(self) -> int:
+        """Width of a head of attention that is as wide as the model, a multiple of 8."""
+        return max(8, self.hidden_size // self.num_heads // 8 * 8)
+
     def check(self) -> None:
-        if self.model == "hybrid":
-            if not 2 <= self.attention_every <= self.num_layers:
-                fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
+        if self.model == "hybrid" and not 2 <= self.attention_every <= self.num_layers:
+            fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
+        if self.model != "gated_delta_net":
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
                 if getattr(self, name) != wanted and self.mixer == "gated_delta_net":
-                    fail(name, f"{wanted} in a hybrid", getattr(self, name))
+                    fail(name, f"{wanted} in a {self.model}", getattr(self, name))
         if self.implementation == "mosaic_gpu" and self.rule not in ("gated_delta", "delta"):
             fail(
                 "implementation", f"auto with the rule {self.rule}, which has no kernels", self.implementation

@@ -1,0 +1,185 @@
+"""README.md, tasks/*.md and protocol.md of a folder of results, made of claims.json and the runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gdn_jax.findings import claims
+from gdn_jax.findings.records import Results
+from gdn_jax.findings.verdicts import NOT_TESTED, Outcome, compare
+from gdn_jax.findings.words import Words
+from gdn_jax.training.mixers import MIXERS
+
+
+class Pages:
+    """Makes the pages of a folder of results.
+
+    Args:
+      results: the runs.
+      content: of claims.json.
+    """
+
+    def __init__(self, results: Results, content: dict[str, Any]):
+        self.results, self.content = results, content
+        self.outcomes = claims.outcomes(results, content)
+        self.percent = claims.in_percent(results, content)
+        self.words = Words(results, self.outcomes, self.percent)
+
+    def all(self) -> dict[str, str]:
+        """Every page by its path in the folder."""
+        tasks = {f"tasks/{name}.md": self.task(name) for name in self.content["tasks"]}
+        return {"README.md": self.readme(), **tasks, "protocol.md": self.protocol()}
+
+    def readme(self) -> str:
+        """The page of claims and cards."""
+        page = self.content["page"]
+        blocks = [f"# {page['title']}", *self._filled(page["asked"]), "## Claims"]
+        blocks += [self._claims(), self._untested(page["untested"])]
+        for number, card in enumerate(self.content["cards"], 1):
+            blocks += [
+                f"## {number}. {card['question']}",
+                f"![{self.words.fill(card['picture'])}](figures/{card['id']}.png)",
+                self.words.fill(" ".join(card["see"])),
+                f"*But* {self.words.fill(card['caveat'])} *[Try](tasks/{card['task']}.md):* {card['exercise']}",
+            ]
+        blocks += [
+            "## Differences from the papers",
+            table(["", "papers", "here"], [self._filled(x) for x in page["differences"]]),
+        ]
+        blocks += ["## Repeat it", *self._filled(page["repeat"])]
+        return joined(blocks)
+
+    def task(self, name: str) -> str:
+        """The page of one task: every sweep's table, with what it says and does not say."""
+        task = self.content["tasks"][name]
+        blocks = [f"# {task['title']}", "[Findings](../README.md), [protocol](../protocol.md)"]
+        for block in task["blocks"]:
+            if isinstance(block, str):
+                blocks.append(self.words.fill(block))
+            elif "table" in block:
+                blocks.append(self._sweep_table(block["table"]))
+            elif "tables" in block:
+                blocks += [self._sweep_table(name) for name in self.results.matching(block["tables"])]
+            else:
+                blocks.append(self._differences(block))
+        return joined(blocks)
+
+    def protocol(self) -> str:
+        """How the runs were made."""
+        blocks = []
+        for block in self.content["protocol"]:
+            blocks.append(self._runs() if block == "{runs}" else self.words.fill(block))
+        return joined(blocks)
+
+    def _filled(self, texts: Sequence[str]) -> list[str]:
+        return [self.words.fill(text) for text in texts]
+
+    def _claims(self) -> str:
+        """The table of claims."""
+        rows = []
+        for claim in self.content["claims"]:
+            here = "; ".join(filter(None, (self._here(claim, x) for x in claim["comparisons"])))
+            if here:
+                rows.append([claim["claim"], _source(claim), here, f"**{claim['verdict']}**"])
+        return table(["claim", "source", "here", "verdict"], rows)
+
+    def _untested(self, begin: str) -> str:
+        """The claims without runs, in one paragraph."""
+        said = []
+        for claim in self.content["claims"]:
+            if claim["verdict"] == NOT_TESTED:
+                note = f"; {claim['note']}" if claim["note"] else ""
+                said.append(f"{claim['claim']} ({_source(claim, seen_only=True)}{note})")
+        return f"{begin} {'; '.join(said)}."
+
+    def _here(self, claim: dict[str, Any], comparison: dict[str, Any]) -> str:
+        """Our number of a comparison: both scores, the gain with its interval, pairs, and learned runs."""
+        name = f"{claim['id']}.{comparison['name']}"
+        outcome = self.outcomes[name]
+        if outcome is None:
+            return ""
+        what = f"{comparison['name']} " if len(claim["comparisons"]) > 1 else ""
+        learned = ":".join(f"{k}/{n}" for k, n in (outcome.of, outcome.than))
+        if not outcome.gains:
+            return f"{what}({learned})"
+        percent = self.percent[name]
+        one, two = (f"{x:.{0 if percent else 2}f}" for x in outcome.scores)
+        return f"{what}{one}:{two} ({learned}) {gain(outcome, percent)} n={len(outcome.gains)}"
+
+    def _sweep_table(self, name: str) -> str:
+        """The first table of a sweep's table.md, with a link to it."""
+        lines = (self.results.root / name / "table.md").read_text().splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+        rows = []
+        for line in lines[first:]:
+            if not line.startswith("|"):
+                break
+            rows.append(line)
+        return (
+            "\n".join(rows) + f"\n\nAll of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
+        )
+
+    def _differences(self, block: dict[str, Any]) -> str:
+        """Gains of a mixer over others at several sizes of the test."""
+        sweep, of = block["differences"], block["of"]
+        more = {name: block[name] for name in ("scale", "lr", "start") if name in block}
+        percent = self.results.about(sweep).metric == "accuracy"
+        rows = []
+        for at in block["at"]:
+            cells = []
+            for other in block["than"]:
+                arms = ({"sweep": sweep, "mixer": mixer, **more} for mixer in (of, other))
+                outcome = compare(self.results, dict(zip(("of", "than"), arms, strict=True)) | {"at": at})
+                assert outcome is not None
+                cells.append(
+                    f"{gain(outcome, percent, 1)} (n={len(outcome.gains)})" if outcome.gains else "-"
+                )
+            rows.append([str(at), *cells])
+        heads = [f"{MIXERS[of].label}, gain over:", *(MIXERS[other].label for other in block["than"])]
+        return table(heads, rows)
+
+    def _runs(self) -> str:
+        """The table of all sweeps."""
+        rows = []
+        for name in self.results.names:
+            config, lines = self.results.folder(name)
+            seconds = sum(line["wall"]["seconds"] for line in lines)
+            device = config["versions"]["device"]
+            rows.append(
+                [
+                    f"[{name}]({name}/table.md)",
+                    f"`{config['command']}`",
+                    device,
+                    str(len(lines)),
+                    f"{seconds:.0f}",
+                ]
+            )
+        return table(["sweep", "command", "device", "runs", "seconds, added up"], rows)
+
+
+def _source(claim: dict[str, Any], seen_only: bool = False) -> str:
+    """Where a claim is from, and what it says there; perhaps only where that has a number."""
+    source = claim["source"]
+    if source is None:
+        return "asked here"
+    shown = source["theirs"] and (not seen_only or any(x.isdigit() for x in source["theirs"]))
+    theirs = f": {source['theirs']}" if shown else ""
+    return f"[{source['paper']}]({source['url']}), {source['where']}{theirs}"
+
+
+def gain(outcome: Outcome, percent: bool, more_digits: int = 0) -> str:
+    """A mean gain with its 95 % t interval, bold where that excludes zero."""
+    digits = (0 if percent else 3) + (more_digits if percent else 0)
+    width = "" if outcome.interval is None else f"±{outcome.interval:.{digits}f}"
+    said = f"{outcome.gain:+.{digits}f}{width}"
+    return f"**{said}**" if outcome.excludes_zero else said
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def joined(blocks: Sequence[str]) -> str:
+    """Blocks of a page, an empty line between them."""
+    return "\n\n".join(blocks) + "\n"

@@ -1,0 +1,136 @@
+"""`gdn reproduce`: runs a published setting through `gdn sweep` and prints the paper's numbers beside ours."""
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gdn_jax.commands import fields
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Positive
+from gdn_jax.commands.files import JsonLines
+from gdn_jax.findings.ledger import LEDGER, Entry
+from gdn_jax.sweeps import grid, report, summary, sweep
+from gdn_jax.sweeps import options as sweep_options
+from gdn_jax.sweeps.options import GridOptions, SweepOptions
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.runs import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class ReproduceOptions:
+    """Which version of a published setting is run, and where."""
+
+    small: bool = False
+    """A version that takes minutes on two CPU cores. It shows that the entry runs, and asks for less."""
+    out: Path | None = None
+    """Folder of the sweep. Without it, runs/reproduce-<entry>."""
+    resume: bool = False
+    """Continue the sweep in --out."""
+    max_minutes: Annotated[float | None, Positive] = None
+    """Stop before runs that would not be finished after so many minutes. --resume continues."""
+
+
+def entry_named(name: str) -> Entry:
+    """Returns an entry of the ledger.
+
+    Raises:
+      RunError: there is none of that name.
+    """
+    if name not in LEDGER:
+        fail("entry", f"one of {', '.join(LEDGER)}", name)
+    return LEDGER[name]
+
+
+def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
+    """Makes the options of an entry's sweep."""
+    entry = entry_named(name)
+    size, changes = ("small", entry.small) if options.small else ("full", entry.full)
+    out = (
+        options.out or Path("runs") / f"reproduce-{name.replace('/', '-')}{'-small' if options.small else ''}"
+    )
+    start = GridOptions(out=out, resume=options.resume, max_minutes=options.max_minutes)
+    default = sweep_options.PRESETS[entry.task][size]
+    made = options_lib.from_json(default, options_lib.to_json(default) | changes, start)
+    sweep_options.check(made)
+    return made
+
+
+def show_ledger(console: Console) -> int:
+    """Prints all entries; returns the exit status."""
+    table = Table("entry", "paper", "claim", "runs", "confirmed numbers", box=None)
+    for name, entry in LEDGER.items():
+        runs = grid.count(sweep_of(name, ReproduceOptions()))
+        known = sum(x.percent is not None for x in entry.published)
+        where = f"{entry.paper}, {entry.where}"
+        table.add_row(name, where, entry.claim, str(runs), f"{known} of {len(entry.published)}")
+    console.print(table)
+    return 0
+
+
+def reproduce(name: str, options: ReproduceOptions, console: Console, command: str) -> int:
+    """Runs an entry and prints its numbers beside ours; returns the exit status.
+
+    Args:
+      name: of the entry.
+      options: which version, and where.
+      console: where it is shown.
+      command: the command line, for the sweep's table.
+
+    Raises:
+      RunError: there is no such entry, or its sweep cannot be run.
+    """
+    fields.check(options)
+    entry, made = entry_named(name), sweep_of(name, options)
+    if options.resume:
+        _, config = RunFolder.open(made.sweep.out)
+        options_lib.check_same(options_lib.from_json(made, config["options"], made.sweep), made)
+    status = sweep.sweep(made, console, command)
+    lines = JsonLines(Path(str(made.sweep.out)) / "runs.jsonl").records()
+    if status or len({grid.as_run(line) for line in lines}) < grid.count(made):
+        return status
+    _, config = RunFolder.open(made.sweep.out)
+    console.print(compared(entry, config, lines, options.small))
+    console.print(f"{entry.paper}: {entry.setting}.\nHere: {entry.differs}.", highlight=False)
+    return 0
+
+
+def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]], small: bool) -> Table:
+    """Makes the table of an entry's numbers beside those of finished runs.
+
+    Our number is that of the best run by validation loss where the paper shows its best one, and else the mean of
+    the runs that have learned something, at the best learning rate; both stand there.
+    """
+    about = summary.About(**config["about"])
+    scales = report.stored_options(config).sweep.scales
+    percent = about.metric == "accuracy"
+    digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
+    heads = ["rule", f"there, {unit if percent else '%'}", "asked there", "scale", f"best run here, {unit}"]
+    heads += [f"mean here, {unit}", "learned", "asked here"]
+    bold = 4 if entry.best_run else 5
+    table = Table(*(f"[bold]{head}" if i == bold else head for i, head in enumerate(heads)), box=None)
+    for published in entry.published:
+        there = "not confirmed" if published.percent is None else f"{published.percent:.1f}"
+        cells, size = [published.rule, there, published.at], published.here[small]
+        made = [x for x in records if x["mixer"] == published.mixer]
+        if not made:
+            table.add_row(*cells, "", "no such mixer" if published.mixer is None else "not run", "", "", "")
+            continue
+        for scale in scales:
+            runs = [x for x in made if x["scale"] == scale]
+            best = min(runs, key=lambda x: math.inf if x["val_loss"] is None else x["val_loss"])
+            [row] = summary.rows(runs, [best["mixer"]], [scale], about.metric)
+            learned = row.learned(about.answers)
+            values = [factor * x for x in learned.scores[size]]
+            mean = f"{statistics.fmean(values):.{digits}f}" if values else "-"
+            if len(values) > 1:
+                mean += f" ± {summary.interval(values):.{digits}f}"
+            score = best[f"test_{about.metric}"][str(size)]
+            shown = "diverged" if score is None else f"{factor * score:.{digits}f}"
+            count = f"{len(learned.losses)} of {len(row.losses)}"
+            table.add_row(*cells, str(scale), shown, mean, count, f"{size} {about.axis}")
+    return table

@@ -1,0 +1,88 @@
+"""`gdn reproduce`: entries of the ledger can be run, and put the paper's numbers beside those of the runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gdn_jax import cli
+from gdn_jax.findings import ledger
+from gdn_jax.findings.ledger import LEDGER, Published
+from gdn_jax.findings.reproduce import ReproduceOptions, sweep_of
+from gdn_jax.sweeps import grid
+from gdn_jax.tasks.options import RecallOptions
+
+CLAIMS = json.loads((Path(__file__).parent.parent / "results" / "claims.json").read_text())["claims"]
+
+
+@pytest.mark.parametrize("name", LEDGER)
+@pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
+def test_entries_can_be_run(name, small):
+    """Options fit one another; what is put beside the paper's numbers is run and asked for."""
+    made, entry = sweep_of(name, ReproduceOptions(small=small)), LEDGER[name]
+    assert made.sweep.size == ("small" if small else "full")
+    task, mixers = made.task, {x.mixer for x in entry.published} - {None}
+    assert {*made.sweep.mixers} <= mixers if small else {*made.sweep.mixers} >= mixers
+    if isinstance(task, RecallOptions):
+        asked = {pairs for pairs, _ in [*task.parsed_cases(), *task.parsed_cases("test_cases")]}
+        asked |= set() if task.cases else {*task.test_pairs}
+    else:
+        asked = {*task.test_lengths}
+    assert {x.here[small] for x in entry.published} <= asked
+    assert grid.count(made) <= (4 if small else 60)
+
+
+def test_numbers_of_papers_stand_in_two_places():
+    """A percentage that claims.json gives for a paper is one of the ledger's, or of what the ledger says of it."""
+    known = {f"{x.percent}" for entry in LEDGER.values() for x in entry.published if x.percent is not None}
+    said = " ".join(entry.setting for entry in LEDGER.values())
+    for claim in CLAIMS:
+        theirs = "" if claim["source"] is None else claim["source"]["theirs"]
+        for number in re.findall(r"\d+\.\d+", theirs):
+            assert number in known or number in said, (claim["id"], number)
+
+
+def test_an_entry(tmp_path, monkeypatch, capsys):
+    """The smallest of all: what is printed is of the runs, and running it again goes on."""
+    tiny = LEDGER["2411.12537/parity"]._replace(
+        small={
+            "length": 6, "test_lengths": [6, 9], "val_sequences": 16, "steps": 5, "batch_size": 8, "seeds": 2,
+            "lrs": [0.01, 0.03], "mixers": ["mamba2"], "together": 4, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
+        },
+        published=(
+            Published("Mamba", "40", 51.5, "mamba2", (9, 9)),
+            Published("another", "40", None, None, (9, 9)),
+            Published("DeltaNet", "40", None, "delta_net", (9, 9)),
+        ),
+        best_run=True,
+    )  # fmt: skip
+    monkeypatch.setitem(ledger.LEDGER, "tiny/one", tiny)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["reproduce", "tiny/one", "--small", "--out", str(tmp_path / "run")]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "runs.jsonl").read_text().splitlines()]
+    best = min(lines, key=lambda line: line["val_loss"])
+    [row] = [line for line in out.splitlines() if re.match(" *Mamba ", line)]
+    cells = row.split()
+    assert len(lines) == 4
+    assert cells[:5] == ["Mamba", "51.5", "40", "1", f"{100 * best['test_accuracy']['9']:.1f}"]
+    assert re.search(r"[012] of 2 +9 tokens", row)
+    assert re.search(r"another +not confirmed +40 +no such mixer", out), out
+    assert re.search(r"DeltaNet +not confirmed +40 +not run", out)
+    assert "Grazzi et al.: eigenvalues in" in out and (tmp_path / "run" / "table.md").exists()
+    assert cli.main([*words, "--resume"]) == 0 and row in capsys.readouterr().out
+    assert cli.main(["reproduce", "2411.12537/parity", *words[2:], "--resume"]) == 1
+    assert "as in the run to resume" in capsys.readouterr().err
+
+
+def test_what_there_is(capsys):
+    assert cli.main(["reproduce"]) == 0
+    assert all(name in capsys.readouterr().out for name in ["2412.06464/table2"])
+    assert cli.main(["reproduce", "2412.06464/table3"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--entry: expected one of 2312.04927/mqar, " in error
+    assert cli.main(["reproduce", "--small"]) == 2
+    assert "expected the entry before the options, got --small" in capsys.readouterr().err
+    assert cli.main(["reproduce", "2412.06464/table2", "--max-minutes", "-1"]) == 1
