@@ -64,7 +64,18 @@ _KIMI = "Kimi Linear", "https://arxiv.org/abs/2510.26692"
 _ONE_TRY = {"seeds": 2, "lrs": [0.012], "together": 1}
 _FOUR = ["linear_attention", "mamba2", "delta_net", "gated_delta_net"]
 _KIMI_GRID = {"num_layers": 2, "num_heads": 2, "head_dim": 128, "hidden_size": 256, "steps": 20_000}
-_KIMI_GRID |= {"lrs": [5e-5, 1e-4, 5e-4, 1e-3], "seeds": 1, "together": 1, "val_sequences": 256}
+_KIMI_GRID |= {
+    "lrs": [5e-5, 1e-4, 5e-4, 1e-3],
+    "seeds": 1,
+    "together": 1,
+    "val_sequences": 256,
+    "expand_v": 1.0,
+}
+_KIMI_GRID |= {
+    "mixers": ["mamba2", "gated_delta_net", "kda"],
+    "implementation": "chunked",
+    "deterministic": False,
+}
 _KIMI_SETTING = (
     "2 layers, 2 heads of 128, up to 20,000 steps, learning rates 5e-5 to 1e-3, lengths 256 to 2048"
 )
@@ -160,35 +171,32 @@ LEDGER: dict[str, Entry] = {
     ),
     "2510.26692/palindrome": Entry(
         *_KIMI, "section 5, palindrome", "KDA before Gated DeltaNet, and Mamba2 fails",
-        _KIMI_SETTING, "rows of 512 alone; no KDA; batch and vocabulary not confirmed", "copy",
-        _KIMI_GRID | {"backwards": True, "length": 256, "test_lengths": [256],
-                      "mixers": ["mamba2", "gated_delta_net"]},
-        {"backwards": True, "length": 8, "test_lengths": [8], "steps": 500, "mixers": ["mamba2", "gated_delta_net"],
-         **_ONE_TRY},
-        _unconfirmed("512 tokens", (256, 8), KDA=None, Gated_DeltaNet="gated_delta_net", Mamba2="mamba2"),
+        _KIMI_SETTING, "rows of 512 alone; batch and vocabulary not confirmed", "palindrome",
+        _KIMI_GRID | {"num_tokens": 64, "length": 256, "test_lengths": [256]},
+        {"length": 8, "test_lengths": [8], "steps": 500, "mixers": ["mamba2", "gated_delta_net"], **_ONE_TRY},
+        _unconfirmed("512 tokens", (256, 8), KDA="kda", Gated_DeltaNet="gated_delta_net", Mamba2="mamba2"),
     ),
     "2510.26692/stack": Entry(
         *_KIMI, "section 5, stack", "KDA before Gated DeltaNet, and Mamba2 fails",
         _KIMI_SETTING + ", 64 stacks",
-        "rows of 512 alone; no KDA; how often it pops, batch and vocabulary not confirmed", "stack",
-        _KIMI_GRID | {"num_stacks": 64, "num_values": 64, "length": 512, "test_lengths": [512],
-                      "mixers": ["mamba2", "gated_delta_net"]},
-        {"num_stacks": 2, "num_values": 8, "length": 24, "test_lengths": [24], "steps": 500,
+        "rows of 510 alone; how often it pops, batch and vocabulary not confirmed", "stack",
+        _KIMI_GRID | {"num_stacks": 64, "num_tokens": 64, "length": 510, "test_lengths": [510]},
+        {"num_stacks": 2, "num_tokens": 8, "length": 24, "test_lengths": [24], "steps": 500,
          "mixers": ["mamba2", "gated_delta_net"], **_ONE_TRY},
-        _unconfirmed("512 tokens", (512, 24), KDA=None, Gated_DeltaNet="gated_delta_net", Mamba2="mamba2"),
+        _unconfirmed("512 tokens", (510, 24), KDA="kda", Gated_DeltaNet="gated_delta_net", Mamba2="mamba2"),
     ),
     "FdXB4u27LD/factorial": Entry(
         "FdXB4u27LD", "https://openreview.net/forum?id=FdXB4u27LD", "factorial of decay and delta",
         "every variant with the delta rule is better than every one without; a decay by channel helps with it only",
         "18M, 42M and 125M parameters, TinyStories and WikiText-103, 3 seeds, top three within 0.009 nats",
-        "Python source as bytes instead of stories, without decays by channel: only the scalar half", "bytes",
-        {"mixers": _FOUR, "lrs": [0.001, 0.003], "lr_seeds": 1, "seeds": 3, "steps": 2000, "batch_size": 32,
-         "length": 1024, "test_lengths": [1024], "packages": True, "together": 1, "deterministic": False,
-         "hidden_size": 384, "num_layers": 8, "num_heads": 4, "head_dim": 72},
+        "Python source as bytes instead of stories; decays that depend on the data alone", "bytes",
+        {"mixers": [*_FOUR, "gla", "kda"], "lrs": [0.001, 0.003], "lr_seeds": 1, "seeds": 3, "steps": 2000,
+         "batch_size": 32, "length": 1024, "test_lengths": [1024], "packages": True, "together": 1,
+         "deterministic": False, "hidden_size": 384, "num_layers": 8, "num_heads": 4, "head_dim": 72},
         {"mixers": _FOUR, "steps": 120, "seeds": 1, "lrs": [0.006], "together": 1, "test_lengths": [128]},
         _unconfirmed("validation", (1024, 128), no_decay="linear_attention", scalar_decay="mamba2",
-                     delta="delta_net", scalar_decay_and_delta="gated_delta_net", channel_decay=None,
-                     channel_decay_and_delta=None),
+                     delta="delta_net", scalar_decay_and_delta="gated_delta_net", channel_decay="gla",
+                     channel_decay_and_delta="kda"),
     ),
 }  # fmt: skip
 """Entries by name, the paper's and then the table's."""

@@ -103,7 +103,9 @@ class Pages:
             return f"{what}({learned})"
         percent = self.percent[name]
         one, two = (f"{x:.{0 if percent else 2}f}" for x in outcome.scores)
-        return f"{what}{one}:{two} ({learned}) {gain(outcome, percent)} n={len(outcome.gains)}"
+        # Where all runs of both arms count, their number is that of the pairs.
+        pairs = "" if {outcome.of[1], outcome.than[1]} == {len(outcome.gains)} else f" n={len(outcome.gains)}"
+        return f"{what}{one}:{two} ({learned}) {gain(outcome, percent)}{pairs}"
 
     def _sweep_table(self, name: str) -> str:
         """The first table of a sweep's table.md, with a link to it."""

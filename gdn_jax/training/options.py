@@ -148,7 +148,7 @@ class ModelOptions(SizeOptions):
 
     model: Annotated[Form, NotInConfig] = "gated_delta_net"
     """hybrid: with attention in some layers, in the form of Qwen3.5; `save_hf` can write one of gated_delta_net.
-    hybrid_control: in this form, but without attention. transformer: attention with rotary positions in every layer."""
+    hybrid_control: in this form, but without attention. transformer: attention with rotary positions everywhere."""
     attention_every: Annotated[int, Positive, NotInConfig] = 4
     """In a hybrid the last layer of so many is attention."""
     mixer: Annotated[MixerName, Later] = "gated_delta_net"
@@ -217,6 +217,8 @@ class ModelOptions(SizeOptions):
         if self.model == "hybrid" and not 2 <= self.attention_every <= self.num_layers:
             fail("attention_every", f"2 to --num-layers {self.num_layers}", self.attention_every)
         if self.model != "gated_delta_net":
+            if self.model == "transformer" and self.mixer != "gated_delta_net":
+                fail("mixer", "gated_delta_net in a transformer, which has no recurrent layer", self.mixer)
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
                 if getattr(self, name) != wanted and self.mixer == "gated_delta_net":
                     fail(name, f"{wanted} in a {self.model}", getattr(self, name))
