@@ -33,7 +33,14 @@ from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS, label
-from gdn_jax.training.options import MIXER_LABELS, ScheduleOptions, SizeOptions
+from gdn_jax.training.options import (
+    MIXER_LABELS,
+    TASKS,
+    ScheduleOptions,
+    SizeOptions,
+    from_json,
+    to_json,
+)
 
 F32 = FLOAT32["o"]
 SIZE = dict(vocab_size=19, hidden_size=16, num_heads=2, head_dim=6, expand_v=1.5, implementation="recurrent")
@@ -55,7 +62,10 @@ def call(model, tokens, cache):
 
 
 def test_tables():
-    """One name for a mixer everywhere."""
+    """One name for a mixer everywhere; a run of a version without them has Gated DeltaNets."""
+    default = TASKS["bytes"]
+    stored = {name: value for name, value in to_json(default).items() if name != "mixer"}
+    assert from_json(default, stored, default.run) == default
     assert {*TOKEN_MIXERS} == {*MIXER_LABELS} <= {*MIXERS}
     for name, mixer in TOKEN_MIXERS.items():
         assert ModelConfig(mixer=name).mixer == mixer

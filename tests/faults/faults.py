@@ -17,6 +17,31 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # The family's layers.
+    Fault(
+        "the output gate of a decay by channels is SiLU",
+        'return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))',
+        "return self._gated_output(partial(gated_norm), o, gate.reshape(o.shape))",
+        "tests/test_family_layers.py::test_against_float64",
+    ),
+    Fault(
+        "padding decays by channels",
+        "qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x)))",
+        "qkv, gates = self.project_qkv(x), self.gates(*self.raw_gates(x))",
+        "tests/test_family_layers.py::test_one_token_that_is_padding",
+    ),
+    Fault(
+        "every step of a single token decays",
+        "o, state = gated_delta_step(q, k[:, i], v[:, i], None, beta[:, i], state)",
+        "o, state = gated_delta_step(q, k[:, i], v[:, i], g, beta[:, i], state)",
+        "tests/test_family_layers.py::test_against_float64",
+    ),
+    Fault(
+        "a run that was stored without its mixer is refused",
+        "stored = {name: getattr(default.model, name) for name in _marked(default, Later)} | stored",
+        "stored = dict(stored)",
+        "tests/test_family_models.py::test_tables",
+    ),
     # The family's serving, and its rows over several devices.
     Fault(
         "padding behind a draft reaches it",
