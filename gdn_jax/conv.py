@@ -181,7 +181,7 @@ def last_inputs(
     """Final state of `causal_conv1d` without an initial state, of rows of at least width - 1 tokens."""
     last = x[:, 1 - width :]
     if segment_ids is not None:
-        linked = ~segment_starts(segment_ids)[:, 2 - width :]
+        linked = ~segment_starts(segment_ids)[:, x.shape[1] + 2 - width :]
         seen = jnp.cumprod(linked[:, ::-1], axis=1)[:, ::-1].astype(bool)
         last = jnp.where(jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[..., None], last, 0)
     return jnp.swapaxes(last, 1, 2)

@@ -82,15 +82,18 @@ def test_short_conv(packing, dtype, with_state, normalize):
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("T", [3, 12])
 def test_last_inputs_are_the_final_state(segments, T):
-    """Beside the kernels the state comes from `last_inputs`: bit for bit that of the convolution, also in rows that
-    are just as long as what the filter remembers."""
+    """Beside the kernels the state comes from `last_inputs`: bit for bit that of the convolution, for every width of
+    filters, also in rows that are just as long as what the filter remembers."""
     draw, ids = draws(T), jnp.asarray(IDS[:, -T:]) if segments else None
-    x, weight = draw(3, T, CHANNELS), draw(CHANNELS, W)
-    got, expected = jax.jit(
-        lambda x, ids: (last_inputs(x, ids, W), causal_conv1d(x, weight, segment_ids=ids)[1])
-    )(x, ids)
-    np.testing.assert_array_equal(got, expected)
-    assert got.shape == (3, CHANNELS, W - 1)
+    x, weights = draw(3, T, CHANNELS), [draw(CHANNELS, width) for width in (2, 3, W)]
+    both = jax.jit(
+        lambda x, ids: [
+            (last_inputs(x, ids, w.shape[1]), causal_conv1d(x, w, segment_ids=ids)[1]) for w in weights
+        ]
+    )
+    for w, (got, expected) in zip(weights, both(x, ids), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got.shape == (3, CHANNELS, w.shape[1] - 1)
 
 
 def test_split_of_channels():

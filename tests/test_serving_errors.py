@@ -294,10 +294,19 @@ def test_values_in_debug_under_jit(debug_checks):
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_not_looked_at_by_default(name):
+    """The program has no callback that could look at them, and has one while debug checks are on."""
     call, change, _ = VALUES[name]
-    jax.eval_shape(
-        lambda: call(**{key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()})
-    )
+
+    def looks() -> bool:
+        arguments = {key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()}
+        return "callback" in str(jax.make_jaxpr(lambda: call(**arguments))())
+
+    assert not looks()
+    gdn_jax.debug_checks(True)
+    try:
+        assert looks()
+    finally:
+        gdn_jax.debug_checks(False)
 
 
 def test_copies_and_stored_rows():

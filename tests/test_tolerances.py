@@ -2,6 +2,7 @@
 
 import re
 
+import harness
 import missed
 import numpy as np
 import pytest
@@ -66,6 +67,18 @@ def test_known_misses_are_of_cases_that_are_run():
     for name, dtype, output in missed.MISSED:
         assert cases.CASES[name] in cases.TABLE and cases.CASES[name].chunk_size == 64
         assert dtype in ("bfloat16", "float16") and output in NAMES
+
+
+@pytest.mark.parametrize("case", sorted({case for case, *_ in missed.MISSED}))
+def test_zeros_are_no_known_miss(case):
+    """Also where more than all of a result is lost, and so a larger error is expected."""
+    case = cases.CASES[case]
+    x = cases.inputs(case)
+    expected = harness.truth(case.options, x)
+    for dtype in ("bfloat16", "float16"):
+        zeros = {name: None if y is None else np.zeros_like(y) for name, y in expected.items()}
+        told = missed.misses(case, dtype, expected, zeros)
+        assert len(told) == sum(y is not None and np.any(y) for y in expected.values())
 
 
 def test_known_misses_have_a_floor_and_a_ceiling(monkeypatch):
