@@ -225,7 +225,7 @@ def convolve_spans(
     chain, reach = linked, linked.astype(jnp.int32)
     for lag in range(1, W - 1):
         chain = chain & jnp.pad(linked, ((0, 0), (lag, 0)))[:, :T]
-        reach = reach + chain
+        reach = reach + chain.astype(jnp.int32)
 
     past = jnp.pad(x, ((0, 0), (W - 1, 0), (0, 0)))
     y = jnp.zeros((), acc)

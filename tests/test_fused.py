@@ -191,6 +191,15 @@ def test_swiglu(dtype):
         close(a, b, name, SWIGLU_ROUNDINGS, dtype=dtype)
 
 
+def test_the_product_of_the_branches_is_rounded_once():
+    """From bfloat16 branches bit for bit what float32 gives, rounded at the end."""
+    draw = draws(5)
+    gate, up = (draw(50, 8, dtype="bfloat16") for _ in range(2))
+    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+    expected = (gate32 / (1 + jnp.exp(-gate32)) * up32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(swiglu.gated)(gate, up), expected)
+
+
 SIZE = 9
 TOKENS = np.array([[0, 3, 3, -1], [8, -9, 9, -10], [3, 8, 2**30, 1]], np.int32)
 """Tokens of an embedding of SIZE rows: -1 and 8 are the last, -9 and 0 the first; 9, -10 and 2^30 name none."""

@@ -12,7 +12,13 @@ OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "kimi_linear": "Kimi Delta Attention, whose decay is per channel, and latent attention are not supported",
-    "kimi_k25": "Kimi Delta Attention, whose decay is per channel, and latent attention are not supported",
+    "bailing_hybrid": "Kimi Delta Attention, whose decay is per channel, is not supported",
+    "glm5_next": "Kimi Delta Attention, whose decay is per channel, is not supported",
+    "glm5_next_text": "Kimi Delta Attention, whose decay is per channel, is not supported",
+    "lara_mini": "sliding windows and experts beside its Gated DeltaNet are not supported",
+    "minicpmv4_6": "the Qwen3.5 inside it has other tensors around it, which are not supported",
+    "minicpm_ocr": "the Qwen3.5 inside it has other tensors around it, which are not supported",
+    "jev": "the Qwen3.5 inside it has other tensors around it, which are not supported",
 }
 """Relatives that are not supported, with the reason."""
 

@@ -53,13 +53,19 @@ class Fields:
         if value is not None and value != supported:
             raise NotImplementedError(f"{self.where}: {name} = {value!r}: {reason}")
 
-    def layer_types(self) -> tuple[str, ...]:
-        """Our types of all layers, of `layer_types` or of `full_attention_interval`."""
+    def layer_types(self, attends_at_last: bool = False) -> tuple[str, ...]:
+        """Our types of all layers, of `layer_types` or of `full_attention_interval`.
+
+        Args:
+          attends_at_last: whether the last layer is an attention layer where the interval gives none.
+        """
         number = self.size("num_hidden_layers")
         given = self.values.get("layer_types")
         if given is None:
             every = self.size("full_attention_interval")
             given = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(number)]
+            if attends_at_last and number < every:
+                given[-1] = "full_attention"
         if not isinstance(given, list) or len(given) != number:
             raise ValueError(f"{self.where}: expected {number} layer_types, got {given!r}")
         for kind in given:

@@ -39,7 +39,7 @@ def _config(fields: Fields) -> ModelConfig:
     def or_else(name: str, default: int) -> int:
         return default if fields.values.get(name) is None else fields.size(name)
 
-    types = fields.layer_types()
+    types = fields.layer_types(attends_at_last=True)
     attention_dim = or_else("head_dim", hidden // heads)
     theta, _ = fields.rope()
     key_heads = or_else("linear_num_key_heads", heads)
