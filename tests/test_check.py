@@ -30,7 +30,8 @@ def tables(text: str) -> list[list[list[str]]]:
         if all(line.startswith("| ") and line.endswith(" |") for line in lines):
             cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
             assert len({len(row) for row in cells}) == 1, "ragged table"
-            assert set(cells.pop(1)) == {"---"}
+            assert len({len(line) for line in lines}) == 1, "columns are not aligned"
+            assert set("".join(cells.pop(1))) == {"-"}
             found.append(cells)
     return found
 

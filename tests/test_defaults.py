@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import gdn_jax
-from gdn_jax import fused, gates, serving
+from gdn_jax import gates, serving
 from gdn_jax.blocks import RMSNorm
+from gdn_jax.fused import norms
 from gdn_jax.hf import olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import generate
@@ -33,8 +34,8 @@ DEFAULTS = [
     (serving.verify, {"use_qk_l2norm": True, "allow_neg_eigval": False, "scale": None}, "FlashInfer's decode"),
     (serving.prefill, {"use_qk_l2norm": False, "chunk_size": 64, "batch_invariant": False}, "the rule's"),
     (serving.make_ring_pool, {"length": 16, "trees": False, "dtype": jax.numpy.bfloat16}, OURS),
-    (fused.add_norm, {"eps": 1e-5}, PAPER),
-    (fused.gated_norm, {"eps": 1e-5}, PAPER),
+    (norms.add_norm, {"eps": 1e-5}, PAPER),
+    (norms.gated_norm, {"eps": 1e-5}, PAPER),
     # Layers and models.
     (
         GatedDeltaNet,

@@ -23,6 +23,7 @@ from tiny_runs import TINY, metrics, train
 
 import gdn_command
 from gdn_jax import cli
+from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.commands.errors import RunError
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions
@@ -94,6 +95,11 @@ def test_decay_spares_gates_and_norms():
     assert any("norm" in n for n in spared)
     assert not any(word in n for n in decayed for word in ("A_log", "dt_bias", "norm"))
     assert any("embed" in n for n in decayed)
+    # Vectors that nobody has marked, such as biases.
+    assert weight_decay_mask({"bias": jnp.ones(3), "kernel": jnp.ones((2, 2))}) == {
+        "bias": False,
+        "kernel": True,
+    }
 
 
 def test_schedule_rises_and_falls():

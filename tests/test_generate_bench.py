@@ -34,6 +34,13 @@ def run(*words):
     return cli.main(["bench", "generate", *TINY, *words])
 
 
+@pytest.mark.parametrize("L", [0, 1, 7])
+def test_a_token_more_costs_a_token(L):
+    """What attention computes for L + 1 tokens at once is what it does for L of them and for the one behind them."""
+    more, less = attention_costs(CONFIG, L + 1), attention_costs(CONFIG, L)
+    assert more.prefill_flops - less.prefill_flops == less.decode_flops
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ticking_clock")
 def test_reading_and_writing_are_timed(tmp_path, capsys):

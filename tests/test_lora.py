@@ -87,6 +87,21 @@ def test_it_changes_nothing_at_first():
     np.testing.assert_array_equal(call(model), call(load()))
 
 
+@pytest.mark.parametrize("alpha, scale", [(None, 1), (6.0, 2)])
+def test_the_change_is_alpha_over_the_rank(alpha, scale):
+    """x (W + alpha / r A B), with A and B of rank r = 3; without alpha x (W + A B)."""
+    model = load()
+    kernel = np.asarray(model.blocks[0].mlp.down_proj.kernel[...], np.float64)
+    add_lora(model, 3, alpha=alpha, projections=["down_proj"], rngs=nnx.Rngs(0))
+    changed = model.blocks[0].mlp.down_proj
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((kernel.shape[0], 3)), rng.standard_normal((3, kernel.shape[1]))
+    changed.a[...], changed.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    x = rng.standard_normal((5, kernel.shape[0]))
+    got = changed(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(got, x @ (kernel + scale * a @ b), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     "message, rank, options",

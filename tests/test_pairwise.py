@@ -31,7 +31,7 @@ RULE = pairwise(
         "chunk_size": [16, 64],
         "scale": [None, 0.3],
         "g": ["slow", "some -inf", None],
-        "beta": ["sigmoid", "up to 2", None],
+        "beta": ["sigmoid", "twice", None],
     }
 )
 

@@ -88,7 +88,7 @@ def test_starts_and_curves():
     assert len(wanted) == grid.count(o) == 8 and [run.lr for run in wanted] == [0.1] * 4 + [0.2] * 4
     starts = grid.starts(o)
     assert starts == [(0.5, 1.0), (0.5, 0.1), (0.1, 1.0), (0.1, 0.1)]
-    curve = {"steps": [10, 20, 30], "loss": {}, "accuracy": {"2": [0.1, 0.6, 0.4], "9": [0.9, 0.9, 0.9]}}
+    curve = {"steps": [10, 20, 30], "loss": {}, "accuracy": {"2": [0.1, 0.5, 0.4], "9": [0.9, 0.9, 0.9]}}
     runs = []
     for i, run in enumerate(wanted):
         record = run.record()

@@ -171,8 +171,10 @@ def _number(x: float) -> str:
 
 
 def _table(header: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 _COLUMNS = tuple("state" if name == "final_state" else name for name in NAMES)

@@ -159,7 +159,7 @@ def stretch_of(T: int, chunk_size: int, width: int) -> tuple[int, int]:
     stretch find room. A GPU needs all chunks of a row at once, and wide products. A size that is a symbol of
     `jax.export` is compared with nothing: such a row stays as it is too.
     """
-    if jax.default_backend() != "cpu" or not jax.core.is_constant_dim(T * width) or T * width <= _CPU_STRETCH:
+    if jax.default_backend() != "cpu" or not isinstance(T * width, int) or T * width <= _CPU_STRETCH:
         return T, chunk_size
     chunk_size = min(chunk_size, _CPU_CHUNK_SIZE)
     chunks = -(-T // chunk_size)

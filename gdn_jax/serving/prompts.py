@@ -47,7 +47,7 @@ def prefill(
     """The delta rule over packed sequences whose states lie in a pool, which is donated.
 
     A prompt may come in pieces, each going on from the state that the one before left. A sequence without tokens
-    keeps its state.
+    keeps its state, and one that is new has zeros.
 
     Args:
       q, k, v, g, beta, erase, write: arrays of the packed tokens [1, T, ...], as for `delta_rule`, which is

@@ -549,7 +549,7 @@ FAULTS = (
         "learning rates are compared over all seeds that any tried",
         "set.intersection(*({*seeds} for seeds, _ in by_lr))",
         "set.union(*({*seeds} for seeds, _ in by_lr))",
-        "tests/test_sweep_results.py",
+        "tests/test_sweep_results.py::test_other_seeds_run_at_the_best_learning_rate",
     ),
     Fault(
         "the interval of a mean is one-sided",
@@ -610,7 +610,7 @@ FAULTS = (
         "pieces of prompts end anywhere",
         "room // GRID * GRID",
         "room",
-        "tests/test_serving_batching.py",
+        "tests/test_serving_batching.py::test_every_request_gets_what_generate_gives",
     ),
     Fault(
         "one request too many waits",
@@ -622,7 +622,7 @@ FAULTS = (
         "half right is not halfway",
         "if x is not None and x >= 0.5",
         "if x is not None and x > 0.5",
-        "tests/test_sweep_results.py",
+        "tests/test_sweep_results.py::test_starts_and_curves",
     ),
     Fault(
         "directions are counted in another base",
@@ -646,13 +646,13 @@ FAULTS = (
         "a low-rank change is not divided by its rank",
         "LoRALinear(linear, rank, (alpha or rank) / rank, rngs=rngs)",
         "LoRALinear(linear, rank, float(alpha or 1), rngs=rngs)",
-        "tests/test_lora.py",
+        "tests/test_lora.py::test_the_change_is_alpha_over_the_rank",
     ),
     Fault(
         "attention counts a token too few",
         "decode_flops=4 * (L + 1) * a.num_heads * a.head_dim",
         "decode_flops=4 * L * a.num_heads * a.head_dim",
-        "tests/test_generate_bench.py::test_what_a_model_computes_and_moves",
+        "tests/test_generate_bench.py::test_a_token_more_costs_a_token",
     ),
     Fault(
         "a changed bit of a checkpoint goes unnoticed",
@@ -688,13 +688,13 @@ FAULTS = (
         "an uneven ring forgets its last draft",
         "added = T if num_tokens is None else num_tokens.astype(jnp.int32)",
         "added = T if num_tokens is None else jnp.maximum(num_tokens.astype(jnp.int32) - 1, 0)",
-        "tests/test_serving_drafts.py",
+        "tests/test_serving_drafts.py::test_trees_on_a_ring",
     ),
     Fault(
         "the ring's start counts what was rejected",
         "        ring = put_counts(ring, at, entry.count + added, entry.count)\n",
         "        ring = put_counts(ring, at, entry.count + added, entry.count + added - T)\n",
-        "tests/test_serving_drafts.py",
+        "tests/test_serving_drafts.py::test_trees_on_a_ring",
     ),
     Fault(
         "the strictly lower part keeps its diagonal",

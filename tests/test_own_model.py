@@ -1,0 +1,59 @@
+"""The page on models of one's own: its code runs, and what it says does not work does not."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from gdn_jax import gated_delta_rule, log_decay
+from gdn_jax.layers import GatedDeltaNet
+
+PAGE = Path(__file__).parent.parent / "docs" / "own_model.md"
+
+
+@pytest.mark.slow
+def test_the_page_runs():
+    """All blocks, one after another."""
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE.read_text())
+    assert len(blocks) == 4
+    exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "page"})
+
+
+def test_a_symbolic_batch_is_exported():
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = ((b, 9, 1, 4), (b, 9, 1, 4), (b, 9, 2, 4), (b, 9, 2), (b, 9, 2))
+    program = jax.export.export(jax.jit(gated_delta_rule))(
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    )
+    assert [str(y.shape) for y in program.out_avals] == ["(b, 9, 2, 4)", "(b, 2, 4, 4)"]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=TypeError, reason="flax 0.12.12: a NamedTuple within a tuple of results"
+)
+def test_a_layer_is_tabulated():
+    """Where this passes, the page's last paragraph has lost its first half."""
+    nnx.tabulate(GatedDeltaNet(8, num_heads=1, head_dim=4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 8)))
+
+
+def test_rank_promotion_is_needed():
+    """And the way around it that the page names works."""
+    a, rate = jnp.ones((1, 2, 3)), jnp.ones(3)
+    with jax.numpy_rank_promotion("raise"):
+        with pytest.raises(ValueError, match="jax_numpy_rank_promotion"):
+            log_decay(a, rate, rate)
+        with jax.numpy_rank_promotion("allow"):
+            log_decay(a, rate, rate)
+
+
+def test_strict_dtypes():
+    from gdn_jax import causal_conv1d
+
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(
+            lambda x, w, cu: causal_conv1d(x, w, cu_seqlens=cu),
+            jnp.ones((1, 9, 2)), jnp.ones((2, 4)), jnp.array([0, 4, 9]),
+        )  # fmt: skip
