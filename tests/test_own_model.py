@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "own_model.md"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_type_checks")  # which know no symbols
 def test_the_page_runs():
     """All blocks, one after another."""
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE.read_text())
@@ -22,6 +23,7 @@ def test_the_page_runs():
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "page"})
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_a_symbolic_batch_is_exported():
     (b,) = jax.export.symbolic_shape("b")
     shapes = ((b, 9, 1, 4), (b, 9, 1, 4), (b, 9, 2, 4), (b, 9, 2), (b, 9, 2))
