@@ -70,7 +70,7 @@ def test_options_of_the_rule(row, form):
 SERVING = pairwise(
     {
         "T": [1, 3],
-        "heads": [(1, 1, 2), (4, 2, 2)],
+        "heads": [(1, 1, 2), (2, 2, 4)],
         "kv_layout": [True, False],
         "dtype": ["float32", "bfloat16"],
         "pool_dtype": ["float32", "bfloat16"],
