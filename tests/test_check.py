@@ -220,9 +220,8 @@ def kind_of(name: str) -> str:
 
 @pytest.mark.slow
 def test_the_stored_report_is_of_this_code():
-    """The three cases that set its numbers in bfloat16, and what a step in float32 is off by."""
-    names = ("slow-decay-K64", "packed-K128", "l2norm-K96-V192")
-    for row in check.compare(names, ("float32", "bfloat16")).rows:
+    """Of the two cases that set its numbers for random keys in bfloat16."""
+    for row in check.compare(("packed-K128", "l2norm-K96-V192"), ("bfloat16",)).rows:
         for part, now, then in zip(
             NAMES,
             row.errors.values(),

@@ -18,7 +18,7 @@ from gdn_jax.models.sampling import Sampling
 PACKING = {
     "rows": {},
     "packed": {"B": 1, "lengths": (7, 0, 12)},
-    "segments": {"segments": ((5, 14), (19, 1))},
+    "segments": {"segments": ((5, 15), (19, 1))},
 }
 
 RULE = pairwise(

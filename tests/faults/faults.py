@@ -516,8 +516,8 @@ FAULTS = (
     ),
     Fault(
         "the gate of the norm is rounded",
-        "(n * jax.nn.silu(gate.astype(wide)))",
-        "(n * jax.nn.silu(gate).astype(wide))",
+        "(n * _ACTIVATIONS[activation](gate.astype(wide)))",
+        "(n * _ACTIVATIONS[activation](gate).astype(wide))",
         "tests/test_fused.py::test_gated_norm",
     ),
     Fault(
