@@ -355,7 +355,12 @@ except RuntimeError:
 
 def test_each_fault_has_a_place_and_a_test():
     """What `tests/faults/run.py` would say after minutes."""
-    places = [*FILES, ROOT / "README.md", ROOT / "docs" / "accuracy.md", *(ROOT / "notebooks").glob("*.ipynb")]
+    places = [
+        *FILES,
+        ROOT / "README.md",
+        ROOT / "docs" / "accuracy.md",
+        *(ROOT / "notebooks").glob("*.ipynb"),
+    ]
     source = "\n".join(path.read_text() for path in places)
     for fault in FAULTS:
         assert source.count(fault.find) == 1, fault.name
