@@ -243,16 +243,20 @@ def model_rule_inputs(model: Any, tokens: Int[Array, "B T"]) -> list[Any]:
     """Returns the inputs of the rule in every layer of a `gdn_jax.models.LanguageModel`, first layer first.
 
     Args:
-      model: the model; all its blocks have recurrent layers.
+      model: the model; a hybrid has attention in some of its layers.
       tokens: integers in [0, vocab_size).
 
+    Returns:
+      An entry a layer: its `rule_inputs`, None for a layer of attention, which has no rule.
+
     Raises:
-      ValueError: a block mixes by something else.
+      ValueError: no layer is recurrent.
     """
+    _check_model(model)
     layers = []
 
     def watch(_, mixer, x, **options):
-        layers.append(rule_inputs(mixer, x))
+        layers.append(rule_inputs(mixer, x) if _has_rule(mixer) else None)
         return mixer(x, **options)
 
     model.hidden_states(tokens, around=watch)
@@ -264,19 +268,22 @@ def logits_with_gates(
 ) -> Float[Array, "B T vocab"]:
     """Logits of a `gdn_jax.models.LanguageModel` whose gates are changed on the way: an intervention.
 
-    Later layers see what the change did to earlier ones.
+    Later layers see what the change did to earlier ones. Attention layers have no gates and stay as they are.
 
     Args:
-      model: the model; all its blocks have recurrent layers, with any rule that reads g and beta.
+      model: the model, with any rule that reads g and beta; a hybrid has attention in some of its layers.
       tokens: integers in [0, vocab_size).
-      change: from (layer, g, beta), counted from 0 and as in `rule_inputs`, to the g and beta to use instead.
+      change: from (layer, g, beta), as in `rule_inputs`, to the g and beta to use instead. The layer is counted from 0
+        over all layers, of which those with attention are not asked.
 
     Raises:
-      ValueError: a block mixes by something else.
+      ValueError: no layer is recurrent.
     """
+    _check_model(model)
 
-    def changed(i, mixer, x, **_):
-        _check_layer(mixer)
+    def changed(i, mixer, x, **options):
+        if not _has_rule(mixer):
+            return mixer(x, **options)
         inputs, _ = mixer.rule_inputs(x)
         g, beta = change(i, inputs.g, inputs.beta)
         o, _ = mixer.apply_rule(inputs._replace(g=g, beta=beta))
@@ -335,8 +342,18 @@ def apply_householder(
     return x - (beta * jnp.sum(k * x, axis=-1))[..., None] * k
 
 
+def _has_rule(mixer: Any) -> bool:
+    return hasattr(mixer, "rule_inputs")
+
+
+def _check_model(model: Any) -> None:
+    if not any(_has_rule(block.mixer) for block in model.blocks):
+        kinds = sorted({type(block.mixer).__name__ for block in model.blocks})
+        raise ValueError(f"model: expected a recurrent layer, got {', '.join(kinds)} alone")
+
+
 def _check_layer(layer: Any) -> None:
-    if not hasattr(layer, "rule_inputs"):
+    if not _has_rule(layer):
         raise ValueError(f"layer: expected a recurrent layer, got {type(layer).__name__}")
 
 

@@ -17,7 +17,7 @@ import gdn_jax
 from gdn_jax import analysis, plots
 from gdn_jax.checks import cases, oracle
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig
 
 MAPPED = [
     "slow-decay",
@@ -233,11 +233,24 @@ def test_rule_inputs_refuses_another_layer():
         )
 
 
+MODELS = {
+    "pure": {},
+    "hybrid, grouped values": dict(
+        num_layers=3,
+        num_heads=1,
+        num_v_heads=2,
+        layer_types=("gated_delta_net", "attention", "gated_delta_net"),
+        attention=AttentionConfig(num_heads=2, head_dim=8, rotary_dim=4),
+    ),
+}
+
+
 @pytest.mark.slow
-def test_gates_of_a_model_are_collected_and_changed():
-    """Unchanged gates give the model's own logits; resets make what came before them invisible."""
-    config = ModelConfig(vocab_size=20, hidden_size=24, num_layers=2, head_dim=8, allow_neg_eigval=True)
-    model = LanguageModel(config, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("name", MODELS)
+def test_gates_of_a_model_are_collected_and_changed(name):
+    """Unchanged gates give the model's own logits; resets make what came before them invisible to the rule."""
+    sizes = dict(vocab_size=20, hidden_size=24, num_layers=2, head_dim=8, allow_neg_eigval=True)
+    model = LanguageModel(ModelConfig(**{**sizes, **MODELS[name]}), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 20)
     seen = []
 
@@ -257,14 +270,35 @@ def test_gates_of_a_model_are_collected_and_changed():
 
     expected, unchanged, cut, inputs, changed = outputs(model, tokens)
     assert_close(expected, unchanged, 10 * FLOAT32["o"])  # two layers, each with a solve and three norms
-    for i, (layer, g, beta) in enumerate(changed):
-        assert layer == i
+    kinds = ["gated_delta_net" if x is not None else "attention" for x in inputs]
+    assert kinds == [*model.config.types]
+    ruled = [i for i, x in enumerate(inputs) if x is not None]
+    assert [int(layer) for layer, _, _ in changed] == ruled
+    for i, (_, g, beta) in zip(ruled, changed, strict=True):
+        assert g.shape[-1] == model.blocks[i].mixer.num_v_heads
         assert_close(inputs[i].g, g, 10 * FLOAT32["o"])
         assert_close(inputs[i].beta, beta, 10 * FLOAT32["o"])
-    # Another past, out of sight of any convolution from the first reset on.
+    # Another past, out of sight of any convolution from the first reset on, but not of attention.
     other, _, other_cut, *_ = outputs(model, tokens.at[:, :10].set(0))
     assert rms_ratio(expected[:, 20:], other[:, 20:]) > 1e-3
-    assert_close(cut[:, 20:], other_cut[:, 20:], 10 * FLOAT32["o"])
+    if "attention" in kinds:
+        assert rms_ratio(cut[:, 20:], other_cut[:, 20:]) > 1e-3
+    else:
+        assert_close(cut[:, 20:], other_cut[:, 20:], 10 * FLOAT32["o"])
+
+
+def test_gates_of_a_model_without_a_rule():
+    """A model of attention alone has no gates to look at or to change."""
+    attention = AttentionConfig(num_heads=1, head_dim=8)
+    config = ModelConfig(
+        vocab_size=8, hidden_size=8, num_layers=1, layer_types=("attention",), attention=attention
+    )
+    model, tokens = LanguageModel(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 3), int)
+    message = "model: expected a recurrent layer, got Attention alone"
+    with pytest.raises(ValueError, match=message):
+        analysis.model_rule_inputs(model, tokens)
+    with pytest.raises(ValueError, match=message):
+        analysis.logits_with_gates(model, tokens, lambda layer, g, beta: (g, beta))
 
 
 def test_mean_by_kind():
