@@ -1,0 +1,57 @@
+"""What the notebooks share: how their figures look, and sliders with a picture for pages without a kernel."""
+
+import base64
+import io
+
+import ipywidgets
+from IPython.display import display
+from matplotlib import pyplot as plt
+from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
+
+
+def look() -> None:
+    """Makes figures of open axes, with twice the pixels for screens of high density."""
+    set_matplotlib_formats("retina")
+    plt.rcParams.update(STYLE)
+
+
+def sliders(draw, *, when_released: bool = False, **controls: ipywidgets.Widget) -> ipywidgets.interactive:
+    """Shows controls above the figure that `draw` makes of their values; a page without a kernel shows the picture.
+
+    Args:
+      draw: from the values of the controls to a figure.
+      when_released: draws when a slider is let go, not on the way: for a figure that takes seconds.
+      controls: widgets by the names of draw's arguments.
+
+    Returns:
+      The widget. Its `result` is the figure of the present values.
+    """
+    figure = draw(**{name: control.value for name, control in controls.items()})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=2 * figure.dpi)
+    width, height = (int(figure.dpi * inches) for inches in figure.get_size_inches())
+    plt.close(figure)
+    for control in controls.values():
+        if when_released and hasattr(control, "continuous_update"):
+            control.continuous_update = False
+
+    def shown(**values):
+        figure = draw(**values)
+        plt.show()
+        return figure
+
+    widget = ipywidgets.interactive(shown, **controls)
+    bundle = widget._repr_mimebundle_()
+    bundle |= {
+        "text/plain": "Sliders, in a live notebook.",
+        "image/png": base64.b64encode(picture.getvalue()).decode(),
+    }
+    display(bundle, raw=True, metadata={"image/png": {"width": width, "height": height}})
+    return widget
