@@ -273,8 +273,8 @@ def logits_with_gates(
     Args:
       model: the model, with any rule that reads g and beta; a hybrid has attention in some of its layers.
       tokens: integers in [0, vocab_size).
-      change: from (layer, g, beta), as in `rule_inputs`, to the g and beta to use instead. The layer is counted from 0
-        over all layers, of which those with attention are not asked.
+      change: from (layer, g, beta), as in `rule_inputs`, to the g and beta to use instead. The layer is counted from
+        0 over all layers, of which those with attention are not asked.
 
     Raises:
       ValueError: no layer is recurrent.
