@@ -1,0 +1,207 @@
+"""Random illegal calls: one argument of a legal call is spoilt, and a ValueError or TypeError has to name it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gdn_jax
+from gdn_jax import delta_chunk_states, delta_rule, delta_step, gated_delta_product, serving
+
+B, T, HK, HV, K, V, SLOTS, N = 2, 5, 1, 2, 4, 3, 6, 2
+
+
+def _ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+def _sequence() -> dict[str, Any]:
+    return dict(q=_ones(B, T, HK, K), k=_ones(B, T, HK, K), v=_ones(B, T, HV, V), g=-_ones(B, T, HV),
+                beta=_ones(B, T, HV), initial_state=_ones(B, HV, K, V), scale=0.5, use_qk_l2norm=False,
+                state_layout="kv", chunk_size=16, implementation="chunked",
+                segment_ids=np.zeros((B, T), np.int32))  # fmt: skip
+
+
+def _packed() -> dict[str, Any]:
+    x = {name: y[:1] if isinstance(y, np.ndarray) else y for name, y in _sequence().items()}
+    return {**x, "segment_ids": None, "initial_state": _ones(N, HV, K, V), "cu_seqlens": np.array([0, 2, T])}
+
+
+def _token() -> dict[str, Any]:
+    return dict(q=_ones(B, HK, K), k=_ones(B, HK, K), v=_ones(B, HV, V), g=-_ones(B, HV), beta=_ones(B, HV),
+                state=_ones(B, HV, K, V), scale=0.5, use_qk_l2norm=False, state_layout="kv")  # fmt: skip
+
+
+def _states() -> dict[str, Any]:
+    x = _sequence()
+    dropped = ("q", "scale", "use_qk_l2norm", "implementation")
+    return {name: y for name, y in x.items() if name not in dropped} | {"use_k_l2norm": False}
+
+
+def _product() -> dict[str, Any]:
+    x = _sequence()
+    return x | dict(k=_ones(B, T, 2, HK, K), v=_ones(B, T, 2, HV, V), beta=_ones(B, T, 2, HV))
+
+
+def _family() -> dict[str, Any]:
+    return _sequence() | dict(g=-_ones(B, T, HV, K), beta=None, erase=_ones(B, T, HV, K), write=_ones(B, T, HV))
+
+
+def _decode() -> dict[str, Any]:
+    x = {name: jnp.asarray(y) for name, y in _token().items() if isinstance(y, np.ndarray)}
+    return dict(q=x["q"], k=x["k"], v=x["v"], a=x["g"], b=x["beta"], pool=jnp.ones((SLOTS, HV, K, V)),
+                A_log=jnp.ones(HV), dt_bias=jnp.ones(HV), read_slots=np.array([0, 3]),
+                write_slots=np.array([1, 2]), scale=0.5, use_qk_l2norm=True, allow_neg_eigval=False,
+                state_layout="kv", null_slot=None, batch_invariant=False, implementation="xla")  # fmt: skip
+
+
+def _verify() -> dict[str, Any]:
+    x = _decode()
+    del x["read_slots"], x["write_slots"]
+    x |= {name: jnp.ones((N, 2, *x[name].shape[1:])) for name in ("q", "k", "v", "a", "b")}
+    return x | dict(state_slots=np.array([[0, 1], [2, 3]]), num_accepted_tokens=np.array([1, 2]),
+                    num_tokens=np.array([2, 1]), parents=np.array([[-1, 0], [-1, -1]]))  # fmt: skip
+
+
+def _prefill() -> dict[str, Any]:
+    x = {name: y for name, y in _packed().items() if name not in ("initial_state", "segment_ids")}
+    return x | dict(pool=jnp.ones((SLOTS, HV, K, V)), read_slots=np.array([0, 3]), write_slots=np.array([1, 2]),
+                    has_initial_state=np.array([True, False]), null_slot=None, batch_invariant=False)  # fmt: skip
+
+
+def _ring() -> dict[str, Any]:
+    return dict(states=jnp.ones((SLOTS, HV, K, V)), num_key_heads=HK, length=4, dtype=jnp.float32,
+                state_layout="kv", trees=False)  # fmt: skip
+
+
+def _conv() -> dict[str, Any]:
+    return dict(x=_ones(1, T, 6), weight=_ones(6, 4), bias=_ones(6), initial_state=_ones(N, 6, 3),
+                activation="silu", cu_seqlens=np.array([0, 2, T]))  # fmt: skip
+
+
+POOL = {"any": np.ones((SLOTS, 3))}
+"""What slots are copied in: a tree of arrays of any kind."""
+
+
+def _copy() -> dict[str, Any]:
+    return dict(pool=POOL, from_slots=np.array([0, 1]), to_slots=np.array([2, 3]), null_slot=None)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "gated_delta_rule": (gdn_jax.gated_delta_rule, _sequence),
+    "gated_delta_rule, packed": (gdn_jax.gated_delta_rule, _packed),
+    "gated_delta_step": (gdn_jax.gated_delta_step, _token),
+    "chunk_states": (gdn_jax.chunk_states, _states),
+    "supported_implementations": (
+        gdn_jax.supported_implementations,
+        lambda: {name: y for name, y in _sequence().items() if name != "implementation"},
+    ),
+    "delta_rule": (delta_rule, _family),
+    "delta_step": (delta_step, _token),
+    "delta_chunk_states": (delta_chunk_states, _states),
+    "gated_delta_product": (gated_delta_product, _product),
+    "causal_conv1d": (gdn_jax.causal_conv1d, _conv),
+    "decode": (serving.decode, _decode),
+    "verify": (serving.verify, _verify),
+    "prefill": (serving.prefill, _prefill),
+    "make_ring_pool": (serving.make_ring_pool, _ring),
+    "copy_slots": (serving.copy_slots, _copy),
+}
+
+FLAGS = ("use_qk_l2norm", "use_k_l2norm", "allow_neg_eigval", "batch_invariant", "trees")
+WRONG: dict[str, tuple] = {
+    **dict.fromkeys(FLAGS, ("no", 1.5, None, np.ones(2, bool), "")),
+    "scale": ("a", 2 + 5j, [1.0], np.ones(2, np.float32), 10**400, True, {}),
+    "state_layout": ("vv", "", None, 1, "KV"),
+    "chunk_size": (48, 0, -16, 64.0, "64", 1 << 40, None),
+    "implementation": ("triton", "", 3, b"chunked", ("chunked",)),
+    "activation": ("relu", 1, ""),
+    "num_key_heads": (0, -1, 3, 1.0, "1", None),
+    "length": (0, -2, 1.5, "4", None),
+    "null_slot": ("0", 1.5, -5, SLOTS, SLOTS + 4, True, [0]),
+    "dtype": ("x", np.int32, bool, 7),
+}  # fmt: skip
+SLOT_ARGUMENTS = ("read_slots", "write_slots", "state_slots", "from_slots", "to_slots")
+INTEGERS = (*SLOT_ARGUMENTS, "cu_seqlens", "segment_ids", "num_accepted_tokens", "num_tokens", "parents")
+MAY_BE_NONE = ("g", "beta", "erase", "write", "initial_state", "segment_ids", "cu_seqlens", "bias", "write_slots",
+               "num_tokens", "parents", "has_initial_state", "scale", "implementation", "activation", "null_slot")  # fmt: skip
+
+
+def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
+    """Something that the argument may not be, in place of x; NotImplemented where nothing comes to mind."""
+    if name in WRONG:
+        wrong = WRONG[name]
+        return wrong[rng.integers(len(wrong))]
+    if x is POOL:
+        return ({}, None, 3, "x", [[1.0]], {"any": 1}, {"any": np.ones(())})[rng.integers(7)]
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        return NotImplemented
+    y = np.asarray(x)
+    kinds = ["rank", "longer", "kind", "text", "list", "complex", "number"]
+    kinds += ["none"] if name not in MAY_BE_NONE else []
+    kinds += ["values"] if name in INTEGERS and name not in ("segment_ids", "num_tokens", "parents") else []
+    match rng.choice(kinds):
+        case "rank":
+            return y[None] if rng.random() < 0.5 else y[0]
+        case "longer":
+            axis = int(rng.integers(y.ndim))
+            if name in ("k", "q") and axis == y.ndim - 2 or name in ("pool", "x") and axis < 2:
+                axis = y.ndim - 1  # other numbers of heads may divide, of slots and of tokens behind are free
+            if name in ("cu_seqlens",):
+                return y[:1]
+            if name == "states" and axis != 1:
+                return y[0]
+            return np.concatenate([y, y.take([0], axis)], axis)
+        case "kind":
+            if name == "has_initial_state":
+                return y.astype(np.int32)
+            return y.astype(np.float32) if name in INTEGERS else y.astype(rng.choice([np.int32, bool]))
+        case "text":
+            return rng.choice(["x", "", "nan"]).item()
+        case "list":
+            return y.tolist()
+        case "complex":
+            return y.astype(np.complex64)
+        case "number":
+            return rng.choice([0.5, 3.0]).item()
+        case "none":
+            return None
+        case "values":
+            if name == "cu_seqlens":
+                return np.array([[0, 4, 2], [1, 2, T], [0, 2, T + 3], [0, -1, T]][rng.integers(4)])
+            if name == "num_accepted_tokens":
+                return np.array([0, 9])
+            z = y.copy()
+            z.flat[0] = rng.choice([SLOTS, SLOTS + 100, -7])
+            if name in ("write_slots", "to_slots"):
+                z.flat[0] = rng.choice([z.flat[1], SLOTS])  # twice, or outside
+            return z
+    raise AssertionError
+
+
+def illegal(seed: int, count: int) -> Iterator[tuple[str, list[str]]]:
+    """Runs so many calls; yields each with what was wrong: that it was taken, or what it said."""
+    rng, done = np.random.default_rng([seed, 2]), 0
+    while done < count:
+        call = str(rng.choice(list(CALLS)))
+        function, legal = CALLS[call]
+        arguments = legal()
+        name = str(rng.choice(list(arguments)))
+        bad = _spoilt(name, arguments[name], rng)
+        if bad is NotImplemented or (bad is None and name in MAY_BE_NONE):
+            continue
+        done += 1
+        shown = f"{bad.dtype}{list(bad.shape)}" if isinstance(bad, np.ndarray) and bad.size > 8 else repr(bad)[:80]
+        try:
+            jax.block_until_ready(function(**arguments | {name: bad}))
+            wrong = ["it was accepted"]
+        except (ValueError, TypeError) as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            # An argument that does not fit its neighbours may be told by naming one of them.
+            named = name in text or (isinstance(bad, np.ndarray) and text.split(":")[0].split(".")[0] in arguments)
+            wrong = [] if named else [f"{type(error).__name__} without the argument's name: {text[:200]}"]
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {str(error)[:200]}"]
+        yield f"seed {seed} illegal {done}: {call} with {name} = {shown}", wrong
