@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format gpu-test faults clean
+.PHONY: demo test test-all lint format gpu-test faults fuzz clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
@@ -23,6 +23,10 @@ gpu-test: $(VENV)/test.done
 # Whether the tests notice the faults listed in tests/faults/faults.py, put into a copy one by one: ten minutes.
 faults: $(VENV)/test.done
 	$(BIN)/python tests/faults/run.py
+
+# Random legal calls against the oracle and random illegal ones; FUZZ="--seed 3 --legal 100" for another campaign.
+fuzz: $(VENV)/test.done
+	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

@@ -263,6 +263,7 @@ def supported_implementations(
     Raises:
       ValueError: an argument is wrong.
     """
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims = check_arrays(x, state_layout, chunk_size, None)
     check_scale(scale, dims)

@@ -38,6 +38,7 @@ from gdn_jax.shapes import (
     check_channels,
     check_flags,
     check_floating,
+    check_integer,
 )
 from gdn_jax.xla import Call
 
@@ -147,9 +148,14 @@ def delta_step(
     """
     for name, y in (("q", q), ("k", k), ("v", v)):
         check_array(name, y, (None,) * 3, "B, heads, width")
-    erase, write = strengths(beta, erase, write)
-    tokens = (None if y is None else y[:, None] for y in (q, k, v, g, erase, write))
-    x = Arrays._make((*tokens, None, None, None))
+    for name, y in (("g", g), ("beta", beta), ("erase", erase), ("write", write)):
+        if y is not None and (name == "beta" or getattr(y, "ndim", None) != 3):
+            check_array(name, y, (None,) * 2, "B, HO")
+            check_floating(name, y)
+    *tokens, beta, erase, write = (
+        None if y is None else y[:, None] for y in (q, k, v, g, beta, erase, write)
+    )
+    x = Arrays._make((*tokens, *strengths(beta, erase, write), None, None, None))
     check_flags(use_qk_l2norm=use_qk_l2norm)
     dims = _check(x, state_layout, 64, None)
     shape, letters = ((dims.K, dims.V), "K, V") if state_layout == "kv" else ((dims.V, dims.K), "V, K")
@@ -194,6 +200,9 @@ def delta_chunk_states(
         return chunk_states(k, v, g, beta, **sequences, **options)
     for name, y in (("k", k), ("v", v)):
         check_array(name, y, (None,) * 4, "B, T, heads, width")
+    for name, y in (("g", g), ("erase", erase), ("write", write)):
+        if y is not None and getattr(y, "ndim", None) != 3:
+            check_array(name, y, (None,) * 4, "B, T, HO, channels")
     erase, write = strengths(beta, erase, write)
     HO = next((y.shape[2] for y in (g, erase, write) if y is not None), max(k.shape[2], v.shape[2]))
     q = jax.ShapeDtypeStruct((*k.shape[:2], HO, k.shape[3]), k.dtype)
@@ -256,6 +265,9 @@ def gated_delta_product(
     ):
         if y is not None:
             check_array(name, y, shape, letters)
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, (B, T), "B, T")
+        check_integer("segment_ids", segment_ids)
 
     options: dict[str, Any] = dict(
         scale=scale,
@@ -322,6 +334,8 @@ def strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
     """The two strengths, which beta stands for."""
     if beta is None:
         return erase, write
+    check_array("beta", beta, (None,) * 3, "B, T, HO")
+    check_floating("beta", beta)
     if erase is not None or write is not None:
         raise ArgumentError("beta", "None where erase or write is given, since it stands for both", "both")
     return beta, beta
@@ -358,7 +372,7 @@ def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | 
     B, T, HO = dims.B, dims.T, dims.HO
     for name, y, width, letter in (
         ("g", x.g, dims.K, "K"),
-        ("erase", x.erase, dims.K, "K"),
+        ("beta" if x.erase is x.write else "erase", x.erase, dims.K, "K"),  # which stands for both
         ("write", x.write, dims.V, "V"),
     ):
         if y is not None:

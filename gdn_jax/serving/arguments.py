@@ -80,6 +80,9 @@ def slot_count(pool: Any) -> int:
     Raises:
       ValueError: they do not.
     """
+    for x in jax.tree.leaves(pool):
+        if not getattr(x, "shape", ()):
+            raise ValueError(f"pool: expected arrays [slots, ...], got {type(x).__name__}")
     sizes = {x.shape[0] for x in jax.tree.leaves(pool)}
     if len(sizes) != 1:
         raise ValueError(f"pool: expected arrays with one number of slots, got {sorted(sizes)}")

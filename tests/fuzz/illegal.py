@@ -46,7 +46,9 @@ def _product() -> dict[str, Any]:
 
 
 def _family() -> dict[str, Any]:
-    return _sequence() | dict(g=-_ones(B, T, HV, K), beta=None, erase=_ones(B, T, HV, K), write=_ones(B, T, HV))
+    return _sequence() | dict(
+        g=-_ones(B, T, HV, K), beta=None, erase=_ones(B, T, HV, K), write=_ones(B, T, HV)
+    )
 
 
 def _decode() -> dict[str, Any]:
@@ -125,8 +127,10 @@ WRONG: dict[str, tuple] = {
 }  # fmt: skip
 SLOT_ARGUMENTS = ("read_slots", "write_slots", "state_slots", "from_slots", "to_slots")
 INTEGERS = (*SLOT_ARGUMENTS, "cu_seqlens", "segment_ids", "num_accepted_tokens", "num_tokens", "parents")
-MAY_BE_NONE = ("g", "beta", "erase", "write", "initial_state", "segment_ids", "cu_seqlens", "bias", "write_slots",
-               "num_tokens", "parents", "has_initial_state", "scale", "implementation", "activation", "null_slot")  # fmt: skip
+MAY_BE_NONE = (
+    *("g", "beta", "erase", "write", "initial_state", "segment_ids", "cu_seqlens", "bias", "write_slots"),
+    *("num_tokens", "parents", "has_initial_state", "scale", "implementation", "activation", "null_slot"),
+)
 
 
 def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
@@ -144,15 +148,17 @@ def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
     kinds += ["values"] if name in INTEGERS and name not in ("segment_ids", "num_tokens", "parents") else []
     match rng.choice(kinds):
         case "rank":
+            if name == "states":
+                return y[0]  # with an axis before it, it has layers
             return y[None] if rng.random() < 0.5 else y[0]
         case "longer":
             axis = int(rng.integers(y.ndim))
-            if name in ("k", "q") and axis == y.ndim - 2 or name in ("pool", "x") and axis < 2:
+            if (name in ("k", "q") and axis == y.ndim - 2) or (name in ("pool", "x") and axis < 2):
                 axis = y.ndim - 1  # other numbers of heads may divide, of slots and of tokens behind are free
             if name in ("cu_seqlens",):
                 return y[:1]
-            if name == "states" and axis != 1:
-                return y[0]
+            if name == "states":
+                return y[0, 0]
             return np.concatenate([y, y.take([0], axis)], axis)
         case "kind":
             if name == "has_initial_state":
@@ -193,14 +199,20 @@ def illegal(seed: int, count: int) -> Iterator[tuple[str, list[str]]]:
         if bad is NotImplemented or (bad is None and name in MAY_BE_NONE):
             continue
         done += 1
-        shown = f"{bad.dtype}{list(bad.shape)}" if isinstance(bad, np.ndarray) and bad.size > 8 else repr(bad)[:80]
+        shown = (
+            f"{bad.dtype}{list(bad.shape)}"
+            if isinstance(bad, np.ndarray) and bad.size > 8
+            else repr(bad)[:80]
+        )
         try:
             jax.block_until_ready(function(**arguments | {name: bad}))
             wrong = ["it was accepted"]
         except (ValueError, TypeError) as error:
             text = str(error).splitlines()[0] if str(error) else ""
             # An argument that does not fit its neighbours may be told by naming one of them.
-            named = name in text or (isinstance(bad, np.ndarray) and text.split(":")[0].split(".")[0] in arguments)
+            named = name in text or (
+                isinstance(bad, np.ndarray) and text.split(":")[0].split(".")[0] in arguments
+            )
             wrong = [] if named else [f"{type(error).__name__} without the argument's name: {text[:200]}"]
         except Exception as error:
             wrong = [f"{type(error).__name__}: {str(error)[:200]}"]

@@ -1,7 +1,7 @@
 """Random episodes of serving: prompts, tokens and drafts of requests over a pool, against the float64 oracle.
 
-After every call the outputs and all slots are looked at: those that were written against the truth, all others bit for
-bit. What the next call starts from is read from the pool, so errors do not add up.
+After every call the outputs and all slots are looked at: those that were written against the truth, all others bit
+for bit. What the next call starts from is read from the pool, so errors do not add up.
 """
 
 from collections.abc import Iterator
@@ -67,13 +67,21 @@ class Episode:
 
     def is_slot(self, slots: np.ndarray) -> np.ndarray:
         numbers = slots.astype(np.int64)
-        return (numbers >= 0) & (numbers < SLOTS) & (numbers != (-1 if self.null_slot is None else self.null_slot))
+        return (
+            (numbers >= 0)
+            & (numbers < SLOTS)
+            & (numbers != (-1 if self.null_slot is None else self.null_slot))
+        )
 
     def requests(self, T: int) -> serving_cases.Requests:
         seed = int(self.rng.integers(1 << 30))
-        return serving_cases.draw(N, T, seed, heads=self.heads, widths=self.widths, dtype=jnp.dtype(self.dtype))
+        return serving_cases.draw(
+            N, T, seed, heads=self.heads, widths=self.widths, dtype=jnp.dtype(self.dtype)
+        )
 
-    def check(self, what: str, o, expected_o, before: np.ndarray, written: dict[int, np.ndarray]) -> list[str]:
+    def check(
+        self, what: str, o, expected_o, before: np.ndarray, written: dict[int, np.ndarray]
+    ) -> list[str]:
         """Outputs, and every slot."""
         wrong, bounds = [], BOUNDS["float32" if self.dtype == "float32" else "bfloat16"][1]
         o, after = np.asarray(o).astype(np.float64), self.states()
@@ -119,7 +127,9 @@ class Episode:
             *serving_cases.one(x), self.pool, **x.gates, **slots, **self.options, **self.shared, **self.how
         )
         to = read if write is None else write
-        written = {int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w}
+        written = {
+            int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w
+        }
         return self.check("decode", got, np.where(is_read[:, None, None], o[:, 0], 0), before, written)
 
     def _verify(self) -> list[str]:
@@ -167,7 +177,10 @@ class Episode:
         rng, before, read = self.rng, self.states(), self.slots(N)
         cu = np.concatenate([[0], np.sort(rng.integers(0, PROMPT + 1, N))]).astype(np.int32)
         x = self.requests(PROMPT).at(slice(0, 1))
-        g, beta = serving_cases.log_decay(x).astype(np.float32), serving_cases.write_strength(x).astype(np.float32)
+        g, beta = (
+            serving_cases.log_decay(x).astype(np.float32),
+            serving_cases.write_strength(x).astype(np.float32),
+        )
         q, k, v = x.tokens[:3]
         write, is_read = self._apart(read), self.is_slot(read)
         has = rng.random(N) < 0.7 if rng.random() < 0.5 else None
@@ -183,14 +196,18 @@ class Episode:
         for n in range(N):
             real[cu[n] : cu[n + 1]] = is_read[n]
         to = read if write is None else write
-        written = {int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w}
+        written = {
+            int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w
+        }
         return self.check("prefill", got, np.where(real[None, :, None, None], o, 0), before, written)
 
     def _copy(self) -> list[str]:
         before, source, to = self.states(), self.slots(N), self.slots(N)
         self.pool = serving.copy_slots(self.pool, source, to, null_slot=self.null_slot)
         pairs = zip(source, to, self.is_slot(source) & self.is_slot(to), strict=True)
-        return self.check("copy", 0.0, np.zeros(()), before, {int(t): before[int(s)] for s, t, real in pairs if real})
+        return self.check(
+            "copy", 0.0, np.zeros(()), before, {int(t): before[int(s)] for s, t, real in pairs if real}
+        )
 
     def _exchange(self) -> list[str]:
         """Two slots change places by way of the caller."""
