@@ -3,8 +3,8 @@
     python tests/fuzz/run.py [--seed 0] [--legal 1000] [--served 300] [--illegal 500] [--implementation mosaic_gpu]
 
 Prints every finding with the seed that repeats it, and a summary; the status is 1 where anything was found. The legal
-calls, of which `served` more are calls over pools, take a quarter of a second each on two cores, the illegal ones
-a millisecond. On a GPU of compute capability 9.0 the implementation "mosaic_gpu" runs the kernels.
+calls, to which those over pools come, take a quarter of a second each on two cores, and the illegal ones a
+millisecond. On a GPU of compute capability 9.0 the implementation "mosaic_gpu" runs the kernels.
 """
 
 import argparse
