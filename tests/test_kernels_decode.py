@@ -48,7 +48,7 @@ def interpreted():
         yield
 
 
-QUICK = ("plain", "vk", "float16-null-slot", "tokens-uneven", "saturated-gate", "tree-uneven")
+QUICK = ("plain", "vk", "float16-null-slot", "heads", "tokens-uneven", "saturated-gate", "tree-uneven")
 
 
 @pytest.mark.parametrize("case", harness.tiers(CASES, QUICK))
