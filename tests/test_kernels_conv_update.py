@@ -89,7 +89,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", harness.tiers(CALLS, ("several to a thread", "no multiple", "crossed", "null slot")))
+@pytest.mark.parametrize(
+    "name", harness.tiers(CALLS, ("several to a thread", "no multiple", "crossed", "null slot"))
+)
 @pytest.mark.usefixtures("interpreted")
 def test_as_plain_jax(name):
     """The bits of every slot, written or not, are those that plain JAX leaves; y differs by rounding at most."""

@@ -100,6 +100,24 @@ def test_every_request_gets_what_generate_gives(ring):
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
 
 
+def test_pieces_of_prompts_end_on_multiples_of_64():
+    """Of 100 tokens a step: a prompt of 70 leaves 30, which is no piece of one of 150; of that come 64, then the rest."""
+    lengths = []
+
+    def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
+        jax.debug.callback(lambda cu: lengths.append([n for n in np.diff(cu).tolist() if n]), cu_seqlens)
+        return jnp.zeros(slots.shape, jnp.int32), pools
+
+    server = serving.Server(
+        prefill, lambda *x: (x[1], x[3]), None, jnp.zeros((2, 1)), max_batch=2, prefill_tokens=100
+    )
+    server.submit([1] * 70, 1)
+    server.submit([1] * 150, 1)
+    server.run()
+    jax.effects_barrier()
+    assert lengths == [[70], [64], [86]]
+
+
 def test_the_queue_is_bounded():
     server = make_server(max_waiting=2)
     waiting, numbers = list(range(len(REQUESTS))), {}
