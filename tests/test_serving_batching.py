@@ -101,7 +101,7 @@ def test_every_request_gets_what_generate_gives(ring):
 
 
 def test_pieces_of_prompts_end_on_multiples_of_64():
-    """Of 100 tokens a step a prompt of 70 leaves 30, which is no piece of one of 150: of that come 64, then the rest."""
+    """Of 100 tokens a step a prompt of 70 leaves 30, no piece of one of 150: of that come 64, then the rest."""
     lengths = []
 
     def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
