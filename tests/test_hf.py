@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax.hf import load_hf, qwen3_next, save_hf
+from gdn_jax.hf import load_hf, olmo_hybrid, qwen3_next, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.tensors import read_header
@@ -471,6 +471,16 @@ def test_what_a_config_leaves_out():
     config = qwen3_next.FAMILY.config(fields)
     assert config.norm_eps == 1e-6 and config.experts.normalise
     assert config.dense_layers == tuple(range(0, config.num_layers, 2))  # every second layer has experts
+
+
+@pytest.mark.parametrize("layers, attend", [(1, [0]), (3, [2]), (4, [3]), (6, [3])])
+def test_a_short_olmo_hybrid_attends_at_last(layers, attend):
+    """Without layer_types, as transformers does: every fourth layer, or the last one where there are fewer."""
+    values = {"num_hidden_layers": layers}
+    types = Fields(values, olmo_hybrid.DEFAULTS, "config.json").layer_types(attends_at_last=True)
+    assert [i for i, kind in enumerate(types) if kind == "attention"] == attend
+    qwen = Fields(values, qwen3_next.DEFAULTS, "config.json").layer_types()
+    assert [i for i, kind in enumerate(qwen) if kind == "attention"] == (attend if layers > 3 else [])
 
 
 def test_older_fields_and_a_head_of_its_own(tmp_path):

@@ -252,3 +252,10 @@ def test_figure_of_starts(tmp_path, monkeypatch):
         first, second = axes.lines
         np.testing.assert_allclose(first.get_ydata(), [10, 60])
         np.testing.assert_allclose(second.get_ydata(), [np.nan, 40])
+
+
+def test_the_middle_of_steps():
+    """The median and the range; a seed that never comes there is later than all others."""
+    assert summary._middle([30, 10, 20]) == "20 (10 to 30)"
+    assert summary._middle([None, 10, 30]) == "30 (10 to -)"
+    assert summary._middle([7, 7]) == "7" and summary._middle([None]) == "-"
