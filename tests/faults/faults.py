@@ -760,6 +760,6 @@ FAULTS = (
         "the first segment's keys reach the next",
         "return jnp.where(changes_segment(segment_ids)[..., None], -jnp.inf, g)",
         "return jnp.where(changes_segment(segment_ids)[..., None], -1.0, g)",
-        "tests/test_pairwise.py::test_options_of_the_rule[chunked-segments (1,1,1) True False kv 64 0.3 some-inf sigmoid]",
+        "tests/test_packing.py::test_segments_do_not_see_each_other",
     ),
 )
