@@ -1,6 +1,6 @@
 """Published settings as data: what a paper ran, the numbers that it gives, and the options that run it here.
 
-Numbers and settings are those that a stored copy of the paper confirmed; the others are None, "not confirmed", and
+Numbers and settings are those that were read in the paper; the others are None, "not confirmed", and
 an entry says which of its options are of this project. Options have the names of a sweep's config.json and take the
 place of the defaults of `gdn sweep TASK --size full`, or small.
 """
@@ -134,7 +134,7 @@ LEDGER: dict[str, Entry] = {
     ),
     "2411.12537/swaps": Entry(
         *_GRAZZI, "S5, letters that are swaps", "one layer with eigenvalues in [-1, 1] follows swaps of S5",
-        "one layer; recalled, no stored copy confirmed the panel",
+        "one layer; quoted from memory",
         "trained on 32 letters, asked at 128; S3 in the small version", "permutation",
         {"group": "S5", "elements": "swaps", "length": 32, "test_lengths": [32, 64, 128], "num_layers": 1,
          "mixers": ["mamba2", "gated_delta_net", "gated_delta_net_neg"], "seeds": 5, "lrs": [0.001, 0.003],
