@@ -161,13 +161,23 @@ def test_published_sizes(name, total, active):
     assert costs.active_parameters(config) == pytest.approx(active, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_family_has_every_preset(name):
+HYBRIDS = [name for name, config in PRESETS.items() if config.attention is not None]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_family_has_every_hybrid(name):
     """`save_hf` can write it: its configuration is that of a family, and comes back."""
     family, fields, _ = own_family(PRESETS[name])
     config = family.config(Fields(fields, family.defaults, name))
     told = {"num_v_heads": config.num_v_heads, "layer_types": config.layer_types}
     assert config == dataclasses.replace(PRESETS[name], intermediate_size=config.intermediate_size, **told)
+
+
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {*HYBRIDS}))
+def test_models_without_attention_are_of_no_family(name):
+    """`save_hf` says so, with the reason of each family."""
+    with pytest.raises(NotImplementedError, match="no family has such a model"):
+        own_family(PRESETS[name])
 
 
 def test_costs_grow_as_they_should():
