@@ -1,28 +1,15 @@
 """The family's operations in plain JAX: arguments as callers give them, brought to the two forms and back."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gdn_jax import gates, packing
 from gdn_jax.family import chunked, definition
+from gdn_jax.family.arrays import Arrays
 from gdn_jax.shapes import accumulation_dtype, split_heads
 from gdn_jax.xla import Call, kv, traced
-
-
-class Arrays(NamedTuple):
-    """Array arguments of one call, see `delta_rule`. g, erase and write have one number a head or one a channel."""
-
-    q: Any
-    k: Any
-    v: Any
-    g: Any
-    erase: Any
-    write: Any
-    initial_state: Any
-    cu_seqlens: Any
-    segment_ids: Any
 
 
 def rule(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from gdn_jax.family import forms
-from gdn_jax.family.forms import Arrays
+from gdn_jax.family import forms, mosaic
+from gdn_jax.family.arrays import Arrays, array_names, rule_axes
 from gdn_jax.ops import (
     check_arrays,
     check_scale,
@@ -20,7 +20,7 @@ from gdn_jax.ops import (
     gated_delta_rule,
     known_lengths,
 )
-from gdn_jax.partitioning import RuleAxes, on_explicit_shards, vary_alike, warn_of_gathers
+from gdn_jax.partitioning import expected_shards, on_explicit_shards, vary_alike, warn_of_gathers
 from gdn_jax.shapes import (
     AnyStates,
     ArgumentError,
@@ -42,10 +42,8 @@ from gdn_jax.shapes import (
 )
 from gdn_jax.xla import Call
 
-IMPLEMENTATIONS = ("chunked", "recurrent")
+IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
 """Names of the implementations for gates or strengths of each channel, fastest first."""
-
-_NO_KERNEL = "there is no kernel for a decay of each channel, or for erase and write apart"
 
 
 def delta_rule(
@@ -83,8 +81,9 @@ def delta_rule(
       write: strength of what is written [B, T, HO] or [B, T, HO, V]; None for 1.
       scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
         `gated_delta_rule`.
-      implementation: "recurrent" or "chunked", run exactly; None for the fastest. "mosaic_gpu" is refused for gates
-        or strengths of each channel.
+      implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
+        supports the call on this device. For gates or strengths of each channel "mosaic_gpu" computes the forward,
+        for K to 128; its derivative is that of the chunked form in plain JAX.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in
@@ -114,8 +113,16 @@ def delta_rule(
     x = Arrays(q, k, v, g, *apart, initial_state, cu_seqlens, segment_ids)
     check_flags(use_qk_l2norm=use_qk_l2norm)
     dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
-    call = Call(use_qk_l2norm, state_layout, implementation, chunk_size)
-    return _on_shards(forms.rule, call, _axes(x).outputs, _checked(x, dims), scale)
+    by_kernels, results = implementation == "mosaic_gpu", rule_axes(x).outputs
+    known = known_lengths(cu_seqlens, dims.T, always=by_kernels)
+    is_beta = apart[0] is apart[1] and getattr(apart[0], "ndim", 3) == 3
+    x = _checked(x, dims)
+    if not by_kernels:
+        call = Call(use_qk_l2norm, state_layout, implementation, chunk_size)
+        return _on_shards(forms.rule, call, results, x, scale)
+    x = x._replace(write=None) if is_beta else x
+    kernels_call = mosaic.Call(use_qk_l2norm, state_layout, known, is_beta, expected_shards(x) is not None)
+    return _on_shards(mosaic.rule, kernels_call, results, x, scale)
 
 
 def delta_step(
@@ -162,7 +169,7 @@ def delta_step(
     check_array("state", state, (dims.B, dims.HO, *shape), f"B, HO, {letters}")
     check_floating("state", state)
     x = x._replace(initial_state=state)
-    results = "b h v", _axes(x).inputs.initial_state
+    results = "b h v", rule_axes(x).inputs.initial_state
     return _on_shards(forms.step, Call(use_qk_l2norm, state_layout), results, x, check_scale(scale, dims))
 
 
@@ -327,7 +334,14 @@ def check_call(
       ValueError, NotImplementedError: as `delta_rule`.
     """
     dims = _check(x, state_layout, chunk_size, implementation)
-    return dims, check_scale(scale, dims), implementation or IMPLEMENTATIONS[0]
+    scale, reason = check_scale(scale, dims), None
+    if implementation in (None, "mosaic_gpu"):
+        reason = mosaic.check_supported(dims, x, chunk_size=chunk_size)
+    if implementation is None:
+        return dims, scale, IMPLEMENTATIONS[0 if reason is None else 1]
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r}: {reason}")
+    return dims, scale, implementation
 
 
 def strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
@@ -342,25 +356,11 @@ def strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _on_shards(form: Callable[..., Any], call: Call, results: Any, x: Arrays, *scale):
+def _on_shards(form: Callable[..., Any], call: Call | mosaic.Call, results: Any, x: Arrays, *scale):
     """form(call, x, *scale), compiled as a whole, on the shards of arrays that lie on explicit axes of a mesh."""
-    axes = _axes(x)
-    operands = _names(x, axes), *jax.tree.map(lambda _: "", scale)
+    axes = rule_axes(x)
+    operands = array_names(x, axes), *jax.tree.map(lambda _: "", scale)
     return on_explicit_shards(partial(form, call), (x, *scale), operands, results, axes.sizes)
-
-
-def _axes(x: Arrays) -> RuleAxes:
-    return RuleAxes.of(RuleArrays(x.q, x.k, x.v, None, None, x.initial_state, x.cu_seqlens, x.segment_ids))
-
-
-def _names(x: Arrays, axes: RuleAxes) -> Arrays:
-    """Names of the dimensions of every array."""
-
-    def channels(y: Any) -> str | None:
-        return None if y is None else "b t h" if y.ndim == 3 else "b t h ."
-
-    q, k, v, _, _, *rest = axes.inputs
-    return Arrays._make((q, k, v, channels(x.g), channels(x.erase), channels(x.write), *rest))
 
 
 def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | None) -> Dims:
@@ -377,8 +377,6 @@ def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | 
     ):
         if y is not None:
             check_channels(name, y, (B, T, HO), width, f"B, T, HO, {letter}")
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(f"implementation 'mosaic_gpu': {_NO_KERNEL}")
     return dims
 
 
@@ -387,7 +385,7 @@ def _checked(x: Arrays, dims: Dims) -> Arrays:
     known_lengths(x.cu_seqlens, dims.T)
     if debug_checks_are_on():
         check_values(dims.T, x.g, x.cu_seqlens)
-        axes = _axes(x)
+        axes = rule_axes(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
-        warn_of_gathers(x._fields, arrays, _names(x, axes), axes.sizes)
+        warn_of_gathers(x._fields, arrays, array_names(x, axes), axes.sizes)
     return vary_alike(x._replace(cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)))

@@ -45,17 +45,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.chunks.merging import BLOCK, HALF, invert, parts_of
 from pallas_kernels.device.launch import NUM_SMS, launch, warpgroup_index
 from pallas_kernels.device.layouts import (
     CHUNK,
     COL,
     L2NORM_EPS,
     ROW,
-    WGMMA,
     along_columns,
     along_rows,
     iota,
-    zeros,
 )
 from pallas_kernels.device.memory import (
     REDUCTION_BYTES,
@@ -67,10 +66,6 @@ from pallas_kernels.device.memory import (
     transposed,
 )
 from pallas_kernels.device.operations import Device
-
-HALF = CHUNK // 2
-BLOCK = 16
-"""Rows of the diagonal blocks that one warp inverts."""
 
 KEY_INSTRUCTIONS, HEAD_INSTRUCTIONS = 163, 499
 """Instructions of an item, once and for each output head (SASS, K = 128, bfloat16). The split of the work goes by
@@ -113,20 +108,9 @@ def _memory(config: Config, K: int, group: int, dtype, *, normalize: bool = True
     }
 
 
-def _parts(x):
-    """Parts of [64, 64]: its diagonal blocks [64, 16], the blocks left of the odd ones [64, 16] and its left half
-    [64, 32]."""
-    w = iota((CHUNK, BLOCK), 0) // BLOCK
-    diagonal = x[:, 0:BLOCK]
-    for n in (1, 2, 3):
-        diagonal = jnp.where(w == n, x[:, BLOCK * n : BLOCK * (n + 1)], diagonal)
-    left = jnp.where(w == 3, x[:, 2 * BLOCK : 3 * BLOCK], x[:, 0:BLOCK])
-    return diagonal, left, x[:, 0:HALF]
-
-
 def _parts_of_keys(kk):
     """The products that all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
-    diagonal, left, half = _parts(-kk)
+    diagonal, left, half = parts_of(-kk)
     i, j = iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
     return jnp.where(i > j, diagonal, 0.0), left, half
 
@@ -139,88 +123,6 @@ def _normalized(kk, rstd_smem):
     plgpu.commit_smem()
     columns = plgpu.load(rstd_smem, layout=COL)
     return kk * along_rows(rstd, CHUNK) * along_columns(columns, CHUNK)
-
-
-def _of_one_sequence(first, part: int):
-    """Marks the entries of part number `part` that join a token to one of its sequence, not after it.
-
-    first [64] in layout ROW.
-    """
-    if part == 2:  # of which only the lower half is read, where no column is after a row
-        return iota((CHUNK, HALF), 1) >= along_rows(first, HALF)
-    block = iota((CHUNK, BLOCK), 0) // BLOCK - part
-    own = block * BLOCK + iota((CHUNK, BLOCK), 1) >= along_rows(first, BLOCK)
-    if part == 0:
-        own = own & (iota((CHUNK, BLOCK), 0) % BLOCK >= iota((CHUNK, BLOCK), 1))
-    return own
-
-
-def _kept(x, first, part: int):
-    """x with zeros where it joins tokens of two sequences.
-
-    A product of zeros with what another sequence holds is no zero where that is NaN or infinite.
-    """
-    return x if first is None else jnp.where(_of_one_sequence(first, part), x, jnp.zeros((), x.dtype))
-
-
-def _kept_transposed(dev: Device, x, first):
-    """x with zeros as by `_kept`, for the transposed blocks left of the diagonal."""
-    if first is None:
-        return x
-    marks = jnp.where(_of_one_sequence(first, 1), 1.0, 0.0).astype(jnp.float16)
-    return jnp.where(dev.blocks_transpose(marks) != 0.0, x, 0.0)
-
-
-def _invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
-    """A as two halves [64, 32] float32. parts hold -K K^T, so that every merge is X + X L' X with L' = -L.
-
-    beta [64] in layout COL.
-    """
-    strengths = _parts(along_columns(beta, CHUNK))
-
-    def scaled(n):
-        part = parts[n] * strengths[n]
-        if first is None:
-            return part
-        # Zeros stay zeros whatever beta the padding holds: NaN times 0 would spread to the tokens beside it.
-        return _kept(jnp.where(parts[n] != 0.0, part, 0.0), first, n)
-
-    w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
-    level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
-    nothing = zeros((CHUNK, BLOCK), jnp.float32)
-
-    l = scaled(0)
-    l_t = dev.blocks_transpose(l.astype(jnp.float16))
-    l_left = scaled(1).astype(jnp.float16)
-    l_smem[...] = scaled(2).astype(jnp.float16)
-
-    x = jnp.where(level == 0, 1.0, jnp.where(level == 1, l, 0.0))
-    x_half = x.astype(jnp.float16)
-    for n in (1, 2, 3):  # to blocks of 4, 8, 16
-        x_l = dev.blocks_multiply_add(nothing, x_half, l_t)
-        x_l = _kept(jnp.where((level >> n) == 1, x_l, 0.0), first, 0).astype(jnp.float16)
-        x = _kept(dev.blocks_multiply_add(x, x_l, dev.blocks_transpose(x_half)), first, 0)
-        x_half = x.astype(jnp.float16)
-
-    # To blocks of 32: rows of an odd block w gain X_w L[w, w-1] X_{w-1}. Row 16 + r of xt_smem is row r of X^T, so
-    # rows 0 to 63 are the transposed blocks of w - 1.
-    xt_smem[BLOCK : CHUNK + BLOCK] = dev.blocks_transpose(x_half)
-    plgpu.commit_smem()
-    below = plgpu.load(xt_smem.at[0:CHUNK], layout=WGMMA)
-    l_x_t = dev.blocks_multiply_add(nothing, below, l_left)  # (L[w, w-1] X_{w-1})^T
-    l_x_t = _kept_transposed(dev, l_x_t, first).astype(jnp.float16)
-    gained = _kept(dev.blocks_multiply_add(nothing, x_half, l_x_t), first, 1)
-    odd = (w & 1) == 1
-    x32 = lax.concatenate([jnp.where(odd, gained, x), jnp.where(odd, x, 0.0)], 1)
-
-    # To 64: the lower left quarter is X_1 L_10 X_0, computed for all rows and kept for the lower ones.
-    lower = iota((CHUNK, HALF), 0) >= HALF
-    x_smem[...] = x32.astype(jnp.float16)
-    plgpu.commit_smem()
-    right = jnp.where(lower, x32, 0.0)
-    x_l = _kept(dev.product(right.astype(jnp.float16), l_smem.at[HALF:CHUNK]), first, 2)
-    quarter = _kept(dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF]), first, 2)
-    return jnp.where(lower, quarter, x32), right
 
 
 class _Sizes(NamedTuple):
@@ -329,7 +231,7 @@ def _item(own: _Warpgroup, n, _):
 
     def head(first, e, _):
         beta = plgpu.load(smem.beta.at[wg, slot, e], layout=COL)
-        halves = _invert(own.dev, parts, first, beta, smem.l.at[wg], smem.x.at[wg], smem.x_t.at[wg])
+        halves = invert(own.dev, parts, first, beta, smem.l.at[wg], smem.x.at[wg], smem.x_t.at[wg])
         halves = _gated(first, halves, smem.g2.at[wg, slot, e])
         if gmem.rstd is not None:
             rows = along_rows(plgpu.load(smem.rstd.at[wg, slot], layout=ROW), HALF)

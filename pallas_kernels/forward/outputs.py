@@ -21,6 +21,7 @@ Barriers, hardware, limits, source: `forward.walk`.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,7 +99,7 @@ def _prepare(cta: Cta, stage) -> None:
     pl.run_scoped(scores, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
 
 
-def _store_o(cta: Cta, i, o) -> None:
+def store_o(cta: Cta, i, o) -> None:
     """O [64 columns of V, C] of the i-th chunk to memory."""
     swizzled, plain = cta.smem.out if cta.packed else (cta.smem.out, None)
     chunk = cta.chunk_of(i)
@@ -135,7 +136,7 @@ def _step(cta: Cta, i, carry):
     wait_for_chunk(cta, stage)
 
     def store_previous():
-        pl.when(i > 0)(lambda: _store_o(cta, i - 1, o_previous))
+        pl.when(i > 0)(lambda: store_o(cta, i - 1, o_previous))
 
     def solve(hk, hq):
         hk = dev.issue(hk, left, transposed(k_tile))
@@ -170,13 +171,13 @@ def _step(cta: Cta, i, carry):
     return h, h_operand, o
 
 
-def _state(cta: Cta) -> None:
-    """The role of a state warpgroup."""
+def state_role(cta: Cta, step: Callable) -> None:
+    """The role of a state warpgroup, which repeats `step` over the chunks."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     h = _read_h_0(cta)
     nothing = zeros((ROWS, CHUNK), cta.dtype)
-    h, _, o = walk(cta, _step, (h, cta.operand(h), nothing))
-    pl.when(cta.chunks > 0)(lambda: _store_o(cta, cta.chunks - 1, o))
+    h, _, o = walk(cta, step, (h, cta.operand(h), nothing))
+    pl.when(cta.chunks > 0)(lambda: store_o(cta, cta.chunks - 1, o))
     writes = cta.item.is_last
     if cta.span.is_padding is not False:
         pl.when(cta.span.is_padding)(lambda: _clear_padding(cta))
@@ -195,7 +196,7 @@ def _store_final(cta: Cta, h) -> None:
 
 def _clear_padding(cta: Cta) -> None:
     def clear(i, _):
-        _store_o(cta, i, zeros((ROWS, CHUNK), cta.dtype))
+        store_o(cta, i, zeros((ROWS, CHUNK), cta.dtype))
         return ()
 
     lax.fori_loop(0, cta.span.num_chunks, clear, ())
@@ -204,7 +205,7 @@ def _clear_padding(cta: Cta) -> None:
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
     helpers(cta, _prepare)
-    pl.when(cta.wg < cta.num_state)(lambda: _state(cta))
+    pl.when(cta.wg < cta.num_state)(lambda: state_role(cta, _step))
 
 
 def outputs(

@@ -12,6 +12,7 @@ Shared memory: `_memory`. Barriers, hardware, limits, source: `forward.walk`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +73,7 @@ def _prepare(cta: Cta, stage) -> None:
     prepare_vectors(cta, stage, plgpu.load(cta.smem.g2.at[stage], layout=ROW))
 
 
-def _of_e(cta: Cta) -> jax.Array:
+def of_e(cta: Cta) -> jax.Array:
     """Whether this warpgroup's rows are rows of E, and not of M^T."""
     return cta.row_tile < cta.sizes.V // ROWS
 
@@ -99,7 +100,7 @@ def _step(cta: Cta, i, carry):
     wait_for_chunk(cta, stage)
 
     def values(v_t):
-        return jnp.where(_of_e(cta), v_t, jnp.zeros((), cta.dtype))
+        return jnp.where(of_e(cta), v_t, jnp.zeros((), cta.dtype))
 
     def solve(hk):
         hk = dev.issue(hk, left, transposed(k_tile))
@@ -126,7 +127,7 @@ def _write(cta: Cta, h) -> None:
     """Rows of E as they are, rows of M^T without the diagonal rounded and through shared memory."""
     gmem, item, out = cta.gmem, cta.item.index, cta.smem.out.at[cta.wg]
 
-    @pl.when(_of_e(cta))
+    @pl.when(of_e(cta))
     def _():
         gmem.e.at[item, cta.head, cta.rows][...] = h
 
@@ -139,11 +140,11 @@ def _write(cta: Cta, h) -> None:
         plgpu.copy_smem_to_gmem(out, gmem.rest.at[item, cta.head, m_rows])
 
 
-def _state(cta: Cta) -> None:
-    """The role of a state warpgroup."""
+def state_role(cta: Cta, step: Callable) -> None:
+    """The role of a state warpgroup, which repeats `step` over the chunks."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     h = _start(cta)
-    h, _ = walk(cta, _step, (h, cta.operand(h)))
+    h, _ = walk(cta, step, (h, cta.operand(h)))
     writes = jnp.logical_not(cta.item.is_last)
     if cta.packed:
         writes = writes & jnp.logical_not(cta.span.is_padding)
@@ -151,11 +152,16 @@ def _state(cta: Cta) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def skip_last(cta: Cta) -> None:
+    """Leaves a sequence's last segment out: nothing follows it."""
+    cta.chunks = jnp.where(cta.item.is_last, 0, cta.chunks)
+
+
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
-    cta.chunks = jnp.where(cta.item.is_last, 0, cta.chunks)  # nothing follows the last segment
+    skip_last(cta)
     helpers(cta, _prepare)
-    pl.when(cta.wg < cta.num_state)(lambda: _state(cta))
+    pl.when(cta.wg < cta.num_state)(lambda: state_role(cta, _step))
 
 
 class Transitions(NamedTuple):

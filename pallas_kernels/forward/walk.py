@@ -131,12 +131,15 @@ class Sizes(NamedTuple):
 
 
 class Cta:
-    """All that every warpgroup of a CTA knows."""
+    """All that every warpgroup of a CTA knows.
 
-    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
+    config: of this walk, or of `forward.channel_walk`.
+    """
+
+    def __init__(self, gmem: Any, smem: Any, *, config: Any, sizes: Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
         self.dev = Device(interpreted)
-        self.dtype = gmem.k.dtype
+        self.dtype = gmem.v.dtype
         self.packed = gmem.cu_seqlens is not None
         self.num_state = config.state_warpgroups
         self.wg = warpgroup_index()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gdn_jax.shapes import RuleArrays
+from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
@@ -21,6 +21,7 @@ from pallas_kernels.decode.drafts import Drafts, drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.decode.ring import Rings, Tokens
 from pallas_kernels.decode.step import Channels, step, step_of_channels
+from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.embedding import embedding_gradient
@@ -123,6 +124,45 @@ def rule_call(
     return Call(run_open if is_open else run, (x,), {})
 
 
+def channels_call(
+    T=1024,
+    HV=4,
+    K=128,
+    V=128,
+    dtype="bf16",
+    N=1,
+    packed=False,
+    ids=False,
+    erase=False,
+    state=True,
+    layout="vk",
+    norm=False,
+    **config: Any,
+) -> Call:
+    """The rule with a decay of each channel on one row.
+
+    Args:
+      N, packed: sequences of a packed row.
+      erase: whether there are erase keys.
+      config: state_warpgroups and segment_chunks, see `channel_rule.Config`.
+    """
+    widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
+    token, erase_keys = f"{dtype}[1,{T},2,{K}]", f"{dtype}[1,{T},{HV},{K}]" if erase else "-"
+    value, gates = f"{dtype}[1,{T},{HV},{V}]", f"f32[1,{T},{HV},{K}] f32[1,{T},{HV}]"
+    states = f"f32[{N},{HV},{widths}]" if state else "-"
+    borders = f"{f'i32[{N + 1}]' if packed else '-'} {f'i32[1,{T}]' if ids else '-'}"
+    x = channel_rule.ChannelArrays(
+        *shapes(f"{token} {token} {erase_keys} {value} {gates} {states} {borders}")
+    )
+    known = channel_rule.Config(**(dict[str, Any](state_warpgroups=2, segment_chunks=0) | config))
+
+    def run(x: channel_rule.ChannelArrays):
+        options: dict[str, Any] = dict(scale=0.1, state_layout=layout, use_qk_l2norm=norm, config=known)
+        return channel_rule.forward(x, Dims(1, T, N, 2, 2, HV, HV, K, V), **options)[:2]
+
+    return Call(run, (x,), {})
+
+
 def step_call(T=1, K=128, V=128, layout="kv", pool="f32", uneven=False, tree=False) -> Call:
     """`step` of T tokens on a pool of eight states, which is in place."""
     N, tokens = _tokens(T, K, V)
@@ -168,6 +208,7 @@ GATES = dict(A_log="f32[4]", dt_bias="f32[4]")
 SLOTS = dict(read_slots="i32[4]", write_slots="i32[4]")
 MAKERS: dict[str, Callable[..., Call]] = {
     "rule": rule_call,
+    "channels": channels_call,
     "decode": step_call,
     "decode of channels": joined_call,
     "verify": step_call,
@@ -187,6 +228,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vk": dict(layout="vk"),
     "no states": dict(state=False),
     "segment ids": dict(ids=True),
+    "erase": dict(erase=True),
     "normalised": dict(norm=True),
     "tree": dict(tree=True),
     "uneven": dict(uneven=True),
@@ -204,6 +246,9 @@ rule, float16, segments, half; rule, open; rule, open, packed; rule, pool; rule,
 rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16, half
 rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
 rule, pool, bfloat16, vk, segments
+channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
+channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
+channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16

@@ -1,0 +1,224 @@
+"""The forward of the delta rule with a decay of each channel on Hopper: composition of the kernels.
+
+    channel_pairs  ->  [channel_transitions  ->  segment_states]  ->  channel_outputs
+
+The part in brackets runs where few sequences and heads would leave most of the GPU idle, as in `forward.rule`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.shapes import Dims, changes_segment
+from pallas_kernels.chunks import pairs as pairs_kernel
+from pallas_kernels.chunks.pairs import Pairs, channel_pairs
+from pallas_kernels.chunks.segment_states import segment_states
+from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
+from pallas_kernels.device.memory import pad
+from pallas_kernels.forward import channel_walk
+from pallas_kernels.forward import rule as head_rule
+from pallas_kernels.forward.channel_outputs import channel_outputs, default_config
+from pallas_kernels.forward.channel_transitions import channel_transitions
+from pallas_kernels.work.residuals import Segments
+from pallas_kernels.work.split import choose_split, work_of
+from pallas_kernels.work.tables import (
+    Items,
+    VisitTables,
+    borders,
+    common_length,
+    known_lengths,
+    packed_items,
+    row_items,
+    visit_tables,
+)
+
+
+class ChannelArrays(NamedTuple):
+    """Array arguments of one call, or their shapes. Head i of the output reads head i // (HO // Hx) of an input with
+    Hx heads."""
+
+    q: Any
+    k: Any
+    e: Any
+    """Erase keys [B, T, HO, K] in k's dtype; None for the keys."""
+    v: Any
+    g: Any
+    """Log decay of each channel [B, T, HO, K], float32."""
+    beta: Any
+    """Strength of what is erased and written [B, T, HO], float32; None for 1."""
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the forward runs, not what it computes. None stands for a choice from the shapes."""
+
+    state_warpgroups: int | None = None
+    """64-row tiles of the state in one CTA of the walk, 1 or 2."""
+    segment_chunks: int | None = None
+    """Chunks of a segment; 0 for whole sequences."""
+    pairs: pairs_kernel.Config | None = None
+    outputs: channel_walk.Config | None = None
+
+
+class ChannelResiduals(NamedTuple):
+    """Arrays that the forward leaves for a backward. K and V are padded to multiples of 64."""
+
+    pairs: Pairs
+    beta_t: Float[Array, "B HO T64"]
+    segments: Segments | None
+    """Residuals of segments; None where sequences are not cut."""
+
+
+def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
+    """Why these kernels cannot run a call, from shapes and dtypes; None if they can.
+
+    Args: those of `forward.rule.check_supported`.
+    """
+    reason = head_rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
+    if reason is None and dims.K > 128:
+        return f"K = {dims.K}; with a decay of each channel the kernels go up to 128, as shared memory allows"
+    return reason
+
+
+def forward(
+    x: ChannelArrays,
+    dims: Dims,
+    *,
+    scale: float,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T HO V"], Float[Array, "_ HO _ _"], ChannelResiduals]:
+    """The rule on checked arguments that check_supported accepts.
+
+    Args:
+      x: arrays; where the values of cu_seqlens are known while tracing, the work is split by the true lengths, as in
+        `forward.rule.forward`.
+      dims: of the call.
+      scale: a number within `forward.rule.FOLDED_SCALES`.
+      use_qk_l2norm: whether q and k are normalised; not together with e.
+      state_layout: "kv" or "vk", of initial and final states.
+      config: None for a choice from the shapes.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Returns:
+      o in v's dtype, the final states in float32 and the residuals (of the batch, where sequences run as one).
+
+    Numerics: operands of products rounded to q's dtype (float16 between tokens), sums, gates and states in float32.
+    """
+    known, shape = known_lengths(x.cu_seqlens), (*x.q.shape[:2], dims.HO, dims.V)
+    if known is not None and common_length(known, dims.T):
+        rows = dims.N
+        tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:6])
+        x, known = ChannelArrays._make((*tokens, x.initial_state, None, None)), None
+        dims = dims._replace(B=rows, T=dims.T // rows)
+    config, packed = config or Config(), x.cu_seqlens is not None
+    K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    warpgroups, segment_chunks = choose_split(
+        dims,
+        max(K64, 128) if V64 % 128 == 0 else K64,
+        V64,
+        work_of(dims, packed, known),
+        state_warpgroups=config.state_warpgroups,
+        segment_chunks=config.segment_chunks,
+    )
+    items, visits = row_items(dims.B, dims.T, segment_chunks), None
+    if packed:
+        starts = borders(x.cu_seqlens, known)
+        items = packed_items(starts, dims.T, segment_chunks, segment_chunks is None and known is not None)
+        visits = visit_tables(starts, dims.T)
+    static = _Static(
+        dims=dims,
+        scale=float(scale),
+        use_qk_l2norm=use_qk_l2norm,
+        kv_layout=state_layout == "kv",
+        config=dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups)),
+        interpret=interpret,
+    )
+    items, visits = jax.tree.map(jnp.asarray, (items, visits))
+    o, final, residuals = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), items, visits)
+    return o.reshape(shape), final, residuals
+
+
+class _Static(NamedTuple):
+    """Everything that a forward is compiled for, besides shapes."""
+
+    dims: Dims
+    scale: float
+    use_qk_l2norm: bool
+    kv_layout: bool
+    config: Config
+    """Its `outputs` is given."""
+    interpret: Any
+
+
+def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | None):
+    """The kernels in order, with the padding around them."""
+    dims, config, interpret, f32 = static.dims, static.config, static.interpret, jnp.float32
+    B, T, HO, K, V = dims.B, dims.T, dims.HO, dims.K, dims.V
+    T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
+    g = x.g.astype(f32)
+    if x.segment_ids is not None:
+        g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)
+    beta = jnp.ones((B, T, HO), f32) if x.beta is None else x.beta.astype(f32)
+    beta_t = jnp.pad(beta.swapaxes(1, 2), ((0, 0), (0, 0), (0, -T % CHUNK)))
+    q, k, e, g = (None if y is None else pad(y, (B, T8, y.shape[2], K64)) for y in (x.q, x.k, x.e, g))
+    v = pad(x.v, (B, T8, x.v.shape[2], V64))
+    assert q is not None and k is not None and g is not None
+    pairs = channel_pairs(
+        q,
+        k,
+        g,
+        beta_t,
+        e,
+        scale=static.scale,
+        normalize=static.use_qk_l2norm,
+        visits=visits,
+        config=config.pairs,
+        interpret=interpret,
+    )
+    options: dict[str, Any] = dict(items=items, visits=visits, interpret=interpret)
+    h_0, segments = _padded_states(static, x.initial_state, K64, V64), None
+    if items.split.segment_chunks is not None:
+        e_t, m_t = channel_transitions(v, beta_t, pairs, **options)
+        starts = segment_states(
+            e_t,
+            m_t,
+            h_0,
+            None if items.tables is None else items.tables.first_item,
+            num_sequences=dims.N,
+            kv_layout=static.kv_layout,
+            interpret=interpret,
+        )
+        segments = Segments(starts, m_t, items)
+    o, final = channel_outputs(
+        v,
+        beta_t,
+        pairs,
+        h_0 if segments is None else segments.starts,
+        kv_layout=static.kv_layout,
+        h_0_kv_layout=static.kv_layout and segments is None,
+        config=config.outputs,
+        **options,
+    )
+    if (T8, V64) != (T, V):
+        o = o[:, :T, :, :V]
+    if (K64, V64) != (K, V):
+        final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
+    return o, final, ChannelResiduals(pairs, beta_t, segments)
+
+
+def _padded_states(static: _Static, states, K64: int, V64: int):
+    """States in float32 and of padded widths; None for zeros."""
+    if states is None:
+        return None
+    widths = (K64, V64) if static.kv_layout else (V64, K64)
+    return pad(states.astype(jnp.float32), (*states.shape[:2], *widths))

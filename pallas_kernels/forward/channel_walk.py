@@ -1,0 +1,204 @@
+"""The walk over the chunks of a sequence where each channel decays by itself: `channel_outputs` and
+`channel_transitions`.
+
+It is the walk of `forward.walk` on what `chunks.pairs` made: with the state transposed, h [V, K], and for one visit
+
+    R = V^T - h kg^T               W = R T^T              h <- h Diag(gl) + (W diag(beta)) kr
+
+Tiles of keys hold the decays, so nothing is left to be made beside the chain of products: there is no helper, only a
+loader. In packed rows the state warpgroups mask values and write strengths of other sequences where they read them;
+the other tiles are those of a visit.
+
+Tiles are freed at two places of a step, so there are two rings of stages: the early one (kg, qg, v, T, gl, beta) is
+read until W is there, the late one (kr, P) by the last products.
+
+| barrier       | arrives                                | waits                              |
+|---------------|----------------------------------------|------------------------------------|
+| early, late   | each bulk copy of a stage              | state warpgroups                   |
+| early_read,   | each state warpgroup: stage read       | loader, before it loads the stage  |
+| late_read     |                                        | again                              |
+| turn          | the other one of two state warpgroups  | as in `forward.walk`               |
+
+Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 128, V up to 256; T a multiple of 8.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.launch import check_registers, release_registers
+from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, along_columns, iota
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.forward.walk import LOADER_REGISTERS, ROWS, Cta
+from pallas_kernels.work.spans import owned_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2, as of `forward.walk.Config`."""
+    early_stages: int = 2
+    late_stages: int = 2
+    state_registers: int = 240
+    state_in_smem: bool = False
+    """As of `forward.walk.Config`; here the rounded state is always in registers."""
+
+    def __post_init__(self):
+        check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA."""
+        return self.state_warpgroups + 1
+
+    @classmethod
+    def most_stages(cls, state_warpgroups: int, memory: Callable[["Config"], Memory]) -> "Config":
+        """The configuration of most stages that fit into the memory that a kernel then declares."""
+        registers = {1: 248, 2: 240}[state_warpgroups]
+        for stages in ((3, 3), (3, 2), (2, 2)):
+            config = cls(state_warpgroups, *stages, registers)
+            if smem_bytes(memory(config)) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 128")
+
+
+def stages_memory(config: Config, K: int, dtype, *, reads: bool) -> Memory:
+    """The rings of stages.
+
+    Args:
+      reads: whether outputs are made.
+    """
+    n, early, late = config.state_warpgroups, config.early_stages, config.late_stages
+    keys, square = (CHUNK, K), (CHUNK, CHUNK)
+    return {
+        "kg": Buffer((early, *keys), dtype, swizzle=128),
+        "qg": Buffer((early, *keys), dtype, swizzle=128) if reads else None,
+        "v": Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128),
+        "t": Buffer((early, *square), dtype, swizzle=128),
+        "kr": Buffer((late, *keys), dtype, swizzle=128),
+        "p": Buffer((late, *square), dtype, swizzle=128) if reads else None,
+        "gl": Buffer((early, K)),
+        "beta": Buffer((early, CHUNK)),
+        "early": Barriers(arrivals=5 + reads, count=early),
+        "late": Barriers(arrivals=1 + reads, count=late),
+        "early_read": Barriers(arrivals=n, count=early),
+        "late_read": Barriers(arrivals=n, count=late),
+        "turn": Barriers(arrivals=1, count=2) if n == 2 else None,
+    }
+
+
+def _load_early(cta: Cta, i, stage) -> None:
+    """Starts the copies of what the i-th chunk's first products read."""
+    gmem, smem, sizes, span = cta.gmem, cta.smem, cta.sizes, cta.span
+    visit, tokens = span.first_visit + i, pl.ds(cta.chunk_of(i) * CHUNK, CHUNK)
+    columns = cta.num_state * ROWS
+    # Transitions have rows past V, which use no values.
+    v_columns = pl.ds(jnp.minimum(cta.tile * columns, sizes.V - columns), columns)
+
+    def copy(source, destination):
+        plgpu.copy_gmem_to_smem(source, destination.at[stage], smem.early.at[stage])
+
+    copy(gmem.kg.at[visit, cta.head], smem.kg)
+    if smem.qg is not None:
+        copy(gmem.qg.at[visit, cta.head], smem.qg)
+    copy(gmem.v.at[span.row, tokens, cta.head_of(sizes.HV), v_columns], smem.v)
+    copy(gmem.t.at[visit, cta.head], smem.t)
+    copy(gmem.gl.at[visit, cta.head], smem.gl)
+    copy(gmem.beta.at[span.row, cta.head, tokens], smem.beta)
+
+
+def _load_late(cta: Cta, i, stage) -> None:
+    """Starts the copies of what the i-th chunk's last products read."""
+    gmem, smem, visit = cta.gmem, cta.smem, cta.span.first_visit + i
+    plgpu.copy_gmem_to_smem(gmem.kr.at[visit, cta.head], smem.kr.at[stage], smem.late.at[stage])
+    if smem.p is not None:
+        plgpu.copy_gmem_to_smem(gmem.p.at[visit, cta.head], smem.p.at[stage], smem.late.at[stage])
+
+
+def loader(cta: Cta) -> None:
+    """The role of the loader: a chunk into every stage, and into each that has been read the next one."""
+    smem, chunks, config = cta.smem, cta.chunks, cta.config
+    release_registers(LOADER_REGISTERS, config.warpgroups)
+    rings = (
+        (_load_early, config.early_stages, smem.early_read),
+        (_load_late, config.late_stages, smem.late_read),
+    )
+    for load, stages, _ in rings:
+        for j in range(stages):
+            pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
+
+    def step(i, _):
+        for load, stages, read in rings:
+            stage = lax.rem(i, stages)
+            plgpu.barrier_wait(read.at[stage])
+            pl.when(i + stages < chunks)(functools.partial(load, cta, i + stages, stage))
+        return ()
+
+    lax.fori_loop(0, chunks, step, ())
+
+
+def stages_of(cta: Cta, i) -> tuple[jax.Array, jax.Array]:
+    """The early and the late stage of the i-th chunk."""
+    return lax.rem(i, cta.config.early_stages), lax.rem(i, cta.config.late_stages)
+
+
+def wait_for_chunk(cta: Cta, stage) -> None:
+    """Waits until an early stage is loaded, and until it is this warpgroup's turn."""
+    plgpu.barrier_wait(cta.smem.early.at[stage])
+    if cta.num_state == 2:
+        plgpu.barrier_wait(cta.smem.turn.at[cta.wg])
+
+
+def _owned_tokens(cta: Cta, i) -> jax.Array:
+    """Marks the columns [ROWS, C] that are tokens of the i-th visit."""
+    begin, end, _ = owned_rows(cta.span, cta.chunk_of(i))
+    token = iota((ROWS, CHUNK), 1)
+    return (token >= begin) & (token < end)
+
+
+def corrected_values(cta: Cta, i, stage, hk, newer: int, values: Callable = lambda v_t: v_t) -> jax.Array:
+    """R rounded, from the issued product h kg^T, after which `newer` others were issued.
+
+    values: applied to the transposed values.
+    """
+    v_tile = cta.smem.v.at[stage, :, pl.ds(cta.wg * ROWS, ROWS)]
+    v_t = values(plgpu.load(transposed(v_tile), layout=WGMMA))
+    if cta.packed:
+        v_t = jnp.where(_owned_tokens(cta, i), v_t, jnp.zeros((), cta.dtype))
+    r = (v_t.astype(jnp.float32) - cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
+    if cta.num_state == 2:
+        plgpu.barrier_arrive(cta.smem.turn.at[1 - cta.wg])
+    return r
+
+
+def strengths(cta: Cta, i, stage) -> jax.Array:
+    """Write strengths of the i-th visit's tokens repeated over the rows of the state, 0 at tokens of others."""
+    beta = cta.vector(cta.smem.beta, stage)
+    return jnp.where(_owned_tokens(cta, i), beta, 0.0) if cta.packed else beta
+
+
+def decayed(cta: Cta, stage, h) -> jax.Array:
+    """The state with the decay of a whole visit."""
+    return h * along_columns(plgpu.load(cta.smem.gl.at[stage], layout=COL), ROWS)
+
+
+def body(
+    gmem: Any, smem: Any, state: Callable[[Cta], None], prepare: Callable[[Cta], None], **static
+) -> None:
+    """The body of a kernel: state warpgroups, which run state(cta), and the loader behind them.
+
+    prepare: applied to what every warpgroup knows, first.
+    """
+    cta = Cta(gmem, smem, **static)
+    prepare(cta)
+    pl.when(cta.wg == cta.num_state)(lambda: loader(cta))
+    pl.when(cta.wg < cta.num_state)(lambda: state(cta))
