@@ -186,9 +186,9 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }
-CALLERS = ("mosaic", "fused", "losses", "parallel", "serving")
+CALLERS = ("mosaic", "fused", "losses", "family", "parallel", "serving")
 """Rooms that call kernels."""
-DERIVATIVES = {"mosaic", "fused", "losses", "parallel"}
+DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel"}
 """Rooms with derivatives of their own: over kernels, and over what is sent between devices."""
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {

@@ -31,13 +31,13 @@ class Decays(NamedTuple):
     """Decays inside aligned blocks of 2^n tokens, of every token and channel."""
 
     first: jax.Array
-    """Of the block's first token."""
+    """The decay of the block's first token."""
     rest: jax.Array
-    """Of the block's other tokens together."""
+    """The decay of the block's other tokens together."""
     from_first: jax.Array
-    """From the block's first token to this one, without the first one's own."""
+    """The decay from the block's first token to this one, without the first one's own."""
     to_end: jax.Array
-    """From this token to the block's end, without its own."""
+    """The decay from this token to the block's end, without its own."""
 
     @classmethod
     def merged(
@@ -70,11 +70,11 @@ class Sums(NamedTuple):
     """Products of tokens, summed over the slices so far, for the erase keys or for the queries as rows."""
 
     diagonal: jax.Array
-    """Of the diagonal blocks [64, 16]; only what lies below the diagonal counts."""
+    """Products in the diagonal blocks [64, 16]; only what lies below the diagonal counts."""
     near: tuple[jax.Array, jax.Array]
-    """With the tokens of block 0, and of block 2, [64, 16]; the rows of the block behind count."""
+    """Products with the tokens of block 0, and of block 2, [64, 16]; the rows of the block behind count."""
     far: jax.Array
-    """With the tokens of the first half [64, 32]; the rows of the second one count."""
+    """Products with the tokens of the first half [64, 32]; the rows of the second one count."""
 
     @classmethod
     def of_nothing(cls) -> "Sums":

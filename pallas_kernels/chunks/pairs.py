@@ -83,7 +83,7 @@ class Config:
 
     @classmethod
     def default(cls, K: int, erases: bool) -> "Config":
-        """As many warpgroups as fit."""
+        """The configuration of most warpgroups that fit."""
         for config in (cls(2), cls(1)):
             if smem_bytes(_memory(config, K, jnp.bfloat16, erases=erases)) <= SMEM_LIMIT:
                 return config

@@ -52,14 +52,14 @@ class BlockDecays(NamedTuple):
     """
 
     near: jax.Array
-    """From the end of block w to the first token of block w + 1, a_{w+1}, where w is even; else 1."""
+    """The decay from the end of block w to the first token of block w + 1, a_{w+1}, where w is even; else 1."""
     far: jax.Array
-    """Where w < 2 from the block's end to the first token of block 2; else from there to the first one of w, without
-    that token's own: b_1 a_2, a_2, 1, b_2 / a_2 a_3."""
+    """The decay from the block's end to the first token of block 2 where w < 2, b_1 a_2 and a_2; else that behind
+    this token up to the first one of block w: 1, and a_3 times the decay of block 2 without its first token."""
     before: jax.Array
-    """From the chunk's start to the block's: b_0 ... b_{w-1}."""
+    """The decay from the chunk's start to the block's: b_0 ... b_{w-1}."""
     after: jax.Array
-    """From the block's end to the chunk's: b_{w+1} ... b_3."""
+    """The decay from the block's end to the chunk's: b_{w+1} ... b_3."""
 
 
 def block_decays(dev: Device, first: Any, rest: Any, columns: int) -> BlockDecays:

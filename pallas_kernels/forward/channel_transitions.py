@@ -37,7 +37,7 @@ from pallas_kernels.work.tables import Items, VisitTables, table_inputs
 
 
 def default_config(K: int, state_warpgroups: int) -> Config:
-    """Most stages that fit."""
+    """The configuration of most stages that fit."""
     return Config.most_stages(state_warpgroups, lambda x: _memory(x, K, jnp.bfloat16))
 
 

@@ -50,7 +50,7 @@ class Config:
     late_stages: int = 2
     state_registers: int = 240
     state_in_smem: bool = False
-    """As of `forward.walk.Config`; here the rounded state is always in registers."""
+    """False: the rounded state is always in registers here."""
 
     def __post_init__(self):
         check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
