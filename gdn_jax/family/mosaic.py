@@ -75,11 +75,10 @@ def _forward(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
     """Outputs and final states by the kernels."""
     from pallas_kernels.forward import channel_rule
 
-    cu_seqlens = x.cu_seqlens
-    if call.known_lengths is not None:
-        cu_seqlens = np.frombuffer(call.known_lengths, np.int64)
-    rest = x.initial_state, cu_seqlens, x.segment_ids
+    rest = x.initial_state, x.cu_seqlens, x.segment_ids
     dims = rule_dims(x.q, x.k, x.v, None, None, *rest, call.state_layout)
+    if call.known_lengths is not None:
+        rest = x.initial_state, np.frombuffer(call.known_lengths, np.int64), x.segment_ids
     q, k, e, v, beta, normalize = x.q, x.k, None, x.v, x.erase, call.use_qk_l2norm
     if not call.is_beta:
         if normalize:
