@@ -45,7 +45,7 @@ MISSED = {
     ("erase-and-write-a-channel", "float16", "o"): 7.48e-4,
     ("packed-vk-erase-a-channel", "float16", "o"): 6.41e-4,
 }
-"""(case, dtype, output): error on an H100, of heads of 48 and fewer channels. Keys and queries are rounded with their
+"""(case, dtype, output): error on an H100, of heads with K = 16. Keys and queries are rounded with their
 decays, once more than in the gated delta rule's kernels."""
 UNMEASURED = ("channels-beta-up-to-2", "erase-2")
 """Cases that amplify the rounding of operands, as the gated delta rule does with beta = 2. Up to four times the bound
