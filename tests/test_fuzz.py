@@ -6,11 +6,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from fuzz import illegal, legal, served
 
 RUN = Path(__file__).parent / "fuzz" / "run.py"
 
 
+@pytest.mark.slow
 def test_a_handful_of_random_calls():
     counts = ["--legal", "20", "--served", "6", "--illegal", "150"]
     done = subprocess.run([sys.executable, RUN, "--seed", "7", *counts], capture_output=True, text=True)
