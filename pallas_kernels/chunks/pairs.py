@@ -195,21 +195,29 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
         return x if factors is None else x * along_rows(factors, SLICE)
 
     g2 = jnp.maximum(load(smem.g) * LOG2_E, RESET_G2)
-    q, k = load(smem.q, rstd[0]), load(smem.k, rstd[1])
-    e = load(smem.e) if erases else k
+
+    def tokens():
+        """Queries, keys and erase keys. They are loaded twice, for they would take registers in between."""
+        k = load(smem.k, rstd[1])
+        return load(smem.q, rstd[0]), k, load(smem.e) if erases else k
+
+    q, k, e = tokens()
+    q_half, k_half = q.astype(jnp.float16), k.astype(jnp.float16)
+    e_half = e.astype(jnp.float16) if erases else k_half
     same = same + jnp.sum(q * k, axis=1)
     block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2)
 
     def scaled(factor):
         """Operands of the rows of erase keys, of those of queries, and of the columns."""
-        rows_q, columns = ((x * factor).astype(jnp.float16) for x in (q, k))
-        return (e * factor).astype(jnp.float16) if erases else columns, rows_q, columns
+        factor = factor.astype(jnp.float16)
+        rows_q, columns = q_half * factor, k_half * factor
+        return e_half * factor if erases else columns, rows_q, columns
 
     def blocks(total, rows, columns, n):
+        added = total
         for part in (slice(0, BLOCK), slice(BLOCK, SLICE)):
-            added = dev.blocks_multiply_add(total, rows[:, part], columns[:, part])
-            total = jnp.where((masks.level >> n) == 1, added, total)
-        return total
+            added = dev.blocks_multiply_add(added, rows[:, part], columns[:, part])
+        return jnp.where((masks.level >> n) == 1, added, total)
 
     alpha, decays = jnp.exp2(g2), None
     for n in range(4):
@@ -228,6 +236,7 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     erased, read = _between_blocks(own, erased, read, near, far)
 
     from_start, to_end = decays.from_first * decays.first * between.before, decays.to_end * between.after
+    q, k, e = tokens()
     dtype = smem.k.dtype
     smem.e.at[wg, j][...] = (e * from_start).astype(dtype)
     smem.q.at[wg, j][...] = (q * (own.sizes.scale * from_start)).astype(dtype)
@@ -305,7 +314,7 @@ def _item(own: _Warpgroup, n, _):
     rstd = (None, None)
     if sizes.normalize:
         rstd = _reciprocal_norms(own, smem.q), _reciprocal_norms(own, smem.k)
-    masks = Masks()
+    masks = Masks(own.dev)
     start = Sums.of_nothing(), Sums.of_nothing(), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROW)
     step = functools.partial(_slice, own, span, rstd, masks)
     erased, read, same = lax.fori_loop(0, sizes.slices, step, start)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from pallas_kernels.device.layouts import CHUNK, WGMMA
+from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
 from pallas_kernels.device.operations import Device, _elements, _registers, _warp_and_lane
 
 BLOCKS = 4
@@ -28,6 +28,13 @@ def exchanged(dev: Device, x: jax.Array, distance: int) -> jax.Array:
     if dev.interpreted:
         return x.reshape(-1, 2, distance, x.shape[1])[:, ::-1].reshape(x.shape)
     return _exchanged(x.shape, distance)(x)
+
+
+def second_half(dev: Device, columns: int) -> jax.Array:
+    """Marks the last eight rows of every block of [64, columns]: on the device constants, no numbers."""
+    if dev.interpreted:
+        return (iota((CHUNK, columns), 0) & 8) != 0
+    return _second_half(columns)() != 0
 
 
 def store_first_rows(dev: Device, ref: Any, x: jax.Array) -> None:
@@ -112,6 +119,21 @@ def _exchanged(shape: tuple[int, int], distance: int):
     return exchange
 
 
+@functools.cache
+def _second_half(columns: int):
+    """The operation for arrays with so many columns."""
+    struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.int32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=struct)
+    def marks(ctx):
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), i32)
+        halves: list[Any] = [vector.from_elements(pair, [utils.c(n, i32)] * 2) for n in (0, 1)]
+        return _array(halves * (columns // 8), columns, is_signed=True)
+
+    return marks
+
+
 def _first_column(lane: ir.Value) -> ir.Value:
     """The first of a thread's two columns of each eight, as an index."""
     i32 = ir.IntegerType.get_signless(32)
@@ -174,10 +196,12 @@ def _block_decays(columns: int):
     return decays
 
 
-def _array(values: list[ir.Value], columns: int) -> fragmented_array.FragmentedArray:
+def _array(
+    values: list[ir.Value], columns: int, is_signed: bool | None = None
+) -> fragmented_array.FragmentedArray:
     shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, columns))
     registers = np.empty(len(values), dtype=object)
     registers[:] = values
     return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=None
+        _registers=registers.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=is_signed
     )
