@@ -19,6 +19,7 @@ def attend(
     lengths: Int[Array, " B"] | None = None,
     visible: Bool[Array, "B 1 T S"] | None = None,
     layer: int = 0,
+    window: int | None = None,
 ) -> Float[Array, "B T H V"]:
     """softmax(q k^T / sqrt(K)) v, by cuDNN where it can.
 
@@ -31,6 +32,7 @@ def attend(
       causal: query i sees keys up to i; T = S.
       lengths: keys of each row; None: all.
       visible: which keys a query sees, beside that; None: all.
+      window: keys that a query sees at most, its own the last one, for causal calls; None: all up to its own.
       layer: another number for each call whose gradient is taken in one program, see `_scale`.
 
     Returns:
@@ -52,6 +54,7 @@ def attend(
         scale=_scale(K, layer),
         is_causal=causal,
         key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn" if by_cudnn else "xla",
     )
     return o[..., :V].astype(dtype)

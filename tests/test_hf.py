@@ -422,7 +422,6 @@ def test_a_damaged_index_is_named(tmp_path):
         ({"model_type": "kimi_linear"}, "model_type 'kimi_linear': Kimi Delta Attention"),
         ({"model_type": "glm5_next"}, "model_type 'glm5_next': Kimi Delta Attention"),
         ({"model_type": "kimi_k25"}, "model_type 'kimi_k25': only hybrid models"),
-        ({"model_type": "lara_mini"}, "model_type 'lara_mini': sliding windows"),
         ({"model_type": "jev"}, "model_type 'jev': the Qwen3.5 inside it"),
         ({"model_type": "llama"}, "model_type 'llama': only hybrid models .* Supported are qwen3_5_text"),
         (

@@ -32,7 +32,7 @@ from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.commands.files import replacing
 from gdn_jax.models import LanguageModel, ModelConfig, generate
-from gdn_jax.models.attention import AttentionCache
+from gdn_jax.models.attention import AttentionCache, WindowCache
 from gdn_jax.models.costs import layer_costs, model_costs, multiplied_parameters
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
@@ -117,7 +117,9 @@ class GenerateBenchmark(Benchmark):
             length = np.full(batch, context, np.int32)
             # A length for each layer: a call is given, and overwrites, every array of the cache.
             cache = tuple(
-                c._replace(length=jax.device_put(length)) if isinstance(c, AttentionCache) else c
+                c._replace(length=jax.device_put(length))
+                if isinstance(c, AttentionCache | WindowCache)
+                else c
                 for c in cache
             )
             jax.block_until_ready(cache)
@@ -161,7 +163,7 @@ def _fill_layer(key, empty, batch: int, context: int):
     def drawn(x):
         return jnp.broadcast_to(jax.random.normal(next(keys), x.shape[1:], x.dtype), x.shape)
 
-    if isinstance(empty, AttentionCache):
+    if isinstance(empty, AttentionCache | WindowCache):
         return empty._replace(k=drawn(empty.k), v=drawn(empty.v), length=jnp.full(batch, context, jnp.int32))
     return jax.tree.map(drawn, empty)
 
@@ -180,7 +182,7 @@ def bytes_ms(config: ModelConfig, batch: int, context: int) -> float | None:
         return None
     weights = multiplied_parameters(config) * jnp.dtype(config.dtype).itemsize
     # A state is read and written; of keys and values only those of one token are written.
-    passes = {kind: 1 if kind == "attention" else 2 for kind in config.types}
+    passes = {kind: 2 if config.attention_of(kind) is None else 1 for kind in config.types}
     rows = batch * sum(passes[kind] * layer_costs(config, kind, context).cache_bytes for kind in config.types)
     return (weights + rows) / speed * 1e3
 

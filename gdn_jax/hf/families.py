@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from gdn_jax.hf import olmo_hybrid, qwen3_5, qwen3_next
+from gdn_jax.hf import lara_mini, olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
 
-FAMILIES = (qwen3_5.DENSE, qwen3_5.MOE, qwen3_next.FAMILY, olmo_hybrid.FAMILY)
+FAMILIES = (qwen3_5.DENSE, qwen3_5.MOE, qwen3_next.FAMILY, olmo_hybrid.FAMILY, lara_mini.FAMILY)
 
 OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
@@ -15,7 +15,6 @@ OTHERS = {
     "bailing_hybrid": "Kimi Delta Attention, whose decay is per channel, is not supported",
     "glm5_next": "Kimi Delta Attention, whose decay is per channel, is not supported",
     "glm5_next_text": "Kimi Delta Attention, whose decay is per channel, is not supported",
-    "lara_mini": "sliding windows and experts beside its Gated DeltaNet are not supported",
     "minicpmv4_6": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "minicpm_ocr": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "jev": "the Qwen3.5 inside it has other tensors around it, which are not supported",

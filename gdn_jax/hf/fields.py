@@ -53,10 +53,13 @@ class Fields:
         if value is not None and value != supported:
             raise NotImplementedError(f"{self.where}: {name} = {value!r}: {reason}")
 
-    def layer_types(self, attends_at_last: bool = False) -> tuple[str, ...]:
+    def layer_types(
+        self, known: dict[str, str] = LAYER_TYPES, *, attends_at_last: bool = False
+    ) -> tuple[str, ...]:
         """Our types of all layers, of `layer_types` or of `full_attention_interval`.
 
         Args:
+          known: our types by theirs.
           attends_at_last: whether the last layer is an attention layer where the interval gives none.
         """
         number = self.size("num_hidden_layers")
@@ -69,11 +72,11 @@ class Fields:
         if not isinstance(given, list) or len(given) != number:
             raise ValueError(f"{self.where}: expected {number} layer_types, got {given!r}")
         for kind in given:
-            if not isinstance(kind, str) or kind not in LAYER_TYPES:
+            if not isinstance(kind, str) or kind not in known:
                 raise NotImplementedError(
                     f"{self.where}: layer_types: layers of type {kind!r} are not supported"
                 )
-        return tuple(LAYER_TYPES[kind] for kind in given)
+        return tuple(known[kind] for kind in given)
 
     def rope(self) -> tuple[float | None, float]:
         """Base of the rotary wavelengths (None: no positions), and the part of a head that is rotated.

@@ -82,6 +82,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         "zero_centred_norms": False,
         "scale_embedding": False,
         "experts": None,
+        "window_attention": None,
     }
     own.check_like(config, "OLMo-Hybrid", wanted | {"mixer_norm_eps": MIXER_NORM_EPS})
     a = config.attention

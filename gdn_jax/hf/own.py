@@ -5,6 +5,9 @@ from typing import Any
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
 
+THEIR_TYPES = {"attention": "full_attention", "window_attention": "sliding_attention"}
+"""Hugging Face's types of our layers that are not recurrent."""
+
 
 def check_like(config: ModelConfig | AttentionConfig, family: str, wanted: dict[str, Any]) -> None:
     """Raises NotImplementedError for the first option that is not what models of a family have."""
@@ -21,9 +24,7 @@ def decoder_fields(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "layer_types": [
-            "full_attention" if kind == "attention" else "linear_attention" for kind in config.types
-        ],
+        "layer_types": [THEIR_TYPES.get(kind, "linear_attention") for kind in config.types],
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,

@@ -117,6 +117,7 @@ def check_decoder(config: ModelConfig) -> None:
         "write_start": None,
         "allow_neg_eigval": False,
         "zero_centred_norms": True,
+        "window_attention": None,
     }
     own.check_like(config, "Qwen", wanted | {"scale_embedding": False})
     if config.mixer_norm_eps not in (None, config.norm_eps):
@@ -126,6 +127,8 @@ def check_decoder(config: ModelConfig) -> None:
         own.check_like(config.attention, "Qwen", wanted)
         if not config.attention.rotary_dim:
             raise NotImplementedError("rotary_dim: Qwen's attention has rotary positions, got 0")
+    if config.experts is not None and not config.experts.shared_gate:
+        raise NotImplementedError("shared_gate: Qwen's shared expert has a gate")
 
 
 def decoder_fields(config: ModelConfig) -> dict[str, Any]:
@@ -181,14 +184,16 @@ def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterato
         yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
 
 
-def gated_delta_net_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+def gated_delta_net_weights(
+    config: ModelConfig, tensors: str, params: str, norm: str = "norm"
+) -> Iterator[Weight]:
     """Weights of a GatedDeltaNet, without those of the projections of its input."""
     heads, width = config.num_v_heads or config.num_heads, value_width(config.head_dim, config.expand_v)
     channels = 2 * config.num_heads * config.head_dim + heads * width
     yield convolution({f"{tensors}.conv1d.weight": channels}, f"{params}.conv_weight", config.conv_size)
     yield same(f"{tensors}.A_log", f"{params}.A_log", heads)
     yield same(f"{tensors}.dt_bias", f"{params}.dt_bias", heads)
-    yield same(f"{tensors}.norm.weight", f"{params}.o_norm.weight", width)
+    yield same(f"{tensors}.{norm}.weight", f"{params}.o_norm.weight", width)
     yield projection(
         f"{tensors}.out_proj.weight", f"{params}.o_proj.kernel", config.hidden_size, heads * width
     )

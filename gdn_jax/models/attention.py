@@ -42,6 +42,21 @@ class FixedAttentionCache(AttentionCache):
     """
 
 
+class WindowCache(NamedTuple):
+    """Keys and values of the last W tokens that a window of W tokens has seen. A pytree of fixed size.
+
+    Token n of a row, counted from 0, lies in slot n mod W, where it replaces token n - W.
+
+    Fields:
+      k, v: normalised and rotated keys, and values [B, W, Hkv, D], in the compute dtype.
+      length: tokens that each row has had [B].
+    """
+
+    k: Float[Array, "B W Hkv D"]
+    v: Float[Array, "B W Hkv D"]
+    length: Int[Array, " B"]
+
+
 class Attention(nnx.Module):
     """Causal softmax attention, a `TokenMixer`.
 
@@ -118,7 +133,7 @@ class Attention(nnx.Module):
 
     def init_cache(
         self, batch: int, capacity: int | None = None, dtype: DTypeLike | None = None
-    ) -> AttentionCache:
+    ) -> AttentionCache | WindowCache:
         """The cache before the first token.
 
         Args:
@@ -135,11 +150,11 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         *,
-        cache: AttentionCache | None = None,
+        cache: AttentionCache | WindowCache | None = None,
         mask: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         return_cache: bool = False,
-    ) -> tuple[Float[Array, "B T D"], AttentionCache | None]:
+    ) -> tuple[Float[Array, "B T D"], AttentionCache | WindowCache | None]:
         """Mixes the tokens of every row.
 
         Any cutting of a row into calls, each given the cache of the one before, gives what one call gives.
@@ -171,23 +186,8 @@ class Attention(nnx.Module):
             segment_ids = None if segment_ids is None else _rolled(segment_ids, -begin)
         past = None if cache is None else cache.length
         q, k, v = self.heads(x, past)
-        if cache is None:
-            lengths = None if mask is None else count
-            o = attention_on_mesh(
-                partial(_attend_causally, layer=self.layer), q, k, v, lengths=lengths, segment_ids=segment_ids
-            )
-            cache = AttentionCache(k, v, count) if return_cache else None
-        else:
-            cache = _append(cache, k, v, count)
-            S = cache.k.shape[1]
-            if T == 1:
-                o = attend(q, cache.k, cache.v, causal=False, lengths=jnp.maximum(cache.length, 1))
-            else:
-                slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
-                visible = jnp.arange(S) <= slots[..., None]
-                o = attend(q, cache.k, cache.v, causal=False, visible=visible[:, None])
-            # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
-            o = jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)
+        lengths = None if mask is None else count
+        o, cache = self.mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
         o = o.reshape(B, T, self.num_heads * self.head_dim)
         if self.g_proj is not None:
             o = o * jax.nn.sigmoid(self.g_proj(x))
@@ -195,6 +195,39 @@ class Attention(nnx.Module):
         if mask is not None:
             y = jnp.where(mask[..., None], _rolled(y, begin), 0)
         return y, cache
+
+    def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
+        """What each query sees of tokens and cache [B, T, H, D], and the cache after them.
+
+        Args:
+          q, k, v: of `heads`, tokens first in each row.
+          cache: of the tokens before; None: none.
+          count: tokens of each row [B].
+          lengths: count, or None where all rows are full.
+          segment_ids, return_cache: as for a call.
+        """
+        if cache is None:
+            o = attention_on_mesh(
+                partial(_attend_causally, layer=self.layer, window=self.config.window),
+                *(q, k, v),
+                lengths=lengths,
+                segment_ids=segment_ids,
+            )
+            return o, self.first_cache(k, v, count) if return_cache else None
+        T, cache = q.shape[1], _append(cache, k, v, count)
+        S = cache.k.shape[1]
+        if T == 1:
+            o = attend(q, cache.k, cache.v, causal=False, lengths=jnp.maximum(cache.length, 1))
+        else:
+            slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
+            visible = jnp.arange(S) <= slots[..., None]
+            o = attend(q, cache.k, cache.v, causal=False, visible=visible[:, None])
+        # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
+        return jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan), cache
+
+    def first_cache(self, k: Array, v: Array, count: Array) -> AttentionCache | WindowCache:
+        """The cache of the first tokens of rows: `count` [B] of k and v each."""
+        return AttentionCache(k, v, count)
 
     def heads(
         self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
@@ -228,7 +261,9 @@ class Attention(nnx.Module):
         k = jnp.repeat(k, self.num_heads // self.num_kv_heads, axis=2)
         scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) / self.head_dim**0.5
         T = x.shape[1]
-        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf), axis=-1)
+        ages = jnp.arange(T)[:, None] - jnp.arange(T)
+        seen = (ages >= 0) & (ages < (self.config.window or T))
+        return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
 
     def _normalise(self, q, k):
         assert self.q_norm is not None and self.k_norm is not None
@@ -285,10 +320,10 @@ def rotate(
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-def _attend_causally(q, k, v, *, lengths, segment_ids, layer):
+def _attend_causally(q, k, v, *, lengths, segment_ids, layer, window):
     """`attend` of whole rows."""
     visible = same_segment(segment_ids)
-    return attend(q, k, v, causal=True, lengths=lengths, visible=visible, layer=layer)
+    return attend(q, k, v, causal=True, lengths=lengths, visible=visible, layer=layer, window=window)
 
 
 def _append(cache, k, v, count):

@@ -11,6 +11,7 @@ from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.window import WindowAttention
 
 
 def arithmetic(config: ModelConfig) -> dict[str, Any]:
@@ -33,18 +34,18 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
       layer: number of the block.
       weights: `rngs`, and initialisers of all projections of the block as for `Block`.
     """
-    layer_type, a, e = config.types[layer], config.attention, config.experts
-    if layer_type != "attention":
+    a, e = config.attention_of(config.types[layer]), config.experts
+    if a is None:
         mixer = config.mixer.make(config, **arithmetic(config), **weights)
     else:
-        assert a is not None
         norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
-        mixer = Attention(config.hidden_size, a, **norms, **arithmetic(config), **weights)
+        kind = Attention if a.window is None else WindowAttention
+        mixer = kind(config.hidden_size, a, **norms, **arithmetic(config), **weights)
     mlp = None
     if config.has_experts(layer):
         assert e is not None
         mlp = Experts(config.hidden_size, e, **arithmetic(config), **weights)
-    reordered = layer_type == "attention" and a is not None and a.reordered_norm
+    reordered = a is not None and a.reordered_norm
     return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
 
 

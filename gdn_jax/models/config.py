@@ -19,6 +19,8 @@ REMAT = ("none", "rule", "full")
 DEFAULT_MIXER = "gated_delta_net"
 DEFAULT_PERIOD = 4
 """Layers of which the last is attention, where a model has attention and does not say where."""
+ATTENTION_TYPES = ("attention", "window_attention")
+"""Types of layers that keep keys and values instead of a state."""
 QK_NORMS = ("none", "head", "width")
 
 
@@ -38,6 +40,7 @@ class AttentionConfig:
       bias: gives the projections a bias.
       reordered_norm: the blocks of these layers norm what their parts write, x + norm(part(x)), instead of what they
         read, x + part(norm(x)).
+      window: tokens that one sees, itself and those before it; None: all before it.
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -52,6 +55,7 @@ class AttentionConfig:
     rope_theta: float = 1e4
     bias: bool = False
     reordered_norm: bool = False
+    window: int | None = None
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
@@ -66,6 +70,8 @@ class AttentionConfig:
             )
         if not 0 < self.rope_theta < math.inf:
             raise ArgumentError("rope_theta", "a positive number", self.rope_theta)
+        if self.window is not None:
+            check_positive(window=self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,7 @@ class ExpertsConfig:
       expert_size: inner width of an expert.
       shared_size: inner width of the SwiGLU that every token takes beside its experts.
       normalise: divides a token's router weights by their sum.
+      shared_gate: multiplies what the shared SwiGLU gives a token by sigmoid(x w).
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -88,6 +95,7 @@ class ExpertsConfig:
     expert_size: int
     shared_size: int
     normalise: bool = True
+    shared_gate: bool = True
 
     def __post_init__(self):
         check_positive(
@@ -131,9 +139,10 @@ class ModelConfig:
         half the traffic, and rounds the small contribution of a late block to a large sum away.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call. With "chunked" or
         "recurrent" the parts around the rule use no kernel either; with "mosaic_gpu" a part that has none warns.
-      layer_types: of every layer, the name of the mixer, such as "gated_delta_net", or "attention"; None: every
-        fourth one is attention where `attention` is given, none where it is not.
-      attention: of the attention layers; None where there are none.
+      layer_types: of every layer, the name of the mixer, such as "gated_delta_net", "attention" or
+        "window_attention"; None: every fourth one is attention where `attention` is given, none where it is not.
+      attention: of the layers "attention"; None where there are none.
+      window_attention: of the layers "window_attention", with a window; None where there are none.
       experts: the mixture of experts of the layers that are not in dense_layers; None: every layer has a SwiGLU.
       dense_layers: layers, counted from 0, that keep the SwiGLU where others have experts.
       mixer_norm_eps: of the RMSNorm at the output of a recurrent layer; None: norm_eps.
@@ -184,6 +193,7 @@ class ModelConfig:
     remat: str = "none"
     scan_layers: bool = False
     mixer: Any = TOKEN_MIXERS[DEFAULT_MIXER]
+    window_attention: AttentionConfig | None = None
 
     def __post_init__(self):
         for name in ("dtype", "residual_dtype", "weight_dtype"):
@@ -217,7 +227,7 @@ class ModelConfig:
                     "layer_types", f"one for each of {self.num_layers} layers", len(self.layer_types)
                 )
             for layer_type in self.layer_types:
-                check_choice("layer_types", layer_type, (self.mixer.name, "attention"))
+                check_choice("layer_types", layer_type, (self.mixer.name, *ATTENTION_TYPES))
         attends = self.attention is not None and self.num_layers >= DEFAULT_PERIOD
         if (
             self.layer_types is not None
@@ -227,10 +237,30 @@ class ModelConfig:
             wanted, got = ("an AttentionConfig", "None") if self.attention is None else ("None", "one")
             layers = "an attention layer" if self.attention is None else "no attention layer"
             raise ArgumentError("attention", f"{wanted} with {layers} in layer_types", got)
+        self._check_windows()
         if any(not 0 <= i < self.num_layers for i in self.dense_layers):
             raise ArgumentError("dense_layers", f"layers from 0 to {self.num_layers - 1}", self.dense_layers)
         if self.mixer_norm_eps is not None and not self.mixer_norm_eps > 0:
             raise ArgumentError("mixer_norm_eps", "a positive number", self.mixer_norm_eps)
+
+    def _check_windows(self):
+        windows = self.layer_types is not None and "window_attention" in self.layer_types
+        if (self.window_attention is not None) != windows:
+            wanted, got = ("an AttentionConfig", "None") if windows else ("None", "one")
+            layers = "a layer" if windows else "no layer"
+            raise ArgumentError(
+                "window_attention", f"{wanted} with {layers} of that type in layer_types", got
+            )
+        if self.window_attention is not None and self.window_attention.window is None:
+            raise ArgumentError("window_attention", "an AttentionConfig with a window", None)
+        if self.attention is not None and self.attention.window is not None:
+            raise ArgumentError(
+                "attention", "no window, which layers of type window_attention have", self.attention.window
+            )
+
+    def attention_of(self, layer_type: str) -> AttentionConfig | None:
+        """The attention of layers of a type; None for the recurrent ones."""
+        return {"attention": self.attention, "window_attention": self.window_attention}.get(layer_type)
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.config import ATTENTION_TYPES, AttentionConfig, ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.mixers.mixer import MixerCosts
 
@@ -19,7 +19,7 @@ def count(params: PyTree) -> int:
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
-    parts = ("embedding", config.mixer.title, "attention", "SwiGLU", "experts", "norms", "head")
+    parts = ("embedding", config.mixer.title, *ATTENTION_TYPES, "SwiGLU", "experts", "norms", "head")
     counts = dict.fromkeys(parts, 0)
     state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
     for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state)):
@@ -41,7 +41,7 @@ def _part(config: ModelConfig, names: list) -> str:
 
 def title(config: ModelConfig, layer_type: str) -> str:
     """Name of a layer type of the model in tables."""
-    return "attention" if layer_type == "attention" else config.mixer.title
+    return layer_type if layer_type in ATTENTION_TYPES else config.mixer.title
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -59,27 +59,31 @@ def multiplied_parameters(config: ModelConfig) -> int:
     return active_parameters(config) - looked_up
 
 
-def attention_costs(config: ModelConfig, L: int) -> MixerCosts:
-    """Costs of an attention layer, in which every token meets all before it.
+def attention_costs(config: ModelConfig, L: int, of: AttentionConfig | None = None) -> MixerCosts:
+    """Costs of an attention layer, in which every token meets all before it, or those of its window.
 
     Args:
       config: of a model with attention.
       L: tokens of the sequence.
+      of: the layer's attention; None: `config.attention`.
     """
-    a = config.attention
+    a = of or config.attention
     assert a is not None
     size, kv_heads = jnp.dtype(config.dtype).itemsize, a.num_kv_heads or a.num_heads
+    seen = min(L, a.window or L)
+    pairs = seen * (2 * L - seen + 1)  # twice those of a token and one that it sees
     return MixerCosts(
-        prefill_flops=2 * L * (L + 1) * a.num_heads * a.head_dim,
+        prefill_flops=2 * pairs * a.num_heads * a.head_dim,
         activation_bytes=2 * L * (a.num_heads + kv_heads) * a.head_dim * size,
-        decode_flops=4 * (L + 1) * a.num_heads * a.head_dim,
-        cache_bytes=2 * L * kv_heads * a.head_dim * size,
+        decode_flops=4 * min(L + 1, a.window or L + 1) * a.num_heads * a.head_dim,
+        cache_bytes=2 * (a.window or L) * kv_heads * a.head_dim * size,
     )
 
 
 def layer_costs(config: ModelConfig, layer_type: str, L: int) -> MixerCosts:
     """Costs of a layer of that type, for one sequence of L tokens."""
-    return (attention_costs if layer_type == "attention" else config.mixer.costs)(config, L)
+    a = config.attention_of(layer_type)
+    return config.mixer.costs(config, L) if a is None else attention_costs(config, L, a)
 
 
 def model_costs(config: ModelConfig, L: int) -> MixerCosts:

@@ -11,7 +11,7 @@ from gdn_jax.models.config import ExpertsConfig
 
 
 class Experts(nnx.Module):
-    """sum_e p_e expert_e(x) + sigmoid(x w) shared(x), over the experts e of a token.
+    """sum_e p_e expert_e(x) + sigmoid(x w) shared(x), over the experts e of a token; without shared_gate + shared(x).
 
     Experts and the shared expert are SwiGLUs. p = softmax(x Wr), of which a token keeps the `per_token` largest,
     divided by their sum with `normalise`. Every token gets its experts, however many tokens choose the same one.
@@ -24,7 +24,7 @@ class Experts(nnx.Module):
       rngs: source of the initial weights.
 
     Parameters: router [hidden_size, E] (Wr), gate_up [E, hidden_size, 2 * expert_size], down [E, expert_size,
-      hidden_size]; shared, a SwiGLU; shared_gate [hidden_size] (w).
+      hidden_size]; shared, a SwiGLU; shared_gate [hidden_size] (w) or None.
 
     Numerics: the router is float32, and so are the sums over the experts of a token.
     """
@@ -62,7 +62,9 @@ class Experts(nnx.Module):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        self.shared_gate = nnx.Param(init(rngs.params(), (hidden_size, 1), param_dtype)[:, 0])
+        self.shared_gate = None
+        if config.shared_gate:
+            self.shared_gate = nnx.Param(init(rngs.params(), (hidden_size, 1), param_dtype)[:, 0])
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
@@ -70,8 +72,10 @@ class Experts(nnx.Module):
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
         weights, chosen = self.route(rows)
         y = self._mixture(rows, weights, chosen)
-        gate = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))
-        y = y + gate[:, None] * self.shared(rows).astype(y.dtype)
+        shared = self.shared(rows).astype(y.dtype)
+        if self.shared_gate is not None:
+            shared = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))[:, None] * shared
+        y = y + shared
         return y.astype(dtype).reshape(x.shape)
 
     def route(self, rows: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:

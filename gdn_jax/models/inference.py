@@ -32,7 +32,8 @@ def for_inference(model: LanguageModel) -> LanguageModel:
             _convert(part.kernel, dtype)
         elif isinstance(part, Experts):
             for weight in (part.router, part.gate_up, part.down, part.shared_gate):
-                _convert(weight, dtype)
+                if weight is not None:
+                    _convert(weight, dtype)
         elif isinstance(part, RMSNorm):
             _convert(part.weight, jnp.float32)
     if model.head_weight().dtype != dtype:

@@ -3,7 +3,7 @@
 import jax
 
 from gdn_jax.models.config import ModelConfig
-from gdn_jax.models.costs import attention_costs
+from gdn_jax.models.costs import layer_costs
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense products of 16-bit numbers in a second, as published for the SXM form, by a part of the device's name."""
@@ -32,8 +32,8 @@ def attention_flops(config: ModelConfig, length: int) -> float:
 
     Both gradients of a product cost as much as two of it; what a kernel computes again does not count.
     """
-    layers = config.types.count("attention")
-    return 3 * layers * attention_costs(config, length).prefill_flops / length if layers else 0.0
+    kinds = [kind for kind in config.types if config.attention_of(kind) is not None]
+    return 3 * sum(layer_costs(config, kind, length).prefill_flops for kind in kinds) / length
 
 
 def of_device(published: dict[str, float]) -> float | None:

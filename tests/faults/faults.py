@@ -329,8 +329,8 @@ FAULTS = (
     ),
     Fault(
         "the weights of experts are not normalised by default",
-        '"norm_topk_prob": True,',
-        '"norm_topk_prob": False,',
+        '"mlp_only_layers": [],\n    "norm_topk_prob": True,',
+        '"mlp_only_layers": [],\n    "norm_topk_prob": False,',
         "tests/test_hf.py::test_what_a_config_leaves_out",
     ),
     Fault(
@@ -650,8 +650,8 @@ FAULTS = (
     ),
     Fault(
         "attention counts a token too few",
-        "decode_flops=4 * (L + 1) * a.num_heads * a.head_dim",
-        "decode_flops=4 * L * a.num_heads * a.head_dim",
+        "decode_flops=4 * min(L + 1, a.window or L + 1) * a.num_heads",
+        "decode_flops=4 * min(L, a.window or L) * a.num_heads",
         "tests/test_generate_bench.py::test_a_token_more_costs_a_token",
     ),
     Fault(

@@ -1,0 +1,163 @@
+"""Lara's checkpoints: sliding windows, a ring of keys and values, and experts whose shared one has no gate."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import hf_checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax import cli
+from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf.checkpoint import read_tensors
+from gdn_jax.hf.tensors import read_header
+from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig, costs, generate
+from gdn_jax.models.attention import WindowCache
+from gdn_jax.models.window import WindowAttention
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parallel.sharding import check
+
+FOLDER = Path(__file__).parent / "data" / "lara_mini"
+LOGITS = 2e-4
+"""Absolute difference of float32 logits of unit size, as in test_hf.py."""
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What transformers computed, of whole rows their first 64 tokens: nothing after a token changes it."""
+    dtypes = {"F32": np.float32, "I32": np.int32}
+    return {
+        tensor.name: np.fromfile(
+            tensor.file, dtypes[tensor.dtype], int(np.prod(tensor.shape)), offset=tensor.begin
+        ).reshape(tensor.shape)
+        for tensor in read_header(FOLDER / "expected.safetensors").values()
+    }
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_hf(FOLDER, implementation="recurrent")
+
+
+def test_logits_are_those_of_transformers(model, expected):
+    """Whole rows, and rows with padding on the left, longer than three windows."""
+    call = nnx.jit(lambda model, tokens, mask: model(tokens, mask=mask)[0])
+    ids = np.concatenate([expected["input_ids"], expected["left_padded_ids"]])
+    mask = np.concatenate([np.ones_like(expected["input_ids"]), expected["left_padded_mask"]]).astype(bool)
+    short = np.zeros((1, ids.shape[1]), ids.dtype)
+    short[:, -3:] = expected["short_ids"]
+    got = np.asarray(
+        call(model, np.concatenate([ids, short]), np.concatenate([mask, np.arange(64)[None] >= 61]))
+    )
+    want = np.concatenate([expected["logits"], expected["left_padded_logits"]])
+    np.testing.assert_allclose(got[:4][mask], want[mask], rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(got[4:, -3:], expected["short_logits"], rtol=0, atol=LOGITS)
+
+
+def test_greedy_continuation_past_the_window(model, expected):
+    """Bare, and with padding on the left, from a prompt of 21 tokens through a ring of 20."""
+    want = expected["generated"]
+    prompt = np.zeros((4, 26), np.int32)
+    prompt[:2, :21] = prompt[2:, 5:] = want[:, :21]
+    mask = np.zeros((4, 26), bool)
+    mask[:2, :21] = mask[2:, 5:] = True
+    got = np.asarray(generate(model, jnp.asarray(prompt), 24, mask=jnp.asarray(mask)))
+    np.testing.assert_array_equal(got, np.concatenate([want[:, 21:]] * 2))
+
+
+def test_a_saved_checkpoint_is_the_one_that_was_loaded(model, tmp_path):
+    save_hf(model, tmp_path / "saved")
+    before, after = (read_tensors(folder) for folder in (FOLDER, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name].read(), tensor.read())
+    again = load_hf(tmp_path / "saved")
+    pairs = zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, again)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER, tmp_path / "saved")]
+    assert configs[0] == configs[1]
+
+
+def test_a_model_of_our_own_is_written(model, tmp_path):
+    own = LanguageModel(model.config, rngs=nnx.Rngs(1))
+    save_hf(own, tmp_path / "own")
+    again = load_hf(tmp_path / "own", implementation="recurrent")
+    assert again.config == model.config
+    pairs = zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (own, again)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+WINDOW = AttentionConfig(2, 1, 8, rotary_dim=8, window=5)
+
+
+def test_a_window_attends_as_its_definition_says_in_any_pieces():
+    """Against float64 softmax over the last five tokens; pieces of 1, 7, 2 and 9 tokens, one row with padding."""
+    layer = WindowAttention(16, WINDOW, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 19, 16))
+    q, k, v = (np.asarray(a, np.float64) for a in layer.heads(x))
+    i, j = np.ogrid[:19, :19]
+    scores = np.where((j <= i) & (j > i - 5), np.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / 8**0.5, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o = np.einsum("bhij,bjd->bihd", p, v[:, :, 0]).reshape(2, 19, 16)
+    want = o @ np.asarray(layer.o_proj.kernel[...], np.float64)
+    whole, cache = layer(x, return_cache=True)
+    np.testing.assert_allclose(whole, want, atol=1e-5)
+    np.testing.assert_allclose(layer.weights(x), p, atol=1e-5)
+    past, outputs, begin = layer.init_cache(2), [], 0
+    for tokens in (1, 7, 2, 9):
+        y, past = layer(x[:, begin : begin + tokens], cache=past)
+        outputs.append(y)
+        begin += tokens
+    np.testing.assert_allclose(np.concatenate(outputs, 1), want, atol=1e-5)
+    for name in ("k", "v", "length"):  # where a token lies does not depend on the pieces
+        np.testing.assert_allclose(getattr(past, name), getattr(cache, name), atol=1e-5)
+    # A row of 12 tokens on the right of 19 places: the ring holds its tokens alone, and goes on.
+    mask = jnp.arange(19)[None] >= jnp.array([[7], [0]])
+    _, past = layer(jnp.concatenate([x[:, :7], x[:, :12]], 1), mask=mask, return_cache=True)
+    y, past = layer(x[:, 12:13], cache=past)
+    np.testing.assert_allclose(y[0], want[0, 12:13], atol=1e-5)
+    np.testing.assert_array_equal(past.length, [13, 20])
+
+
+def test_a_window_refuses(model):
+    layer = WindowAttention(16, WINDOW, rngs=nnx.Rngs(0))
+    other = WindowAttention(16, dataclasses.replace(WINDOW, window=4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="cache: expected a WindowCache of 5 slots, got WindowCache of 4"):
+        layer(jnp.zeros((1, 1, 16)), cache=other.init_cache(1))
+    with pytest.raises(ValueError, match="window: expected"):
+        dataclasses.replace(WINDOW, window=0)
+    with pytest.raises(ValueError, match="window_attention: expected an AttentionConfig with a layer"):
+        ModelConfig(layer_types=("window_attention",) * 4)
+    with pytest.raises(ValueError, match="attention: expected no window"):
+        ModelConfig(attention=WINDOW)
+    with pytest.raises(NotImplementedError, match="context: layers of type window_attention"):
+        check(model.config, MeshShape(context=2), batch=2, length=64)
+
+
+def test_costs_and_the_ring_are_those_of_the_window(model, capsys):
+    config = model.config
+    cache = model.init_cache(1, capacity=50)[1]
+    assert isinstance(cache, WindowCache)
+    assert cache.k.nbytes + cache.v.nbytes == costs.layer_costs(config, "window_attention", 50).cache_bytes
+    few, more = (costs.layer_costs(config, "window_attention", n) for n in (50, 51))
+    assert few.decode_flops == 4 * 20 * 4 * 16 == more.prefill_flops - few.prefill_flops
+    assert sum(costs.parameters(config).values()) == costs.count(
+        nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
+    assert cli.main(["info", str(FOLDER)]) == 0
+    assert "window_attention" in capsys.readouterr().out
+
+
+def test_what_is_not_supported_is_refused(tmp_path):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    hf_checkpoints.change_config(folder, attention_bias=True)
+    with pytest.raises(NotImplementedError, match="attention_bias = True: attention with biases"):
+        load_hf(folder)
