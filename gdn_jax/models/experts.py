@@ -62,9 +62,8 @@ class Experts(nnx.Module):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        self.shared_gate = None
-        if config.shared_gate:
-            self.shared_gate = nnx.Param(init(rngs.params(), (hidden_size, 1), param_dtype)[:, 0])
+        gate = init(rngs.params(), (hidden_size, 1), param_dtype)[:, 0] if config.shared_gate else None
+        self.shared_gate = None if gate is None else nnx.Param(gate)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""

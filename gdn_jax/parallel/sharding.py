@@ -52,8 +52,8 @@ def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
         raise NotImplementedError(f"context: {which} does not run over split tokens, the delta rules do")
     if shape.context > 1 and config.window_attention is not None:
         raise NotImplementedError(
-            "context: layers of type window_attention do not run over split tokens: devices would exchange all tokens "
-            "of a row for some heads, where the few of a window would do"
+            "context: layers of type window_attention do not run over split tokens: devices would exchange all "
+            "tokens of a row for some heads, where the few of a window would do"
         )
     if batch % shape.data:
         raise ValueError(f"data: expected a divisor of the {batch} rows of a batch, got {shape.data}")
