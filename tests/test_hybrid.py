@@ -306,7 +306,7 @@ def test_attention_errors():
     [
         ("layer_types: expected one for each of 2 layers, got 1", {"layer_types": ("attention",)}),
         (
-            "layer_types: expected one of 'gated_delta_net', 'attention', got 'mlp'",
+            "layer_types: expected one of 'gated_delta_net', 'attention', 'window_attention', got 'mlp'",
             {"layer_types": ("mlp", "mlp")},
         ),
         (

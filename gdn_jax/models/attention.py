@@ -197,7 +197,7 @@ class Attention(nnx.Module):
         return y, cache
 
     def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
-        """What each query sees of tokens and cache [B, T, H, D], and the cache after them.
+        """Returns what each query sees of tokens and cache [B, T, H, D], and the cache after them.
 
         Args:
           q, k, v: of `heads`, tokens first in each row.
