@@ -71,8 +71,8 @@ def _put(cache: WindowCache, k: Array, v: Array, count: Array) -> WindowCache:
     kept = (token < count[:, None]) & (token >= count[:, None] - W)
     slots = jnp.where(kept, (cache.length[:, None] + token) % W, W)  # slot W is dropped
     rows = jnp.arange(B)[:, None]
-    ring = (
+    k, v = (
         old.at[rows, slots].set(new.astype(old.dtype), mode="drop")
         for old, new in ((cache.k, k), (cache.v, v))
     )
-    return WindowCache(*ring, cache.length + count)
+    return WindowCache(k, v, cache.length + count)
