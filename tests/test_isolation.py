@@ -140,13 +140,12 @@ def test_inverse_of_a_shared_chunk(normalize):
     clean = t(k, beta, g2_cum)
     for bad, victims in ((np.nan, (0, 6, 23)), (1e30, (5, 20, 50))):
         mine = np.isin(first, victims)
-        others = np.ix_(~mine, ~mine)
         spoilt = k.copy(), beta.copy(), g2_cum.copy()
         spoilt[0][:, mine] = bad
         if np.isnan(bad):
             spoilt[1][..., mine] = spoilt[2][..., mine] = bad
         got = t(*spoilt)
-        np.testing.assert_array_equal(clean[others], got[others])
+        np.testing.assert_array_equal(clean[~mine], got[~mine])  # columns of the victims, too: they are zero
         assert not np.isfinite(got[mine]).all()
 
 
