@@ -83,7 +83,7 @@ FAULTS = (
     Fault(
         "what the tokens of a chunk write is mapped by XLA's own rule",
         "batching.primitive_batchers[_write_p] = _batched",
-        "batching.primitive_batchers[_write_p] = lambda y, axes, **how: (jax.vmap(partial(_plain, **how), axes)(*y), 0)",
+        "batching.primitive_batchers[_write_p] = lambda y, at, **how: (jax.vmap(partial(_plain, **how), at)(*y), 0)",
         "tests/test_transforms.py::test_vmap_of_packed_bfloat16",
     ),
     Fault(
