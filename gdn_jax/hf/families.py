@@ -2,16 +2,22 @@
 
 from typing import Any, NamedTuple
 
-from gdn_jax.hf import lara_mini, olmo_hybrid, qwen3_5, qwen3_next
+from gdn_jax.hf import kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
 
-FAMILIES = (qwen3_5.DENSE, qwen3_5.MOE, qwen3_next.FAMILY, olmo_hybrid.FAMILY, lara_mini.FAMILY)
+FAMILIES = (
+    qwen3_5.DENSE,
+    qwen3_5.MOE,
+    qwen3_next.FAMILY,
+    olmo_hybrid.FAMILY,
+    lara_mini.FAMILY,
+    kimi_linear.FAMILY,
+)
 
 OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
-    "kimi_linear": "Kimi Delta Attention, whose decay is per channel, and latent attention are not supported",
     "bailing_hybrid": "Kimi Delta Attention, whose decay is per channel, is not supported",
     "glm5_next": "Kimi Delta Attention, whose decay is per channel, is not supported",
     "glm5_next_text": "Kimi Delta Attention, whose decay is per channel, is not supported",

@@ -38,7 +38,7 @@ def load_hf(
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid or Lara.
+    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara or Kimi Linear.
 
     Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
     the largest one beside the model. A model for images and text is loaded as its language model; what it does not

@@ -3,18 +3,20 @@
 from typing import Any
 
 from gdn_jax.layers.options import value_width
-from gdn_jax.models.config import AttentionConfig, ModelConfig
+from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 
 THEIR_TYPES = {"attention": "full_attention", "window_attention": "sliding_attention"}
 """Hugging Face's types of our layers that are not recurrent."""
 
 
-def check_like(config: ModelConfig | AttentionConfig, family: str, wanted: dict[str, Any]) -> None:
+def check_like(
+    config: ModelConfig | AttentionConfig | LatentAttentionConfig, family: str, wanted: dict[str, Any]
+) -> None:
     """Raises NotImplementedError for the first option that is not what models of a family have."""
     for name, value in wanted.items():
-        if getattr(config, name) != value:
+        if getattr(config, name, None) != value:
             raise NotImplementedError(
-                f"{name}: models of the family {family} have {value!r}, got {getattr(config, name)!r}"
+                f"{name}: models of the family {family} have {value!r}, got {getattr(config, name, None)!r}"
             )
 
 

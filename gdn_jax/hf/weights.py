@@ -31,6 +31,15 @@ def same(tensor: str, param: str, *shape: int) -> Weight:
     return Weight({tensor: shape}, (param,), list, iter)
 
 
+def reshaped(tensor: str, param: str, shape: tuple[int, ...], to: tuple[int, ...]) -> Weight:
+    """A tensor of a shape; the parameter has the same numbers in the shape `to`."""
+
+    def reshape(arrays, shape):
+        return [array.reshape(shape) for array in arrays]
+
+    return Weight({tensor: shape}, (param,), lambda x: reshape(x, to), lambda x: iter(reshape(x, shape)))
+
+
 def projection(tensor: str, param: str, outputs: int, inputs: int) -> Weight:
     """A projection [outputs, inputs]; the parameter is [inputs, outputs]."""
     return rows(tensor, {param: outputs}, inputs)
@@ -117,11 +126,21 @@ def fused_experts(gate_up: str, down: str, param: str, experts: int, size: int, 
     ]
 
 
-def separate_experts(prefix: str, param: str, experts: int, size: int, hidden: int) -> list[Weight]:
-    """Experts in three tensors each: PREFIX.0.gate_proj.weight [size, hidden], up_proj, down_proj [hidden, size]."""
+def separate_experts(
+    prefix: str,
+    param: str,
+    experts: int,
+    size: int,
+    hidden: int,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Weight]:
+    """Experts in three tensors each: PREFIX.0.gate_proj.weight [size, hidden], up_proj, down_proj [hidden, size].
+
+    Args: parts are the names of these three.
+    """
 
     def name(expert: int, part: str) -> str:
-        return f"{prefix}.{expert}.{part}_proj.weight"
+        return f"{prefix}.{expert}.{part}.weight"
 
     def read_gate_up(tensors):
         first = next(tensors)
@@ -146,8 +165,8 @@ def separate_experts(prefix: str, param: str, experts: int, size: int, hidden: i
     def write_down(params):
         return (expert.T for expert in params[0])
 
-    gate_up = {name(i, part): (size, hidden) for i in range(experts) for part in ("gate", "up")}
-    down = {name(i, "down"): (hidden, size) for i in range(experts)}
+    gate_up = {name(i, part): (size, hidden) for i in range(experts) for part in parts[:2]}
+    down = {name(i, parts[2]): (hidden, size) for i in range(experts)}
     return [
         Weight(gate_up, (f"{param}.gate_up",), read_gate_up, write_gate_up),
         Weight(down, (f"{param}.down",), read_down, write_down),

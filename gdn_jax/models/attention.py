@@ -106,6 +106,7 @@ class Attention(nnx.Module):
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_dim = config.head_dim
+        self.cache_widths = (config.head_dim, config.head_dim)
         self.dtype = dtype
         self.param_dtype = param_dtype
 
@@ -188,10 +189,7 @@ class Attention(nnx.Module):
         q, k, v = self.heads(x, past)
         lengths = None if mask is None else count
         o, cache = self.mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
-        o = o.reshape(B, T, self.num_heads * self.head_dim)
-        if self.g_proj is not None:
-            o = o * jax.nn.sigmoid(self.g_proj(x))
-        y = self.o_proj(o)
+        y = self.o_proj(self.gated(o, x))
         if mask is not None:
             y = jnp.where(mask[..., None], _rolled(y, begin), 0)
         return y, cache
@@ -216,14 +214,24 @@ class Attention(nnx.Module):
             return o, self.first_cache(k, v, count) if return_cache else None
         T, cache = q.shape[1], _append(cache, k, v, count)
         S = cache.k.shape[1]
+        k, v = self.read(cache)
         if T == 1:
-            o = attend(q, cache.k, cache.v, causal=False, lengths=jnp.maximum(cache.length, 1))
+            o = attend(q, k, v, causal=False, lengths=jnp.maximum(cache.length, 1))
         else:
             slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
             visible = jnp.arange(S) <= slots[..., None]
-            o = attend(q, cache.k, cache.v, causal=False, visible=visible[:, None])
+            o = attend(q, k, v, causal=False, visible=visible[:, None])
         # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
         return jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan), cache
+
+    def read(self, cache):
+        """Keys and values of a cache, as the queries of a call meet them."""
+        return cache.k, cache.v
+
+    def gated(self, o, x):
+        """Outputs of the heads side by side, times the gate where there is one."""
+        o = o.reshape(*o.shape[:2], -1)
+        return o if self.g_proj is None else o * jax.nn.sigmoid(self.g_proj(x))
 
     def first_cache(self, k: Array, v: Array, count: Array) -> AttentionCache | WindowCache:
         """The cache of the first tokens of rows: `count` [B] of k and v each."""
@@ -259,8 +267,12 @@ class Attention(nnx.Module):
         """
         q, k, _ = self.heads(x)
         k = jnp.repeat(k, self.num_heads // self.num_kv_heads, axis=2)
-        scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) / self.head_dim**0.5
-        T = x.shape[1]
+        return self.map_of(q, k)
+
+    def map_of(self, q: Array, k: Array) -> Array:
+        """The attention map of queries and as many heads of keys."""
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) / q.shape[-1] ** 0.5
+        T = q.shape[1]
         ages = jnp.arange(T)[:, None] - jnp.arange(T)
         seen = (ages >= 0) & (ages < (self.config.window or T))
         return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
@@ -279,8 +291,8 @@ class Attention(nnx.Module):
             )
         if cache is None:
             return
-        for name in ("k", "v"):
-            shape = (B, None, self.num_kv_heads, self.head_dim)
+        for name, width in zip(("k", "v"), self.cache_widths, strict=True):
+            shape = (B, None, self.num_kv_heads, width)
             check_array(f"cache.{name}", getattr(cache, name), shape, "B S Hkv D")
         check_array("cache.length", cache.length, (B,), "B")
         if isinstance(cache, FixedAttentionCache) and not isinstance(cache.length, jax.core.Tracer):

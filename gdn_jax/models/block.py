@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream
 from gdn_jax.models.attention import Attention
-from gdn_jax.models.config import ModelConfig
+from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.window import WindowAttention
 
 
@@ -38,15 +39,24 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     if a is None:
         mixer = config.mixer.make(config, **arithmetic(config), **weights)
     else:
-        norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
-        kind = Attention if a.window is None else WindowAttention
-        mixer = kind(config.hidden_size, a, **norms, **arithmetic(config), **weights)
+        options = arithmetic(config) | weights
+        if isinstance(a, LatentAttentionConfig):
+            mixer = LatentAttention(config.hidden_size, a, **options)
+        else:
+            mixer = _attention(config, a, **options)
     mlp = None
     if config.has_experts(layer):
         assert e is not None
         mlp = Experts(config.hidden_size, e, **arithmetic(config), **weights)
     reordered = a is not None and a.reordered_norm
     return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
+
+
+def _attention(config: ModelConfig, a: AttentionConfig, **options: Any) -> Attention:
+    """The attention of a layer, whole or in a window."""
+    kind = Attention if a.window is None else WindowAttention
+    norms = {"norm_eps": config.norm_eps, "zero_centred_norms": config.zero_centred_norms}
+    return kind(config.hidden_size, a, **norms, **options)
 
 
 class Block(nnx.Module):

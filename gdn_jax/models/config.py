@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -56,6 +56,7 @@ class AttentionConfig:
     bias: bool = False
     reordered_norm: bool = False
     window: int | None = None
+    splits: ClassVar[bool] = True
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
@@ -75,6 +76,77 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentAttentionConfig:
+    """The multi-head latent attention of a model, in the place of an `AttentionConfig`.
+
+    Fields:
+      num_heads: heads.
+      nope_dim: width of the part of a key that each head has of its own and nothing rotates.
+      rope_dim: width of the part that all heads share, even where it is rotated.
+      v_dim: width of a value.
+      kv_rank: width of the vector that keys and values of all heads come from.
+      q_rank: the same for queries; None: a projection of full rank.
+      rope_theta: base of the rotation's wavelengths; None: no positions.
+      head_gate: multiplies the output of each head by a sigmoid of one number.
+
+    Raises:
+      ValueError: names the field, what was expected and what came.
+    """
+
+    num_heads: int = 4
+    nope_dim: int = 32
+    rope_dim: int = 16
+    v_dim: int = 32
+    kv_rank: int = 64
+    q_rank: int | None = None
+    rope_theta: float | None = None
+    head_gate: bool = False
+    window: ClassVar[None] = None
+    reordered_norm: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
+
+    def __post_init__(self):
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:5]}
+        check_positive(**sizes)
+        if self.q_rank is not None:
+            check_positive(q_rank=self.q_rank)
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise ArgumentError("rope_theta", "a positive number", self.rope_theta)
+        if self.rope_theta is not None and self.rope_dim % 2:
+            raise ArgumentError("rope_dim", "an even number where it is rotated", self.rope_dim)
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class SigmoidRouting:
+    """Choice of experts by sigmoids of float32 scores with a bias that is learned by other means than the loss.
+
+    Fields:
+      groups: of experts that lie side by side, a divisor of their number. A group counts the sum of its two largest.
+      kept_groups: groups that a token chooses its experts from.
+      factor: of the weights of a token's experts.
+
+    Raises:
+      ValueError: names the field, what was expected and what came.
+    """
+
+    groups: int = 1
+    kept_groups: int = 1
+    factor: float = 1.0
+
+    def __post_init__(self):
+        check_positive(groups=self.groups, kept_groups=self.kept_groups)
+        if self.kept_groups > self.groups:
+            raise ArgumentError("kept_groups", f"at most groups = {self.groups}", self.kept_groups)
+        if not 0 < self.factor < math.inf:
+            raise ArgumentError("factor", "a positive number", self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """The mixture of experts that stands in the place of the SwiGLU. Every value is checked when the object is made.
 
@@ -84,6 +156,7 @@ class ExpertsConfig:
       expert_size: inner width of an expert.
       shared_size: inner width of the SwiGLU that every token takes beside its experts.
       normalise: divides a token's router weights by their sum.
+      routing: how experts are chosen; None: by the softmax of their scores.
       shared_gate: multiplies what the shared SwiGLU gives a token by sigmoid(x w).
 
     Raises:
@@ -96,6 +169,7 @@ class ExpertsConfig:
     shared_size: int
     normalise: bool = True
     shared_gate: bool = True
+    routing: SigmoidRouting | None = None
 
     def __post_init__(self):
         check_positive(
@@ -106,6 +180,14 @@ class ExpertsConfig:
         )
         if self.per_token > self.num_experts:
             raise ArgumentError("per_token", f"at most num_experts = {self.num_experts}", self.per_token)
+        if (r := self.routing) is None:
+            return
+        if self.num_experts % r.groups or self.num_experts // r.groups < 2:
+            raise ArgumentError("groups", f"groups of 2 or more of {self.num_experts} experts", r.groups)
+        if self.per_token > (most := self.num_experts // r.groups * r.kept_groups):
+            raise ArgumentError(
+                "per_token", f"at most {most}, the experts of {r.kept_groups} groups", self.per_token
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +265,7 @@ class ModelConfig:
     residual_dtype: DTypeLike = "float32"
     implementation: str | None = None
     layer_types: tuple[str, ...] | None = None
-    attention: AttentionConfig | None = None
+    attention: AttentionConfig | LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
     mixer_norm_eps: float | None = None
@@ -253,12 +335,12 @@ class ModelConfig:
             )
         if self.window_attention is not None and self.window_attention.window is None:
             raise ArgumentError("window_attention", "an AttentionConfig with a window", None)
-        if self.attention is not None and self.attention.window is not None:
+        if isinstance(self.attention, AttentionConfig) and self.attention.window is not None:
             raise ArgumentError(
                 "attention", "no window, which layers of type window_attention have", self.attention.window
             )
 
-    def attention_of(self, layer_type: str) -> AttentionConfig | None:
+    def attention_of(self, layer_type: str) -> AttentionConfig | LatentAttentionConfig | None:
         """The attention of layers of a type; None for the recurrent ones."""
         return {"attention": self.attention, "window_attention": self.window_attention}.get(layer_type)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from gdn_jax.models.config import ATTENTION_TYPES, AttentionConfig, ModelConfig
+from gdn_jax.models.config import ATTENTION_TYPES, AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.mixers.mixer import MixerCosts
 
@@ -59,7 +59,9 @@ def multiplied_parameters(config: ModelConfig) -> int:
     return active_parameters(config) - looked_up
 
 
-def attention_costs(config: ModelConfig, L: int, of: AttentionConfig | None = None) -> MixerCosts:
+def attention_costs(
+    config: ModelConfig, L: int, of: AttentionConfig | LatentAttentionConfig | None = None
+) -> MixerCosts:
     """Costs of an attention layer, in which every token meets all before it, or those of its window.
 
     Args:
@@ -69,6 +71,8 @@ def attention_costs(config: ModelConfig, L: int, of: AttentionConfig | None = No
     """
     a = of or config.attention
     assert a is not None
+    if isinstance(a, LatentAttentionConfig):
+        return _latent_costs(config, L, a)
     size, kv_heads = jnp.dtype(config.dtype).itemsize, a.num_kv_heads or a.num_heads
     seen = min(L, a.window or L)
     pairs = seen * (2 * L - seen + 1)  # twice those of a token and one that it sees
@@ -77,6 +81,17 @@ def attention_costs(config: ModelConfig, L: int, of: AttentionConfig | None = No
         activation_bytes=2 * L * (a.num_heads + kv_heads) * a.head_dim * size,
         decode_flops=4 * min(L + 1, a.window or L + 1) * a.num_heads * a.head_dim,
         cache_bytes=2 * (a.window or L) * kv_heads * a.head_dim * size,
+    )
+
+
+def _latent_costs(config: ModelConfig, L: int, a: LatentAttentionConfig) -> MixerCosts:
+    """Costs of latent attention: one pass meets keys and values of all heads, a token after it their latents."""
+    size, latent = jnp.dtype(config.dtype).itemsize, a.kv_rank + a.rope_dim
+    return MixerCosts(
+        prefill_flops=L * (L + 1) * a.num_heads * (a.key_dim + a.v_dim),
+        activation_bytes=2 * L * a.num_heads * (a.key_dim + a.v_dim) * size,
+        decode_flops=2 * a.num_heads * ((L + 1) * (latent + a.kv_rank) + a.kv_rank * (a.nope_dim + a.v_dim)),
+        cache_bytes=L * latent * size,
     )
 
 

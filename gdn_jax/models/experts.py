@@ -6,14 +6,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.blocks import Initializer, SwiGLU
+from gdn_jax.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
 
 
 class Experts(nnx.Module):
     """sum_e p_e expert_e(x) + sigmoid(x w) shared(x), over the experts e of a token; without shared_gate + shared(x).
 
-    Experts and the shared expert are SwiGLUs. p = softmax(x Wr), of which a token keeps the `per_token` largest,
+    Experts and the shared expert are SwiGLUs. p = softmax(x Wr), or as `SigmoidRouting` says, of which a token keeps the `per_token` largest,
     divided by their sum with `normalise`. Every token gets its experts, however many tokens choose the same one.
 
     Args:
@@ -24,7 +24,8 @@ class Experts(nnx.Module):
       rngs: source of the initial weights.
 
     Parameters: router [hidden_size, E] (Wr), gate_up [E, hidden_size, 2 * expert_size], down [E, expert_size,
-      hidden_size]; shared, a SwiGLU; shared_gate [hidden_size] (w) or None.
+      hidden_size]; shared, a SwiGLU; shared_gate [hidden_size] (w) or None; router_bias [E],
+      float32, with sigmoid routing.
 
     Numerics: the router is float32, and so are the sums over the experts of a token.
     """
@@ -50,7 +51,11 @@ class Experts(nnx.Module):
             keys = jax.random.split(rngs.params(), config.num_experts)
             return nnx.Param(jax.vmap(lambda key: init(key, shape, param_dtype))(keys))
 
-        self.router = nnx.Param(init(rngs.params(), (hidden_size, config.num_experts), param_dtype))
+        sigmoids = config.routing is not None  # then the router is float32, and has a bias
+        self.router_bias = NoDecayParam(jnp.zeros(config.num_experts)) if sigmoids else None
+        self.router = nnx.Param(
+            init(rngs.params(), (hidden_size, config.num_experts), jnp.float32 if sigmoids else param_dtype)
+        )
         self.gate_up = stack(init, hidden_size, 2 * config.expert_size)
         self.down = stack(out_init, config.expert_size, hidden_size)
         self.shared = SwiGLU(
@@ -79,11 +84,27 @@ class Experts(nnx.Module):
 
     def route(self, rows: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Weights and numbers of the experts of each token, the heaviest first, for rows in the compute dtype."""
+        if self.config.routing is not None:
+            return self._route_by_sigmoids(rows, self.config.routing)
         probabilities = jax.nn.softmax(_dot(rows, self.router[...].astype(rows.dtype)), axis=-1)
         weights, chosen = jax.lax.top_k(probabilities, self.config.per_token)
         if self.config.normalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
+
+    def _route_by_sigmoids(self, rows, routing):
+        assert self.router_bias is not None
+        scores = jnp.dot(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
+        scores = jax.nn.sigmoid(scores)
+        biased = (scores + self.router_bias[...]).reshape(len(rows), routing.groups, -1)
+        _, kept = jax.lax.top_k(jnp.sum(jax.lax.top_k(biased, 2)[0], axis=-1), routing.kept_groups)
+        stays = jnp.any(kept[..., None] == jnp.arange(routing.groups), axis=1)
+        biased = jnp.where(stays[..., None], biased, -jnp.inf).reshape(scores.shape)
+        _, chosen = jax.lax.top_k(biased, self.config.per_token)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.config.normalise:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * routing.factor, chosen
 
     def _mixture(self, rows, weights, chosen):
         """Weighted sum over the experts of each token [N, D], float32: all tokens of an expert side by side."""

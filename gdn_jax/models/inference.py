@@ -31,7 +31,8 @@ def for_inference(model: LanguageModel) -> LanguageModel:
         if isinstance(part, nnx.Linear):
             _convert(part.kernel, dtype)
         elif isinstance(part, Experts):
-            for weight in (part.router, part.gate_up, part.down, part.shared_gate):
+            router = part.router if part.router_bias is None else None  # else it stays float32
+            for weight in (router, part.gate_up, part.down, part.shared_gate):
                 if weight is not None:
                     _convert(weight, dtype)
         elif isinstance(part, RMSNorm):

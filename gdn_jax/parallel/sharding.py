@@ -55,6 +55,10 @@ def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
             "context: layers of type window_attention do not run over split tokens: devices would exchange all "
             "tokens of a row for some heads, where the few of a window would do"
         )
+    if config.attention is not None and not config.attention.splits and shape.head * shape.context > 1:
+        raise NotImplementedError(
+            "head, context: latent attention is not split by heads or tokens, the latent of a token is for all heads"
+        )
     if batch % shape.data:
         raise ValueError(f"data: expected a divisor of the {batch} rows of a batch, got {shape.data}")
     if length % shape.context:

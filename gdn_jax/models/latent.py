@@ -1,0 +1,155 @@
+"""Multi-head latent attention: keys and values of all heads come from one narrow vector a token, which is cached."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.blocks import Initializer, RMSNorm, products
+from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
+from gdn_jax.models.config import LatentAttentionConfig
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of the latents, whatever that of the model is, as in released models."""
+
+
+class LatentAttention(Attention):
+    """Causal softmax attention from compressed keys and values, a `TokenMixer`.
+
+        q         = x Wq, or RMSNorm(x Wqa) Wqb               in each head [q_n | q_r]
+        [c | k_r] = x Wa;  c = RMSNorm(c)                     k_r is one for all heads
+        [k_n | v] = c Wb                                      in each head
+        o_i       = sum_{j <= i} softmax_j([q_n | q_r]_i . [k_n | k_r]_j / sqrt(nope + rope)) v_j
+        y         = (o * sigmoid(x Wg)) Wo                    the gate one number a head, where there is one
+
+    With rope_theta q_r and k_r are rotated by their position, in the pairs (0, 1), (2, 3) and so on. The cache holds
+    c and k_r alone. A call with a cache multiplies queries and outputs by the parts of Wb instead of expanding it.
+
+    Args:
+      hidden_size: width of x and y.
+      config: heads and variants.
+      dtype, param_dtype: compute and parameter dtype.
+      kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
+      rngs: source of the initial weights.
+
+    Parameters: q_proj, or q_a_proj, q_a_norm, q_b_proj; kv_a_proj (Wa), kv_a_norm, kv_b_proj (Wb); g_proj (Wg);
+      o_proj.
+
+    Numerics: rotation and softmax are float32. The norms of the latents have epsilon 1e-6.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: LatentAttentionConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer | None = None,
+        out_kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.hidden_size, self.config, self.layer = hidden_size, config, 0
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.num_heads, self.num_kv_heads = config.num_heads, 1
+        self.cache_widths = (config.rope_dim, config.kv_rank)
+
+        init = kernel_init or nnx.initializers.lecun_normal()
+        options = dict(use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        def linear(inputs: int, outputs: int, init: Initializer = init) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, kernel_init=init, **options)
+
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, eps=LATENT_NORM_EPS, dtype=dtype, param_dtype=param_dtype)
+
+        H, queries = config.num_heads, config.num_heads * config.key_dim
+        if config.q_rank is None:
+            self.q_proj = linear(hidden_size, queries)
+        else:
+            self.q_a_proj = linear(hidden_size, config.q_rank)
+            self.q_a_norm = norm(config.q_rank)
+            self.q_b_proj = linear(config.q_rank, queries)
+        self.kv_a_proj = linear(hidden_size, config.kv_rank + config.rope_dim)
+        self.kv_a_norm = norm(config.kv_rank)
+        self.kv_b_proj = linear(config.kv_rank, H * (config.nope_dim + config.v_dim))
+        self.g_proj = linear(hidden_size, H) if config.head_gate else None
+        self.o_proj = linear(H * config.v_dim, hidden_size, out_kernel_init or init)
+
+    def init_cache(
+        self, batch: int, capacity: int | None = None, dtype: DTypeLike | None = None
+    ) -> AttentionCache:
+        """See `Attention.init_cache`: k is k_r, and v is c, of one head."""
+        kind = AttentionCache if capacity is None else FixedAttentionCache
+        dtype = dtype or self.dtype or self.param_dtype
+        k, v = (jnp.zeros((batch, capacity or 0, 1, width), dtype) for width in self.cache_widths)
+        return kind(k, v, jnp.zeros(batch, jnp.int32))
+
+    def heads(
+        self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T 1 R"], Float[Array, "B T 1 C"]]:
+        """Queries of the heads, k_r and c of tokens: projected, normalised and rotated. See `Attention.heads`."""
+        a, (B, T, _) = self.config, x.shape
+        q, kv = products(x, (self.q_proj if a.q_rank is None else self.q_a_proj, self.kv_a_proj))
+        if a.q_rank is not None:
+            q = self.q_b_proj(self.q_a_norm(q))
+        q = q.reshape(B, T, self.num_heads, a.key_dim)
+        c = self.kv_a_norm(kv[..., : a.kv_rank])[:, :, None]
+        k_r = kv[:, :, None, a.kv_rank :]
+        if a.rope_theta is not None:
+            positions = jnp.arange(T)[None] if past is None else past[:, None] + jnp.arange(T)
+            q_r, k_r = (
+                rotate(_halves(r), positions, a.rope_dim, a.rope_theta) for r in (q[..., a.nope_dim :], k_r)
+            )
+            q = jnp.concatenate([q[..., : a.nope_dim], q_r], axis=-1)
+        return q, k_r, c
+
+    def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
+        """See `Attention.mix`."""
+        a = self.config
+        if cache is None:
+            keys, values = self.expand(k, v)
+            o, _ = super().mix(q, keys, values, None, count, lengths, segment_ids, False)
+            return o, self.first_cache(k, v, count) if return_cache else None
+        plain = type(self.kv_b_proj) is nnx.Linear  # one with a low-rank change has more than its kernel
+        kernel = self.kv_b_proj.kernel[...] if plain else self.kv_b_proj(jnp.eye(a.kv_rank, dtype=q.dtype))
+        weight = kernel.astype(q.dtype).reshape(a.kv_rank, self.num_heads, -1)
+        q_c = jnp.einsum("bthn,chn->bthc", q[..., : a.nope_dim], weight[..., : a.nope_dim])
+        q = jnp.concatenate([q_c, q[..., a.nope_dim :]], axis=-1)
+        # `attend` divides by the root of the width of what it gets, which is another one than that of a head.
+        q = q * ((a.kv_rank + a.rope_dim) / a.key_dim) ** 0.5
+        o, cache = super().mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
+        return jnp.einsum("bthc,chv->bthv", o, weight[..., a.nope_dim :]), cache
+
+    def read(self, cache):
+        """See `Attention.read`: keys are [c | k_r], and values c."""
+        return jnp.concatenate([cache.v, cache.k], axis=-1), cache.v
+
+    def expand(
+        self, k_r: Float[Array, "B T 1 R"], c: Float[Array, "B T 1 C"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H V"]]:
+        """Keys and values of all heads."""
+        a, (B, T) = self.config, c.shape[:2]
+        kv = self.kv_b_proj(c[:, :, 0]).reshape(B, T, self.num_heads, a.nope_dim + a.v_dim)
+        k_r = jnp.broadcast_to(k_r, (B, T, self.num_heads, a.rope_dim))
+        return jnp.concatenate([kv[..., : a.nope_dim], k_r], axis=-1), kv[..., a.nope_dim :]
+
+    def gated(self, o, x):
+        """See `Attention.gated`."""
+        if self.g_proj is not None:
+            gate = jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
+            o = o * gate.astype(o.dtype)[..., None]
+        return o.reshape(*o.shape[:2], -1)
+
+    def weights(self, x: Float[Array, "B T D"]) -> Float[Array, "B H T T"]:
+        """See `Attention.weights`."""
+        q, k_r, c = self.heads(x)
+        return self.map_of(q, self.expand(k_r, c)[0])
+
+
+def _halves(x: Array) -> Array:
+    """Neighbours (0, 1), (2, 3) .. as the pairs (0, n), (1, n + 1) .. that `rotate` turns, for 2 n dimensions."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -1,0 +1,164 @@
+"""Kimi Linear's checkpoints: latent attention with its cache, experts by sigmoids, decays of channels."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax import cli
+from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf.checkpoint import read_tensors
+from gdn_jax.hf.tensors import read_header
+from gdn_jax.models import ExpertsConfig, LanguageModel, costs, generate
+from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
+from gdn_jax.models.experts import Experts
+from gdn_jax.models.latent import LatentAttention
+from gdn_jax.models.lora import add_lora
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parallel.sharding import check
+
+FOLDER = Path(__file__).parent / "data" / "kimi_linear_released"
+LOGITS = 2e-4
+"""Absolute difference of float32 logits of unit size, as in test_hf.py."""
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What transformers computed, of whole rows their first 64 tokens: nothing after a token changes it."""
+    dtypes = {"F32": np.float32, "I32": np.int32}
+    return {
+        tensor.name: np.fromfile(
+            tensor.file, dtypes[tensor.dtype], int(np.prod(tensor.shape)), offset=tensor.begin
+        ).reshape(tensor.shape)
+        for tensor in read_header(FOLDER / "expected.safetensors").values()
+    }
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_hf(FOLDER, implementation="recurrent")
+
+
+def leaves(model):
+    return jax.tree.leaves(nnx.state(model, nnx.Param))
+
+
+def test_logits_are_those_of_transformers(model, expected):
+    """Whole rows, rows with padding on the left, and a row of three tokens."""
+    call = nnx.jit(lambda model, tokens, mask: model(tokens, mask=mask)[0])
+    short = np.zeros((1, 64), np.int32)
+    short[:, -3:] = expected["short_ids"]
+    ids = np.concatenate([expected["input_ids"], expected["left_padded_ids"], short])
+    mask = np.concatenate([np.ones((2, 64)), expected["left_padded_mask"], np.arange(64)[None] >= 61])
+    mask = mask.astype(bool)
+    got = np.asarray(call(model, ids, mask))
+    want = np.concatenate([expected["logits"], expected["left_padded_logits"]])
+    np.testing.assert_allclose(got[:4][mask[:4]], want[mask[:4]], rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(got[4:, -3:], expected["short_logits"], rtol=0, atol=LOGITS)
+
+
+def test_greedy_continuation(model, expected):
+    """Bare, and with padding on the left, through the cache of latents."""
+    want = expected["generated"]
+    prompt = np.zeros((4, 26), np.int32)
+    prompt[:2, :21] = prompt[2:, 5:] = want[:, :21]
+    mask = np.zeros((4, 26), bool)
+    mask[:2, :21] = mask[2:, 5:] = True
+    got = np.asarray(generate(model, jnp.asarray(prompt), 24, mask=jnp.asarray(mask)))
+    np.testing.assert_array_equal(got, np.concatenate([want[:, 21:]] * 2))
+
+
+def test_a_checkpoint_is_written_as_it_was_and_an_own_one_as_transformers_does(model, tmp_path):
+    save_hf(model, tmp_path / "saved")
+    before, after = (read_tensors(folder) for folder in (FOLDER, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name].read(), tensor.read())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER, tmp_path / "saved")]
+    assert configs[0] == configs[1]
+    own = LanguageModel(model.config, rngs=nnx.Rngs(1))
+    save_hf(own, tmp_path / "own")
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in read_tensors(tmp_path / "own")
+    for folder, source in (("saved", model), ("own", own)):
+        again = load_hf(tmp_path / folder, implementation="recurrent")
+        assert again.config == model.config
+        assert all(np.array_equal(a, b) for a, b in zip(leaves(source), leaves(again), strict=True))
+
+
+def test_experts_are_chosen_by_groups_and_weighted_without_the_bias():
+    """Against a loop in NumPy, with negative biased scores, which a group left out must not beat."""
+    routing = SigmoidRouting(groups=3, kept_groups=2, factor=2.5)
+    config = ExpertsConfig(12, 5, 4, 4, shared_gate=False, routing=routing)
+    layer = Experts(8, config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    layer.router_bias[...] = jnp.asarray(rng.normal(-2, 1, 12), jnp.float32)
+    x = rng.normal(size=(20, 8)).astype(np.float32)
+    weights, chosen = layer.route(jnp.asarray(x))
+    for row, w, experts in zip(x, np.asarray(weights), np.asarray(chosen), strict=True):
+        s = 1 / (1 + np.exp(-row.astype(np.float64) @ np.asarray(layer.router[...], np.float64)))
+        c = s + np.asarray(layer.router_bias[...], np.float64)
+        best = sorted(range(3), key=lambda g: -np.sort(c[4 * g : 4 * g + 4])[-2:].sum())[:2]
+        left = sorted((e for e in range(12) if e // 4 in best), key=lambda e: -c[e])[:5]
+        assert [*experts] == left
+        np.testing.assert_allclose(w, 2.5 * s[left] / s[left].sum(), rtol=1e-5)
+
+
+def test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces():
+    """Rotation, compressed queries and a gate, against float64; through the cache, with a low-rank change too."""
+    a = LatentAttentionConfig(2, 6, 4, 5, 7, q_rank=8, rope_theta=100.0, head_gate=True)
+    layer = LatentAttention(16, a, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 9, 16))
+    p = {k: np.asarray(v, np.float64) for k, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    p = {k[0]: v for k, v in p.items()}
+
+    def norm(y):
+        return y / np.sqrt(np.mean(y**2, -1, keepdims=True) + 1e-6)
+
+    def turned(y):
+        angle = np.arange(9)[:, None, None] * 100.0 ** (-np.arange(2) / 2)
+        z = (y[..., 0::2] + 1j * y[..., 1::2]) * np.exp(1j * angle)
+        return np.stack([z.real, z.imag], -1).reshape(y.shape)
+
+    x64 = np.asarray(x, np.float64)
+    q = (norm(x64 @ p["q_a_proj"]) @ p["q_b_proj"]).reshape(2, 9, 2, 10)
+    kv = x64 @ p["kv_a_proj"]
+    up = (norm(kv[..., :7]) @ p["kv_b_proj"]).reshape(2, 9, 2, 11)
+    k_r = np.repeat(turned(kv[:, :, None, 7:]), 2, axis=2)
+    scores = np.einsum("bihd,bjhd->bhij", q[..., :6], up[..., :6])
+    scores = (scores + np.einsum("bihd,bjhd->bhij", turned(q[..., 6:]), k_r)) / 10**0.5
+    w = np.exp(np.where(np.tril(np.ones((9, 9), bool)), scores, -np.inf))
+    w /= w.sum(-1, keepdims=True)
+    o = np.einsum("bhij,bjhd->bihd", w, up[..., 6:]) / (1 + np.exp(-(x64 @ p["g_proj"])))[..., None]
+    want = o.reshape(2, 9, 10) @ p["o_proj"]
+    whole, cache = layer(x, return_cache=True)
+    np.testing.assert_allclose(whole, want, atol=1e-5)
+    np.testing.assert_allclose(layer.weights(x), w, atol=1e-5)
+    assert cache.k.shape == (2, 9, 1, 4) and cache.v.shape == (2, 9, 1, 7)
+    past, begin = layer.init_cache(2), 0
+    for tokens in (1, 5, 1, 2):
+        y, past = layer(x[:, begin : begin + tokens], cache=past)
+        np.testing.assert_allclose(y, want[:, begin : begin + tokens], atol=1e-5)
+        begin += tokens
+
+
+def test_costs_refusals_and_a_low_rank_change(model, capsys):
+    cache = next(c for c in model.init_cache(1, capacity=50) if hasattr(c, "k"))
+    kept = costs.layer_costs(model.config, "attention", 50).cache_bytes
+    assert cache.k.nbytes + cache.v.nbytes == kept == 50 * (32 + 8) * 4
+    assert cli.main(["info", str(FOLDER)]) == 0
+    assert "KimiDeltaAttention" in capsys.readouterr().out
+    with pytest.raises(NotImplementedError, match="head, context: latent attention is not split"):
+        check(model.config, MeshShape(head=2), batch=2, length=64)
+    with pytest.raises(ValueError, match="groups: expected groups of 2 or more of 8 experts"):
+        ExpertsConfig(8, 2, 4, 4, routing=SigmoidRouting(groups=3))
+    changed = nnx.clone(model)
+    add_lora(changed, 2, projections=("kv_b_proj",), rngs=nnx.Rngs(0))
+    mixer = changed.blocks[2].mixer
+    mixer.kv_b_proj.up[...] = jnp.ones_like(mixer.kv_b_proj.up[...]) / 10
+    x = jax.random.normal(jax.random.key(0), (1, 4, 64))
+    np.testing.assert_allclose(mixer(x)[0], mixer(x, cache=mixer.init_cache(1))[0], atol=1e-5)
+    assert np.abs(mixer(x)[0] - model.blocks[2].mixer(x)[0]).max() > 1e-3
