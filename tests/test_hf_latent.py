@@ -158,7 +158,7 @@ def test_costs_refusals_and_a_low_rank_change(model, capsys):
     changed = nnx.clone(model)
     add_lora(changed, 2, projections=("kv_b_proj",), rngs=nnx.Rngs(0))
     mixer = changed.blocks[2].mixer
-    mixer.kv_b_proj.up[...] = jnp.ones_like(mixer.kv_b_proj.up[...]) / 10
+    mixer.kv_b_proj.b[...] = jnp.ones_like(mixer.kv_b_proj.b[...]) / 10
     x = jax.random.normal(jax.random.key(0), (1, 4, 64))
     np.testing.assert_allclose(mixer(x)[0], mixer(x, cache=mixer.init_cache(1))[0], atol=1e-5)
     assert np.abs(mixer(x)[0] - model.blocks[2].mixer(x)[0]).max() > 1e-3

@@ -13,8 +13,9 @@ from gdn_jax.models.config import ExpertsConfig
 class Experts(nnx.Module):
     """sum_e p_e expert_e(x) + sigmoid(x w) shared(x), over the experts e of a token; without shared_gate + shared(x).
 
-    Experts and the shared expert are SwiGLUs. p = softmax(x Wr), or as `SigmoidRouting` says, of which a token keeps the `per_token` largest,
-    divided by their sum with `normalise`. Every token gets its experts, however many tokens choose the same one.
+    Experts and the shared expert are SwiGLUs. p = softmax(x Wr), or as `SigmoidRouting` says. A token keeps the
+    `per_token` largest, divided by their sum with `normalise`. Every token gets its experts, however many tokens
+    choose the same one.
 
     Args:
       hidden_size: width of x and the result.

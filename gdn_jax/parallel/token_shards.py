@@ -85,11 +85,11 @@ def attention_on_mesh(
     attend: Callable[..., jax.Array],
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T Hkv D"],
-    v: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv V"],
     *,
     lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H V"]:
     """Computes attend(q, k, v, lengths=lengths, segment_ids=segment_ids), on a mesh too.
 
     `attend` treats every head by itself. The devices of the context axis exchange their tokens of all heads for all
