@@ -30,8 +30,8 @@ def _mixer_fields(fields: Fields) -> tuple[tuple[str, ...], int, int, int]:
     """Layer types, heads, width of a head and taps: of `linear_attn_config`, or of fields beside it."""
     number, inner = fields.size("num_hidden_layers"), fields.values.get("linear_attn_config")
     if inner is None:
-        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-        return fields.layer_types(TYPES), *(fields.size(name) for name in names)
+        heads, width = fields.size("linear_num_heads"), fields.size("linear_head_dim")
+        return fields.layer_types(TYPES), heads, width, fields.size("linear_conv_kernel_dim")
     if not isinstance(inner, dict):
         raise ValueError(f"{fields.where}: expected an object linear_attn_config, got {inner!r}")
     linear = Fields(inner, {}, f"{fields.where}: linear_attn_config")
@@ -62,9 +62,15 @@ def _config(fields: Fields) -> ModelConfig:
     fields.refuse("mla_use_nope", True, "latent attention with rotary positions is not supported here")
     fields.refuse("moe_router_activation_func", "sigmoid", "only 'sigmoid' is supported")
     types, heads, width, taps = _mixer_fields(fields)
-    names = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
     q_rank = None if fields.values.get("q_lora_rank") is None else fields.size("q_lora_rank")
-    latent = LatentAttentionConfig(*(fields.size(name) for name in names), q_rank)
+    latent = LatentAttentionConfig(
+        num_heads=fields.size("num_attention_heads"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        v_dim=fields.size("v_head_dim"),
+        kv_rank=fields.size("kv_lora_rank"),
+        q_rank=q_rank,
+    )
     inner = fields.size("moe_intermediate_size")
     factor = float(fields.get("routed_scaling_factor", float, int))
     experts = ExpertsConfig(

@@ -1,7 +1,7 @@
 """Softmax attention as a token mixer: grouped queries, rotary positions, and a cache of keys and values."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.hidden_size = hidden_size
-        self.config = config
+        self.config: Any = config  # each kind of attention has its own
         self.layer = 0
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads

@@ -223,7 +223,7 @@ class ModelConfig:
         "recurrent" the parts around the rule use no kernel either; with "mosaic_gpu" a part that has none warns.
       layer_types: of every layer, the name of the mixer, such as "gated_delta_net", "attention" or
         "window_attention"; None: every fourth one is attention where `attention` is given, none where it is not.
-      attention: of the layers "attention"; None where there are none.
+      attention: an AttentionConfig or LatentAttentionConfig of the layers "attention"; None where there are none.
       window_attention: of the layers "window_attention", with a window; None where there are none.
       experts: the mixture of experts of the layers that are not in dense_layers; None: every layer has a SwiGLU.
       dense_layers: layers, counted from 0, that keep the SwiGLU where others have experts.
@@ -265,7 +265,7 @@ class ModelConfig:
     residual_dtype: DTypeLike = "float32"
     implementation: str | None = None
     layer_types: tuple[str, ...] | None = None
-    attention: AttentionConfig | LatentAttentionConfig | None = None
+    attention: Any = None
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
     mixer_norm_eps: float | None = None
@@ -340,7 +340,7 @@ class ModelConfig:
                 "attention", "no window, which layers of type window_attention have", self.attention.window
             )
 
-    def attention_of(self, layer_type: str) -> AttentionConfig | LatentAttentionConfig | None:
+    def attention_of(self, layer_type: str) -> Any:
         """The attention of layers of a type; None for the recurrent ones."""
         return {"attention": self.attention, "window_attention": self.window_attention}.get(layer_type)
 

@@ -52,7 +52,8 @@ class LatentAttention(Attention):
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        self.hidden_size, self.config, self.layer = hidden_size, config, 0
+        self.hidden_size, self.layer = hidden_size, 0
+        self.config: Any = config
         self.dtype, self.param_dtype = dtype, param_dtype
         self.num_heads, self.num_kv_heads = config.num_heads, 1
         self.cache_widths = (config.rope_dim, config.kv_rank)
