@@ -1,5 +1,7 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow vector a token, which is cached."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
