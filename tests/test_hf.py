@@ -419,7 +419,8 @@ def test_a_damaged_index_is_named(tmp_path):
     "fields, message",
     [
         ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp': hyper-connections"),
-        ({"model_type": "glm5_next"}, "model_type 'glm5_next': Kimi Delta Attention"),
+        ({"model_type": "glm5_next"}, "model_type 'glm5_next': sparse attention"),
+        ({"model_type": "kimi_k3"}, "model_type 'kimi_k3': residuals by attention"),
         ({"model_type": "kimi_k25"}, "model_type 'kimi_k25': only hybrid models"),
         ({"model_type": "jev"}, "model_type 'jev': the Qwen3.5 inside it"),
         ({"model_type": "llama"}, "model_type 'llama': only hybrid models .* Supported are qwen3_5_text"),

@@ -18,9 +18,10 @@ FAMILIES = (
 OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
-    "bailing_hybrid": "Kimi Delta Attention, whose decay is per channel, is not supported",
-    "glm5_next": "Kimi Delta Attention, whose decay is per channel, is not supported",
-    "glm5_next_text": "Kimi Delta Attention, whose decay is per channel, is not supported",
+    "bailing_hybrid": "the names and fields of its Kimi Delta Attention are not read yet",
+    "kimi_k3": "residuals by attention and a latent mixture of experts are not supported",
+    "glm5_next": "sparse attention and hyper-connections are not supported",
+    "glm5_next_text": "sparse attention and hyper-connections are not supported",
     "minicpmv4_6": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "minicpm_ocr": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "jev": "the Qwen3.5 inside it has other tensors around it, which are not supported",
