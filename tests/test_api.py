@@ -244,6 +244,11 @@ def test_errors(name, no_type_checks):
             gdn_jax.supported_implementations(**call)
 
 
+def test_support_of_a_flag_that_is_none(no_type_checks):
+    with pytest.raises(ValueError, match=r"^use_qk_l2norm: expected True or False, got "):
+        gdn_jax.supported_implementations(**changed(dict(use_qk_l2norm="no")))
+
+
 STEP_ERRORS = {
     "q-rank": (dict(q=X.q), "q", "B, heads, width", r"\[2, 5, 2, 6\]"),
     "k-width": (dict(k=X.k[:, 0, :, :5]), "k", "6", "5"),

@@ -1,6 +1,7 @@
 """The family's rule against its oracle: decays of each channel, erase and write apart, several steps a token."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -341,6 +342,40 @@ def test_errors(change, message, no_type_checks):
     }
     with pytest.raises(ValueError, match=message):
         delta_rule(**{**arguments, **change})
+
+
+X = family_cases.inputs(CASES["channels-mild"])
+ONE = dict(q=X.q[:, 0], k=X.k[:, 0], v=X.v[:, 0], state=np.zeros((2, 2, 16, 8), np.float32))
+OF_OTHERS = {
+    "beta of a channel": (
+        lambda: delta_rule(X.q, X.k, X.v, X.g, X.g),
+        "beta: expected shape",
+    ),
+    "beta of other tokens": (
+        lambda: delta_rule(X.q, X.k, X.v, X.g, X.beta[:, :5]),
+        "beta: expected shape",
+    ),
+    "a step's g": (lambda: delta_step(**ONE, g=1.0, beta=None), "g: expected an array [B, HO], got float"),
+    "a step's beta": (
+        lambda: delta_step(**ONE, g=X.g[:, 0], beta="1"),
+        "beta: expected an array [B, HO], got str",
+    ),
+    "g of chunk states": (
+        lambda: delta_chunk_states(X.k, X.v, X.g[0, 0]),
+        "g: expected shape [B, T, HO, channels]",
+    ),
+    "segments of products": (
+        lambda: gated_delta_product(X.q, X.k[:, :, None], X.v[:, :, None], segment_ids=[0, 1]),
+        "segment_ids: expected an array [B, T], got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_errors_of_the_other_operations(name, no_type_checks):
+    call, message = OF_OTHERS[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
 
 
 def test_kernels_are_refused():

@@ -182,6 +182,11 @@ SHAPES = {
     ),
     "flush without a ring": (lambda: serving.flush(POOL, SLOTS), {}, "pool: expected a RingPool"),
     "snapshot of a layer": (lambda: serving.snapshot(RING, SLOTS, layer=0), {}, "pool.state: expected shape"),
+    "copy in a number": (
+        lambda: serving.copy_slots(1.0, SLOTS, SLOTS),
+        {},
+        "pool: expected arrays [slots, ...], got float",
+    ),
     "key heads": (
         lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=3),
         {},
