@@ -314,7 +314,15 @@ def test_every_option_reaches_the_layer():
 
 NOT_OPTIONS = {
     *("vocab_size", "num_v_heads", "intermediate_size", "norm_eps", "scan_layers"),
-    *("layer_types", "attention", "experts", "dense_layers", "mixer_norm_eps", "zero_centred_norms"),
+    *(
+        "layer_types",
+        "attention",
+        "window_attention",
+        "experts",
+        "dense_layers",
+        "mixer_norm_eps",
+        "zero_centred_norms",
+    ),
     *("scale_embedding", "weight_dtype"),
 }
 """Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
