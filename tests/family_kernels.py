@@ -47,7 +47,7 @@ def wide(name: str, gate: str = "mixed", **kw) -> FamilyCase:
 
 
 def products_of_a_chunk(q, k, e, g, beta, scale) -> dict[str, np.ndarray]:
-    """What `channel_pairs` leaves of one chunk of one head, pair by pair, in float64. q, k, e, g [C, K]."""
+    """The results of `channel_pairs` for one chunk of one head, pair by pair, in float64. q, k, e, g [C, K]."""
     C, alpha = len(q), np.exp(g)
     reads, kkt = np.zeros((C, C)), np.zeros((C, C))
     for i in range(C):

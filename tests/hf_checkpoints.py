@@ -13,10 +13,15 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 
 
 def expected(name):
-    """What transformers computed: ids, logits, mask, padded_logits and the greedy continuation of ids[:, :9]."""
+    """Transformers' results: ids, logits, mask, padded_logits and the greedy continuation of ids[:, :9]."""
+    return expected_of(FOLDER / name)
+
+
+def expected_of(folder):
+    """Arrays of a checkpoint's expected.safetensors by name."""
     dtypes = {"F32": np.float32, "I32": np.int32}
     found = {}
-    for tensor in read_header(FOLDER / name / "expected.safetensors").values():
+    for tensor in read_header(folder / "expected.safetensors").values():
         count = int(np.prod(tensor.shape))
         values = np.fromfile(tensor.file, dtypes[tensor.dtype], count, offset=tensor.begin)
         found[tensor.name] = values.reshape(tensor.shape)

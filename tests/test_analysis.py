@@ -394,7 +394,7 @@ def test_figures_draw_on_the_axes_they_are_given(name, pyplot):
 
 
 def test_half_lives_are_drawn_by_their_median(pyplot):
-    """Of two heads that with the longer median lies on the right, though the other one's longest is far longer."""
+    """The head with the longer median lies on the right, though the other one's longest is far longer."""
     lives = np.array([[1.0, 1, 2, 1000, 1000], [3.0, 3, 4, 5, 5]])  # medians 2 and 4
     g = -np.log(2) / lives.T[None]
     ax = plots.half_lives([g])

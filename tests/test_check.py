@@ -220,7 +220,7 @@ def kind_of(name: str) -> str:
 
 @pytest.mark.slow
 def test_the_stored_report_is_of_this_code():
-    """Of the two cases that set its numbers for random keys in bfloat16."""
+    """The two cases that set its numbers for random keys in bfloat16."""
     for row in check.compare(("packed-K128", "l2norm-K96-V192"), ("bfloat16",)).rows:
         for part, now, then in zip(
             NAMES,

@@ -86,7 +86,7 @@ TRANSFORMERS = {
     qwen3_5: QWEN | {"head_dim": 256},
     olmo_hybrid: QWEN | {"partial_rotary_factor": 1.0, "linear_allow_neg_eigval": True},
 }
-"""Of the classes `Qwen3NextConfig`, `Qwen3_5TextConfig` and `OlmoHybridConfig` of transformers 5.24."""
+"""Defaults of the classes `Qwen3NextConfig`, `Qwen3_5TextConfig` and `OlmoHybridConfig` of transformers 5.24."""
 
 
 @pytest.mark.parametrize("family", TRANSFORMERS, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -236,7 +236,7 @@ def test_bfloat16_and_parameters():
 
 
 def test_starts():
-    """What fresh weights are: rates from 1 to 16 or none, time steps from 1e-3 to 0.1, strengths as they are set."""
+    """Fresh weights: rates from 1 to 16 or none, time steps from 1e-3 to 0.1, strengths as they are set."""
     size = dict(num_heads=32, head_dim=8, rngs=nnx.Rngs(0))
     free = KimiDeltaAttention(8, **size)
     bounded = GatedDeltaNet2(8, **size, gate="lower_bound", write_start=0.05)

@@ -36,7 +36,7 @@ def run(*words):
 
 @pytest.mark.parametrize("L", [0, 1, 7])
 def test_a_token_more_costs_a_token(L):
-    """What attention computes for L + 1 tokens at once is what it does for L of them and for the one behind them."""
+    """Attention computes the same for L + 1 tokens at once as for L of them and for the one behind them."""
     more, less = attention_costs(CONFIG, L + 1), attention_costs(CONFIG, L)
     assert more.prefill_flops - less.prefill_flops == less.decode_flops
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,6 @@ from flax import nnx
 from gdn_jax import cli
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
-from gdn_jax.hf.tensors import read_header
 from gdn_jax.models import ExpertsConfig, LanguageModel, costs, generate
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
@@ -28,14 +28,8 @@ LOGITS = 2e-4
 
 @pytest.fixture(scope="module")
 def expected():
-    """What transformers computed, of whole rows their first 64 tokens: nothing after a token changes it."""
-    dtypes = {"F32": np.float32, "I32": np.int32}
-    return {
-        tensor.name: np.fromfile(
-            tensor.file, dtypes[tensor.dtype], int(np.prod(tensor.shape)), offset=tensor.begin
-        ).reshape(tensor.shape)
-        for tensor in read_header(FOLDER / "expected.safetensors").values()
-    }
+    """Transformers' results, of whole rows their first 64 tokens: nothing after a token changes it."""
+    return hf_checkpoints.expected_of(FOLDER)
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def _conv() -> dict[str, Any]:
 
 
 POOL = {"any": np.ones((SLOTS, 3))}
-"""What slots are copied in: a tree of arrays of any kind."""
+"""Pools that slots are copied in: a tree of arrays of any kind."""
 
 
 def _copy() -> dict[str, Any]:

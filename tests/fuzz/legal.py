@@ -42,7 +42,7 @@ class Program(NamedTuple):
     packing: str
     given: tuple[str, ...]
     channels: tuple[str, ...]
-    """Those of g, erase and write that have a number for each channel."""
+    """Names among g, erase and write that have a number for each channel."""
     options: dict
     way: str
     mapped: tuple[str, ...]
@@ -178,7 +178,7 @@ def truth(p: Program, x: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(p: Program, x: dict, expected: dict, got: dict, factor: float = 1.0) -> list[str]:
-    """What is wrong, one line for each result."""
+    """One line for each result that is wrong, saying how."""
     g = x.get("g")
     cancels = cancelling(None if g is None else g if g.ndim == 3 else g.min(-1), x["k"]) or p.K < 8
     wrong = []

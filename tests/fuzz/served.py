@@ -45,7 +45,7 @@ class Episode:
             ring = dict(num_key_heads=self.heads[0], length=8, dtype=jnp.float32, state_layout=self.layout)
             self.pool = serving.make_ring_pool(self.pool, **ring)
         self.pending: dict[int, np.ndarray] = {}
-        """Of a ring, the states after each draft of the last verify of a slot that has not been told what stays."""
+        """A ring's states after each draft of the last verify of a slot that has not been told what stays."""
 
     def __str__(self) -> str:
         names = ("ring", "layout", "null_slot", "dtype", "slot_dtype", "options", "invariant")
