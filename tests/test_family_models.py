@@ -237,7 +237,8 @@ def test_what_is_refused(tmp_path):
     ):
         ModelConfig(mixer="kda", rule="mamba2")
     with pytest.raises(
-        ValueError, match="layer_types: expected one of 'kda', 'attention', got 'gated_delta_net'"
+        ValueError,
+        match="layer_types: expected one of 'kda', 'attention', 'window_attention', got 'gated_delta_net'",
     ):
         ModelConfig(mixer="kda", num_layers=1, layer_types=("gated_delta_net",))
     with pytest.raises(ValueError, match="gate_rank: expected a positive integer, got 0"):
