@@ -1,4 +1,4 @@
-"""Kimi Linear's checkpoints: latent attention with its cache, experts by sigmoids, decays of channels."""
+"""Checkpoints of Kimi Linear and Ling: latent attention with its cache, experts by sigmoids, decays of channels."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,12 @@ import pytest
 from flax import nnx
 
 from gdn_jax import cli
-from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf import bailing_hybrid, load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
-from gdn_jax.models import ExpertsConfig, LanguageModel, costs, generate
+from gdn_jax.hf.families import describe
+from gdn_jax.hf.fields import Fields
+from gdn_jax.hf.save import own_family
+from gdn_jax.models import ExpertsConfig, costs, generate
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
@@ -21,20 +24,26 @@ from gdn_jax.models.lora import add_lora
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.parallel.sharding import check
 
-FOLDER = Path(__file__).parent / "data" / "kimi_linear_released"
+DATA = Path(__file__).parent / "data"
+KIMI, LING = DATA / "kimi_linear_released", DATA / "bailing_hybrid_released"
 LOGITS = 2e-4
 """Absolute difference of float32 logits of unit size, as in test_hf.py."""
 
 
+@pytest.fixture(scope="module", params=[KIMI, LING], ids=["kimi", "ling"])
+def folder(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected():
+def expected(folder):
     """Transformers' results, of whole rows their first 64 tokens: nothing after a token changes it."""
-    return hf_checkpoints.expected_of(FOLDER)
+    return hf_checkpoints.expected_of(folder)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_hf(FOLDER, implementation="recurrent")
+def model(folder):
+    return load_hf(folder, implementation="recurrent")
 
 
 def leaves(model):
@@ -66,21 +75,23 @@ def test_greedy_continuation(model, expected):
     np.testing.assert_array_equal(got, np.concatenate([want[:, 21:]] * 2))
 
 
-def test_a_checkpoint_is_written_as_it_was_and_an_own_one_as_transformers_does(model, tmp_path):
+def test_a_checkpoint_is_written_as_it_was_and_an_own_one_as_transformers_does(folder, model, tmp_path):
     save_hf(model, tmp_path / "saved")
-    before, after = (read_tensors(folder) for folder in (FOLDER, tmp_path / "saved"))
+    before, after = (read_tensors(path) for path in (folder, tmp_path / "saved"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name].read(), tensor.read())
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER, tmp_path / "saved")]
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "saved")]
     assert configs[0] == configs[1]
-    own = LanguageModel(model.config, rngs=nnx.Rngs(1))
+    own = nnx.clone(model)
+    own.origin = None
     save_hf(own, tmp_path / "own")
-    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in read_tensors(tmp_path / "own")
-    for folder, source in (("saved", model), ("own", own)):
-        again = load_hf(tmp_path / folder, implementation="recurrent")
+    name = "block_sparse_moe.gate_proj" if folder == KIMI else "attention.dense"  # published: mlp, o_proj
+    assert f"model.layers.0.{name}.weight" in read_tensors(tmp_path / "own")
+    for name in ("saved", "own"):
+        again = load_hf(tmp_path / name, implementation="recurrent")
         assert again.config == model.config
-        assert all(np.array_equal(a, b) for a, b in zip(leaves(source), leaves(again), strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(leaves(model), leaves(again), strict=True))
 
 
 def test_experts_are_chosen_by_groups_and_weighted_without_the_bias():
@@ -139,12 +150,47 @@ def test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces():
         begin += tokens
 
 
-def test_costs_refusals_and_a_low_rank_change(model, capsys):
+def test_costs_and_info(folder, model, capsys):
     cache = next(c for c in model.init_cache(1, capacity=50) if hasattr(c, "k"))
     kept = costs.layer_costs(model.config, "attention", 50).cache_bytes
-    assert cache.k.nbytes + cache.v.nbytes == kept == 50 * (32 + 8) * 4
-    assert cli.main(["info", str(FOLDER)]) == 0
-    assert "KimiDeltaAttention" in capsys.readouterr().out
+    assert cache.k.nbytes + cache.v.nbytes == kept == 50 * (32 + 8 if folder == KIMI else 24 + 16) * 4
+    assert sum(costs.parameters(model.config).values()) == sum(x.size for x in leaves(model))
+    assert cli.main(["info", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "KimiDeltaAttention" in out and ("not used: 18 tensors" in out) == (folder == LING)
+
+
+def refusal(**changes):
+    """What is said of Ling's config.json with other fields."""
+    config = json.loads((LING / "config.json").read_text()) | changes
+    with pytest.raises(NotImplementedError) as error:
+        described = describe({k: v for k, v in config.items() if v is not None}, "config.json")
+        described.family.config(described.fields)
+    return str(error.value)
+
+
+def test_the_older_generation_and_other_variants_of_ling_are_refused():
+    older = {name: None for name in bailing_hybrid.MARKS} | {"architectures": ["BailingMoeV2_5ForCausalLM"]}
+    for changes in (older, older | {"architectures": None}, {"architectures": older["architectures"]}):
+        assert "model_type 'bailing_hybrid' of Ling 2.5 and 2.6: their lightning" in refusal(**changes)
+    assert "no_kda_lora = False: narrow projections" in refusal(no_kda_lora=False)
+    assert "score_function = 'softmax': only 'sigmoid'" in refusal(score_function="softmax")
+    assert "rope_type 'yarn' is not supported" in refusal(rope_scaling={"rope_type": "yarn"})
+    assert "rope_interleave = False: only neighbours" in refusal(rope_interleave=False)
+
+
+def test_a_gate_without_bound_and_queries_of_full_rank():
+    config = json.loads((LING / "config.json").read_text()) | {"kda_safe_gate": False, "q_lora_rank": None}
+    described = describe(config, "config.json")
+    read = described.family.config(described.fields)
+    assert read.mixer.gate == "softplus" and read.attention.q_rank is None
+    family, fields, names = own_family(read)
+    assert family is described.family and family.config(Fields(fields, family.defaults, "own")) == read
+    written = {name for weight in family.weights(read, names) for name in weight.tensors}
+    assert "model.layers.2.attention.q_proj.weight" in written
+
+
+def test_refusals_and_a_low_rank_change(model):
     with pytest.raises(NotImplementedError, match="head, context: latent attention is not split"):
         check(model.config, MeshShape(head=2), batch=2, length=64)
     with pytest.raises(ValueError, match="groups: expected groups of 2 or more of 8 experts"):

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from gdn_jax.hf import kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
+from gdn_jax.hf import bailing_hybrid, kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
 
@@ -13,12 +13,12 @@ FAMILIES = (
     olmo_hybrid.FAMILY,
     lara_mini.FAMILY,
     kimi_linear.FAMILY,
+    bailing_hybrid.FAMILY,
 )
 
 OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
-    "bailing_hybrid": "the names and fields of its Kimi Delta Attention are not read yet",
     "kimi_k3": "residuals by attention and a latent mixture of experts are not supported",
     "glm5_next": "sparse attention and hyper-connections are not supported",
     "glm5_next_text": "sparse attention and hyper-connections are not supported",

@@ -39,6 +39,7 @@ class Family:
       fields: the fields of a config.json for a model of our own. Raises NotImplementedError where the family has no
         such model.
       weights: of the blocks of a model.
+      embedding: name of its tensor, behind the prefix.
     """
 
     model_types: tuple[str, ...]
@@ -47,3 +48,4 @@ class Family:
     config: Callable[[Fields], ModelConfig]
     fields: Callable[[ModelConfig], dict[str, Any]]
     weights: Callable[[ModelConfig, Names], Iterator[Weight]]
+    embedding: str = "embed_tokens"

@@ -26,9 +26,15 @@ HEAD = "lm_head.weight"
 _SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
 
 
-def is_skipped(name: str) -> bool:
-    """Tells whether a tensor belongs to a part that our models do not have: images, or several tokens at once."""
-    return _SKIPPED.match(name) is not None
+def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> tuple[str, ...]:
+    """Names of the tensors of parts that our models do not have: of images, and of the prediction of several tokens.
+
+    The latter may be layers behind those of the decoder, as many as `num_nextn_predict_layers`.
+    """
+    more = described.fields.values.get("num_nextn_predict_layers") or 0
+    first, more = described.fields.size("num_hidden_layers"), more if isinstance(more, int) else 0
+    behind = tuple(f"{names.prefix}layers.{first + i}." for i in range(min(more, len(tensors))))
+    return tuple(name for name in tensors if _SKIPPED.match(name) or name.startswith(behind))
 
 
 def load_hf(
@@ -38,7 +44,7 @@ def load_hf(
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara or Kimi Linear.
+    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0.
 
     Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
     the largest one beside the model. A model for images and text is loaded as its language model; what it does not
@@ -67,7 +73,7 @@ def load_hf(
     names = names_of(described, tensors)
     config = config_of(described, dtype, tensors, names)
     config = dataclasses.replace(config, implementation=implementation)
-    skipped = tuple(name for name in tensors if is_skipped(name))
+    skipped = skipped_of(described, tensors, names)
     plan = weights_of(described.family, config, names)
     check_tensors(folder, plan, tensors, skipped)
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
@@ -117,7 +123,7 @@ def config_of(
             f"{where}: expected at most {largest} num_experts, as any tensor is long, got {experts}"
         )
     if config.tie_embeddings and _differ(
-        tensors.get(HEAD), tensors.get(f"{names.prefix}embed_tokens.weight")
+        tensors.get(HEAD), tensors.get(f"{names.prefix}{described.family.embedding}.weight")
     ):
         return dataclasses.replace(config, tie_embeddings=False)
     return config
@@ -133,7 +139,7 @@ def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
 def weights_of(family: Family, config: ModelConfig, names: Names) -> list[Weight]:
     """All weights of a model."""
     shape = (config.vocab_size, config.hidden_size)
-    weights = [same(f"{names.prefix}embed_tokens.weight", "embedding", *shape)]
+    weights = [same(f"{names.prefix}{family.embedding}.weight", "embedding", *shape)]
     weights += family.weights(config, names)
     weights.append(same(f"{names.prefix}norm.weight", "norm.weight", config.hidden_size))
     if not config.tie_embeddings:

@@ -47,7 +47,8 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
 
     A loaded model is written in the layout that was read, with the tensors that it does not use and the tokenizer
     copied from there. A model of our own is written as the family that has such models: Qwen3.5, Qwen3-Next,
-    OLMo-Hybrid, Lara or Kimi Linear. Tensors are written one by one, under a temporary name until all are there.
+    OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0. Tensors are written one by one, under a temporary name until all are
+    there.
 
     Args:
       model: a language model with attention layers.

@@ -16,7 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.fields import Positive
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
-from gdn_jax.hf.load import check_tensors, config_of, is_skipped, names_of, weights_of
+from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, title
@@ -101,9 +101,9 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
     tensors = read_tensors(path)
     names = names_of(described, tensors)
     config = config_of(described, None, tensors, names)
-    skipped = [name for name in tensors if is_skipped(name)]
-    check_tensors(path, weights_of(described.family, config, names), tensors, tuple(skipped))
-    return f"{path}: {found['model_type']}", config, skipped, None
+    skipped = skipped_of(described, tensors, names)
+    check_tensors(path, weights_of(described.family, config, names), tensors, skipped)
+    return f"{path}: {found['model_type']}", config, [*skipped], None
 
 
 def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
