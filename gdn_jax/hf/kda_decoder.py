@@ -181,7 +181,7 @@ def _kda_weights(
     filters = {f"{tensors}.{name}_conv1d.weight": width for name in "qkv"}
     yield convolution(filters, f"{params}.conv_weight", config.conv_size)
     found, written = names.found.get(f"{tensors}.A_log"), tuple(H if n < 0 else n for n in spelling.A_log)
-    rates = found if found in ((H,), (1, 1, H, 1)) else written
+    rates = next((shape for shape in ((H,), (1, 1, H, 1)) if shape == found), written)
     yield reshaped(f"{tensors}.A_log", f"{params}.A_log", rates, (H,))
     yield reshaped(f"{tensors}.dt_bias", f"{params}.dt_bias", (width,), (H, K))
     yield same(f"{tensors}.o_norm.weight", f"{params}.o_norm.weight", K)
