@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format gpu-test faults fuzz clean
+.PHONY: demo test test-all lint format gpu-test faults fuzz release clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
@@ -27,6 +27,10 @@ faults: $(VENV)/test.done
 # Random legal calls against the oracle and random illegal ones; FUZZ="--seed 3 --legal 100" for another campaign.
 fuzz: $(VENV)/test.done
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
+
+# Builds dist/ and tries the wheel in an environment of its own; RELEASE="--python python3.13 --with jax==0.11.2".
+release: $(VENV)/release.done
+	$(BIN)/python tests/release/run.py $(RELEASE)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

@@ -100,8 +100,7 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
         raise Usage(f"expected a command {names}, got {command} (see gdn --help)")
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        install = "install them from a clone of gdn-jax, in its folder, with: pip install -e '.[experiments]'"
-        raise RunError(f"{', '.join(missing)} not found; {install}")
+        raise RunError(f"{', '.join(missing)} not found; install with: pip install 'gdn-jax[experiments]'")
     module, run = _COMMANDS[command]
     importlib.import_module(module)
     begins()
