@@ -59,7 +59,7 @@ def commands(python: str, gdn: str, minutes: float) -> Iterator[list[str]]:
     yield [gdn, "train", "bytes", "--max-minutes", f"{minutes}", "--out", "run"]
     yield [gdn, "train", "bytes", "--resume", "--max-minutes", f"{minutes / 4}", "--out", "run"]
     yield [gdn, "generate", "run", "--prompt", "def ", "--tokens", "40"]
-    yield [gdn, "eval", "run", "--val-bytes", "4096"]
+    yield [gdn, "eval", "run", "--data", "run/metrics.jsonl"]
     yield [gdn, "train", "bytes", *TINY.split(), "--out", "tiny"]
     yield [python, "-c", SAVE]
     yield [gdn, "generate", "checkpoint", "--prompt", "def ", "--tokens", "8"]
@@ -104,7 +104,7 @@ def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float,
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     run([python, "-m", "venv", "env"], folder, environment)
     own, gdn = (str(folder / "env" / "bin" / name) for name in ("python", "gdn"))
-    install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [own, "-m", "pip", "install", "-qqq", "--disable-pip-version-check"]
     run([*install, str(wheel), *requirements], folder, environment)
     (place := folder / "empty").mkdir()
     alone = environment | {"HOME": str(folder), "PYTHONNOUSERSITE": "1"}
@@ -112,6 +112,7 @@ def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float,
     run([own, "-c", QUICKSTART], place, alone)
     # The line of the command's message where the extra is missing: what is installed satisfies the name.
     run([*install, "gdn-jax[experiments]", *requirements], folder, environment)
+    run([*install, f"{wheel}[hf]", *requirements], folder, environment)
     for words in commands(own, gdn, minutes):
         run(words, place, alone)
 
