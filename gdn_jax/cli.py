@@ -37,6 +37,7 @@ USAGE = """usage: gdn COMMAND ...
          parity        parity of the bits so far, at lengths beyond training
          permutation   product of the permutations so far, at lengths beyond training
          copy          repeating a sequence
+         palindrome    repeating a sequence backwards
          stack         what is popped off several stacks
 
 Every command has --help. gdn --version prints the version.
@@ -155,10 +156,10 @@ def _generate(argv: list[str]) -> int:
 def _info(argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.inspect.info import InfoOptions, info
+    from gdn_jax.inspect.info import ABOUT, InfoOptions, info
 
     path, rest = _on_run("info", argv)
-    options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), InfoOptions.__doc__)
+    options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), ABOUT)
     return info(path, options, Console())
 
 

@@ -247,7 +247,9 @@ def test_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tyro" else object())
     assert cli.main(["train", "bytes"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "tyro not found" in error and "pip install 'gdn-jax[experiments]'" in error
+    assert (
+        error.count("\n") == 1 and "tyro not found" in error and "pip install 'gdn-jax[experiments]'" in error
+    )
 
 
 INTERRUPTED = """

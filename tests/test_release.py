@@ -23,7 +23,13 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = package.copy_tracked(
-        folder / "source", *package.PACKAGES, package.MODULE, "pyproject.toml", "setup.py", "README.md", "LICENSE"
+        folder / "source",
+        *package.PACKAGES,
+        package.MODULE,
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
     )
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)], cwd=source, capture_output=True, text=True
@@ -43,7 +49,7 @@ def test_the_description_reaches_nothing_that_only_the_repository_has(wheel):
     page = package.description(wheel[1])
     assert package.paths_in(README) and not package.paths_in(page)
     assert re.findall(r"https?://[^)\s]+", page) == re.findall(r"https?://[^)\s]+", README)
-    assert page.count("```") == README.count("```") and "docs/performance.md" in page
+    assert page.count("```") == README.count("```") and "docs/map.md" in page
     assert wheel[1]["Description-Content-Type"] == "text/markdown"
 
 
@@ -65,5 +71,7 @@ def test_the_readme_is_short_and_names_what_there_is():
 
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")], ids=lambda path: path.name)
 def test_links_of_pages_lead_somewhere(path):
-    broken = [to for to in package.paths_in(path.read_text()) if not (path.parent / to.split("#")[0]).exists()]
+    broken = [
+        to for to in package.paths_in(path.read_text()) if not (path.parent / to.split("#")[0]).exists()
+    ]
     assert not broken

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import re
+import shutil
+import textwrap
 from typing import Any
 
 
@@ -43,7 +45,13 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
             )
     except SystemExit as stop:
         if not stop.code:
-            print(plain.getvalue(), end="")
+            width = shutil.get_terminal_size().columns
+            print(*(_wrapped(line, width) for line in plain.getvalue().splitlines()), sep="\n")
             raise Help from None
         _, message, *_ = re.split(r"\n *-+ *\n", plain.getvalue())
         raise Usage(f"{' '.join(message.split())} (see {prog} --help)") from None
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Breaks a line of text between words; the lines of a table of options, which are indented, stay."""
+    return line if line.startswith(" ") else textwrap.fill(line, width, break_on_hyphens=False)

@@ -19,7 +19,7 @@ from gdn_jax.training.steps import Sums
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """The text, and how much of it is scored."""
+    """Bits per byte of a text under the model of a run of the task bytes."""
 
     data: Path | None = None
     """File or folder, all of which is new to the model if the number is to mean anything."""

@@ -30,7 +30,7 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """The prompt, and how to draw what follows it."""
+    """Text that continues a prompt, by the model of a run or of a Hugging Face checkpoint."""
 
     prompt: str = ""
     """Text to continue, any bytes. The model of a run may begin with none: then it writes a new file."""

@@ -29,12 +29,16 @@ from gdn_jax.training.steps import compute_dtype
 
 @dataclasses.dataclass(frozen=True)
 class InfoOptions:
-    """The sequences that costs are computed for."""
+    """Layers, parameters, cache and costs of a checkpoint, of the model of a run or of a preset."""
 
     context: Annotated[int, Positive] = 32768
     """Tokens of a sequence."""
     batch: Annotated[int, Positive] = 1
     """Sequences side by side, each with a cache."""
+
+
+ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."
+"""What --help says."""
 
 
 def info(path: Path, options: InfoOptions, console: Console) -> int:

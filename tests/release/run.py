@@ -46,7 +46,9 @@ from gdn_jax.hf import save_hf
 from gdn_jax.training.load import load_run
 save_hf(load_run("tiny").model, "checkpoint")
 """
-TINY = "--model hybrid --steps 2 --length 32 --hidden-size 32 --num-layers 4 --val-bytes 1024 --sample-bytes 4"
+TINY = (
+    "--model hybrid --steps 2 --length 32 --hidden-size 32 --num-layers 4 --val-bytes 1024 --sample-bytes 4"
+)
 
 
 class Failed(Exception):
@@ -59,7 +61,7 @@ def commands(python: str, gdn: str, minutes: float) -> Iterator[list[str]]:
     yield [gdn, "train", "bytes", "--max-minutes", f"{minutes}", "--out", "run"]
     yield [gdn, "train", "bytes", "--resume", "--max-minutes", f"{minutes / 4}", "--out", "run"]
     yield [gdn, "generate", "run", "--prompt", "def ", "--tokens", "40"]
-    yield [gdn, "eval", "run", "--data", "run/metrics.jsonl"]
+    yield [gdn, "eval", "run", "--data", os.__file__, "--val-bytes", "4096"]
     yield [gdn, "train", "bytes", *TINY.split(), "--out", "tiny"]
     yield [python, "-c", SAVE]
     yield [gdn, "generate", "checkpoint", "--prompt", "def ", "--tokens", "8"]
@@ -72,7 +74,13 @@ def run(words: list[str], folder: Path, environment: dict[str, str] | None = Non
     """Runs a command and shows its last line; raises with its whole output if it fails."""
     start = time.perf_counter()
     done = subprocess.run(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        words,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     shown = " ".join([Path(words[0]).name, *(word for word in words[1:] if "\n" not in word)])
     if done.returncode:
@@ -101,7 +109,9 @@ def build(folder: Path) -> list[Path]:
 
 def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float, folder: Path) -> None:
     """Installs a wheel into a new environment and runs what a user runs first."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
     run([python, "-m", "venv", "env"], folder, environment)
     own, gdn = (str(folder / "env" / "bin" / name) for name in ("python", "gdn"))
     install = [own, "-m", "pip", "install", "-qqq", "--disable-pip-version-check"]
@@ -120,7 +130,9 @@ def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float,
 def main() -> int:
     """Rehearses a release; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to try the wheel with")
+    parser.add_argument(
+        "--python", nargs="+", default=[sys.executable], help="interpreters to try the wheel with"
+    )
     parser.add_argument("--with", nargs="+", default=[], dest="requirements", help="installed with the wheel")
     parser.add_argument("--minutes", type=float, default=0.5, help="of the training run")
     parser.add_argument("--out", type=Path, default=Path("dist"), help="folder of what passed")
