@@ -38,7 +38,7 @@ class InfoOptions:
 
 
 ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."
-"""What --help says."""
+"""The text above the options in --help."""
 
 
 def info(path: Path, options: InfoOptions, console: Console) -> int:
