@@ -98,8 +98,8 @@ def gated_delta_rule(
         sequence may be empty (its state passes through); tokens past cu[-1] are padding with output 0. Given as a
         NumPy array (or a JAX array that is not traced) the GPU kernels split their work by the true lengths.
       segment_ids: [B, T] integers; the state starts from zero at every change of id. The initial state feeds the
-        first segment and the final state belongs to the last one. Exclusive with cu_seqlens. A NaN reaches the other
-        segments of its row; with cu_seqlens it stays in its sequence.
+        first segment and the final state belongs to the last one. Exclusive with cu_seqlens. A NaN stays in its
+        segment in the plain forms; in the kernels it reaches other segments of its row.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6).
       state_layout: "kv" for states [K, V], "vk" for [V, K] (FlashInfer's k-last, fla's `state_v_first`).
       chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent"; on a CPU the chunked form computes

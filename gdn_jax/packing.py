@@ -1,16 +1,14 @@
 """Packed rows turned into chunks: where each chunk of each sequence lies, and how tokens move there and back.
 
-Two forms of packing exist. `segment_ids` needs no table: a change of id is a gate of -inf, so the state
-starts from zero there. `cu_seqlens` gives every sequence chunks of its own, so that all chunks start at
-the start of a sequence or right after another chunk of it; tokens a chunk does not own are masked.
+Of the two forms of packing `segment_ids` needs no table (see `segments`). `cu_seqlens` gives every sequence chunks of
+its own, so that all chunks start at the start of a sequence or right after another chunk of it; tokens a chunk does
+not own are masked.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-from gdn_jax.shapes import changes_segment
 
 
 class PackedChunks(NamedTuple):
@@ -98,11 +96,6 @@ def scatter_chunks(x: Float[Array, "L 1 C *D"], table: PackedChunks) -> Float[Ar
     """Inverse of `gather_chunks`; tokens that belong to no sequence are 0."""
     is_token = table.is_token.reshape(table.is_token.shape + (1,) * (x.ndim - 3))
     return jnp.where(is_token, x[table.chunk_of_token, 0, table.row_of_token], 0)[None]
-
-
-def reset_at_segments(g: Float[Array, "B T HO"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T HO"]:
-    """Sets the log decay to -inf, a full reset, at every token whose segment differs from the one before."""
-    return jnp.where(changes_segment(segment_ids)[..., None], -jnp.inf, g)
 
 
 def row_to_chunks(x: Float[Array, "B T *D"], C: int) -> Float[Array, "L B C *D"]:

@@ -135,6 +135,13 @@ def check_array(name: str, x: object, shape: tuple[int | None, ...], letters: st
         _fail(name, f"shape [{letters}] = [{want}]", list(got))
 
 
+def check_numbers(name: str, shape: tuple[Any, ...]) -> None:
+    """Raises ValueError unless every size is a number, not a symbol of `jax.export`."""
+    if not all(isinstance(size, int) for size in shape):
+        got = f"[{', '.join(map(str, shape))}]"
+        _fail(name, "sizes that are numbers (of jax.export's symbols a batch alone may be one)", got)
+
+
 def check_channels(name: str, x: Any, shape: tuple[int | None, ...], width: int, letters: str) -> None:
     """Raises ValueError unless x is a floating array of one number a head [*shape], or a channel [*shape, width].
 
@@ -225,6 +232,8 @@ def rule_dims(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_array(name, x, (None,) * 4, "B, T, heads, width")
         check_floating(name, x)
+    for name, x in (("k", k), ("v", v), ("q", q)):
+        check_numbers(name, x.shape[1:])
     B, T, Hq, K = q.shape
     check_array("k", k, (B, T, None, K), "B, T, Hk, K")
     check_array("v", v, (B, T, None, None), "B, T, HV, V")
@@ -261,6 +270,7 @@ def check_packing(B: int, T: int, cu_seqlens: Any, segment_ids: Any) -> int:
     if cu_seqlens is None:
         return B
     check_array("cu_seqlens", cu_seqlens, (None,), "N + 1")
+    check_numbers("cu_seqlens", cu_seqlens.shape)
     check_integer("cu_seqlens", cu_seqlens)
     if B != 1:
         _fail("cu_seqlens", "packed rows with B = 1", f"B = {B}")

@@ -4,13 +4,14 @@ The forms themselves, `reference.recurrent_rule` and `chunked.chunked_rule`, tak
 states [K, V]. What stands between them and a call is here, and nothing else.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax import chunked, gates, packing, reference
+from gdn_jax import chunked, gates, reference, segments
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
     AnyStates,
@@ -38,16 +39,15 @@ def rule(call: Call, x: RuleArrays, scale: Scale) -> tuple[Outputs, AnyStates]:
     if call.use_qk_l2norm:
         q, k = gates.l2norm(q), gates.l2norm(k)
     g, beta = _full_gates(max(q.shape[2], v.shape[2]), q, x.g, x.beta, x.initial_state)
-    if x.segment_ids is not None:
-        g = packing.reset_at_segments(g, x.segment_ids)
     h_0 = x.initial_state
     if h_0 is not None:
         h_0 = kv(h_0.astype(g.dtype), call.state_layout)
-    options = dict(scale=traced(scale), cu_seqlens=x.cu_seqlens)
-    if call.implementation == "recurrent":
-        o, final = reference.recurrent_rule(q, k, v, g, beta, h_0, **options)
-    else:
-        o, final = chunked.chunked_rule(q, k, v, g, beta, h_0, chunk_size=call.chunk_size, **options)
+    form = partial(reference.recurrent_rule, scale=traced(scale), cu_seqlens=x.cu_seqlens)
+    if call.implementation != "recurrent":
+        options = dict(scale=traced(scale), cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+        form = partial(chunked.chunked_rule, **options)
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=h_0)
+    o, final = segments.within(form, x.segment_ids, segments.OF_ROWS, **arrays)
     return o.astype(v.dtype), kv(final, call.state_layout)
 
 
@@ -71,13 +71,13 @@ def chunk_states(call: Call, x: RuleArrays) -> Float[Array, "B L HO _ _"]:
     HO = next((y.shape[2] for y in (x.g, x.beta) if y is not None), max(x.k.shape[2], x.v.shape[2]))
     k = gates.l2norm(x.k) if call.use_qk_l2norm else x.k
     g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
-    if x.segment_ids is not None:
-        g = packing.reset_at_segments(g, x.segment_ids)
     h_0 = x.initial_state
     if h_0 is not None:
         h_0 = kv(h_0.astype(g.dtype), call.state_layout)
-    options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-    return kv(chunked.chunk_states_of(k, x.v, g, beta, h_0, **options), call.state_layout)
+    form = partial(chunked.chunk_states_of, cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+    owners = segments.of_chunks(k.shape[1], call.chunk_size)
+    states = segments.within(form, x.segment_ids, owners, k=k, v=x.v, g=g, beta=beta, initial_state=h_0)
+    return kv(states, call.state_layout)
 
 
 def traced(scale: Scale) -> Scale:

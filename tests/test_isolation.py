@@ -1,4 +1,4 @@
-"""A NaN or an infinity of one packed sequence stays in it: the others keep every bit, in both directions.
+"""A NaN or an infinity of one packed sequence or segment stays in it: the others keep every bit, in both directions.
 
 In its own sequence it is seen: nothing replaces it by a number.
 """
@@ -14,8 +14,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from serving_cases import assert_same_bits
 
-from gdn_jax import chunk_states, chunked, gated_delta_product, serving
+from gdn_jax import chunk_states, chunked, delta_chunk_states, delta_rule, gated_delta_product, serving
 from gdn_jax.checks import cases
+from gdn_jax.rules import linear
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
@@ -240,3 +241,62 @@ def test_tokens_of_requests(kind, bad):
             np.testing.assert_array_equal(a[[0, 2]], b[[0, 2]], f"array {n}")
         other = np.setdiff1d(np.arange(len(clean[2])), slots[1])
         np.testing.assert_array_equal(clean[2][other], got[2][other], f"array {n}")
+
+
+def runs_of(ids: np.ndarray) -> np.ndarray:
+    """Number of each token's segment, counted from 0 in every row."""
+    return np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, 1)
+
+
+@bad_numbers
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_segments(implementation, bad):
+    """The first, an inner and the last segment of a row, with one bad number in each array in turn."""
+    case = cases.CASES["segments"]
+    x = cases.inputs(case)
+    assert x.segment_ids is not None
+    clean, runs = harness.evaluate(implementation, case.options, x), runs_of(x.segment_ids)
+    for row, victim in ((0, 1), (0, 3), (1, 0)):
+        mine = (np.arange(len(runs))[:, None] == row) & (runs == victim)
+        is_first, is_last = victim == 0, bool(victim == runs[row, -1])
+        names = (*TOKENS, *("initial_state",) * is_first, *("dh_T",) * is_last)
+        for name in names:
+            y = getattr(x, name).copy()
+            part = y[row, np.flatnonzero(mine[row])[-1]] if name in TOKENS else y[row]
+            part[..., -1] = bad
+            got = harness.evaluate(implementation, case.options, x._replace(**{name: y}))
+            for result, a in clean.items():
+                touched = {"final_state": is_last, "dh_0": is_first}.get(result)
+                others = ~mine if touched is None else (np.arange(len(runs)) != row) | (not touched)
+                np.testing.assert_array_equal(a[others], got[result][others], f"{result}, {name}, {victim}")
+            seen = got["dq" if name in ("do", "dh_T") else "o"]
+            assert np.isnan(seen[mine]).all(), f"{name} of segment {victim}: not seen"
+
+
+def test_segments_of_other_operations():
+    """States of chunks, gates of each channel and a rule without a correction; tangents too."""
+    rng, ids = np.random.default_rng(0), jnp.asarray(np.repeat([[3, 1, 3]], [9, 12, 14], 1))
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 35, 2, D), np.float32) / 2) for D in (4, 4, 3))
+    g = -jnp.asarray(rng.uniform(size=k.shape).astype(np.float32))
+    spoilt, mine = v.at[0, 10, 1, 1].set(jnp.nan), runs_of(np.asarray(ids))[0] == 1
+    chunks = dict(segment_ids=ids, chunk_size=16)
+
+    def outputs(v):
+        mean = g.mean(-1)
+        by_rows = dict(initial_state=None, segment_ids=ids)
+        return delta_rule(q, k, v, g, **chunks)[0], linear.rows(q, k, v, mean, mean, **by_rows)[0]
+
+    def states(v):
+        return chunk_states(k, v, g.mean(-1), **chunks), delta_chunk_states(k, v, g, **chunks)
+
+    tangent = jax.jit(lambda v, t: jax.jvp(outputs, (v,), (t,))[1])
+    for clean, got in (
+        *zip(jax.jit(outputs)(v), jax.jit(outputs)(spoilt), strict=True),
+        *zip(tangent(v, v), tangent(v, spoilt), strict=True),
+    ):
+        np.testing.assert_array_equal(clean[:, ~mine], got[:, ~mine])
+        assert np.isnan(got[:, mine]).all()
+    # The states before tokens 0, 16 and 32: the second one is of the segment with the NaN.
+    for clean, got in zip(jax.jit(states)(v), jax.jit(states)(spoilt), strict=True):
+        np.testing.assert_array_equal(clean[:, ::2], got[:, ::2])
+        assert np.isnan(got[:, 1]).all()

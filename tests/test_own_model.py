@@ -1,5 +1,6 @@
 """The page on models of one's own: its code runs, and what it says does not work does not."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gdn_jax import gated_delta_rule, log_decay
+from gdn_jax import delta_rule, gated_delta_rule, log_decay
+from pallas_kernels.device import launch
 
 PAGE = Path(__file__).parent.parent / "docs" / "own_model.md"
 
@@ -23,14 +25,34 @@ def test_the_page_runs():
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "page"})
 
 
+def exported(operation, shapes, dtype=jnp.float32, **arrays):
+    """The shapes that come out of an operation that is exported for arguments of those shapes."""
+    tokens = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    program = jax.export.export(jax.jit(operation))(*tokens, **arrays)
+    return [str(y.shape) for y in program.out_avals]
+
+
+def sizes(B, T):
+    return [(B, T, 1, 4), (B, T, 1, 4), (B, T, 2, 4), (B, T, 2), (B, T, 2)]
+
+
 @pytest.mark.usefixtures("no_type_checks")
-def test_a_symbolic_batch_is_exported():
+def test_a_symbolic_batch_is_exported(monkeypatch):
+    """By the plain forms, on a GPU too; other symbols are refused."""
     (b,) = jax.export.symbolic_shape("b")
-    shapes = ((b, 9, 1, 4), (b, 9, 1, 4), (b, 9, 2, 4), (b, 9, 2), (b, 9, 2))
-    program = jax.export.export(jax.jit(gated_delta_rule))(
-        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
-    )
-    assert [str(y.shape) for y in program.out_avals] == ["(b, 9, 2, 4)", "(b, 2, 4, 4)"]
+    ids = dict(segment_ids=jax.ShapeDtypeStruct((b, 9), jnp.int32))
+    for arrays in ({}, ids):
+        assert exported(gated_delta_rule, sizes(b, 9), **arrays) == ["(b, 9, 2, 4)", "(b, 2, 4, 4)"]
+    with pytest.raises(ValueError, match=r"k: expected sizes that are numbers .*, got \[b, 1, 4\]"):
+        exported(gated_delta_rule, sizes(2, b))
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected sizes that are numbers .*, got \[b\]"):
+        exported(gated_delta_rule, sizes(1, 9), cu_seqlens=jax.ShapeDtypeStruct((b,), jnp.int32))
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    assert exported(gated_delta_rule, sizes(b, 9), jnp.bfloat16)[0] == "(b, 9, 2, 4)"
+    for operation in (gated_delta_rule, delta_rule):
+        named = functools.partial(operation, implementation="mosaic_gpu")
+        with pytest.raises(NotImplementedError, match=r"B is the symbol b of jax\.export"):
+            exported(named, sizes(b, 9), jnp.bfloat16)
 
 
 TABULATES = """

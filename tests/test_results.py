@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdn_jax.findings import claims, verdicts
-from gdn_jax.findings.pages import Pages
+from gdn_jax.findings.pages import OLDER, Pages
 from gdn_jax.findings.records import Results
 from gdn_jax.findings.verdicts import Outcome
 from gdn_jax.findings.words import PLACE
@@ -45,6 +45,21 @@ def test_pages_are_what_is_generated():
     assert {*pages()} == {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.md")} - {
         f"{name}/table.md" for name in RUNS.names
     }
+
+
+def test_every_sweep_names_its_commit():
+    """In its runs, or, where they are older than such names, beside them; their tables say so then."""
+    named = "\n".join(text for name, text in pages().items() if name.startswith("tasks/"))
+    older = 0
+    for name in RUNS.names:
+        config, lines = RUNS.folder(name)
+        commits = {line.get("commit") for line in lines} | {config.get("stored_in")}
+        assert None in commits and len(commits) > 1, name
+        assert all(re.fullmatch(r"[0-9a-f]{7,40}\+?", commit) for commit in commits - {None}), name
+        said = f"[figure](../{name}/figure.png). {OLDER}"
+        assert (said in named) == ("stored_in" in config), name
+        older += "stored_in" in config
+    assert older == pages()["protocol.md"].count("| until `")
 
 
 def test_the_page_is_short():

@@ -1,11 +1,12 @@
 """The family's operations in plain JAX: arguments as callers give them, brought to the two forms and back."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gdn_jax import gates, packing
+from gdn_jax import gates, segments
 from gdn_jax.family import chunked, definition
 from gdn_jax.family.arrays import Arrays
 from gdn_jax.shapes import accumulation_dtype, split_heads
@@ -16,12 +17,12 @@ def rule(call: Call, x: Arrays, scale: float | jax.Array) -> tuple[jax.Array, ja
     """`delta_rule` by the form that the call names."""
     q, k = _normalised(call, x.q, x.k)
     g, erase, write, h_0 = _prepared(call, x)
-    arrays = q, k, x.v, g, erase, write, h_0
-    if call.implementation == "recurrent":
-        o, final = definition.recurrent_rule(*arrays, scale=traced(scale), cu_seqlens=x.cu_seqlens)
-    else:
-        options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-        o, final = chunked.chunked_rule(*arrays, scale=traced(scale), **options)
+    form = partial(definition.recurrent_rule, scale=traced(scale), cu_seqlens=x.cu_seqlens)
+    if call.implementation != "recurrent":
+        options = dict(scale=traced(scale), cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+        form = partial(chunked.chunked_rule, **options)
+    arrays = dict(q=q, k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)
+    o, final = segments.within(form, x.segment_ids, segments.OF_ROWS, **arrays)
     return o.astype(x.v.dtype), kv(final, call.state_layout)
 
 
@@ -41,8 +42,10 @@ def chunk_states(call: Call, x: Arrays) -> jax.Array:
     """`delta_chunk_states`; q is not read."""
     (k,) = _normalised(call, x.k)
     g, erase, write, h_0 = _prepared(call, x)
-    options = dict(cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
-    return kv(chunked.chunk_states_of(k, x.v, g, erase, write, h_0, **options), call.state_layout)
+    form = partial(chunked.chunk_states_of, cu_seqlens=x.cu_seqlens, chunk_size=call.chunk_size)
+    owners = segments.of_chunks(k.shape[1], call.chunk_size)
+    arrays = dict(k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)
+    return kv(segments.within(form, x.segment_ids, owners, **arrays), call.state_layout)
 
 
 def _normalised(call: Call, *arrays: jax.Array) -> list[jax.Array]:
@@ -56,8 +59,6 @@ def _prepared(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array, jax.Array, j
     shape = (*x.k.shape[:2], HO)
     g = jnp.zeros_like(x.k, dtype, shape) if x.g is None else x.g.astype(dtype)
     g = g if g.ndim == 4 else g[..., None]
-    if x.segment_ids is not None:
-        g = jax.vmap(packing.reset_at_segments, (3, None), 3)(g, x.segment_ids)
     g = jnp.broadcast_to(g, (*shape, x.k.shape[3]))
     erase, write = (_strength(y, x.k, dtype, shape) for y in (x.erase, x.write))
     h_0 = None if x.initial_state is None else kv(x.initial_state.astype(dtype), call.state_layout)

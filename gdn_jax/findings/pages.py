@@ -9,6 +9,8 @@ from gdn_jax.findings.verdicts import NOT_TESTED, Outcome, compare
 from gdn_jax.findings.words import Words
 from gdn_jax.training.mixers import MIXERS
 
+OLDER = "A seed draws other weights since these runs, so their command gives other numbers today."
+
 
 class Pages:
     """Makes the pages of a folder of results.
@@ -116,9 +118,8 @@ class Pages:
             if not line.startswith("|"):
                 break
             rows.append(line)
-        return (
-            "\n".join(rows) + f"\n\nAll of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
-        )
+        said = f"All of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
+        return "\n".join(rows) + f"\n\n{said}" + ("" if self.results.commits(name) else f" {OLDER}")
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""
@@ -146,16 +147,19 @@ class Pages:
             config, lines = self.results.folder(name)
             seconds = sum(line["wall"]["seconds"] for line in lines)
             device = config["versions"]["device"]
+            commits = self.results.commits(name)
+            made = ", ".join(f"`{x}`" for x in commits) if commits else f"until `{config['stored_in']}`"
             rows.append(
                 [
                     f"[{name}]({name}/table.md)",
                     f"`{config['command']}`",
                     device,
+                    made,
                     str(len(lines)),
                     f"{seconds:.0f}",
                 ]
             )
-        return table(["sweep", "command", "device", "runs", "seconds, added up"], rows)
+        return table(["sweep", "command", "device", "commit", "runs", "seconds, added up"], rows)
 
 
 def _source(claim: dict[str, Any], seen_only: bool = False) -> str:

@@ -50,6 +50,11 @@ class Results:
             self._read[name] = config, [json.loads(line) for line in lines]
         return self._read[name]
 
+    def commits(self, name: str) -> list[str]:
+        """The commits that the runs of a folder name, none where they are older than such names."""
+        found = {line.get("commit", "")[:7] for line in self.folder(name)[1]}
+        return sorted(found - {""})
+
     def matching(self, sweep: str) -> list[str]:
         """Folders that a sweep's name means."""
         return fnmatch.filter(self.names, sweep)

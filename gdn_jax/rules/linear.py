@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from gdn_jax import segments
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import no_gate
-from gdn_jax.packing import chunks_to_row, reset_at_segments, row_to_chunks
+from gdn_jax.packing import chunks_to_row, row_to_chunks
 from gdn_jax.shapes import (
     Keys,
     LogDecay,
@@ -90,8 +91,9 @@ def rows(
     segment_ids: SegmentIds | None,
 ) -> tuple[Outputs, Float[Array, "B HO K V"]]:
     """`gated_linear_attention` with a write strength, which belongs to the output head and is a factor of v."""
-    if segment_ids is not None:
-        g = reset_at_segments(jnp.zeros_like(beta) if g is None else g, segment_ids)
+    if segment_ids is not None and g is None:
+        g = jnp.zeros_like(beta)
     repeated = jnp.repeat(v, beta.shape[2] // v.shape[2], axis=2)
     written = (beta[..., None] * repeated).astype(v.dtype)
-    return gated_linear_attention(q, k, written, g, initial_state=initial_state)
+    arrays = dict(q=q, k=k, v=written, g=g, initial_state=initial_state)
+    return segments.within(gated_linear_attention, segment_ids, segments.OF_ROWS, **arrays)

@@ -71,6 +71,8 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
       chunk_size: as asked for.
       packed: whether cu_seqlens is given.
     """
+    if not isinstance(dims.B, int):
+        return f"B is the symbol {dims.B} of jax.export; the kernels are made for a number"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"q, k and v are {jnp.dtype(dtype).name}; the kernels take bfloat16 and float16"
     if chunk_size != CHUNK:

@@ -118,15 +118,27 @@ FAULTS = (
     ),
     Fault(
         "chunk_states ignores segment_ids",
-        """
-    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
-    if x.segment_ids is not None:
-""",
-        """
-    g, beta = _full_gates(HO, k, x.g, x.beta, x.initial_state)
-    if False:
-""",
+        "states = segments.within(form, x.segment_ids, owners, k=k",
+        "states = segments.within(form, None, owners, k=k",
         "tests/test_stages.py::test_chunk_states",
+    ),
+    Fault(
+        "a NaN of a segment enters the form of its row",
+        "arrays = {name: None if y is None else _enter_p.bind(y) for name, y in arrays.items()}",
+        "arrays = dict(arrays)",
+        "tests/test_isolation.py::test_segments_of_other_operations",
+    ),
+    Fault(
+        "a cotangent's NaN of a segment enters the form of its row",
+        "return _leave_p.bind(y) + ",
+        "return y + ",
+        "tests/test_isolation.py::test_segments",
+    ),
+    Fault(
+        "a tangent's NaN of a segment is replaced by a number",
+        "return jnp.sum(0 * x.astype(dtype), tuple(range(axes, x.ndim)))",
+        "return jnp.sum(jnp.where(jnp.isfinite(x), 0, jnp.nan).astype(dtype), tuple(range(axes, x.ndim)))",
+        "tests/test_isolation.py::test_segments_of_other_operations",
     ),
     Fault(
         "chunk_states ignores the norm",
@@ -462,8 +474,8 @@ FAULTS = (
     ),
     Fault(
         "the family ignores segment_ids",
-        "    if x.segment_ids is not None:\n        g = jax.vmap",
-        "    if False:\n        g = jax.vmap",
+        "arrays = dict(q=q, k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)\n    o, final = segments.within(form, x.segment_ids,",
+        "arrays = dict(q=q, k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)\n    o, final = segments.within(form, None,",
         "tests/test_family.py::test_chunked_form[segments]",
     ),
     Fault(
@@ -764,8 +776,8 @@ FAULTS = (
     ),
     Fault(
         "the first segment's keys reach the next",
-        "return jnp.where(changes_segment(segment_ids)[..., None], -jnp.inf, g)",
-        "return jnp.where(changes_segment(segment_ids)[..., None], -1.0, g)",
+        "g = jnp.where(jnp.expand_dims(starts, tuple(range(2, g.ndim))), -jnp.inf, g)",
+        "g = jnp.where(jnp.expand_dims(starts, tuple(range(2, g.ndim))), -1.0, g)",
         "tests/test_packing.py::test_segments_do_not_see_each_other",
     ),
 )
