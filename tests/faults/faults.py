@@ -474,8 +474,8 @@ FAULTS = (
     ),
     Fault(
         "the family ignores segment_ids",
-        "arrays = dict(q=q, k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)\n    o, final = segments.within(form, x.segment_ids,",
-        "arrays = dict(q=q, k=k, v=x.v, g=g, erase=erase, write=write, initial_state=h_0)\n    o, final = segments.within(form, None,",
+        "write=write, initial_state=h_0)\n    o, final = segments.within(form, x.segment_ids,",
+        "write=write, initial_state=h_0)\n    o, final = segments.within(form, None,",
         "tests/test_family.py::test_chunked_form[segments]",
     ),
     Fault(
