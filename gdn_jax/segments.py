@@ -63,21 +63,23 @@ def within(
       owners: tokens whose segments the results belong to, as an index of the axis T; a tree like the results.
       g, initial_state, tokens: the arrays that form takes.
     """
-    arrays = dict(tokens, g=g, initial_state=initial_state)
     if segment_ids is None or not segment_ids.shape[1]:
-        return form(**arrays)
+        return form(g=g, initial_state=initial_state, **tokens)
     assert g is not None
     starts = changes_segment(segment_ids)
     g = jnp.where(jnp.expand_dims(starts, tuple(range(2, g.ndim))), -jnp.inf, g)
     resets = jnp.isneginf(g)
-    arrays["g"] = jnp.where(resets, 0, g)
-    dtype = accumulation_dtype(*arrays.values())
-    taken = sum(_taken(y, 2, dtype) for name, y in arrays.items() if name != "initial_state")
+    g = jnp.where(resets, 0, g)
+    dtype = accumulation_dtype(g, initial_state, *tokens.values())
+    taken = _taken(g, 2, dtype)
+    for y in tokens.values():
+        taken = taken + _taken(y, 2, dtype)
     if initial_state is not None:
         taken = taken.at[:, 0].add(_taken(initial_state, 1, dtype))
-    arrays = {name: None if y is None else _enter_p.bind(y) for name, y in arrays.items()}
-    arrays["g"] = jnp.where(resets, -jnp.inf, arrays["g"])
-    results = form(**arrays)
+        initial_state = _enter_p.bind(initial_state)
+    g = jnp.where(resets, -jnp.inf, _enter_p.bind(g))
+    tokens = {name: _enter_p.bind(y) for name, y in tokens.items()}
+    results = form(g=g, initial_state=initial_state, **tokens)
 
     taken = jax.vmap(_over_segments)(taken, jnp.cumsum(starts.astype(jnp.int32), 1))
 

@@ -124,8 +124,8 @@ FAULTS = (
     ),
     Fault(
         "a NaN of a segment enters the form of its row",
-        "arrays = {name: None if y is None else _enter_p.bind(y) for name, y in arrays.items()}",
-        "arrays = dict(arrays)",
+        "tokens = {name: _enter_p.bind(y) for name, y in tokens.items()}",
+        "tokens = dict(tokens)",
         "tests/test_isolation.py::test_segments_of_other_operations",
     ),
     Fault(
