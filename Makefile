@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format gpu-test faults fuzz release clean
+.PHONY: demo test test-all lint format docs gpu-test faults fuzz release clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
@@ -40,6 +40,11 @@ lint: $(VENV)/test.done
 format: $(VENV)/test.done
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site of docs/, the notebooks and the docstrings. A warning, a dead link or anchor is an error.
+docs: $(VENV)/docs.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf $(VENV)

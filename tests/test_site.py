@@ -1,0 +1,169 @@
+"""The site, without the tools that build it: what the reference has, the figures, and the state page's arithmetic."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gdn_jax import delta_rule
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+ENTRIES = re.findall(
+    r"^::: ([\w.]+)$", "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md")), re.MULTILINE
+)
+PACKAGES = ("gdn_jax", "gdn_jax.layers", "gdn_jax.models", "gdn_jax.serving", "gdn_jax.hf", "gdn_jax.rules")
+MACHINERY = {"borders", "context_kernels", "context_plain", "prefix"}
+"""Modules of `gdn_jax.parallel` that its functions are made of; nobody calls them."""
+
+
+def load(path):
+    """A module of docs/, which is no package."""
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def body(module):
+    """The statements of a module, read and not imported."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text()).body
+
+
+def public_names(package):
+    lists = [x.value for x in body(package) if isinstance(x, ast.Assign) and x.targets[0].id == "__all__"]
+    return {f"{package}.{name}" for name in ast.literal_eval(lists[0])}
+
+
+def defined(module):
+    kinds = ast.FunctionDef | ast.ClassDef
+    names = [x.name for x in body(module) if isinstance(x, kinds)]
+    return {f"{module}.{name}" for name in names if not name.startswith("_")}
+
+
+def test_every_public_name_has_one_entry():
+    assert len(ENTRIES) == len(set(ENTRIES)), sorted(name for name in ENTRIES if ENTRIES.count(name) > 1)
+    wanted = set().union(*map(public_names, PACKAGES))
+    for path in (ROOT / "gdn_jax" / "parallel").glob("[!_]*.py"):
+        if path.stem not in MACHINERY:
+            wanted |= defined(f"gdn_jax.parallel.{path.stem}")
+    assert not wanted - set(ENTRIES), f"no entry in docs/reference: {sorted(wanted - set(ENTRIES))}"
+
+
+@pytest.mark.parametrize("name", ["rule.svg", "gain.svg"])
+def test_figures_are_those_of_the_script(name):
+    figures = load(DOCS / "figures.py").FIGURES
+    assert (DOCS / name).read_text() == figures[name](), "run python docs/figures.py"
+
+
+def test_docstrings_become_lists():
+    to_markdown = load(DOCS / "site" / "docstrings.py").to_markdown
+    text = "Says x * y.\n\n    S <- x\n\nArgs:\n  q, k: x [B],\n    `a * b`.\n  v: one.\n\nRaises:\n  TypeError: x."
+    assert to_markdown(text).split("\n") == [
+        "Says x \\* y.",
+        "",
+        "    S <- x",
+        "",
+        "",
+        "**Args**",
+        "",
+        "",
+        "- `q, k`: x \\[B\\],",
+        "    `a * b`.",
+        "- `v`: one.",
+        "",
+        "",
+        "",
+        "**Raises**",
+        "",
+        "",
+        "- `TypeError`: x.",
+        "",
+    ]
+
+
+def test_notebooks_become_pages():
+    notebooks = load(DOCS / "site" / "notebooks.py")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = notebooks.page(path)
+        names = notebooks.figures(path)
+        assert page.startswith("# ") and names
+        assert re.findall(r"notebook\]\((.*?)\)", page) == list(names)
+        assert all(png.startswith(b"\x89PNG") for png in names.values())
+
+
+# The state page. tests/data/state_page.json has tokens and what the page's function made of them;
+# `python tests/test_site.py` writes it again.
+EXAMPLE = ROOT / "tests" / "data" / "state_page.json"
+NODE = shutil.which("node")
+
+
+def states_of_the_page(tokens):
+    """The states [tokens][rule][K][V] that the JavaScript of docs/state.html makes, run by node."""
+    script = (DOCS / "state.html").read_text().split('<script id="gdn-rule">')[1].split("</script>")[0]
+    program = f"""{script}
+const tokens = {json.dumps(tokens)};
+const zeros = [[0, 0, 0], [0, 0, 0]];
+let states = [zeros, zeros];
+console.log(JSON.stringify(tokens.map(({{k, v, alpha, beta}}) => {{
+  states = [true, false].map((replaces, i) => gdnPhases(states[i], k, v, Math.log(alpha), beta, replaces)[2]);
+  return states;
+}})));"""
+    done = subprocess.run([NODE, "-e", program], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_state_page_is_the_rule():
+    """Against the definition, token by token: the gated delta rule, and linear attention, which erases nothing."""
+    example = json.loads(EXAMPLE.read_text())
+    tokens, states = example["tokens"], np.array(example["states"])
+    k, v, alpha, beta = (np.array([token[name] for token in tokens], np.float32) for name in tokens[0])
+    with np.errstate(divide="ignore"):
+        g = np.log(alpha)
+    k, v, g, beta = (jnp.repeat(x[None, :, None], 2, 0) for x in map(jnp.asarray, (k, v, g, beta)))
+    erase = beta * jnp.array([1.0, 0.0])[:, None, None]  # row 0 erases, row 1 does not
+    S = jnp.zeros((2, 1, 2, 3))
+    for t, expected in enumerate(states):
+        q, kt, vt, gt, et, wt = (x[:, t : t + 1] for x in (k, k, v, g, erase, beta))
+        _, S = delta_rule(q, kt, vt, gt, erase=et, write=wt, initial_state=S, implementation="recurrent")
+        np.testing.assert_allclose(S[:, 0], expected, atol=1e-6)
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_state_page_makes_the_example():
+    example = json.loads(EXAMPLE.read_text())
+    np.testing.assert_allclose(states_of_the_page(example["tokens"]), example["states"], atol=1e-12)
+
+
+def write_example():
+    """Twelve tokens of three keys, with decays and strengths from 0 to 1."""
+    rng = np.random.default_rng(0)
+    angles = rng.choice([0.0, 0.9, 1.6], 12)
+    tokens = [
+        {
+            "k": [float(np.cos(x)), float(np.sin(x))],
+            "v": rng.uniform(-1, 1, 3).round(2).tolist(),
+            "alpha": a,
+            "beta": b,
+        }
+        for x, a, b in zip(angles, [1, 0.9, 0.5, 1, 1, 0] * 2, [1, 0.5, 1, 0, 0.8, 1] * 2, strict=True)
+    ]
+    temporary = EXAMPLE.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"tokens": tokens, "states": states_of_the_page(tokens)}) + "\n")
+    temporary.replace(EXAMPLE)
+
+
+if __name__ == "__main__":
+    sys.exit(write_example())
