@@ -184,7 +184,13 @@ def _train(task: str, argv: list[str]) -> int:
         stored = options_lib.from_json(default, config["options"], options.run)
         options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
         options_lib.check(options)
-        options_lib.check_same(stored, options)
+        again = f"; a new run from its weights may differ: gdn train {task} --init-from {options.run.out}"
+        options_lib.check_same(stored, options, again)
+    elif options.run.init_from is not None:
+        config = _stored(task, options.run.init_from, "--init-from")
+        begun = options_lib.after(options_lib.from_json(default, config["options"], options.run))
+        options = _parse(options_lib.TrainOptions, begun, argv, f"gdn train {task}")
+        options_lib.check(options)
     from gdn_jax.training.train import train
 
     return train(options, Console())
@@ -235,13 +241,13 @@ def _reproduce(argv: list[str]) -> int:
     return reproduce(argv[0], options, Console(), shlex.join(["gdn", "reproduce", *argv]))
 
 
-def _stored(task: str, out: Path | None) -> dict[str, Any]:
-    """Reads config.json of the run to resume."""
+def _stored(task: str, out: Path | None, flag: str = "--resume") -> dict[str, Any]:
+    """Reads config.json of the run that an option names."""
     from gdn_jax.training.runs import RunFolder
 
     _, config = RunFolder.open(out)
     if config.get("task") != task:
-        raise RunError(f"--resume: expected a run of the task {task}, got {config.get('task')} in {out}")
+        raise RunError(f"{flag}: expected a run of the task {task}, got {config.get('task')} in {out}")
     return config
 
 

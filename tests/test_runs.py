@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from tiny_runs import TINY_TEXT, final_state, metrics, resume, train, tree
 
 from gdn_jax import cli
@@ -186,7 +188,9 @@ def test_existing_folder_is_not_touched(folder, finished, tmp_path, capsys):
 def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
     out, before = finished[0], tree(finished[0])
     assert resume(out, "--lr", "0.5") == 1
-    assert "--lr: expected 0.003 as in the run to resume, got 0.5" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--lr: expected 0.003 as in the run to resume, got 0.5; a new run" in error
+    assert f"gdn train bytes --init-from {out}" in error
     assert cli.main(["train", "recall", "--out", str(out), "--resume"]) == 1
     assert "expected a run of the task recall, got bytes" in capsys.readouterr().err
     name = text.load(folder).train_files[0]
@@ -198,6 +202,39 @@ def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
         (folder / name).write_bytes(content)
     assert "--resume: expected the data of the run" in capsys.readouterr().err
     assert tree(out) == before
+
+
+def test_a_run_begins_with_the_weights_of_another(finished, tmp_path, capsys):
+    """Its options are those of the other one, its batches are not; it resumes without the other one."""
+    first, out = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(finished[0], first)
+    more = ["train", "bytes", "--init-from", str(first), "--steps", "4", "--out"]
+    assert cli.main([*more, str(out)]) == 0
+    config, before = (json.loads((path / "config.json").read_text()) for path in (out, first))
+    assert config["init_from"] == {"run": str(first.resolve()), "step": 12}
+    assert config["options"] == before["options"] | {"steps": 4, "seed": 1}
+    lines = metrics(out)
+    assert lines[0]["loss"] < metrics(first)[0]["loss"]
+    shutil.rmtree(out / "checkpoints" / "4")
+    begun, weights = load_run(out), load_run(first)
+    assert begun.step == 0
+    for one, other in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (begun, weights)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    shutil.rmtree(first)
+    assert resume(out) == 0
+    assert metrics(out) == lines
+    capsys.readouterr()
+    for words, message in (
+        ([*more[:3], str(out), "--resume", "--out", str(out)], "--init-from: expected none with --resume"),
+        (
+            [*more[:3], str(out), "--hidden-size", "24", "--out", str(first)],
+            "kernel of shape (24, 1), got (16, 1)",
+        ),
+        ([*more[:3], str(first), "--out", str(first)], "expected a run folder, got"),
+    ):
+        assert cli.main(words) == 1 and not first.exists()
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and message in error, error
 
 
 def test_broken_configuration(tmp_path, capsys):

@@ -40,6 +40,9 @@ class RunOptions:
     """Run folder to create. Without it, a new folder runs/<task>-<number>."""
     resume: Annotated[bool, PerStart] = False
     """Continue the run in --out: its stored options are used, and a different one is an error."""
+    init_from: Annotated[Path | None, PerStart] = None
+    """Begin with the weights of this run, of the same task: a new run with a schedule of its own. Its options are the
+    defaults, but the seed is the next one, so that the batches are others."""
     seed: Annotated[int, Seed] = 0
     """Seed of the initial weights, the batches and the sample."""
     steps: Annotated[int, Positive] = 800
@@ -294,12 +297,20 @@ def check(options: TrainOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
     check_fields(options)
     run = options.run
+    if run.resume and run.init_from is not None:
+        fail("init_from", "none with --resume, which has weights of its own", run.init_from)
     if run.batch_size % run.accumulate:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
     options.model.check()
     options.task.check()
     if isinstance(options.task, TextOptions) and options.model.rule == "softmax_attention":
         fail("rule", "a rule with a recurrent state, through which the sample is written", options.model.rule)
+
+
+def after(options: TrainOptions) -> TrainOptions:
+    """Returns options of a run that begins with the weights of a run with these."""
+    seed = (options.run.seed + 1) % 2**32
+    return dataclasses.replace(options, run=dataclasses.replace(options.run, seed=seed))
 
 
 def check_fields(options: Any) -> None:
@@ -375,9 +386,9 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, kinds.get(hint, hint))
 
 
-def check_same(stored: Any, asked: Any) -> None:
-    """Raises RunError naming the first option in which a resumed run would differ from its past."""
+def check_same(stored: Any, asked: Any, advice: str = "") -> None:
+    """Raises RunError naming the first option in which a resumed run would differ from its past, with advice."""
     may_change, now = _marked(stored, MayChange), to_json(asked)
     for name, value in to_json(stored).items():
         if name not in may_change and now[name] != value:
-            raise RunError(f"{flag(name)}: expected {value} as in the run to resume, got {now[name]}")
+            raise RunError(f"{flag(name)}: expected {value} as in the run to resume, got {now[name]}{advice}")

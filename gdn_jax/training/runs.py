@@ -122,18 +122,18 @@ class RunFolder:
                     )
         return records
 
-    def rewind(self, step: int) -> None:
-        """Drops the lines after a step, and a torn one.
+    def rewind(self, step: int | None) -> None:
+        """Drops the lines after the step of a checkpoint, and a torn one.
 
         Raises:
-          RunError: there are lines and the step is 0: the checkpoints are gone, and all lines would be.
+          RunError: there are lines and no checkpoint (None): all lines would be gone.
         """
-        if step == 0 and (last := max((record["step"] for record in self.records()), default=0)):
+        if step is None and (last := max((record["step"] for record in self.records()), default=0)):
             raise RunError(
                 f"{self.checkpoints}: expected a checkpoint, as metrics.jsonl goes to step {last}, got none; "
                 f"bring the checkpoints back, or delete metrics.jsonl to begin again"
             )
-        self._metrics.write([record for record in self.records() if record["step"] <= step])
+        self._metrics.write([record for record in self.records() if record["step"] <= (step or 0)])
 
 
 def _check_name(what: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,10 +26,12 @@ from gdn_jax.commands.locks import owned
 from gdn_jax.commands.versions import versions
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.table import check_same_data, make_task
+from gdn_jax.tasks.task import Task
 from gdn_jax.training import curves, mixers, steps
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.compiled import keep_compiled
+from gdn_jax.training.load import load_run
 from gdn_jax.training.options import TrainOptions
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
@@ -96,7 +99,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
     if jax.process_count() > 1 and options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options.task, options.run.batch_size, options.run.seed)
-    trainer = Trainer.make(options, task, placement)
+    trainer, source = _begin(options, task, placement)
     config = {
         "task": options.task.task,
         "options": options_lib.to_json(options),
@@ -105,6 +108,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         "compute_dtype": steps.compute_dtype(options.model),
         "baselines": task.baselines(),
         "versions": versions(),
+        **source,
     }
     run = RunFolder.create(options.run.out, options.task.task)
     with owned(run.path):
@@ -113,13 +117,25 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         return _work(trainer, run, config["versions"], console)
 
 
+def _begin(
+    options: TrainOptions, task: Task, placement: Placement
+) -> tuple[Trainer, dict[str, dict[str, object]]]:
+    """Returns a trainer at step 0, and what config.json says of the run that its weights are from, if any."""
+    path = options.run.init_from
+    if path is None or options.run.resume:
+        return Trainer.make(options, task, placement), {}
+    first = load_run(path)
+    weights = nnx.state(first.model, nnx.Param)
+    trainer = Trainer.make(options, task, placement, weights)
+    return trainer, {"init_from": {"run": str(first.path.resolve()), "step": first.step}}
+
+
 def _follow(options: TrainOptions, placement: Placement) -> int:
     """Trains in another process: the same steps and checkpoints, and nothing else in the run folder."""
     if options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
-    trainer = Trainer.make(
-        options, make_task(options.task, options.run.batch_size, options.run.seed), placement
-    )
+    task = make_task(options.task, options.run.batch_size, options.run.seed)
+    trainer, _ = _begin(options, task, placement)
     processes.wait("the run is open")
     with tempfile.TemporaryDirectory() as scratch:
         run = RunFolder.follow(options.run.out, Path(scratch))
@@ -145,6 +161,9 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
                 for key, before in then.items():
                     if before != now.get(key):
                         say(f"note: {key} was {before}, is {now.get(key)}: numbers may differ")
+            elif o.init_from is not None:
+                trainer.save(store)  # so that the run can be resumed when the other one is gone
+                say(f"beginning with the weights of {o.init_from}")
             say(trainer.task.summary())
             dtype = steps.compute_dtype(trainer.options.model)
             say(
@@ -179,7 +198,7 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
 def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable[[str], None]) -> None:
     """Takes a run up where its last whole checkpoint left it; says what is not as it was."""
     damaged = trainer.restore(store)
-    run.rewind(trainer.step)
+    run.rewind(None if store.latest() is None else trainer.step)
     say(f"resuming {run.path} after step {trainer.step}")
     for step, reason in damaged.items():
         say(f"note: the checkpoint of step {step} is damaged, moved to {run.damaged / str(step)} ({reason})")

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.models.costs import count
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.batch import Batch
@@ -77,15 +77,27 @@ class Trainer:
     seconds: float = 0.0  # spent in the loop, over all resumptions
 
     @classmethod
-    def make(cls, options: TrainOptions, task: Task, placement: Placement | None = None) -> "Trainer":
+    def make(
+        cls,
+        options: TrainOptions,
+        task: Task,
+        placement: Placement | None = None,
+        weights: PyTree | None = None,
+    ) -> "Trainer":
         """Makes a trainer at step 0. Traces the step, so that an unusable configuration fails here.
 
+        Args:
+          options, task, placement: of the run.
+          weights: to begin with, the parameters of such a model; None: new ones.
+
         Raises:
-          RunError: the options do not make a model.
+          RunError: the options do not make a model, or not one of these weights.
         """
         memory.check_run(options, task.vocab_size)
         model = steps.make_model(options.model, task.vocab_size, options.run.seed)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        if weights is not None:
+            params = _instead(params, weights)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
         placement = placement or Placement()
         batch, accumulate = task.train_batch(1), options.run.accumulate
@@ -247,3 +259,21 @@ class Trainer:
         """Counts the values of the embedding where it only looks up, and is not the output projection too."""
         options = self.options.model
         return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size
+
+
+def _instead(params: PyTree, weights: PyTree) -> PyTree:
+    """Returns the weights in the structure of params.
+
+    Raises:
+      RunError: their names or shapes differ.
+    """
+    flat, structure = jax.tree.flatten_with_path(params)
+    wanted, got = (
+        {jax.tree_util.keystr(k, simple=True, separator=".").removesuffix(".value"): x for k, x in tree}
+        for tree in (flat, jax.tree.flatten_with_path(weights)[0])
+    )
+    for name in {**wanted, **got}:
+        shapes = [x[name].shape if name in x else "none" for x in (wanted, got)]
+        if shapes[0] != shapes[1]:
+            fail("init_from", f"weights of this model, with {name} of shape {shapes[0]}", shapes[1])
+    return jax.tree.unflatten(structure, [got[name] for name in wanted])
