@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -117,9 +118,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         return _work(trainer, run, config["versions"], console)
 
 
-def _begin(
-    options: TrainOptions, task: Task, placement: Placement
-) -> tuple[Trainer, dict[str, dict[str, object]]]:
+def _begin(options: TrainOptions, task: Task, placement: Placement) -> tuple[Trainer, dict[str, Any]]:
     """Returns a trainer at step 0, and what config.json says of the run that its weights are from, if any."""
     path = options.run.init_from
     if path is None or options.run.resume:
