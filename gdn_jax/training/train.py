@@ -101,7 +101,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options.task, options.run.batch_size, options.run.seed)
     trainer, source = _begin(options, task, placement)
-    config = {
+    config: dict[str, Any] = {
         "task": options.task.task,
         "options": options_lib.to_json(options),
         "data": task.describe(),
