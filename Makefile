@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format docs gpu-test faults fuzz release clean
+.PHONY: demo test test-all lint format docs gpu-test faults fuzz neighbours release clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
@@ -31,6 +31,11 @@ fuzz: $(VENV)/test.done
 # Builds dist/ and tries the wheel in an environment of its own; RELEASE="--python python3.13 --with jax==0.11.2".
 release: $(VENV)/release.done
 	$(BIN)/python tests/release/run.py $(RELEASE)
+
+# MaxText's own layer and tokamax's own operation with this rule inside, in environments of their own, which it fills
+# from the package index. NEIGHBOURS="tokamax" for one of them.
+neighbours: $(VENV)/test.done
+	$(BIN)/python tests/neighbours/run.py $(NEIGHBOURS)
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff format --check .

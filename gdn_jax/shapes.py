@@ -219,7 +219,7 @@ def rule_dims(
     g: jax.Array | jax.ShapeDtypeStruct | None,
     beta: jax.Array | jax.ShapeDtypeStruct | None,
     initial_state: jax.Array | jax.ShapeDtypeStruct | None,
-    cu_seqlens: jax.Array | jax.ShapeDtypeStruct | None,
+    cu_seqlens: jax.Array | np.ndarray | jax.ShapeDtypeStruct | None,
     segment_ids: jax.Array | jax.ShapeDtypeStruct | None,
     state_layout: str,
 ) -> Dims:

@@ -107,6 +107,7 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.forward",
         "pallas_kernels.decode",
     },
+    "adapters": {"shapes", "gdn_jax", "parallel", "serving"},
     "blocks": {"shapes", "fused", "parallel"},
     "small_layer": {"shapes", "gates", "ops"},
     "rules": {"shapes", "gates", "packing", "segments", "attention", "chunks", "fused", "ops", "parallel"},

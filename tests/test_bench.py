@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import math
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +191,7 @@ def test_rows():
         "FlashQLA": 1.926,
         "fla": 6.293,
     }
-    assert tuple(peer.name for peer in peers.PEERS) == bench_rows.PEERS
+    assert tuple(peer.name for peer in peers.PEERS)[:3] == bench_rows.PEERS
 
 
 def test_inputs():
@@ -622,6 +624,26 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
 
 
+@pytest.mark.parametrize("what", ["forward", "backward", "training"])
+def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
+    """jax-linear-attention takes rows of one length as a batch; a function of its signature stands for it."""
+    asked = []
+
+    def linear_attention(kind, q, k, v, *, impl="auto", g, beta, initial_state, output_final_state):
+        asked.append((kind, impl, output_final_state, q.shape[:2]))
+        return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=initial_state)
+
+    monkeypatch.setitem(sys.modules, "jla", types.ModuleType("jla"))
+    monkeypatch.setitem(sys.modules, "jla.ops", types.SimpleNamespace(linear_attention=linear_attention))
+    peer, row = peers.PEERS[-1], Row(1, 2, (3, 3), width=8)
+    problem = Problem(row, what, "bfloat16", 0)
+    timing, results = peer.measure(problem, 2)
+    assert timing.ms == 1000 and set(asked) == {("gated_deltanet", "mosaic_gpu", True, (2, 3))}
+    assert results.keys() == problem.expected.keys()
+    assert passes.miss(passes.errors(problem.expected, results), problem.x, "bfloat16") is None
+    assert peer.takes(row) and not peer.takes(Row(1, 2, (3, 4)))
+
+
 def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch):
     """The time of the one that is right stands beside ours."""
     right = Problem(bench_rows.FORWARD[0], "forward", "bfloat16", 0).expected
@@ -633,7 +655,8 @@ def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch)
         return Timing(2.0, 2.0, 2.0), {name: factor * x for name, x in right.items()}
 
     monkeypatch.setattr(peers, "missing", lambda peer: None)
-    monkeypatch.setattr(peers, "measure", measured)
+    for kind in (peers.Peer, peers.JaxPeer):
+        monkeypatch.setattr(kind, "measure", measured)
     status, text, _ = run(RuleBenchmark(passes=("forward",), rows=("1x6",)))
     assert status == 0 and cells(text)[0]["best peer"] == "FlashQLA (here)"
     assert "1,2 1x6 D=8: fla raised OSError: no compiler" in text

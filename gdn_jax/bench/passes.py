@@ -57,19 +57,25 @@ def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[
             *tokens, initial_state=state, cu_seqlens=borders, implementation=implementation
         )
 
-    def forward(state, tokens, cu_seqlens):
-        return rule(tokens, state, cu_seqlens)
+    return steps(what, rule, x, cu_seqlens)
 
-    def saved(state, tokens, cu_seqlens):
+
+def steps(what: str, rule: Callable, x: Inputs, *borders: Any) -> tuple[Callable, tuple]:
+    """`call` of any rule(tokens, state, *borders) -> (o, final state)."""
+
+    def forward(state, tokens, *borders):
+        return rule(tokens, state, *borders)
+
+    def saved(state, tokens, *borders):
         # The function from cotangents to gradients holds what it saved in arrays, so that it can be an argument.
-        return jax.vjp(lambda tokens, state: rule(tokens, state, cu_seqlens), tokens, state)[1]
+        return jax.vjp(lambda tokens, state: rule(tokens, state, *borders), tokens, state)[1]
 
     if what == "forward":
-        return forward, (x.initial_state, x.tokens, cu_seqlens)
+        return forward, (x.initial_state, x.tokens, *borders)
     if what == "backward":
-        vjp = jax.jit(saved)(x.initial_state, x.tokens, cu_seqlens)
+        vjp = jax.jit(saved)(x.initial_state, x.tokens, *borders)
         return lambda dh_T, vjp, do: vjp((do, dh_T)), (x.dh_T, vjp, x.do)
-    return partial(training, rule), (x.initial_state, x.tokens, x.do, x.dh_T, cu_seqlens)
+    return partial(training, rule), (x.initial_state, x.tokens, x.do, x.dh_T, *borders)
 
 
 def training(rule: Callable, state, tokens, do, dh_T, *known):

@@ -1,7 +1,8 @@
-"""Other libraries' gated delta rule on the same inputs, timed as replays of a CUDA graph.
+"""Other libraries' gated delta rule on the same inputs.
 
-They are looked for when asked and never needed: PyTorch with FlashQLA (flash_qla), flash-linear-attention (fla) and
-FlashInfer (flashinfer). Arrays pass without a copy (DLPack). A first call compiles and tunes: up to minutes.
+They are looked for when asked and never needed. PyTorch with FlashQLA (flash_qla), flash-linear-attention (fla) and
+FlashInfer (flashinfer) is timed as replays of a CUDA graph; arrays pass without a copy (DLPack), and a first call
+compiles and tunes: up to minutes. jax-linear-attention (jla) is timed like this library.
 """
 
 import importlib.util
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gdn_jax.bench.measure import WARM_UP, Timing
-from gdn_jax.bench.passes import Part, Problem
+from gdn_jax.bench.measure import WARM_UP, Timing, compiled, measure
+from gdn_jax.bench.passes import Part, Problem, named, steps
+from gdn_jax.bench.rows import Row
 from gdn_jax.checks.accuracy import NAMES
 
 
@@ -78,68 +80,111 @@ class Peer(NamedTuple):
     v_first: bool = False
     """States [N, HV, V, K]."""
 
+    def takes(self, row: Row) -> bool:
+        """Whether it can run a row."""
+        return True
+
+    def measure(self, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
+        """Times it on a GPU; returns also its results on the heads that are compared, by the names of `accuracy`."""
+        torch: Any = import_module("torch")
+        what = problem.what
+        arguments = _arguments(self, problem)
+        primals = arguments[:6]
+
+        def forward():
+            return self.call(arguments)
+
+        def gradients(outputs):
+            return torch.autograd.grad(outputs, primals, (arguments.do, arguments.dh_T), retain_graph=True)
+
+        side: Any = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):  # the first compiles and tunes
+                outputs = forward()
+                if what != "forward":
+                    gradients(outputs)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+
+        grads = ()
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, stream=side):
+            outputs = forward()
+            if what == "training":
+                grads = gradients(outputs)
+        first.replay()
+        graph = first
+        if what == "backward":
+            with torch.cuda.graph(second, pool=first.pool(), stream=side):
+                grads = gradients(outputs)
+            graph = second
+        timing = _replays(graph, repeats)
+
+        results, part = {}, Part.of(problem.row, what)
+        for name, tensor in zip(NAMES, (*outputs, *grads), strict=False):
+            tensor = tensor.detach()
+            if self.v_first and name in ("final_state", "dh_0"):
+                tensor = tensor.transpose(-1, -2)
+            results[name] = part(name, tensor).float().cpu().numpy()
+        return timing, results
+
+
+class JaxPeer(NamedTuple):
+    """A library of JAX: its rule(row, tokens, state) -> (o, final state), and which modules it needs.
+
+    Sequences are rows of a batch: those of a row have one length.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    rule: Callable[[Row, Any, jax.Array], tuple[jax.Array, jax.Array]]
+    has_backward: bool = True
+
+    def takes(self, row: Row) -> bool:
+        """See `Peer.takes`."""
+        return len(set(row.lengths)) == 1
+
+    def measure(self, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
+        """See `Peer.measure`."""
+        step, args = steps(problem.what, partial(self.rule, problem.row), problem.x)
+        program = compiled(step, *args)
+        part = Part.of(problem.row, problem.what)
+        results = named(problem.what, program(*args))
+        found = {name: np.asarray(part(name, y), np.float32) for name, y in results.items()}
+        return measure(lambda: program(*args), repeats), found
+
+
+def _jla(row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """o and the final state by jax-linear-attention's kernels, which have no packed sequences with states of each."""
+    q, k, v, g, beta = (x.reshape(len(row.lengths), row.lengths[0], *x.shape[2:]) for x in tokens)
+    o, final = import_module("jla.ops").linear_attention(
+        *("gated_deltanet", q, k, v),
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        impl="mosaic_gpu",
+    )
+    return o.reshape(1, -1, *o.shape[2:]), final
+
 
 PEERS = (
     Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), partial(_chunks, "flash_qla")),
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
+    JaxPeer("jax-linear-attention", ("jla",), _jla),
 )
-"""Libraries in the order of `rows.PEERS`."""
+"""Libraries, those of `rows.PEERS` first."""
 
 
-def missing(peer: Peer) -> str | None:
+def missing(peer: Peer | JaxPeer) -> str | None:
     """Why a peer cannot be timed here; None if it can."""
     absent = [module for module in peer.modules if importlib.util.find_spec(module) is None]
     if absent:
         return f"not installed ({', '.join(absent)} not found)"
     backend = jax.default_backend()
     return None if backend == "gpu" else f"needs a GPU, JAX's default device is a {backend}"
-
-
-def measure(peer: Peer, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
-    """Times a peer on a GPU; returns also its results on the heads that are compared, by the names of `accuracy`."""
-    torch: Any = import_module("torch")
-    what = problem.what
-    arguments = _arguments(peer, problem)
-    primals = arguments[:6]
-
-    def forward():
-        return peer.call(arguments)
-
-    def gradients(outputs):
-        return torch.autograd.grad(outputs, primals, (arguments.do, arguments.dh_T), retain_graph=True)
-
-    side: Any = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):  # the first compiles and tunes
-            outputs = forward()
-            if what != "forward":
-                gradients(outputs)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-
-    grads = ()
-    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(first, stream=side):
-        outputs = forward()
-        if what == "training":
-            grads = gradients(outputs)
-    first.replay()
-    graph = first
-    if what == "backward":
-        with torch.cuda.graph(second, pool=first.pool(), stream=side):
-            grads = gradients(outputs)
-        graph = second
-    timing = _replays(graph, repeats)
-
-    results, part = {}, Part.of(problem.row, what)
-    for name, tensor in zip(NAMES, (*outputs, *grads), strict=False):
-        tensor = tensor.detach()
-        if peer.v_first and name in ("final_state", "dh_0"):
-            tensor = tensor.transpose(-1, -2)
-        results[name] = part(name, tensor).float().cpu().numpy()
-    return timing, results
 
 
 def _arguments(peer: Peer, problem: Problem) -> Arguments:

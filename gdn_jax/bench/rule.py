@@ -112,10 +112,12 @@ class RuleBenchmark(Benchmark):
         """Times of the other libraries that are installed and right."""
         row, measured = problem.row, {}
         for peer in peers.PEERS:
-            if peers.missing(peer) or (problem.what != "forward" and not peer.has_backward):
+            if peers.missing(peer) or not peer.takes(row):
+                continue
+            if problem.what != "forward" and not peer.has_backward:
                 continue
             try:
-                timing, results = peers.measure(peer, problem, self.repeats)
+                timing, results = peer.measure(problem, self.repeats)
             except Exception as error:  # another library's, which must not end the table
                 note(f"{row.name}: {peer.name} raised {one_line(error)}")
                 continue

@@ -1,0 +1,479 @@
+"""Calls of other libraries by this one: their signatures, and their results against the oracles in float64.
+
+Names and defaults were read in fla-core 0.6.0, maxtext 0.2.5, tokamax 0.0.17, SkyRL a9564572 and tpu-inference
+b8692ff. What needs the libraries themselves is `tests/neighbours/run.py`.
+"""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tolerances import assert_close, bound, head_axis
+
+from gdn_jax.adapters import fla, maxtext, skyrl, tokamax, tpu_inference
+from gdn_jax.checks import family_oracle, oracle
+
+RNG = np.random.default_rng(0)
+B, T, H, HV, K, V = 2, 11, 1, 2, 4, 3
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softplus(x):
+    return np.logaddexp(0, x)
+
+
+Q, KEYS, VALUES = normal(B, T, H, K), normal(B, T, H, K) / 2, normal(B, T, HV, V)
+A, RAW_BETA = normal(B, T, HV), normal(B, T, HV)
+A_LOG, DT_BIAS, STATES = normal(HV) / 4, normal(HV), normal(B, HV, K, V)
+G, BETA = -np.exp(A_LOG) * softplus(A + DT_BIAS), sigmoid(RAW_BETA)
+DO, DH = normal(B, T, HV, V), normal(B, HV, K, V)
+
+
+def arrays(tree):
+    """NumPy's arrays as JAX's."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
+
+
+def call(function, *arguments, **options):
+    """A function of arrays of JAX, which NumPy's become."""
+    return function(*arrays(arguments), **arrays(options))
+
+
+def packed(x):
+    """Rows behind one another."""
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def close(name, expected, got):
+    assert_close(expected, np.asarray(got), bound(name, "float32"), name, axis=head_axis(name))
+
+
+def states_close(expected, got):
+    close("final_state", np.asarray(expected), got)
+
+
+# --- Signatures ---------------------------------------------------------------------------------------------------
+
+NO, REQUIRED = None, inspect.Parameter.empty
+RULE = dict.fromkeys(("query", "key", "value", "g", "beta"), REQUIRED)
+SIGNATURES = {
+    fla.chunk_gated_delta_rule: dict.fromkeys(("q", "k", "v", "g", "beta"), REQUIRED)
+    | {"scale": NO, "initial_state": NO, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
+    | {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "state_v_first": False}
+    | {"cu_seqlens": NO, "cu_seqlens_cpu": NO, "chunk_indices": NO, "cp_context": NO}
+    | {"use_gate_in_kernel": False, "A_log": NO, "dt_bias": NO, "chunk_size": 64},
+    fla.fused_recurrent_gated_delta_rule: dict.fromkeys("qkv", REQUIRED)
+    | {"g": NO, "gk": NO, "gv": NO, "beta": NO, "scale": NO, "initial_state": NO}
+    | {"output_final_state": False, "use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False}
+    | {"A_log": NO, "dt_bias": NO, "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+    | {"state_v_first": False, "cu_seqlens": NO},
+    maxtext.jax_chunk_gated_delta_rule: RULE
+    | {"chunk_size": 64, "initial_state": NO, "use_qk_norm_in_gdn": False, "cp_axis": NO}
+    | {"compute_dtype": jnp.bfloat16},
+    maxtext.jax_ar_gated_delta_rule: RULE
+    | {"initial_state": REQUIRED, "use_qk_norm_in_gdn": False, "compute_dtype": jnp.bfloat16},
+    skyrl.chunk_gated_delta_rule: RULE
+    | {"chunk_size": 64, "initial_state": NO, "attention_mask": NO, "segment_ids": NO},
+    skyrl.recurrent_gated_delta_rule: RULE | {"initial_state": NO},
+    tokamax.kimi_delta_attention: dict.fromkeys(("query", "key", "value", "gate", "beta"), REQUIRED)
+    | {"a_log": NO, "delta_time_bias": NO, "scale": NO, "initial_state": NO, "output_final_state": False}
+    | {"use_qk_l2norm": False, "use_gate_in_kernel": False, "segment_ids": NO, "lower_bound": NO}
+    | {"context_parallel_metadata": NO, "max_num_segments": NO, "implementation": NO},
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__[17:]}-{f.__name__}")
+def test_signatures(function):
+    """Names, order and defaults are the library's."""
+    found = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert [*found.items()] == [*SIGNATURES[function].items()]
+
+
+# --- fla ----------------------------------------------------------------------------------------------------------
+
+
+def test_fla_chunks():
+    """Every option at once, with the gates' raw inputs; the results of a plain call are o and None."""
+    plain = partial(call, fla.chunk_gated_delta_rule, Q, KEYS, VALUES, G, BETA)
+    o, nothing = jax.eval_shape(plain)
+    assert (o.shape, o.dtype, nothing) == (VALUES.shape, jnp.float32, None)
+
+    lengths = np.array([0, 5, 5, 2 * T - 1], np.int32)
+    states = np.swapaxes(normal(3, HV, K, V), -1, -2)
+    options = dict(scale=0.3, initial_state=states, cu_seqlens=lengths)
+    tokens = tuple(packed(x) for x in (Q, KEYS, VALUES))
+    expected = oracle.forward(
+        *tokens, packed(G), packed(2 * BETA), **options, use_qk_l2norm=True, state_layout="vk"
+    )
+    o, final = fla.chunk_gated_delta_rule(
+        *arrays((*tokens, packed(A), packed(RAW_BETA))),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        state_v_first=True,
+        cu_seqlens_cpu=lengths,
+        use_gate_in_kernel=True,
+        A_log=jnp.asarray(A_LOG),
+        dt_bias=jnp.asarray(DT_BIAS),
+        chunk_size=16,
+        **arrays(options),
+    )
+    close("o", expected[0], o)
+    states_close(expected[1], final)
+
+
+def test_fla_token_by_token():
+    """A decay of each key channel, fifth among the arguments, on top of the head's; with the derivative fla lacks."""
+    gk = -np.abs(normal(B, T, HV, K))
+    expected = family_oracle.evaluate(
+        Q, KEYS, VALUES, gk + G[..., None], BETA, initial_state=STATES, do=DO, dh_T=DH
+    )
+
+    def rule(q, raw_beta):
+        options = dict(initial_state=STATES, output_final_state=True, use_beta_sigmoid_in_kernel=True)
+        return call(fla.fused_recurrent_gated_delta_rule, q, KEYS, VALUES, G, gk, beta=raw_beta, **options)
+
+    (o, final), vjp = jax.vjp(rule, *arrays((Q, RAW_BETA)))
+    dq, draw = vjp(arrays((DO, DH)))
+    close("o", expected["o"], o)
+    states_close(expected["final_state"], final)
+    close("dq", expected["dq"], dq)
+    close("dbeta", expected["dbeta"] * BETA * (1 - BETA), draw)
+    o, nothing = call(fla.fused_recurrent_gated_delta_rule, Q, KEYS, VALUES)
+    close("o", oracle.forward(Q, KEYS, VALUES)[0], o)
+    assert nothing is None
+
+
+# --- MaxText and SkyRL --------------------------------------------------------------------------------------------
+
+
+def test_maxtext():
+    rule = partial(
+        call, maxtext.jax_chunk_gated_delta_rule, Q, KEYS, VALUES, G, BETA, use_qk_norm_in_gdn=True
+    )
+    expected = oracle.forward(Q, KEYS, VALUES, G, BETA, use_qk_l2norm=True, initial_state=STATES)
+    o, final = rule(chunk_size=16, initial_state=STATES, compute_dtype=jnp.float32)
+    close("o", expected[0], o)
+    states_close(expected[1], final)
+    o, nothing = jax.eval_shape(rule)
+    assert (o.dtype, nothing) == (jnp.float32, None)
+    o, final = jax.eval_shape(partial(rule, initial_state=jnp.zeros(STATES.shape, jnp.bfloat16)))
+    assert (o.dtype, final.dtype) == (jnp.float32, jnp.bfloat16)
+
+    token = [x[:, :1] for x in (Q, KEYS, VALUES, G, BETA)]
+    o, state = call(maxtext.jax_ar_gated_delta_rule, *token, STATES, compute_dtype=jnp.float32)
+    expected = oracle.forward(*token, initial_state=STATES)
+    close("o", expected[0], o)
+    states_close(expected[1], state)
+
+
+def test_maxtext_over_a_mesh_axis():
+    """Tokens that are split over two devices, with the tuple of names that its layer passes."""
+    tokens = [x[:, :8] for x in (Q, KEYS, VALUES, G, BETA)]
+    rule = partial(maxtext.jax_chunk_gated_delta_rule, compute_dtype=jnp.float32, chunk_size=16)
+    split = jax.shard_map(
+        lambda *x: rule(*x[:5], initial_state=x[5], cp_axis=("context",)),
+        mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",)),
+        in_specs=(*(P(None, "context"),) * 5, P()),
+        out_specs=(P(None, "context"), P()),
+        check_vma=False,
+    )
+    o, final = call(jax.jit(split), *tokens, STATES)
+    expected = oracle.forward(*tokens, initial_state=STATES)
+    close("o", expected[0], o)
+    states_close(expected[1], final)
+
+
+def test_skyrl():
+    """Padding on either side, which holds no numbers, is passed through; states go into a cache of query's dtype."""
+    lengths = (7, 4)
+    mask = np.zeros((B, T), np.int32)
+    mask[0, : lengths[0]] = 1
+    mask[1, -lengths[1] :] = 1
+    tokens = [
+        np.where(mask.reshape(B, T, *(1,) * (x.ndim - 2)), x, np.nan) for x in (Q, KEYS, VALUES, G, BETA)
+    ]
+    rule = partial(call, skyrl.chunk_gated_delta_rule, *tokens, chunk_size=16)
+    o, final = rule(initial_state=STATES, attention_mask=mask)
+    expected_o, expected_final = np.zeros(o.shape), np.zeros(final.shape)
+    for b in range(B):
+        row = [x[b : b + 1, mask[b] == 1] for x in (Q, KEYS, VALUES, G, BETA)]
+        expected_o[b, mask[b] == 1], expected_final[b] = (
+            y[0] for y in oracle.forward(*row, use_qk_l2norm=True, initial_state=STATES[b : b + 1])
+        )
+    close("o", expected_o, o)
+    states_close(expected_final, final)
+
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (Q, KEYS, VALUES)]
+    results = call(partial(jax.eval_shape, skyrl.recurrent_gated_delta_rule), *narrow, G, BETA)
+    assert [x.dtype for x in results] == [jnp.bfloat16] * 2
+
+
+# --- tokamax ------------------------------------------------------------------------------------------------------
+
+
+def test_tokamax_sequences():
+    """Tokens of three sequences a row in any order, padding among them, and the gate's raw input with a bound."""
+    heads, N = 2, 3
+    q, k, f = normal(heads, B, T, K), normal(heads, B, T, K), normal(heads, B, T, K)
+    v, beta = normal(heads, B, T, V), sigmoid(normal(heads, B, T))
+    a_log, bias, states = normal(heads) / 4, normal(heads * K), normal(B, N, heads, K, V)
+    ids = np.array([[1, 1, 0, 2, 2, 1, 3, 3, 0, 2, 9], [3, 3, 3, 3, 1, 1, 1, 0, 0, -1, 0]], np.int32)
+    o, final = call(
+        tokamax.kimi_delta_attention,
+        q,
+        k,
+        v,
+        f,
+        beta,
+        a_log=a_log,
+        delta_time_bias=bias,
+        initial_state=states,
+        output_final_state=True,
+        use_qk_l2norm=True,
+        use_gate_in_kernel=True,
+        segment_ids=ids,
+        lower_bound=-5.0,
+        implementation="recurrent",
+    )
+    g = -5 * sigmoid(np.exp(a_log)[:, None, None, None] * (f + bias.reshape(heads, 1, 1, K)))
+    expected_o, expected_final = np.zeros(o.shape), np.array(states, np.float64)
+    for b in range(B):
+        for n in range(N):
+            at = ids[b] == n + 1
+            if not at.any():
+                continue
+            tokens = (np.moveaxis(x[:, b : b + 1, at], 0, 2) for x in (q, k, v, g, beta))
+            state = states[b : b + 1, n]
+            zeros = dict(do=np.zeros((1, at.sum(), heads, V)), dh_T=np.zeros(state.shape))
+            y = family_oracle.evaluate(*tokens, use_qk_l2norm=True, initial_state=state, **zeros)
+            expected_o[:, b, at], expected_final[b, n] = np.moveaxis(y["o"][0], 0, 1), y["final_state"][0]
+    close("o", np.moveaxis(expected_o, 0, 2), np.moveaxis(np.asarray(o), 0, 2))
+    states_close(expected_final.reshape(B * N, heads, K, V), final.reshape(B * N, heads, K, V))
+
+
+def test_tokamax_rows():
+    """Without sequences a row has state 0, and its other states stay as they are."""
+    q, k, v = normal(1, B, T, K), normal(1, B, T, K) / 2, normal(1, B, T, V)
+    g, beta, states = -np.abs(normal(1, B, T, K)), sigmoid(normal(1, B, T)), normal(B, 2, 1, K, V)
+    rule = partial(call, tokamax.kimi_delta_attention, q, k, v, g, beta, implementation="recurrent")
+    o, final = rule(initial_state=states, output_final_state=True)
+    tokens = (np.moveaxis(x, 0, 2) for x in (q, k, v, g, beta))
+    zeros = dict(do=np.zeros((B, T, 1, V)), dh_T=np.zeros((B, 1, K, V)))
+    expected = family_oracle.evaluate(*tokens, initial_state=states[:, 0], **zeros)
+    close("o", expected["o"], np.moveaxis(np.asarray(o), 0, 2))
+    states_close(expected["final_state"], final[:, 0])
+    np.testing.assert_array_equal(final[:, 1], states[:, 1])
+    assert jax.eval_shape(rule)[1] is None
+
+
+# --- tpu-inference ------------------------------------------------------------------------------------------------
+
+SLOTS, W = 16, 4
+SIZES = dict(n_kq=1, n_v=2, d_k=4, d_v=3, kernel_size=W)
+D = 2 * 4 + 2 * 3
+CONV, BIAS = normal(D, 1, W) / 2, normal(D) / 2
+SERVED_DT_BIAS = {"GDN": DT_BIAS, "KDA": normal(2, 4)}
+
+
+def served(mode, window, state, qkv, b, a):
+    """One request in float64: outputs, and the windows and states after each of its tokens."""
+    x = np.concatenate([window, qkv]).astype(np.float64)
+    y = np.stack([(x[t : t + W] * CONV[:, 0].T).sum(0) + BIAS for t in range(len(qkv))])
+    y = y * sigmoid(y)
+    q, k, v = (
+        part.reshape(1, len(qkv), -1, width)
+        for part, width in zip(np.split(y, (4, 8), 1), (4, 4, 3), strict=True)
+    )
+    if mode == "GDN":
+        g = -np.exp(A_LOG) * softplus(a + DT_BIAS)
+    else:
+        g = -5 * sigmoid(np.exp(A_LOG)[:, None] * (a.reshape(-1, 2, 4) + SERVED_DT_BIAS[mode]))
+    tokens = [q, k, v, g[None], sigmoid(b)[None]]
+    outputs, states = [], []
+    for t in range(len(qkv)):
+        zeros = dict(do=np.zeros((1, 1, 2, 3)), dh_T=np.zeros((1, *state.shape)))
+        one = [z[:, t : t + 1] for z in tokens]
+        found = family_oracle.evaluate(*one, use_qk_l2norm=True, initial_state=state[None], **zeros)
+        state = found["final_state"][0]
+        outputs.append(found["o"][0, 0].ravel())
+        states.append(state)
+    return np.stack(outputs), [x[t + 1 : t + W] for t in range(len(qkv))], states
+
+
+def serve(mode, lengths, slots, distribution, contexts, *, known=False, drafts=0, offsets=None, read=None):
+    """A step of a server beside the oracle's; contexts are the tokens that each request has from before."""
+    total = 19
+    starts = np.cumsum((0, *lengths)).astype(np.int32)
+    starts[distribution[2] + 1 :] = 0  # what lies behind the last request is not read
+    qkv, b = normal(total, D), normal(total, 2)
+    a = normal(total, 2 if mode == "GDN" else 8)
+    windows, states = normal(SLOTS, W - 1, D), normal(SLOTS, 2, 4, 3)
+    slots = np.array(slots, np.int32)
+    seq_lens = np.array([n + m for n, m in zip(lengths, contexts, strict=True)], np.int32)
+    expected_windows, expected_states, expected = (
+        windows.astype(np.float64),
+        states.astype(np.float64),
+        np.zeros((total, 6)),
+    )
+    for n in range(distribution[2]):
+        if slots[n] == 0 or lengths[n] == 0:
+            continue
+        source = slots[n] + (offsets[n] if drafts and n < distribution[0] else 0) if read is None else read[n]
+        old = [np.zeros_like(pool[0]) if contexts[n] == 0 else pool[source] for pool in (windows, states)]
+        at = slice(starts[n], starts[n] + lengths[n])
+        expected[at], after_windows, after_states = served(mode, *old, qkv[at], b[at], a[at])
+        if drafts and n < distribution[0]:
+            for t in range(lengths[n]):
+                expected_windows[slots[n] + t], expected_states[slots[n] + t] = (
+                    after_windows[t],
+                    after_states[t],
+                )
+        else:
+            expected_windows[slots[n]], expected_states[slots[n]] = after_windows[-1], after_states[-1]
+    options = SIZES | dict(num_spec_tokens=drafts, attention_mode=mode)
+    if mode == "KDA":
+        options["gate_lower_bound"] = -5.0
+    indices = dict(read_offsets=offsets, read_state_indices=read)
+    indices = {name: np.array(x, np.int32) for name, x in indices.items() if x is not None}
+    distribution = np.array(distribution, np.int32)
+
+    def fused(distribution, windows, states, indices):
+        return tpu_inference.fused_conv1d_gdn(
+            *arrays((qkv, b, a, windows, states, CONV, BIAS, A_LOG, SERVED_DT_BIAS[mode])),
+            *(starts, slots, distribution, seq_lens),
+            **indices,
+            **options,
+        )
+
+    arguments = arrays((windows, states, indices))
+    if known:
+        (got_windows, got_states), out = jax.jit(partial(fused, distribution))(*arguments)
+    else:
+        (got_windows, got_states), out = jax.jit(fused)(jnp.asarray(distribution), *arguments)
+    close("o", expected[None, :, None], np.asarray(out)[None, :, None])
+    states_close(expected_states, got_states)
+    np.testing.assert_allclose(got_windows, expected_windows, atol=1e-6)
+    touched = np.unique(np.nonzero((expected_states != states).any((1, 2, 3)))[0])
+    rest = np.setdiff1d(np.arange(SLOTS), touched)
+    np.testing.assert_array_equal(np.asarray(got_states)[rest], states[rest])
+
+
+def test_tpu_inference_mixed():
+    """Running requests and prompts, a new one of each, one without a slot and one without tokens, and padding."""
+    serve("GDN", (1, 1, 1, 5, 0, 7, 2), (3, 5, 0, 9, 7, 2, 11), (3, 3, 6), (4, 0, 3, 2, 6, 0, 0))
+
+
+def test_tpu_inference_running_alone():
+    """Only tokens of running requests, each read from another slot; the phase of prompts is not in the program."""
+    serve("KDA", (1, 1, 1), (3, 5, 4), (2, 2, 2), (4, 9, 3), known=True, read=(8, 6, 1))
+
+
+def test_tpu_inference_drafts():
+    """Windows of one to three tokens that go on from any of the states before, beside a prompt."""
+    serve("GDN", (3, 1, 2, 6), (1, 4, 7, 12), (3, 3, 4), (9, 5, 4, 0), drafts=2, offsets=(1, 2, 0, 0))
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------
+
+RULE_ARGUMENTS = (Q, KEYS, VALUES, G, BETA)
+HEAD_FIRST = tuple(
+    np.moveaxis(x, 2, 0) for x in (Q, KEYS, VALUES[:, :, :1], np.repeat(G[..., :1, None], K, -1))
+)
+HEAD_FIRST = (*HEAD_FIRST, np.moveaxis(BETA[..., :1], 2, 0))
+
+
+def step(**change):
+    pools = normal(SLOTS, W - 1, D), normal(SLOTS, 2, 4, 3)
+    one = np.ones(1, np.int32)
+    arguments = dict(
+        qkv=normal(1, D), b=normal(1, 2), a=normal(1, 2), conv_state=pools[0], recurrent_state=pools[1],
+        conv_weight=CONV, conv_bias=None, a_log=A_LOG, dt_bias=DT_BIAS, query_start_loc=np.array([0, 1], np.int32),
+        state_indices=one, distribution=np.array([1, 1, 1], np.int32), seq_lens=2 * one,
+    )  # fmt: skip
+    return tpu_inference.fused_conv1d_gdn(**arguments | SIZES | change)
+
+
+REFUSED = [
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"chunk_indices": 1}, "chunk_indices: expected None, for chunks"),
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"cp_context": 1}, "cp_context: expected None, use gdn_jax.par"),
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"cu_seqlens_cpu": np.array([0, 1])}, "cu_seqlens_cpu: expected"),
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"allow_neg_eigval": True}, "allow_neg_eigval: expected False"),
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"use_gate_in_kernel": True}, "A_log: expected an array"),
+    (fla.chunk_gated_delta_rule, RULE_ARGUMENTS, {"chunk_size": 48}, "chunk_size: expected one of 16"),
+    (fla.fused_recurrent_gated_delta_rule, RULE_ARGUMENTS[:3], {"gv": VALUES}, "gv: expected None"),
+    (fla.fused_recurrent_gated_delta_rule, RULE_ARGUMENTS[:3], {"beta": VALUES}, "beta: expected shape"),
+    (
+        fla.fused_recurrent_gated_delta_rule,
+        RULE_ARGUMENTS[:3],
+        {"use_beta_sigmoid_in_kernel": True},
+        "beta: expected an array",
+    ),
+    (maxtext.jax_chunk_gated_delta_rule, RULE_ARGUMENTS, {"cp_axis": ("a", "b")}, "cp_axis: expected one mesh axis"),
+    (maxtext.jax_chunk_gated_delta_rule, (Q, KEYS[:, 1:], *RULE_ARGUMENTS[2:]), {}, "key: expected shape"),
+    (skyrl.chunk_gated_delta_rule, (Q, KEYS, VALUES[:, 1:], G, BETA), {}, "value: expected shape"),
+    (skyrl.chunk_gated_delta_rule, RULE_ARGUMENTS, {"attention_mask": np.ones((B, 1), bool)}, "attention_mask: exp"),
+    (tokamax.kimi_delta_attention, HEAD_FIRST, {"use_gate_in_kernel": True}, "a_log: expected an array"),
+    (
+        tokamax.kimi_delta_attention,
+        HEAD_FIRST,
+        {"segment_ids": np.ones((B, T), np.int32)},
+        "max_num_segments: expected a number with segment_ids",
+    ),
+    (
+        tokamax.kimi_delta_attention,
+        HEAD_FIRST,
+        {"initial_state": normal(B, 2, 1, K, V), "max_num_segments": 3},
+        "max_num_segments: expected initial_state's 2 or None, got 3",
+    ),
+    (
+        tokamax.kimi_delta_attention,
+        (HEAD_FIRST[0], HEAD_FIRST[1][..., :2], *HEAD_FIRST[2:]),
+        {},
+        "key: expected shape",
+    ),
+    (tokamax.register, (), {"implementation": "triton"}, "implementation: expected one of 'mosaic_gpu'"),
+    (step, (), {"decode_tile_size": 4}, "decode_tile_size: expected None, for tiles"),
+    (step, (), {"compute_precision": jnp.bfloat16}, "compute_precision: expected float32"),
+    (step, (), {"attention_mode": "GLA"}, "attention_mode: expected one of 'GDN', 'KDA'"),
+    (step, (), {"gate_lower_bound": -5.0}, "gate_lower_bound: expected None without KDA"),
+    (step, (), {"num_spec_tokens": 1}, "read_offsets: expected an array"),
+    (step, (), {"read_offsets": np.zeros(1, np.int32)}, "read_offsets: expected None, without num_spec_tokens"),
+    (
+        step,
+        (),
+        {"num_spec_tokens": 1, "read_state_indices": np.ones(1, np.int32)},
+        "read_state_indices: expected None, for drafts",
+    ),
+    (step, (), {"seq_lens": np.ones(2, np.int32)}, "seq_lens: expected shape"),
+    (step, (), {"conv_state": normal(SLOTS, D, W - 1)}, "conv_state: expected shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "change", "message"), REFUSED, ids=[x[3].split(":")[0] for x in REFUSED]
+)
+def test_refused(function, arguments, change, message, no_type_checks):
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        call(function, *arguments, **change)
+    assert str(error.value).startswith(message)
+
+
+def test_tokamax_context_parallel(no_type_checks):
+    class Metadata:
+        is_cp_enabled = True
+
+    with pytest.raises(NotImplementedError, match="context_parallel_metadata: expected None or one"):
+        call(tokamax.kimi_delta_attention, *HEAD_FIRST, context_parallel_metadata=Metadata())
