@@ -624,7 +624,7 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
 
 
-@pytest.mark.parametrize("what", ["forward", "backward", "training"])
+@pytest.mark.parametrize("what", ["forward", "training"])
 def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
     """jax-linear-attention takes rows of one length as a batch; a function of its signature stands for it."""
     asked = []
