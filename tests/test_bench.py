@@ -631,7 +631,9 @@ def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
 
     def linear_attention(kind, q, k, v, *, impl="auto", g, beta, initial_state, output_final_state):
         asked.append((kind, impl, output_final_state, q.shape[:2]))
-        return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=initial_state)
+        return gdn_jax.gated_delta_rule(
+            q, k, v, g, beta, initial_state=initial_state, implementation="recurrent"
+        )
 
     monkeypatch.setitem(sys.modules, "jla", types.ModuleType("jla"))
     monkeypatch.setitem(sys.modules, "jla.ops", types.SimpleNamespace(linear_attention=linear_attention))
