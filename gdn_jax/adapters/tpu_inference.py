@@ -75,7 +75,7 @@ class _Requests(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the phases change: the two pools, and the outputs so far [T, n_v * d_v]."""
+    """Arrays that the phases change: the two pools, and the outputs so far [T, n_v * d_v]."""
 
     windows: jax.Array
     """The convolution's pool [slots, D, W - 1]."""
