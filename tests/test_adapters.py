@@ -16,6 +16,7 @@ from tolerances import assert_close, bound, head_axis
 
 from gdn_jax.adapters import fla, maxtext, skyrl, tokamax, tpu_inference
 from gdn_jax.checks import family_oracle, oracle
+from pallas_kernels.device import launch
 
 RNG = np.random.default_rng(0)
 B, T, H, HV, K, V = 2, 11, 1, 2, 4, 3
@@ -194,6 +195,22 @@ def test_maxtext_over_a_mesh_axis():
     expected = oracle.forward(*tokens, initial_state=STATES)
     close("o", expected[0], o)
     states_close(expected[1], final)
+
+
+def test_maxtext_by_kernels(monkeypatch):
+    """In bfloat16 its call inside its `shard_map` is made of kernels for a Hopper GPU."""
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    shapes = (1, 128, 1, 64), (1, 128, 1), (1, 1, 64, 64)
+    token, gate, state = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    split = jax.shard_map(
+        lambda *x: maxtext.jax_chunk_gated_delta_rule(*x[:5], initial_state=x[5]),
+        mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)),
+        in_specs=(P("data"),) * 6,
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    traced = jax.jit(split).trace(token, token, token, gate, gate, state)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_skyrl():
@@ -377,8 +394,8 @@ def test_tpu_inference_mixed():
 
 
 def test_tpu_inference_running_alone():
-    """Only tokens of running requests, each read from another slot; the phase of prompts is not in the program."""
-    serve("KDA", (1, 1, 1), (3, 5, 4), (2, 2, 2), (4, 9, 3), known=True, read=(8, 6, 1))
+    """Only running requests, which read from other slots, but for a new one: that starts from zeros in its own."""
+    serve("KDA", (1, 1, 1), (3, 5, 4), (2, 2, 2), (4, 0, 3), known=True, read=(8, 6, 1))
 
 
 def test_tpu_inference_drafts():

@@ -22,7 +22,16 @@ REQUIREMENTS = {
     "maxtext": (
         "maxtext==0.2.5",
         "tokamax==0.0.17",
-        *("absl-py", "aqtp", "cloud-accelerator-diagnostics", "drjax", "einops", "etils", "flax>=0.12.10"),
+        *(
+            "absl-py",
+            "aqtp",
+            "cloud-accelerator-diagnostics",
+            "drjax",
+            "einops",
+            "etils",
+            "flax>=0.12.10",
+            "grain",
+        ),
         *(
             "huggingface-hub",
             "jaxtyping",
