@@ -589,7 +589,11 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("scale --mesh data=99", "--mesh: expected at most"),
         ("scale --length 60", "--length: expected a divisor of --step-tokens 32768, got 60"),
         ("scale --kernels", "--kernels: expected a GPU to profile, got cpu"),
-        ("walk", "walk"),
+        (
+            "walk",
+            "gdn bench: expected one of rule, kernels, parts, step, generate, decode, prefill, scale, got walk",
+        ),
+        ("--width 257", "--width: expected 1 to 256, got 257"),
     ],
 )
 def test_wrong_options_are_one_line(words, message, monkeypatch, capsys):
@@ -598,6 +602,21 @@ def test_wrong_options_are_one_line(words, message, monkeypatch, capsys):
     assert cli.main(["bench", *words.split()]) != 0
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_sizes_on_a_cpu(monkeypatch):
+    """They are smaller where none is named, and options that fit each other."""
+    smaller = {name: cls for name, (cls, _) in command.BENCHMARKS.items() if cls.on_cpu}
+    assert {*smaller} == {*command.BENCHMARKS} - {"rule", "kernels"}
+    for cls in smaller.values():
+        found, words = benchmark.sized(cls())
+        found.check()
+        assert dataclasses.asdict(found) == dataclasses.asdict(cls()) | cls.on_cpu
+        assert all(f"--{name.replace('_', '-')} " in words for name in cls.on_cpu)
+        named = cls(**dict([next(iter(cls.on_cpu.items()))]))
+        assert benchmark.sized(named) == (named, "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert benchmark.sized(smaller["step"]()) == (smaller["step"](), "")
 
 
 def test_help(capsys):

@@ -10,15 +10,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 
 from gdn_jax import supported_implementations
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.table import table
-from gdn_jax.commands.errors import RunError, one_line
+from gdn_jax.commands.errors import RunError, flag, one_line
 from gdn_jax.commands.fields import Check, Positive, Range, Seed, check
 from gdn_jax.commands.files import check_writable, write_text
 from gdn_jax.commands.versions import versions
@@ -81,6 +82,9 @@ Width = Range("1 to 256", lambda x: 1 <= x <= 256)
 class Benchmark:
     """Options that all benchmarks share, and the methods that each has."""
 
+    on_cpu: ClassVar[dict[str, Any]] = {}
+    """Sizes in the place of the defaults, which are those of a large GPU; see `sized`."""
+
     repeats: Annotated[int, Positive] = 9
     """Measurements."""
     seed: Annotated[int, Seed] = 0
@@ -118,6 +122,7 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
     Raises:
       RunError: an option does not fit.
     """
+    benchmark, smaller = sized(benchmark)
     benchmark.check()
     results: list[Result] = []
     notes: dict[str, None] = {}  # a set in order
@@ -130,6 +135,8 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
         benchmark.save(content | {"summary": benchmark.summary(_timed(results))}, results)
 
     _say(progress, ", ".join(f"{name} {value}" for name, value in about.items()))
+    if smaller:
+        notes[f"sizes for a CPU, as none was named: {smaller}"] = None
     for case in benchmark.cases(lambda text: notes.update({text: None})):
         if benchmark.max_minutes is not None and time.monotonic() - started > 60 * benchmark.max_minutes:
             notes[f"not timed, --max-minutes: {_name(case.about)}"] = None
@@ -156,6 +163,19 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
         if result.failure:
             _say(console, f"FAILED {result.told()}")
     return int(not timed or len(timed) < len(results))
+
+
+def sized(benchmark: Benchmark) -> tuple[Benchmark, str]:
+    """Returns the benchmark in sizes that fit the device, and the options that were changed for that.
+
+    On a CPU its sizes of `on_cpu` take the place of the defaults, unless one of these options was given.
+    """
+    small, default = benchmark.on_cpu, type(benchmark)()
+    given = any(getattr(benchmark, name) != getattr(default, name) for name in small)
+    if jax.default_backend() != "cpu" or given:
+        return benchmark, ""
+    words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in small.items()}
+    return dataclasses.replace(benchmark, **small), " ".join(f"{flag(x)} {words[x]}" for x in words)
 
 
 def no_kernels() -> str | None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gdn_jax.bench import decode, generate, kernels, parts, prefill, rule, scale, step
 from gdn_jax.bench.benchmark import run
-from gdn_jax.commands.parsing import parse
+from gdn_jax.commands.parsing import Usage, parse
 
 BENCHMARKS: dict[str, tuple[type, Any]] = {
     "rule": (rule.RuleBenchmark, rule),
@@ -27,9 +27,15 @@ def main(argv: list[str]) -> int:
     """Entry of `gdn bench`; 0 when everything was right and timed, else 1.
 
     Raises:
+      Usage: there is no such benchmark.
       RunError: an option does not fit.
     """
     import tyro
+
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        argv = ["rule", *argv]
+    elif argv and argv[0] not in (*BENCHMARKS, "-h", "--help"):
+        raise Usage(f"gdn bench: expected one of {', '.join(BENCHMARKS)}, got {argv[0]}")
 
     def subcommand(name: str, cls: type, text: str) -> Any:
         # The help of one benchmark is whole, in the list of all it is a line.

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,8 @@ class Problem(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class DecodeBenchmark(ServingBenchmark):
     """A step of every running request."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {"batches": (1, 8), "heads": (2, 4), "width": 64, "repeats": 5}
 
     batches: Annotated[tuple[int, ...], Distinct, Positive] = (1, 8, 32, 128, 512)
     """Requests of a step, one line of the table for each."""

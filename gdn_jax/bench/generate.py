@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ from gdn_jax.training.peak import BANDWIDTH, of_device
 @dataclasses.dataclass(frozen=True)
 class GenerateBenchmark(Benchmark):
     """A language model that reads a prompt and writes."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {"model": "tiny", "batches": (1, 8), "tokens": 32, "prefill": 1024}
 
     repeats: Annotated[int, Positive] = 5
     """Measurements."""

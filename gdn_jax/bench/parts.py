@@ -16,7 +16,7 @@ Without a GPU all times are by the clock and those of whole calls, in plain JAX,
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ PASSES = {
 @dataclasses.dataclass(frozen=True)
 class PartsBenchmark(Benchmark):
     """The parts around the rule, and products."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {"model": "tiny", "tokens": 4096, "length": 1024, "calls": 8}
 
     model: Literal["tiny", "0.4b", "1.3b"] = "0.4b"
     """The model whose sizes they have, as of gdn bench step."""

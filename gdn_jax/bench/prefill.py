@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,14 @@ class Problem(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PrefillBenchmark(ServingBenchmark):
     """Prompts of requests that are served."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {
+        "tokens": (512,),
+        "requests": (1, 8),
+        "heads": (2, 4),
+        "width": 64,
+        "repeats": 5,
+    }
 
     tokens: Annotated[tuple[int, ...], Distinct, Positive] = (8192, 32768)
     """Tokens of all prompts of a call, one line of the table for each."""

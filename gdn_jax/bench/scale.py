@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,15 @@ TOKENS, STATES = PartitionSpec(DATA, CONTEXT, HEAD), PartitionSpec(DATA, HEAD)
 @dataclasses.dataclass(frozen=True)
 class ScaleBenchmark(Benchmark):
     """The rule and a training step on meshes of several devices."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {
+        "tokens": (4096,),
+        "heads": (2, 4),
+        "width": 32,
+        "model": "tiny",
+        "length": 256,
+        "step_tokens": 1024,
+    }
 
     repeats: Annotated[int, Positive] = 5
     """Measurements."""

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 
@@ -54,6 +54,8 @@ KINDS = (
 @dataclasses.dataclass(frozen=True)
 class StepBenchmark(Benchmark):
     """The whole training step of a model."""
+
+    on_cpu: ClassVar[dict[str, Any]] = {"model": "tiny", "lengths": (128, 512), "tokens": 2048}
 
     repeats: Annotated[int, Positive] = 5
     """Measurements, of four steps each."""
