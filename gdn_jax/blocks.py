@@ -94,6 +94,9 @@ def NoDecayParam(value: Any) -> nnx.Param:
 
     The mark is metadata of an ordinary `nnx.Param`, weight_decay=False, not a type of its own: `nnx.bridge.ToLinen`
     makes a collection of every type, and an optimiser over the collection `params` would never see this one.
+
+    Args:
+      value: the array.
     """
     return nnx.Param(value, weight_decay=False)
 

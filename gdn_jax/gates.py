@@ -31,6 +31,9 @@ def log_decay(
     Returns:
       g <= 0, float32 (float64 when an argument is float64).
 
+    Raises:
+      ValueError: an argument has no floating dtype.
+
     Numerics: computed in float32 whatever the dtype of a; bfloat16 would lose the slow heads.
     Source: Mamba2's discretisation as in fla's `fused_gdn_gate`. Modular's documentation writes
       exp(-softplus), which leaves out the learned rate exp(A_log).
@@ -54,6 +57,9 @@ def write_strength(b: Float[Array, "*S"], *, allow_neg_eigval: bool = False) -> 
 
     Returns:
       beta, float32 (float64 when b is).
+
+    Raises:
+      ValueError: b has no floating dtype, or allow_neg_eigval is no bool.
     """
     check_floating("b", b)
     check_flags(allow_neg_eigval=allow_neg_eigval)
@@ -67,7 +73,17 @@ def logit(strength: float) -> float:
 
 
 def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
-    """Unit length along the last axis, x * rsqrt(sum(x^2) + eps), computed in float32, returned in x's dtype.
+    """Unit length along the last axis, x * rsqrt(sum(x^2) + eps).
+
+    Args:
+      x: vectors [.., D] of any floating dtype.
+      eps: added to the sum of squares; a vector of zeros stays one.
+
+    Returns:
+      The vectors [.., D], computed in float32 (float64 when x is), in x's dtype.
+
+    Raises:
+      ValueError: x has no floating dtype.
 
     Source: fla's `l2norm` and Hugging Face's `l2norm` (eps inside the root).
     """
@@ -77,19 +93,36 @@ def l2norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
 
 
 def log_decay_from_alpha(alpha: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """g = log(alpha) for a linear decay alpha in [0, 1] (FlashInfer, MLX, Modular).
-
-    alpha = 0 gives -inf, a full reset.
+    """g = log(alpha) for a linear decay (FlashInfer, MLX, Modular).
 
     Near alpha = 1 the linear form has already lost what a log decay keeps: float32 cannot tell
     alpha = 1 - 1e-8 from 1. Convert once, at the boundary.
+
+    Args:
+      alpha: linear decay in [0, 1], of any shape and floating dtype; 0 gives -inf, a full reset.
+
+    Returns:
+      g <= 0 of the same shape, float32 (float64 when alpha is).
+
+    Raises:
+      ValueError: alpha has no floating dtype.
     """
     check_floating("alpha", alpha)
     return jnp.log(alpha.astype(jnp.promote_types(alpha.dtype, jnp.float32)))
 
 
 def alpha_from_log_decay(g: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Linear decay alpha = exp(g) in [0, 1] of a log decay g <= 0."""
+    """Linear decay alpha = exp(g) of a log decay.
+
+    Args:
+      g: log decay <= 0, of any shape and floating dtype.
+
+    Returns:
+      alpha in [0, 1] of the same shape, float32 (float64 when g is).
+
+    Raises:
+      ValueError: g has no floating dtype.
+    """
     check_floating("g", g)
     return jnp.exp(g.astype(jnp.promote_types(g.dtype, jnp.float32)))
 

@@ -47,12 +47,15 @@ _debug_checks = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Switches checks on or off, for functions traced from now on.
+    """Switches checks on or off, for functions traced from now on. Off by default.
 
     Values, g <= 0 and cu_seqlens ascending: under jit they are checked on the host while the program runs, which
     raises there (jax reports it as a `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per
     call. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split, tokens or
-    heads that do not divide, is a UserWarning while the program is compiled. Off by default.
+    heads that do not divide, is a UserWarning while the program is compiled.
+
+    Args:
+      enabled: whether they are on.
     """
     global _debug_checks
     _debug_checks = enabled

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,9 +19,6 @@ from gdn_jax import delta_rule
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-ENTRIES = re.findall(
-    r"^::: ([\w.]+)$", "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md")), re.MULTILINE
-)
 PACKAGES = ("gdn_jax", "gdn_jax.layers", "gdn_jax.models", "gdn_jax.serving", "gdn_jax.hf", "gdn_jax.rules")
 MACHINERY = {"borders", "context_kernels", "context_plain", "prefix"}
 """Modules of `gdn_jax.parallel` that its functions are made of; nobody calls them."""
@@ -32,6 +30,11 @@ def load(path):
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+names = load(DOCS / "site" / "entries.py")
+ENTRIES = names.entries(DOCS / "reference")
+TARGETS = names.targets(ENTRIES)
 
 
 @cache
@@ -60,6 +63,107 @@ def test_every_public_name_has_one_entry():
         if path.stem not in MACHINERY:
             wanted |= defined(f"gdn_jax.parallel.{path.stem}")
     assert not wanted - set(ENTRIES), f"no entry in docs/reference: {sorted(wanted - set(ENTRIES))}"
+
+
+CHECKS_NOTHING = {
+    "gdn_jax": {"kkt", "wy", "chunk_output", "chunk_cumsum", "debug_checks"},
+    "gdn_jax.layers": {"RecurrentMixer", "RecurrentCache"},
+    "gdn_jax.models": {"Block", "LanguageModel", "NoDecayParam", "weight_decay_mask"},
+    "gdn_jax.models.inference": {"for_inference", "for_decoding"},
+    "gdn_jax.models.lora": {"merge_lora"},
+    "gdn_jax.analysis": {"memory_horizon"},
+    "gdn_jax.rules": {
+        "Rule",
+        "RuleInputs",
+        "wants_unit_length",
+        "gated_linear_attention",
+        "softmax_attention",
+    },
+    "gdn_jax.serving": {"RingPool", "QueueFull"},
+    "gdn_jax.parallel.mesh": {"Lies", "axes_set", "dividing"},
+    "gdn_jax.parallel.sharding": {"parameter_specs", "state_shardings", "batch_sharding"},
+    "gdn_jax.parallel.context": {"by_states"},
+    "gdn_jax.parallel.context_family": {"PlainChannels"},
+    "gdn_jax.parallel.context_conv": {"short_conv_by_kernels"},
+    "gdn_jax.parallel.exchange": {"rule_by_heads", "pays", "reason_against", "sent_bytes", "steps"},
+    "gdn_jax.parallel.head_shards": {
+        "projections_on_mesh",
+        "swiglu_on_mesh",
+        "short_conv_on_mesh",
+        "causal_conv1d_on_mesh",
+        "splits_heads",
+    },
+    "gdn_jax.parallel.processes": {"leave", "is_first", "wait", "any_process"},
+}
+"""Entries without errors of their own: records, and functions whose wrong arguments are errors of JAX."""
+
+
+def definition(name):
+    """The function or class of an entry, wherever it is defined; None for a value."""
+    module, _, last = name.rpartition(".")
+    for x in body(module):
+        if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == last:
+            return x
+        if isinstance(x, ast.ImportFrom):
+            for alias in x.names:
+                if last == (alias.asname or alias.name):
+                    return definition(f"{x.module}.{alias.name}")
+    return None
+
+
+def parameters(x):
+    """Names of the arguments of a function or class, or of the fields of a record."""
+    if isinstance(x, ast.ClassDef):
+        made = [f for f in x.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+        if not made:
+            fields = [f for f in x.body if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f)]
+            described = [f for f, after in pairwise([*x.body, None]) if isinstance(after, ast.Expr)]
+            return [f.target.id for f in fields if f not in described]
+        x = made[0]
+    arguments = x.args.posonlyargs + x.args.args + x.args.kwonlyargs
+    return [a.arg for a in arguments if a.arg not in ("self", "cls")]
+
+
+def said(name):
+    """The docstring of an entry."""
+    return ast.get_docstring(definition(name)) or ""
+
+
+@cache
+def referred(name):
+    """Entries, and parts of layers, that a docstring names, and those that they name in turn."""
+    found, new = set(), {name}
+    while new:
+        found |= new
+        names = {TARGETS.get(x, x) for place in new for x in re.findall(r"`(\w[\w.]+)`", said(place))}
+        new = {x for x in names if x in ENTRIES or x.startswith("gdn_jax.fused.")} - found
+        new = {x for x in new if definition(x)}
+    return found
+
+
+def test_entries_say_arguments_and_errors():
+    """Each argument is named in the docstring or in that of an entry it refers to, and so are errors."""
+    missing = []
+    for name in ENTRIES:
+        x = definition(name)
+        if x is None:
+            continue
+        text = said(name)
+        words = {word for other in referred(name) for word in re.findall(r"\w+", said(other))}
+        unnamed = [a for a in parameters(x) if a not in words]
+        missing += [f"{name}: says nothing of {a}" for a in unnamed]
+        room, _, last = name.rpartition(".")
+        if "Raises:" not in text and last not in CHECKS_NOTHING.get(room, ()):
+            missing.append(f"{name}: says nothing of errors")
+    assert not missing, "\n".join(missing)
+
+
+def test_names_of_texts():
+    """Names as texts use them: the public one where two entries end alike, none where it could be either."""
+    assert TARGETS["gated_delta_rule"] == "gdn_jax.gated_delta_rule"
+    assert TARGETS["context.gated_delta_rule"] == "gdn_jax.parallel.context.gated_delta_rule"
+    assert TARGETS["serving.causal_conv1d"] == "gdn_jax.serving.causal_conv1d"
+    assert "causal_conv1d" not in TARGETS
 
 
 @pytest.mark.parametrize("name", ["rule.svg", "gain.svg"])

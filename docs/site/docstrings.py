@@ -3,11 +3,11 @@
 import re
 
 SECTION = re.compile(
-    r"(Args|Arrays|Attributes|Class attributes|Fields|Initial weights|Memory|Metric|Numerics|Parameters|"
+    r"(Args|Attributes|Class attributes|Fields|Initial weights|Memory|Metric|Numerics|Parameters|"
     r"Raises|Returns|Source):(?: (.*))?"
 )
 ITEM = re.compile(r"( *)((?:\*{0,2}\w+(?:\.\w+)*(?:, )?)+): (.*)")
-LISTS = ("Args", "Arrays", "Attributes", "Class attributes", "Fields", "Raises")
+LISTS = ("Args", "Attributes", "Class attributes", "Fields", "Raises")
 """Sections of which each item has a name."""
 
 
@@ -16,7 +16,8 @@ def to_markdown(text: str) -> str:
     done, lines = [], text.splitlines()
     while lines:
         line = lines.pop(0)
-        if not (section := SECTION.fullmatch(line)):
+        section = SECTION.fullmatch(line)
+        if not section or not (section[2] or (lines and re.match("  \\S", lines[0]))):
             done.append(escaped(line))
             continue
         body = [section[2] or ""]

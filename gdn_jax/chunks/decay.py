@@ -109,10 +109,13 @@ def _decay_between_jvp(primals, tangents):
 
 
 def chunk_cumsum(g: Float[Array, "*S C"]) -> ChunkDecay:
-    """Inclusive cumulative sum of the log decay along the last axis, in g's dtype; see `ChunkDecay`.
+    """Inclusive cumulative sum of the log decay along the last axis; see `ChunkDecay`.
 
     Args:
-      g: log decay <= 0; -inf is a full reset.
+      g: log decay [.., C] <= 0, float32 or float64; -inf is a full reset.
+
+    Returns:
+      The sums as a `ChunkDecay` in g's dtype, which `kkt`, `wy` and `chunk_output` take.
     """
     reset = jnp.isneginf(g)
     g = jnp.where(reset, 0, g)

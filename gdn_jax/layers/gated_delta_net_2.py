@@ -17,11 +17,14 @@ class GatedDeltaNet2(ChannelDecayMixer):
         b = sigmoid(x Wb), doubled with allow_neg_eigval          of each key channel
         w = sigmoid(x Ww)                                         of each value channel
 
-    What makes q, k, v, g and y is in `layers.channel_decay`, and so are the arguments. With b and w one number a
-    head, the same for both, it is `KimiDeltaAttention`.
+    What makes q, k, v, g and y is in `layers.channel_decay`; the arguments are those of `ChannelDecayMixer`. With b
+    and w one number a head, the same for both, it is `KimiDeltaAttention`.
 
     Parameters: those of `ChannelDecayMixer`, b_proj [hidden_size, num_v_heads * head_dim] and w_proj
       [hidden_size, num_v_heads * V], which have biases with a write_start.
+
+    Raises:
+      ValueError: as `ChannelDecayMixer`.
 
     Source: Hatamizadeh, Choi, Kautz, "Gated DeltaNet-2" (arXiv 2605.22791); fla's layer of that name, whose output
       gate has a bias and whose decay and b belong to key heads, where here each output head has its own.

@@ -12,8 +12,11 @@ class GatedLinearAttention(KimiDeltaAttention):
 
         S <- Diag(exp(g)) S + beta k v^T;   o = S^T q / sqrt(K)
 
-    All else, and so the parameters and their initial values, is that of `KimiDeltaAttention`; allow_neg_eigval has no
-    effect. The published layer has neither a convolution nor unit length, and another gate.
+    All else, and so the arguments, the parameters and their initial values, is that of `KimiDeltaAttention`;
+    allow_neg_eigval has no effect. The published layer has neither a convolution nor unit length, and another gate.
+
+    Raises:
+      ValueError: as `ChannelDecayMixer`.
 
     Source: the rule is that of Yang et al. 2023, "Gated Linear Attention" (arXiv 2312.06635).
     """

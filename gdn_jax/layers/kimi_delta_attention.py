@@ -16,10 +16,13 @@ class KimiDeltaAttention(ChannelDecayMixer):
         S <- Diag(exp(g)) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q / sqrt(K)
         beta = sigmoid(x Wb + c), doubled with allow_neg_eigval
 
-    What makes q, k, v, g and y is in `layers.channel_decay`, and so are the arguments.
+    What makes q, k, v, g and y is in `layers.channel_decay`; the arguments are those of `ChannelDecayMixer`.
 
     Parameters: those of `ChannelDecayMixer`, and b_proj [hidden_size, num_v_heads], whose bias c there is with a
       write_start.
+
+    Raises:
+      ValueError: as `ChannelDecayMixer`.
 
     Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692), with the gate "softplus" and both ranks the width of a head.
       Ling-3.0 has the gate "lower_bound" and projections of full rank. In fla's layer of that name the output gate

@@ -120,6 +120,7 @@ def by_states(
       make_form: makes the form of one device's part for a scale.
       x: the form's record of arrays, as the caller gave them.
       dims: of x.
+      axis_name, scale, state_layout: as for `context.gated_delta_rule`.
     """
     if isinstance(scale, jax.Array):
         number, factor = 1.0, scale

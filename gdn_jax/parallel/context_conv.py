@@ -112,8 +112,12 @@ def short_conv_by_kernels(
     inputs that enter from the device before, and put in their places. Differentiable once, in reverse.
 
     Args: those of `gdn_jax.fused.short_conv.short_conv`, inside `jax.shard_map`. x and segment_ids are this device's
-      tokens, which the kernels accept; everything varies over the axis.
+      tokens, which the kernels accept; everything varies over the axis. weight, heads, width and normalize are the
+      same on every device.
       axis_name: the mesh axis.
+
+    Returns:
+      q and k [B, T, heads, width] and v [B, T, D - 2 heads width] of this device's tokens.
     """
     return _by_kernel(_Static(axis_name, heads, width, normalize), x, weight, segment_ids)
 

@@ -25,7 +25,11 @@ and every MiB of an exchange 5.2 (docs/parallel.md)."""
 
 
 def steps(devices: int) -> int:
-    """Number of steps in which devices merge their maps of states, `prefix.entering`: ceil(log2(devices - 1))."""
+    """Number of steps in which devices merge their maps of states, `prefix.entering`: ceil(log2(devices - 1)).
+
+    Args:
+      devices: along the axis.
+    """
     return (devices - 2).bit_length()
 
 
@@ -35,6 +39,7 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
     Args:
       dims: of the tokens of a device, with all heads.
       itemsize: bytes of a number of q, k, v and o.
+      devices: along the axis.
       gates: numbers of all gates for a token and head.
     """
     widths = (dims.Hq + dims.Hk) * dims.K + (dims.HV + dims.HO) * dims.V
@@ -43,7 +48,11 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
 
 
 def reason_against(dims: Dims, devices: int) -> str | None:
-    """Returns the reason why heads cannot be exchanged; None if they can."""
+    """Returns the reason why heads cannot be exchanged; None if they can.
+
+    Args:
+      dims, devices: as for `sent_bytes`.
+    """
     heads = math.gcd(dims.Hq, dims.Hk, dims.HV)
     if heads % devices:
         return f"{heads} heads, the greatest common divisor of Hq, Hk and HV, cannot be split over {devices} devices"
@@ -51,7 +60,11 @@ def reason_against(dims: Dims, devices: int) -> str | None:
 
 
 def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> bool:
-    """Predicts whether an exchange takes less time than handing over states."""
+    """Predicts whether an exchange takes less time than handing over states.
+
+    Args:
+      dims, itemsize, devices, gates: as for `sent_bytes`.
+    """
     if reason_against(dims, devices) is not None:
         return False
     return sent_bytes(dims, itemsize, devices, gates) <= STEP_BYTES * steps(devices)
@@ -66,6 +79,7 @@ def rule_by_heads(
       rule: `gdn_jax.gated_delta_rule`, or another of q, k, v and the gates of x.
       x: record of this device's tokens, with the states and cu_seqlens of whole rows.
       dims: of x.
+      axis_name: the mesh axis.
       options: of the rule.
 
     Numerics: those of the rule for all tokens of as many heads as a device gets.

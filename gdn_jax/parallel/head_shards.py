@@ -47,7 +47,9 @@ def projections_on_mesh(
     The cotangent of x is summed over the head axis once. XLA by itself would sum the part of each product.
 
     Args:
-      weights: a pytree of arrays.
+      project: a function of x and weights.
+      x: the input [.., D].
+      weights: a pytree of arrays [.., outputs].
     """
     sizes = axes_set()
     if sizes is None or sizes[HEAD] == 1:

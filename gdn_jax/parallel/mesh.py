@@ -96,12 +96,26 @@ def axes_set() -> dict[str, int] | None:
 
 
 def dividing(sizes: dict[str, int], axis: str, *dimensions: int) -> str | None:
-    """Returns the axis if its devices divide all dimensions, else None."""
+    """Returns the axis if its devices divide all dimensions, else None.
+
+    Args:
+      sizes: devices along each axis, as `axes_set` gives them.
+      axis: one of them.
+      dimensions: numbers of rows, heads or channels.
+    """
     return axis if all(n % sizes[axis] == 0 for n in dimensions) else None
 
 
 def check_tokens(T: int, sizes: dict[str, int]) -> None:
-    """Raises ValueError unless the devices along context divide a row's tokens."""
+    """Checks that the devices along context divide a row's tokens.
+
+    Args:
+      T: tokens of a row.
+      sizes: devices along each axis, as `axes_set` gives them.
+
+    Raises:
+      ValueError: they do not.
+    """
     if T % sizes[CONTEXT]:
         raise ValueError(
             f"x: expected rows of a multiple of {sizes[CONTEXT]} tokens, the devices of context, got {T}"

@@ -42,7 +42,11 @@ def join() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process at once. The ordinary end waits for the other processes, also for one that has died."""
+    """Ends this process at once. The ordinary end waits for the other processes, also for one that has died.
+
+    Args:
+      status: of the process, 0 where all went well.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -54,7 +58,11 @@ def is_first() -> bool:
 
 
 def wait(name: str) -> None:
-    """Returns when all processes have come to the point of this name."""
+    """Returns when all processes have come to the point of this name.
+
+    Args:
+      name: the same in every process.
+    """
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -62,7 +70,11 @@ def wait(name: str) -> None:
 
 
 def any_process(*flags: bool) -> tuple[bool, ...]:
-    """Tells for each flag whether it is set in any process; all processes get the same answer."""
+    """Tells for each flag whether it is set in any process; all processes get the same answer.
+
+    Args:
+      flags: of this process, as many in every one.
+    """
     if jax.process_count() == 1:
         return flags
     from jax.experimental import multihost_utils

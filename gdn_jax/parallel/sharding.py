@@ -81,7 +81,16 @@ def parameter_specs(params: Any, shape: MeshShape) -> Any:
 
 
 def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -> Any:
-    """Returns NamedShardings of the parameters and of `optimizer.init(params)`, with an optimiser of optax."""
+    """Returns NamedShardings of the parameters and of the state of their optimiser.
+
+    Args:
+      optimizer: of optax.
+      params, shape: as for `parameter_specs`.
+      mesh: made of the shape.
+
+    Returns:
+      Pytrees of shardings, like params and like `optimizer.init(params)`.
+    """
     import optax
 
     specs = parameter_specs(params, shape)
@@ -98,7 +107,11 @@ def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch's tokens [B, T]."""
+    """Returns the sharding of a batch's tokens [B, T] on a mesh of `MeshShape.make`.
+
+    Args:
+      mesh: the mesh.
+    """
     return NamedSharding(mesh, PartitionSpec(DATA, CONTEXT))
 
 

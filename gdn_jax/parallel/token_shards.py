@@ -27,7 +27,12 @@ from gdn_jax.partitioning import vary_alike
 
 
 def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.gated_delta_rule`, on a mesh too: by `context.gated_delta_rule` where there is a context axis."""
+    """`gdn_jax.gated_delta_rule`, on a mesh too: by `context.gated_delta_rule` where there is a context axis.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where the devices along context do
+        not divide the tokens.
+    """
     sizes = axes_set()
     if sizes is None or sizes[CONTEXT] == 1:
         return ops.gated_delta_rule(q, k, v, g, beta, **options)
@@ -38,7 +43,12 @@ def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tupl
 def delta_rule_on_mesh(
     q, k, v, g=None, beta=None, *, erase=None, write=None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.delta_rule`, on a mesh too: by `context_family.delta_rule` where there is a context axis."""
+    """`gdn_jax.delta_rule`, on a mesh too: by `context_family.delta_rule` where there is a context axis.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
+        divide the tokens.
+    """
     if family.is_of_heads(g, erase, write):
         return gated_delta_rule_on_mesh(q, k, v, g, beta, **options)
     sizes = axes_set()
@@ -51,7 +61,12 @@ def delta_rule_on_mesh(
 def gated_delta_product_on_mesh(
     q, k, v, g=None, beta=None, *, cu_seqlens=None, segment_ids=None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.gated_delta_product`, on a mesh too: every device has all steps of its tokens."""
+    """`gdn_jax.gated_delta_product`, on a mesh too: every device has all steps of its tokens.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.gated_delta_product`; ValueError where the devices along context do
+        not divide the tokens.
+    """
     tokens = q, k, v, g, beta
     return family.product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
 
@@ -96,6 +111,18 @@ def attention_on_mesh(
     tokens of some heads, and exchange the results back. These are four all-to-alls, of q, k, v and the result, and
     a device keeps 1 / devices of each. A key head that several devices read is sent to each. Where the devices do
     not divide the query heads, XLA gathers keys and values; `gdn_jax.debug_checks` warns of it.
+
+    Args:
+      attend: a function of q, k, v, lengths and segment_ids.
+      q, k, v: queries [B, T, H, D], keys [B, T, Hkv, D] and values [B, T, Hkv, V] of whole rows.
+      lengths: tokens of each row [B] that are none of padding; None: all.
+      segment_ids: [B, T] integers; a token sees its own segment.
+
+    Returns:
+      [B, T, H, V], as attend gives it.
+
+    Raises:
+      ValueError: the devices along context do not divide the tokens.
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
@@ -143,6 +170,10 @@ def loss_on_mesh(
     """`gdn_jax.losses.linear_softmax_cross_entropy`, on a mesh too: summed over the tokens of all devices.
 
     The devices of the head axis share a row's tokens here, because the weight has no heads: each needs all of it.
+
+    Raises:
+      ValueError: as `gdn_jax.losses.linear_softmax_cross_entropy`, and where the devices along context do not divide
+        the tokens.
     """
     call = partial(losses.linear_softmax_cross_entropy, **options)
     sizes = axes_set()

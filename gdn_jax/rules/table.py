@@ -17,7 +17,7 @@ RULES: dict[str, Rule] = {
 
 
 def wants_unit_length(rule: str) -> bool:
-    """Whether the rule of that name reads q and k of unit length."""
+    """Whether the rule of that name, one of `RULES`, reads q and k of unit length."""
     return RULES[rule].unit_length
 
 

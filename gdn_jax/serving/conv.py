@@ -122,7 +122,8 @@ def causal_conv1d_verify(
     Args:
       x: the new inputs [N, T, D], floating.
       pool, weight, bias, activation: as for `causal_conv1d`.
-      state_slots: [N, T] integers. Everything else as for `verify`: a token of a tree sees those on its own path.
+      state_slots: [N, T] integers. These, num_accepted_tokens, num_tokens, parents, null_slot and layer are as for
+        `verify`: a token of a tree sees those on its own path.
         Where fewer tokens come than were accepted, `copy_slots` first brings the state to one of their slots.
 
     Returns:
