@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import math_core
+from entries import entries, targets
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
