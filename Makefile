@@ -1,18 +1,22 @@
 # Set-up, tests and the demonstration. Every target creates what it needs: `make demo` and `make test` work
-# from a fresh clone, in any order and again. `make test` runs the quick tests, `make test-all` the slow ones too.
+# from a fresh clone, in any order and again. `make test` runs the quick tests, `make test-slow` the
+# slow ones too, `make test-all` also those that cross options with more options than the gate has time for.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format docs gpu-test faults fuzz neighbours release clean
+.PHONY: demo test test-slow test-all lint format docs gpu-test faults fuzz neighbours release clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
 
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not crossed" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-slow: $(VENV)/test.done
+	$(BIN)/python -m pytest -m "not crossed" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -79,15 +79,22 @@ CHUNKED_IS_QUICK = [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"
 recurrent form, which has one step and no chunks, quick tests against the oracle remain."""
 
 
-def tiers(parameters: Iterable, quick: Iterable[str]) -> list:
-    """pytest parameters: cases, tuples that begin with one, or names. Those whose name is not in quick are slow."""
+def tiers(parameters: Iterable, quick: Iterable[str], slow: Iterable[str] | None = None) -> list:
+    """pytest parameters: cases, tuples that begin with one, or names. The names in quick are quick.
+
+    slow: the other names that the gate runs, every one of them if not given. What is left is crossed.
+    """
     found, quick = [], set(quick)
+    slow = None if slow is None else set(slow)
     for values in parameters:
         values = values if isinstance(values, tuple) else (values,)
         name = values[0] if isinstance(values[0], str) else values[0].name
-        marks = () if name in quick else pytest.mark.slow
+        if name in quick:
+            marks = ()
+        else:
+            marks = pytest.mark.slow if slow is None or name in slow else pytest.mark.crossed
         found.append(pytest.param(*values, id=name, marks=marks))
-    assert quick <= {parameter.id for parameter in found}, "a quick test that there is not"
+    assert quick | (slow or set()) <= {parameter.id for parameter in found}, "a test that there is not"
     return found
 
 

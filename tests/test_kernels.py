@@ -49,9 +49,17 @@ def quick(name: str) -> bool:
     return not re.search(r", (?!T 8).*,|K \d|float16|segments", name)
 
 
+def repeated(name: str) -> bool:
+    """Whether another call has all the options of this one, and more."""
+    return any(set(name.split(", ")) < set(other.split(", ")) for other in CALLS)
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if quick(x) else pytest.mark.slow) for x in CALLS],
+    [
+        pytest.param(x, marks=() if quick(x) else pytest.mark.crossed if repeated(x) else pytest.mark.slow)
+        for x in CALLS
+    ],
 )
 def test_lowers_for_compute_capability_9(name):
     text = CALLS[name].lower().as_text()
@@ -102,7 +110,7 @@ OVER_HEADS = (*(HEADS,) * 5, PartitionSpec(None, "shard"))
 @pytest.mark.parametrize(
     ("options", "sums"),
     [
-        pytest.param(dict(specs=(ROWS,) * 6), 0, id="rows", marks=pytest.mark.slow),
+        pytest.param(dict(specs=(ROWS,) * 6), 0, id="rows", marks=pytest.mark.crossed),
         pytest.param(
             dict(specs=(ROWS,) * 6, transform=jax.vmap), 0, id="rows, vmap inside", marks=pytest.mark.slow
         ),
@@ -292,7 +300,7 @@ def check(case, config, dtype="bfloat16"):
 QUICK = ("one tile, kv padded, grouped queries", "packed in segments", "segment ids")
 
 
-@pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK))
+@pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK, ("normalised, packed", "segments")))
 def test_forward_in_the_interpreter(case, config, monkeypatch):
     monkeypatch.setattr(
         forward_rule, "known_lengths", lambda cu_seqlens: None
@@ -329,7 +337,7 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize("case", harness.tiers(KNOWN, ("equal",)))
+@pytest.mark.parametrize("case", harness.tiers(KNOWN, ("equal",), ("uneven",)))
 def test_lengths_known_while_tracing(case):
     check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
 

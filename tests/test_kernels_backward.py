@@ -152,6 +152,7 @@ CASES = (
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 
+SLOW = ("packed, three tiles", "decay hundredfold, beta 0", "more keys than queries", "segments")
 
 FLOAT16 = (
     (C("two tiles, wide keys", T=66, B=1, heads=(2, 1, 1), K=192, V=128, g="by-head"), None),
@@ -194,25 +195,32 @@ def check(case: cases.Case, config, segment_chunks=None, dtype="bfloat16"):
             assert_close(e, np.asarray(x), bound, name, head_axis(name))
 
 
-@pytest.mark.parametrize("case", harness.tiers(CASES, ("padded, two rows",)))
+@pytest.mark.parametrize("case", harness.tiers(CASES, ("padded, two rows",), SLOW))
 def test_gradients_in_the_interpreter(case):
     check(case, SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_two_state_warpgroups_in_the_interpreter():
     case = C("packed, two tiles, grouped", T=100, B=1, heads=(1, 1, 2), K=128, V=128, lengths=(1, 0, 69, 20))
     check(case, dataclasses.replace(SMALL, state_warpgroups=2))
 
 
-@pytest.mark.parametrize(("case", "chunks"), harness.tiers(FLOAT16, ("repeated, slow decay",)))
+@pytest.mark.parametrize(
+    ("case", "chunks"), harness.tiers(FLOAT16, ("repeated, slow decay",), (FLOAT16[1][0].name,))
+)
 def test_float16_in_the_interpreter(case, chunks):
     config = backward.Config(segments=chunks is not None, gradients=gradients_kernel.Config(ctas=1))
     check(case, config, chunks, dtype="float16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("float16", marks=pytest.mark.crossed),
+    ],
+)
 def test_gradient_of_small_strengths_in_the_interpreter(dtype):
     """One head each with beta = 0, 1e-12, 1e-4 and 1: nothing divides by them, and none has a floor."""
     case = C("strengths", T=66, B=1, heads=(1, 1, 4), K=64, V=64, beta="by-head")
@@ -239,7 +247,7 @@ SEGMENTED = (
 )
 
 
-@pytest.mark.parametrize(("case", "chunks"), harness.tiers(SEGMENTED, ("two rows, vk",)))
+@pytest.mark.parametrize(("case", "chunks"), harness.tiers(SEGMENTED, ("two rows, vk",), ()))
 def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
 

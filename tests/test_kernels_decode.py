@@ -51,7 +51,9 @@ def interpreted():
 QUICK = ("plain", "vk", "float16-null-slot", "heads", "tokens-uneven", "saturated-gate", "tree-uneven")
 
 
-@pytest.mark.parametrize("case", harness.tiers(CASES, QUICK))
+@pytest.mark.parametrize(
+    "case", harness.tiers(CASES, QUICK, ("tokens-kv-bfloat16", "tree-kv-bfloat16", "tree-vk"))
+)
 @pytest.mark.usefixtures("interpreted")
 def test_step(case):
     """Near the oracle, and near plain JAX in every slot: what one leaves alone, the other does."""
@@ -248,7 +250,9 @@ def test_refusals_say_why(change, reason):
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("case", "counts"), harness.tiers(RING_CASES, ("ring-wide-vk",)))
+@pytest.mark.parametrize(
+    ("case", "counts"), harness.tiers(RING_CASES, ("ring-wide-vk",), ("ring-kv-bfloat16", "ring-parts"))
+)
 @pytest.mark.usefixtures("interpreted")
 def test_deferred(case, counts):
     x = pool_steps.draw_ring(case, counts)
@@ -273,7 +277,12 @@ def test_rings_that_are_written_where_others_are_read(pool_dtype):
 
 
 @pytest.mark.parametrize(
-    ("case", "counts"), harness.tiers(DRAFT_CASES, ("drafts-no-room", "drafts-many-uneven"))
+    ("case", "counts"),
+    harness.tiers(
+        DRAFT_CASES,
+        ("drafts-no-room", "drafts-many-uneven"),
+        ("drafts-many", "drafts-bfloat16", "drafts-tensor-16", "drafts-tensor-reset"),
+    ),
 )
 @pytest.mark.usefixtures("interpreted")
 def test_verify_on_a_ring(case, counts):

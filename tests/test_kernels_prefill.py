@@ -52,6 +52,10 @@ def slow(case: Case, **config):
     return pytest.param(case, config, marks=pytest.mark.slow, id=case.name)
 
 
+def crossed(case: Case, **config):
+    return pytest.param(case, config, marks=pytest.mark.crossed, id=case.name)
+
+
 def quick(case: Case, **config):
     return pytest.param(case, config, id=case.name)
 
@@ -65,22 +69,22 @@ CASES = (
         like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(1, 2), padding=(0, 4)),
         segment_chunks=0,
     ),
-    slow(
+    crossed(
         like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0
     ),
     quick(like(WHOLE, "crossed", crossed=True, fresh=(1,), dropped=(4,)), segment_chunks=0),
-    slow(CUT, segment_chunks=2),
-    slow(like(CUT, "segments, new", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
+    crossed(CUT, segment_chunks=2),
+    crossed(like(CUT, "segments, new", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
     slow(
         like(CUT, "segments crossed", crossed=True, padding=(0,), dropped=(2,), pool_dtype="float32"),
         segment_chunks=1,
     ),
-    slow(
+    crossed(
         Case("full head", (30, 40), heads=(1, 2), K=128, V=128, pool_dtype="bfloat16", behind=0),
         segment_chunks=0,
         state_warpgroups=2,
     ),
-    slow(Case("wide", (66, 3), K=192, V=64, dtype="float16"), segment_chunks=0),
+    crossed(Case("wide", (66, 3), K=192, V=64, dtype="float16"), segment_chunks=0),
 )
 
 

@@ -120,8 +120,8 @@ def check_same(got, expected, dtype="float32"):
         pytest.param("chunked", "plain", "rows", marks=pytest.mark.slow),
         pytest.param("chunked", "segments", "rows", marks=pytest.mark.slow),
         pytest.param("chunked", "packed", "heads", marks=pytest.mark.slow),
-        pytest.param("recurrent", "plain", "rows", marks=pytest.mark.slow),
-        pytest.param("recurrent", "few keys", "heads", marks=pytest.mark.slow),
+        pytest.param("recurrent", "plain", "rows", marks=pytest.mark.crossed),
+        pytest.param("recurrent", "few keys", "heads", marks=pytest.mark.crossed),
         pytest.param("recurrent", "packed", "heads", marks=pytest.mark.slow),
     ],
 )
