@@ -36,7 +36,7 @@ fuzz: $(VENV)/test.done
 release: $(VENV)/release.done
 	$(BIN)/python tests/release/run.py $(RELEASE)
 
-# MaxText's own layer and tokamax's own operation with this rule inside, in environments of their own, which it fills
+# MaxText's and SkyRL's own layers and tokamax's operation with this rule inside, in environments of their own, which it fills
 # from the package index. NEIGHBOURS="tokamax" for one of them.
 neighbours: $(VENV)/test.done
 	$(BIN)/python tests/neighbours/run.py $(NEIGHBOURS)

@@ -1,6 +1,6 @@
 """Calls of other libraries by this one: their signatures, and their results against the oracles in float64.
 
-Names and defaults were read in fla-core 0.6.0, maxtext 0.2.5, tokamax 0.0.17, SkyRL a9564572 and tpu-inference
+Names and defaults were read in fla-core 0.6.0, maxtext 0.2.5, tokamax 0.0.17, skyrl 0.3.0 and tpu-inference
 b8692ff. What needs the libraries themselves is `tests/neighbours/run.py`.
 """
 

@@ -59,7 +59,7 @@ def chunk_gated_delta_rule(
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
 
-    Source: SkyRL a9564572, `skyrl.tx.models.qwen3_5.chunk_gated_delta_rule`.
+    Source: skyrl 0.3.0, `skyrl.tx.models.qwen3_5.chunk_gated_delta_rule`.
     """
     return _rule(
         query,
@@ -86,7 +86,7 @@ def recurrent_gated_delta_rule(
 
     Args, Returns, Raises: as for `chunk_gated_delta_rule`.
 
-    Source: SkyRL a9564572, `skyrl.tx.models.qwen3_5.recurrent_gated_delta_rule`.
+    Source: skyrl 0.3.0, `skyrl.tx.models.qwen3_5.recurrent_gated_delta_rule`.
     """
     return _rule(query, key, value, g, beta, initial_state, None, implementation="recurrent")
 

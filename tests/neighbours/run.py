@@ -1,6 +1,6 @@
 """Other libraries' own layers with this one's rule inside, beside themselves.
 
-    python tests/neighbours/run.py [maxtext tokamax] [--folder .venv/neighbours] [--with "jax[cuda13]"]
+    python tests/neighbours/run.py [maxtext skyrl tokamax] [--folder .venv/neighbours] [--with "jax[cuda13]"]
 
 Makes an environment for each library, installs it from the package index, and runs its file here in that environment
 on this checkout: minutes the first time. A file compares outputs within 1e-5 and gradients within 1e-4 of the largest
@@ -12,41 +12,38 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-REQUIREMENTS = {
-    # The wheel of maxtext names no dependencies but in extras of several hundred packages for each device. These are
+
+class Neighbour(NamedTuple):
+    """A library: its file here, what is installed, and what of that without its own requirements."""
+
+    script: str
+    requirements: str
+    alone: str = ""
+
+
+NEIGHBOURS = {
+    # The wheel of maxtext names no requirements but in extras of several hundred packages for each device. These are
     # those that its models import.
-    "maxtext": (
-        "maxtext==0.2.5",
-        "tokamax==0.0.17",
-        *(
-            "absl-py",
-            "aqtp",
-            "cloud-accelerator-diagnostics",
-            "drjax",
-            "einops",
-            "etils",
-            "flax>=0.12.10",
-            "grain",
-        ),
-        *(
-            "huggingface-hub",
-            "jaxtyping",
-            "jinja2",
-            "ml-collections",
-            "omegaconf",
-            "optax",
-            "orbax-checkpoint",
-        ),
-        *("packaging", "pathwaysutils", "pillow", "psutil", "pydantic", "pyyaml", "qwix", "requests"),
-        "transformers",
+    "maxtext": Neighbour(
+        "maxtext_layer.py",
+        "maxtext==0.2.5 tokamax==0.0.17 flax>=0.12.10 absl-py aqtp cloud-accelerator-diagnostics drjax einops etils "
+        "grain huggingface-hub jaxtyping jinja2 ml-collections omegaconf optax orbax-checkpoint packaging "
+        "pathwaysutils pillow psutil pydantic pyyaml qwix requests transformers",
     ),
-    "tokamax": ("tokamax[test]==0.0.17", "flax>=0.12.10"),
+    # skyrl requires peft, and that PyTorch, to save adapters.
+    "skyrl": Neighbour(
+        "skyrl_layer.py",
+        "flax>=0.12.10 cloudpathlib huggingface-hub jaxtyping optax pydantic rich safetensors tokenizers "
+        "transformers",
+        "skyrl==0.3.0",
+    ),
+    "tokamax": Neighbour("tokamax_op.py", "tokamax[test]==0.0.17 flax>=0.12.10"),
 }
-SCRIPTS = {"maxtext": "maxtext_layer.py", "tokamax": "tokamax_op.py"}
 
 
 def environment(name: str, folder: Path, extra: list[str]) -> Path:
@@ -55,22 +52,27 @@ def environment(name: str, folder: Path, extra: list[str]) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *REQUIREMENTS[name], *extra], check=True)
+    neighbour = NEIGHBOURS[name]
+    subprocess.run([*install, *neighbour.requirements.split(), *extra], check=True)
+    if neighbour.alone:
+        subprocess.run([*install, "--no-deps", *neighbour.alone.split()], check=True)
     return python
 
 
 def main() -> int:
     """Runs the libraries that are named, all by default; how many failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *REQUIREMENTS], help="libraries, all by default")
+    parser.add_argument("names", nargs="*", choices=[[], *NEIGHBOURS], help="libraries, all by default")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv" / "neighbours")
     parser.add_argument("--with", dest="extra", action="append", default=[], metavar="PACKAGE")
     options = parser.parse_args()
     failed = 0
-    for name in options.names or REQUIREMENTS:
+    for name in options.names or NEIGHBOURS:
         python = environment(name, options.folder.absolute(), options.extra)
         where = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([python, HERE / SCRIPTS[name]], env=where, cwd=options.folder, check=False)
+        done = subprocess.run(
+            [python, HERE / NEIGHBOURS[name].script], env=where, cwd=options.folder, check=False
+        )
         print(f"{name}: {'the same' if done.returncode == 0 else 'FAILED'}", flush=True)
         failed += done.returncode != 0
     return failed
