@@ -135,7 +135,10 @@ def referred(name):
     found, new = set(), {name}
     while new:
         found |= new
-        names = {TARGETS.get(x, x) for place in new for x in re.findall(r"`(\w[\w.]+)`", said(place))}
+        pairs = [(place, x) for place in new for x in re.findall(r"`(\w[\w.]+)`", said(place))]
+        names = {TARGETS.get(x, x) for _, x in pairs} | {
+            place.rpartition(".")[0] + "." + x for place, x in pairs
+        }
         new = {x for x in names if x in ENTRIES or x.startswith("gdn_jax.fused.")} - found
         new = {x for x in new if definition(x)}
     return found
