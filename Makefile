@@ -24,7 +24,7 @@ test-all: $(VENV)/test.done
 gpu-test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m gpu
 
-# Whether the tests notice the faults listed in tests/faults/faults.py, put into a copy one by one: twenty minutes.
+# Whether the tests notice the faults listed in tests/faults/, put into a copy one by one: twenty minutes.
 faults: $(VENV)/test.done
 	$(BIN)/python tests/faults/run.py
 

@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from faults import FAULTS, Fault
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from faults.fault import Fault
+from faults.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = ("gdn_jax/**/*.py", "pallas_kernels/**/*.py", "docs/accuracy.md", "notebooks/*.ipynb", "README.md")

@@ -1,0 +1,183 @@
+"""Faults of layers, models and checkpoints of Hugging Face."""
+
+from faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "the output gate of a decay by channels is SiLU",
+        'return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))',
+        "return self._gated_output(partial(gated_norm), o, gate.reshape(o.shape))",
+        "tests/test_family_layers.py::test_against_float64",
+    ),
+    Fault(
+        "padding decays by channels",
+        "qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x)))",
+        "qkv, gates = self.project_qkv(x), self.gates(*self.raw_gates(x))",
+        "tests/test_family_layers.py::test_one_token_that_is_padding",
+    ),
+    Fault(
+        "every step of a single token decays",
+        "o, state = gated_delta_step(q, k[:, i], v[:, i], None, beta[:, i], state)",
+        "o, state = gated_delta_step(q, k[:, i], v[:, i], g, beta[:, i], state)",
+        "tests/test_family_layers.py::test_against_float64",
+    ),
+    Fault(
+        "the dtype of the state in a cache is lost",
+        "state if cache is None else state.astype(cache.state.dtype)",
+        "state",
+        "tests/test_layers.py::test_a_cache_keeps_its_dtype",
+    ),
+    Fault(
+        "all tokens are drawn with one random key",
+        "sampling.draw(jax.random.fold_in(rng, i), logits)",
+        "sampling.draw(rng, logits)",
+        "tests/test_models.py::test_every_token_is_drawn_anew",
+    ),
+    Fault(
+        "min_p is measured before the temperature",
+        "jnp.log(self.min_p)",
+        "jnp.log(self.min_p) / self.temperature",
+        "tests/test_hybrid.py::test_limits_of_the_draw",
+    ),
+    Fault(
+        "a row whose first token stops it goes on",
+        "    ended = ends(token, jnp.zeros(token.shape, bool))\n",
+        "    ended = jnp.zeros(token.shape, bool)\n",
+        "tests/test_hybrid.py::test_stopping_and_listening",
+    ),
+    Fault(
+        "the router's scores are rounded",
+        "self.router[...].astype(rows.dtype)), axis=-1)",
+        "self.router[...].astype(rows.dtype)).astype(rows.dtype), axis=-1)",
+        "tests/test_hybrid.py::test_experts_are_chosen_by_scores_in_float32",
+    ),
+    Fault(
+        "verify of a served model forgets negative eigenvalues",
+        "                **self._options(mixer),\n                **spans,\n",
+        '                **self._options(mixer) | {"allow_neg_eigval": False},\n                **spans,\n',
+        "tests/test_serving_batching.py::test_speculative_decoding",
+    ),
+    Fault(
+        "layers with experts are counted from 0",
+        "i in only or (i + 1) % step",
+        "i in only or i % step",
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the default epsilon is another one",
+        '    "rms_norm_eps": 1e-6,\n'
+        '    "tie_word_embeddings": False,\n'
+        '    "attention_bias": False,\n'
+        '    "rope_theta": 10000.0,\n'
+        '    "partial_rotary_factor": 0.25,\n'
+        '    "full_attention_interval": 4,\n'
+        '    "linear_conv_kernel_dim": 4,\n'
+        '    "decoder_sparse_step": 1,\n',
+        '    "rms_norm_eps": 1e-5,\n'
+        '    "tie_word_embeddings": False,\n'
+        '    "attention_bias": False,\n'
+        '    "rope_theta": 10000.0,\n'
+        '    "partial_rotary_factor": 0.25,\n'
+        '    "full_attention_interval": 4,\n'
+        '    "linear_conv_kernel_dim": 4,\n'
+        '    "decoder_sparse_step": 1,\n',
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the weights of experts are not normalised by default",
+        '"mlp_only_layers": [],\n    "norm_topk_prob": True,',
+        '"mlp_only_layers": [],\n    "norm_topk_prob": False,',
+        "tests/test_hf.py::test_what_a_config_leaves_out",
+    ),
+    Fault(
+        "the index has the size of the last file",
+        "        total += sum(entry.size for entry in entries)",
+        "        total = sum(entry.size for entry in entries)",
+        "tests/test_hf.py::test_a_model_of_our_own",
+    ),
+    Fault(
+        "what is written to the stream counts one part a layer",
+        "variance_scaling(1 / (2 * config.num_layers), ",
+        "variance_scaling(1 / config.num_layers, ",
+        "tests/test_models.py::test_what_is_written_to_the_stream_shrinks_with_depth",
+    ),
+    Fault(
+        "an index names a file outside",
+        'if Path(place).name != place or place == ".."',
+        'if place == ".."',
+        "tests/test_hf_hostile.py::test_an_index_names_files_of_its_folder",
+    ),
+    Fault(
+        "a companion may be any link",
+        "        if not stays_inside(file, origin.path):\n            raise ValueError(\n"
+        '                f"model: expected {file}, which',
+        '        if False:\n            raise ValueError(\n                f"model: expected {file}, which',
+        "tests/test_hf_hostile.py::test_links_that_leave_the_folder_are_not_copied",
+    ),
+    Fault(
+        "gate and up of experts are swapped",
+        "half = i % 2 * size",
+        "half = (i + 1) % 2 * size",
+        "tests/test_hf.py::test_a_checkpoint_computes_what_transformers_does_and_is_written_as_it_was",
+    ),
+    Fault(
+        "positions have another base",
+        "    rope_theta: float = 1e4\n",
+        "    rope_theta: float = 1e6\n",
+        "tests/test_defaults.py",
+    ),
+    Fault(
+        "positions turn the other way",
+        "[a * cos - b * sin, b * cos + a * sin]",
+        "[a * cos + b * sin, b * cos - a * sin]",
+        "tests/test_hybrid.py::test_attention_is_its_definition",
+    ),
+    Fault(
+        "top_p leaves out the token that reaches it",
+        "kept = jnp.cumsum(p, axis=-1) - p < self.top_p",
+        "kept = jnp.cumsum(p, axis=-1) < self.top_p",
+        "tests/test_hybrid.py::test_limits_of_the_draw",
+    ),
+    Fault(
+        "vectors decay",
+        'metadata.get("weight_decay", True) and jnp.ndim(a) >= 2',
+        'metadata.get("weight_decay", True) and jnp.ndim(a) >= 1',
+        "tests/test_experiments.py::test_decay_spares_gates_and_norms",
+    ),
+    Fault(
+        "a low-rank change is not divided by its rank",
+        "LoRALinear(linear, rank, (alpha or rank) / rank, rngs=rngs)",
+        "LoRALinear(linear, rank, float(alpha or 1), rngs=rngs)",
+        "tests/test_lora.py::test_the_change_is_alpha_over_the_rank",
+    ),
+    Fault(
+        "attention counts a token too few",
+        "decode_flops=4 * min(L + 1, a.window or L + 1) * a.num_heads",
+        "decode_flops=4 * min(L, a.window or L) * a.num_heads",
+        "tests/test_generate_bench.py::test_a_token_more_costs_a_token",
+    ),
+    Fault(
+        "an equal head beside a tied embedding is kept",
+        "return head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())",
+        "return True",
+        "tests/test_hf.py::test_older_fields_and_a_head_of_its_own",
+    ),
+    Fault(
+        "an attention layer sees the slot behind its tokens",
+        "visible = jnp.arange(S) <= slots[..., None]",
+        "visible = jnp.arange(S) <= slots[..., None] + 1",
+        "tests/test_hybrid.py::test_prefill_and_decode_equal_one_pass",
+    ),
+    Fault(
+        "a short OLMo-Hybrid has no attention",
+        "if attends_at_last and number < every:",
+        "if attends_at_last and number < 0:",
+        "tests/test_hf.py::test_a_short_olmo_hybrid_attends_at_last",
+    ),
+    Fault(
+        "top_k keeps the likeliest alone",
+        "least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]",
+        "least = jax.lax.top_k(logits, self.top_k)[0][:, :1]",
+        "tests/test_pairwise.py::test_limits_of_the_draw",
+    ),
+)

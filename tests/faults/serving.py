@@ -1,0 +1,126 @@
+"""Faults of serving."""
+
+from faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "padding behind a draft reaches it",
+        "return base, jnp.where(is_earlier, seen, 0)",
+        "return base, seen",
+        "tests/test_serving_family.py::test_drafts_that_are_no_numbers",
+    ),
+    Fault(
+        "a ring of channels is matched with decays until its entries",
+        "until = jnp.flip(jnp.cumsum(jnp.flip(g, -2), -2), -2)",
+        "until = jnp.cumsum(g, -2)",
+        "tests/test_serving_family.py::test_decode",
+    ),
+    Fault(
+        "a prompt without a slot writes where erase and write are apart",
+        "return self._replace(write=jnp.where(is_real.reshape(-1, *(1,) * (write.ndim - 2)), write, 0))",
+        "return self._replace(write=write)",
+        "tests/test_serving_family.py::test_prefill",
+    ),
+    Fault(
+        "a preempted request goes to the end of the queue",
+        "self._waiting.appendleft(request)",
+        "self._waiting.append(request)",
+        "tests/test_serving_batching.py::test_a_preempted_request_is_the_next",
+    ),
+    Fault(
+        "slots are compared in their own dtype",
+        "return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x",
+        "return x",
+        "tests/test_serving.py::test_more_slots_than_a_narrow_dtype_counts",
+    ),
+    Fault(
+        "drafts meet one another as they were before they are stored",
+        "stored_k, stored_u = (y.astype(ring_dtype).astype(y.dtype) for y in (k, u))",
+        "stored_k, stored_u = k, u",
+        "tests/test_serving_ring.py::test_drafts_meet_one_another_as_the_ring_stores_them",
+    ),
+    Fault(
+        "accept leaves where the last call began",
+        "return self.holding(put_counts(ring, at, count, count - 1))",
+        "return self.holding(ring)",
+        "tests/test_serving_ring.py::test_drafts_after_what_was_accepted",
+    ),
+    Fault(
+        "drafts of several calls count their tokens from the first call",
+        "num_tokens - t\n",
+        "num_tokens\n",
+        "tests/test_kernels_decode.py::test_verify_on_a_ring[drafts-many-uneven]",
+    ),
+    Fault(
+        "padding is written where a write slot is named",
+        "self.address(at.write_slots, at.layer).only(read.is_slot)",
+        "self.address(at.write_slots, at.layer)",
+        "tests/test_serving.py::test_decode",
+    ),
+    Fault(
+        "a copy from padding writes zeros",
+        "Address.of(to_slots, pool, null_slot).only(source.is_slot)",
+        "Address.of(to_slots, pool, null_slot)",
+        "tests/test_serving.py::test_slots_are_copied",
+    ),
+    Fault(
+        "a checkpoint is the state a chunk later",
+        "- chunks + after // C ",
+        "- chunks + after // C + 1 ",
+        "tests/test_serving_prompts.py::test_checkpoints",
+    ),
+    Fault(
+        "tokens of a prompt without a slot are answered",
+        "tokens = tokens.writing(is_real, initial)",
+        "tokens = tokens.writing(is_real | True, initial)",
+        "tests/test_serving_prompts.py::test_prefill",
+    ),
+    Fault(
+        "a full ring keeps its count",
+        "jnp.where(is_full, 0, entry.count + 1), jnp.where(is_full, -1, entry.count)",
+        "entry.count + 1, entry.count",
+        "tests/test_serving_ring.py::test_decode",
+    ),
+    Fault(
+        "verify flushes one token late",
+        "slots.take(pool.arrays.count, at) + T > pool.arrays.length",
+        "slots.take(pool.arrays.count, at) + T > pool.arrays.length + 1",
+        "tests/test_serving_ring.py::test_verify",
+    ),
+    Fault(
+        "a fresh request reads the window of the last",
+        "jnp.where(at.has_initial_state[:, None, None], windows, 0)",
+        "windows",
+        "tests/test_serving_conv.py::test_prompts",
+    ),
+    Fault(
+        "pieces of prompts end anywhere",
+        "room // GRID * GRID",
+        "room",
+        "tests/test_serving_batching.py::test_pieces_of_prompts_end_on_multiples_of_64",
+    ),
+    Fault(
+        "one request too many waits",
+        "if len(self._waiting) >= self._max_waiting:",
+        "if len(self._waiting) > self._max_waiting:",
+        "tests/test_serving_batching.py::test_the_queue_is_bounded",
+    ),
+    Fault(
+        "an uneven ring forgets its last draft",
+        "added = T if num_tokens is None else num_tokens.astype(jnp.int32)",
+        "added = T if num_tokens is None else jnp.maximum(num_tokens.astype(jnp.int32) - 1, 0)",
+        "tests/test_serving_drafts.py::test_trees_on_a_ring",
+    ),
+    Fault(
+        "the ring's start counts what was rejected",
+        "        ring = put_counts(ring, at, entry.count + added, entry.count)\n",
+        "        ring = put_counts(ring, at, entry.count + added, entry.count + added - T)\n",
+        "tests/test_serving_drafts.py::test_trees_on_a_ring",
+    ),
+    Fault(
+        "a token beyond the vocabulary is submitted",
+        "tokens[(tokens < 0) | (tokens >= self._tokens)]",
+        "tokens[(tokens < 0) | (tokens > self._tokens)]",
+        "tests/test_serving_batching.py::test_errors",
+    ),
+)
