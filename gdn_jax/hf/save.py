@@ -130,7 +130,10 @@ def own_family(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
             continue
         head = {"architectures": [family.architecture], "model_type": family.model_types[0]}
         return family, head | {"dtype": config.weight_dtype} | fields, Names()
-    raise NotImplementedError("model: no family has such a model. " + ". ".join(reasons))
+    raise NotImplementedError(
+        "model: no family has such a model; a hybrid, as `gdn train --model hybrid` makes it, can be written. "
+        + ". ".join(reasons)
+    )
 
 
 def _companions(origin: Origin) -> list[Path]:

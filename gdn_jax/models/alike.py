@@ -73,11 +73,11 @@ def stacked(blocks: Sequence[Block]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if jax.tree.leaves(others):
         reason = "a block with state beside its parameters"
     elif period == n > 1:
-        reason = "blocks that differ"
+        reason = f"blocks that differ, in one period of all {n}"
     else:
         stacked = (jax.tree.map(lambda *xs: _stack(xs), *states[i::period]) for i in range(period))
         return graphdefs[:period], tuple(stacked)
     raise ValueError(
-        f"scan_layers: expected blocks that differ in their weights alone, or do so from period to period, "
+        f"scan_layers: expected blocks that differ in their weights alone, or two or more periods of such blocks, "
         f"got {reason}"
     )
