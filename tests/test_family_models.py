@@ -30,6 +30,7 @@ from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.rules import RULES
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS, label
@@ -134,6 +135,14 @@ def test_analyses():
     assert float(memory_horizon(6, *start)) == pytest.approx(np.log(2) / (0.08 - 3 * np.log(5 / 6)), rel=1e-5)
     assert TOKEN_MIXERS["gla"].start(small("gla"), 1.0).beta == 0
     assert TOKEN_MIXERS["kda_lower_bound"].start(small("kda"), 0.1).g == pytest.approx(-0.005)
+    plain = dataclasses.replace(TOKEN_MIXERS["kda"], use_A_log=False)
+    assert plain.start(small("kda"), 0.1).g == pytest.approx(-0.001)  # a rate of 1, the middle step of 0.01
+    starts = {
+        rule: TOKEN_MIXERS["gated_delta_net"].start(small("gated_delta_net", rule=rule), 1.0)
+        for rule in RULES
+    }
+    forgets = {rule: (start.g < 0, start.beta > 0) for rule, start in starts.items() if start is not None}
+    assert forgets == {"gated_delta": (True, True), "delta": (False, True), "mamba2": (True, False)}
 
 
 def test_costs_and_parameters():
@@ -146,6 +155,10 @@ def test_costs_and_parameters():
     )
     assert plain.cache_bytes == kda.cache_bytes and plain.prefill_flops == kda.prefill_flops
     assert kda.activation_bytes - plain.activation_bytes == 64 * 2 * 6 * 4
+    apart = layer_costs(small("gated_delta_net_2"), "gated_delta_net_2", 64)
+    assert (
+        apart.activation_bytes - kda.activation_bytes == 64 * 2 * (6 + 9) * 4
+    )  # erase and write of each channel
     assert product.prefill_flops == 3 * plain.prefill_flops
     assert product.cache_bytes - plain.cache_bytes == 2 * (2 * 6 + 2 * 9) * 3 * 4
 

@@ -1,5 +1,6 @@
 """Checkpoints of Kimi Linear and Ling: latent attention with its cache, experts by sigmoids, decays of channels."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -148,6 +149,8 @@ def test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces():
         y, past = layer(x[:, begin : begin + tokens], cache=past)
         np.testing.assert_allclose(y, want[:, begin : begin + tokens], atol=1e-5)
         begin += tokens
+    half = LatentAttention(16, a, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert half.init_cache(1).k.dtype == half.init_cache(1, 5).v.dtype == jnp.bfloat16
 
 
 def test_costs_and_info(folder, model, capsys):
@@ -188,6 +191,22 @@ def test_a_gate_without_bound_and_queries_of_full_rank():
     assert family is described.family and family.config(Fields(fields, family.defaults, "own")) == read
     written = {name for weight in family.weights(read, names) for name in weight.tensors}
     assert "model.layers.2.attention.q_proj.weight" in written
+
+
+def test_what_kimi_linear_reads_and_what_it_cannot_write():
+    """Types of layers that are named go before numbers of layers; other latent attention has no fields there."""
+    config = json.loads((KIMI / "config.json").read_text())
+    types = ["full_attention"] + ["linear_attention"] * (config["num_hidden_layers"] - 1)
+    read, other = (
+        described.family.config(described.fields)
+        for described in (describe(config | more, "config.json") for more in ({}, {"layer_types": types}))
+    )
+    assert read.types[0] == "kda"
+    assert other.types[0] == "attention" and "attention" not in other.types[1:]
+    for changes, said in (({"head_gate": True}, "head_gate"), ({"rope_theta": 1e4}, "rope_theta")):
+        changed = dataclasses.replace(read, attention=dataclasses.replace(read.attention, **changes))
+        with pytest.raises(NotImplementedError, match=f"{said}: models of the family Kimi Linear have"):
+            own_family(changed)
 
 
 def test_refusals_and_a_low_rank_change(model):

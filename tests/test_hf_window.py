@@ -115,6 +115,9 @@ def test_a_window_attends_as_its_definition_says_in_any_pieces():
     y, past = layer(x[:, 12:13], cache=past)
     np.testing.assert_allclose(y[0], want[0, 12:13], atol=1e-5)
     np.testing.assert_array_equal(past.length, [13, 20])
+    half = WindowAttention(16, WINDOW, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    for cache in (half.init_cache(1), half(x[:1, :1], return_cache=True)[1]):
+        assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
 
 
 def test_a_window_refuses(model):

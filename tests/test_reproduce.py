@@ -9,7 +9,7 @@ import pytest
 from gdn_jax import cli
 from gdn_jax.findings import ledger
 from gdn_jax.findings.ledger import LEDGER, Published
-from gdn_jax.findings.reproduce import ReproduceOptions, sweep_of
+from gdn_jax.findings.reproduce import ReproduceOptions, compared, sweep_of
 from gdn_jax.sweeps import grid
 from gdn_jax.tasks.options import RecallOptions
 
@@ -73,6 +73,11 @@ def test_an_entry(tmp_path, monkeypatch, capsys):
     assert re.search(r"another +not confirmed +40 +no such mixer", out), out
     assert re.search(r"DeltaNet +not confirmed +40 +not run", out)
     assert "Grazzi et al.: eigenvalues in" in out and (tmp_path / "run" / "table.md").exists()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    best["val_loss"] = None  # one that has diverged is not the best one
+    second = min((line for line in lines if line is not best), key=lambda line: line["val_loss"])
+    [shown, *_] = compared(tiny, config, lines, small=True).columns[4].cells
+    assert shown == f"{100 * second['test_accuracy']['9']:.1f}"
     assert cli.main([*words, "--resume"]) == 0 and row in capsys.readouterr().out
     assert cli.main(["reproduce", "2411.12537/parity", *words[2:], "--resume"]) == 1
     assert "as in the run to resume" in capsys.readouterr().err

@@ -174,6 +174,7 @@ def test_the_statistics():
     p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262, 0.5719, 0.6528,
          0.7590, 1.0]  # fmt: skip
     assert verdicts.threshold(p) == 0.0095
+    assert verdicts.threshold([0.04, 0.041, 0.042]) == 0.042  # the largest that passes takes the others along
     assert verdicts.threshold([]) == verdicts.threshold([0.9]) == 0
 
 

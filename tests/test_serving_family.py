@@ -132,8 +132,10 @@ def test_decode(rule):
     """Token for token the oracle's outputs and states, from a pool of states and from a ring; padding gives zeros."""
     T = 7
     x, pool = draw(rule, T), littered(draw_pool(6))
+    pool[SLOTS[0], 0, 0, 0] = -0.0
     want, last = x.expected(pool[SLOTS])
     plain, ring = pool, make_ring(pool)
+    assert_same_bits(compiled(serving.snapshot)(ring, SLOTS), pool[SLOTS])
     for t in range(T):
         token = x.at(slice(None), t)
         o, plain = token.call(serving.decode, plain, read_slots=SLOTS, null_slot=5)
@@ -262,6 +264,16 @@ def test_prefill(rule, on_ring):
         assert_close(want[0], np.concatenate(got), bound("o", "float32"), f"o of request {n}", 1)
         assert_close(last[0], left[n], bound("final_state", "float32"), f"state of request {n}")
     assert_others_stay(pool, pieces.state if on_ring else pieces)
+
+
+def test_prompts_that_erase_alone():
+    """All is written then, but padding nothing."""
+    x, pool = draw("GDN-2", 4, 6), draw_pool(5)
+    args = packed(x, [2, 1, 1], 6) | dict(pool=jnp.asarray(pool), read_slots=SLOTS)
+    prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
+    every = prefill(**args | dict(write=jnp.ones((1, 6, HV), jnp.float32)))
+    for a, b in zip(prefill(**args | dict(write=None)), every, strict=True):
+        assert_close(b, a, STATE_F32)
 
 
 @pytest.mark.slow

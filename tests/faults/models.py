@@ -180,4 +180,52 @@ FAULTS = (
         "least = jax.lax.top_k(logits, self.top_k)[0][:, :1]",
         "tests/test_pairwise.py::test_limits_of_the_draw",
     ),
+    Fault(
+        "the cache of latent attention has the parameters' dtype",
+        "self.dtype or self.param_dtype\n        k, v = (jnp.zeros((batch, capacity or 0, 1, width)",
+        "self.param_dtype\n        k, v = (jnp.zeros((batch, capacity or 0, 1, width)",
+        "tests/test_hf_latent.py::test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces",
+    ),
+    Fault(
+        "the cache of a window has the parameters' dtype",
+        "self.dtype or self.param_dtype\n        return WindowCache",
+        "self.param_dtype\n        return WindowCache",
+        "tests/test_hf_window.py::test_a_window_attends_as_its_definition_says_in_any_pieces",
+    ),
+    Fault(
+        "a window's first cache is float32",
+        "self.init_cache(k.shape[0], dtype=k.dtype)",
+        "self.init_cache(k.shape[0], dtype=jnp.float32)",
+        "tests/test_hf_window.py::test_a_window_attends_as_its_definition_says_in_any_pieces",
+    ),
+    Fault(
+        "a decay without A_log starts as fast as with it",
+        'if self.gate == "softplus" and not self.use_A_log:',
+        'if self.gate == "softplus" and False:',
+        "tests/test_family_models.py::test_analyses",
+    ),
+    Fault(
+        "write strengths of Gated DeltaNet-2 are not among its bytes",
+        "return recurrent_costs(config, L, gates=2 * K + value_width(K, config.expand_v))",
+        "return recurrent_costs(config, L, gates=2 * K)",
+        "tests/test_family_models.py::test_costs_and_parameters",
+    ),
+    Fault(
+        "Mamba2's rule is said to erase",
+        '"mamba2": (True, False)}',
+        '"mamba2": (True, True)}',
+        "tests/test_family_models.py::test_analyses",
+    ),
+    Fault(
+        "a gate of latent attention is lost in a checkpoint of Kimi Linear",
+        '{"rope_theta": None, "head_gate": False}',
+        '{"rope_theta": None}',
+        "tests/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
+    ),
+    Fault(
+        "named types of layers give way to numbers of layers in Kimi Linear",
+        'if fields.values.get("layer_types") is None:\n        kda, full',
+        "if True:\n        kda, full",
+        "tests/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
+    ),
 )

@@ -166,4 +166,16 @@ FAULTS = (
         'PEAK_FLOPS = {"H100": 989e12, "H200": 1979e12}',
         "tests/test_step_bench.py::test_share_of_peak",
     ),
+    Fault(
+        "Benjamini and Hochberg's procedure stops at the first p-value that does not pass",
+        "if p <= FALSE_DISCOVERIES * i / len(ordered))",
+        "if all(q <= FALSE_DISCOVERIES * j / len(ordered) for j, q in enumerate(ordered[:i], 1)))",
+        "tests/test_results.py::test_the_statistics",
+    ),
+    Fault(
+        "a run that has diverged is the best one",
+        'key=lambda x: math.inf if x["val_loss"] is None else x["val_loss"])',
+        'key=lambda x: -1.0 if x["val_loss"] is None else x["val_loss"])',
+        "tests/test_reproduce.py::test_an_entry",
+    ),
 )

@@ -123,4 +123,16 @@ FAULTS = (
         "tokens[(tokens < 0) | (tokens > self._tokens)]",
         "tests/test_serving_batching.py::test_errors",
     ),
+    Fault(
+        "the state of an empty ring of channels is added to nothing",
+        "return jnp.where(like(count == 0, new), S0, new).reshape(self.state.shape)\n\n    def respond(  # pyrefly",
+        "return new.reshape(self.state.shape)\n\n    def respond(  # pyrefly",
+        "tests/test_serving_family.py::test_decode",
+    ),
+    Fault(
+        "prompts that erase alone get a strength of both",
+        "if self.erase is None and self.write is None:\n            beta = jnp",
+        "if self.write is None:\n            beta = jnp",
+        "tests/test_serving_family.py::test_prompts_that_erase_alone",
+    ),
 )
