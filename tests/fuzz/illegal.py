@@ -59,6 +59,12 @@ def _decode() -> dict[str, Any]:
                 state_layout="kv", null_slot=None, batch_invariant=False, implementation="xla")  # fmt: skip
 
 
+def _decode_channels() -> dict[str, Any]:
+    x, of_keys = _decode(), jnp.ones((N, HV, K))
+    return x | dict(a=of_keys, b=of_keys, w=jnp.ones((N, HV, V)), A_log=None, dt_bias=jnp.ones((HV, K)),
+                    lower_bound=-5.0)  # fmt: skip
+
+
 def _verify() -> dict[str, Any]:
     x = _decode()
     del x["read_slots"], x["write_slots"]
@@ -71,6 +77,11 @@ def _prefill() -> dict[str, Any]:
     x = {name: y for name, y in _packed().items() if name not in ("initial_state", "segment_ids")}
     return x | dict(pool=jnp.ones((SLOTS, HV, K, V)), read_slots=np.array([0, 3]), write_slots=np.array([1, 2]),
                     has_initial_state=np.array([True, False]), null_slot=None, batch_invariant=False)  # fmt: skip
+
+
+def _prefill_channels() -> dict[str, Any]:
+    gates = dict(g=-_ones(1, T, HV, K), beta=None, erase=_ones(1, T, HV, K), write=_ones(1, T, HV))
+    return _prefill() | gates
 
 
 def _ring() -> dict[str, Any]:
@@ -89,6 +100,30 @@ POOL = {"any": np.ones((SLOTS, 3))}
 
 def _copy() -> dict[str, Any]:
     return dict(pool=POOL, from_slots=np.array([0, 1]), to_slots=np.array([2, 3]), null_slot=None)
+
+
+def _take() -> dict[str, Any]:
+    return dict(pool=POOL, slots=np.array([0, 3]), null_slot=None)
+
+
+def _put() -> dict[str, Any]:
+    return _take() | dict(rows={"any": np.ones((N, 3))})
+
+
+def _flush() -> dict[str, Any]:
+    pool = serving.make_ring_pool(**_ring())
+    return dict(pool=pool, read_slots=np.array([0, 3]), state_layout="kv", null_slot=None)
+
+
+def _accept() -> dict[str, Any]:
+    x = _flush() | dict(num_accepted_tokens=np.array([1, 2]))
+    return {name: y for name, y in x.items() if name != "state_layout"}
+
+
+def _conv_update() -> dict[str, Any]:
+    x = dict(x=jnp.ones((N, 6)), pool=jnp.ones((SLOTS, 6, 3)), weight=jnp.ones((6, 4)), bias=jnp.ones(6))
+    slots = dict(read_slots=np.array([0, 3]), write_slots=np.array([1, 2]))
+    return x | slots | dict(activation="silu", null_slot=None)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
@@ -110,7 +145,18 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "prefill": (serving.prefill, _prefill),
     "make_ring_pool": (serving.make_ring_pool, _ring),
     "copy_slots": (serving.copy_slots, _copy),
+    "take_slots": (serving.take_slots, _take),
+    "put_slots": (serving.put_slots, _put),
+    "flush": (serving.flush, _flush),
+    "snapshot": (serving.snapshot, _flush),
+    "accept": (serving.accept, _accept),
+    "causal_conv1d_update": (serving.causal_conv1d_update, _conv_update),
+    "decode, channels": (serving.decode, _decode_channels),
+    "prefill, channels": (serving.prefill, _prefill_channels),
 }
+
+READS = ("take_slots", "snapshot")
+"""Calls that take any number of slots."""
 
 FLAGS = ("use_qk_l2norm", "use_k_l2norm", "allow_neg_eigval", "batch_invariant", "trees")
 WRONG: dict[str, tuple] = {
@@ -124,8 +170,10 @@ WRONG: dict[str, tuple] = {
     "length": (0, -2, 1.5, "4", None),
     "null_slot": ("0", 1.5, -5, SLOTS, SLOTS + 4, True, [0]),
     "dtype": ("x", np.int32, bool, 7),
+    "lower_bound": ("x", 1.0, 0.0, [-1.0], 2j),
+    "rows": ({}, None, {"any": np.ones((1, 3))}, {"any": np.ones((N, 4))}, {"other": np.ones((N, 3))}, {"any": 1}),
 }  # fmt: skip
-SLOT_ARGUMENTS = ("read_slots", "write_slots", "state_slots", "from_slots", "to_slots")
+SLOT_ARGUMENTS = ("slots", "read_slots", "write_slots", "state_slots", "from_slots", "to_slots")
 INTEGERS = (*SLOT_ARGUMENTS, "cu_seqlens", "segment_ids", "num_accepted_tokens", "num_tokens", "parents")
 MAY_BE_NONE = (
     *("g", "beta", "erase", "write", "initial_state", "segment_ids", "cu_seqlens", "bias", "write_slots"),
@@ -140,6 +188,8 @@ def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
         return wrong[rng.integers(len(wrong))]
     if x is POOL:
         return ({}, None, 3, "x", [[1.0]], {"any": 1}, {"any": np.ones(())})[rng.integers(7)]
+    if isinstance(x, serving.RingPool):
+        return (None, 3, "x", x.state, POOL)[rng.integers(5)]
     if not isinstance(x, (np.ndarray, jax.Array)):
         return NotImplemented
     y = np.asarray(x)
@@ -197,6 +247,8 @@ def illegal(seed: int, count: int) -> Iterator[tuple[str, list[str]]]:
         name = str(rng.choice(list(arguments)))
         bad = _spoilt(name, arguments[name], rng)
         if bad is NotImplemented or (bad is None and name in MAY_BE_NONE):
+            continue
+        if call in READS and name in SLOT_ARGUMENTS and np.shape(bad) == (N + 1,):
             continue
         done += 1
         shown = (

@@ -85,6 +85,7 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
         "gradients",
         "vmap",
         "tangents",
+        "second",
         "checkpoint",
         "scan",
         "eager",
@@ -93,8 +94,14 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
     )
     if by_kernels:
         ways = ("forward", "gradients", "gradients", "eager", "known")
+    way = str(rng.choice(ways))
     given = [name for name in ("g", "beta", "initial_state") if rng.random() < 0.8]
     channels: list[str] = []
+    if way == "second" and dtype in (
+        "bfloat16",
+        "float16",
+    ):  # whose roundings a derivative of the oracle has not
+        dtype = "float32"
     if family:
         given += [name for name in ("erase", "write") if rng.random() < 0.4]
         if "erase" in given or "write" in given:  # beta stands for both
@@ -111,7 +118,6 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
         chunk_size=64 if by_kernels else int(rng.choice([16, 32, 64, 128])),
     )
     K, V = (int(rng.choice([3, 4, 8, 9, 16] if not by_kernels else [8, 60, 64, 128])) for _ in "KV")
-    way = str(rng.choice(ways))
     mapped = tuple(name for name in given if rng.random() < 0.4) or (str(rng.choice(given)),)
     given.sort(key=PRIMALS.index)
     return Program(
@@ -255,6 +261,8 @@ def _runners(p: Program) -> Callable[[dict], list[str]]:
             )
 
         return check_tangents
+    if p.way == "second":
+        return _second(p, both)
     if p.way == "scan":
 
         def scanned(primals, packing):
@@ -273,6 +281,31 @@ def _runners(p: Program) -> Callable[[dict], list[str]]:
     else:
         run = jax.jit(lambda primals, packing: call(**primals, **packing))
     return lambda x: compare(p, x, truth(p, x), named(run(*parts(x))))
+
+
+def _second(p: Program, both: Callable) -> Callable[[dict], list[str]]:
+    """The gradients' derivative along random tangents, against a difference of the oracle's gradients."""
+
+    def gradients(primals, packing, cotangents, t):
+        return jax.jvp(lambda y: both(y, packing, cotangents)[1], (primals,), (t,))[1]
+
+    run, step = jax.jit(gradients), 1e-5
+
+    def check(x):
+        rng = np.random.default_rng(p.T)
+        t = {name: rng.standard_normal(x[name].shape).astype(x[name].dtype) for name in p.given}
+        primals, more = ({name: jnp.asarray(y[name]) for name in p.given} for y in (x, t))
+        packing = {name: jnp.asarray(x[name]) for name in ("cu_seqlens", "segment_ids") if name in x}
+        got = run(primals, packing, (jnp.asarray(x["do"]), jnp.asarray(x["dh_T"])), more)
+        sides = [{name: x[name].astype(np.float64) + s * step * t[name] for name in p.given} for s in (1, -1)]
+        after, before = (truth(p, x | side) for side in sides)
+        names = [GRADIENT_OF[name] for name in p.given]
+        want = {name: (after[name] - before[name]) / (2 * step) for name in names}
+        found = {GRADIENT_OF[name]: y for name, y in got.items()}
+        # The derivative of an error is bounded by nothing that is known: ten times what gradients may have.
+        return compare(p, x, want, found, 10)
+
+    return check
 
 
 def _split(p: Program, call: Callable) -> Callable[[dict], list[str]]:

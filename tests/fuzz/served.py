@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import serving_cases
+import test_serving_family as family
 
 from gdn_jax import serving
-from gdn_jax.checks import oracle
+from gdn_jax.checks import family_oracle, oracle
 from gdn_jax.checks.accuracy import BOUNDS
 
 CALLS = 12
@@ -24,6 +25,8 @@ SLOTS, N, DRAFTS, PROMPT = 12, 3, 3, 20
 
 class Episode:
     """A pool, its options, and a random call at a time."""
+
+    channels = False
 
     def __init__(self, rng: np.random.Generator, by_kernels: bool):
         self.rng = rng
@@ -37,18 +40,21 @@ class Episode:
         self.shared = dict(state_layout=self.layout, null_slot=self.null_slot)
         self.invariant = bool(rng.random() < 0.3) and not by_kernels
         self.how = dict(implementation="mosaic_gpu") if by_kernels else {}
-        states = serving_cases.draw_pool(
-            SLOTS, int(rng.integers(1 << 30)), HV=self.heads[1], widths=self.widths, state_layout=self.layout
-        )
-        self.pool = jnp.asarray(states)
-        if self.ring:
-            ring = dict(num_key_heads=self.heads[0], length=8, dtype=jnp.float32, state_layout=self.layout)
-            self.pool = serving.make_ring_pool(self.pool, **ring)
+        self.trees = bool(rng.random() < 0.4)
+        self.pool = self._pool()
         self.pending: dict[int, np.ndarray] = {}
         """A ring's states after each draft of the last verify of a slot that has not been told what stays."""
 
+    def _pool(self) -> Any:
+        draw = dict(HV=self.heads[1], widths=self.widths, state_layout=self.layout)
+        states = jnp.asarray(serving_cases.draw_pool(SLOTS, int(self.rng.integers(1 << 30)), **draw))
+        if not self.ring:
+            return states
+        ring = dict(num_key_heads=self.heads[0], length=8, dtype=jnp.float32, state_layout=self.layout)
+        return serving.make_ring_pool(states, **ring, trees=self.trees, channels=self.channels)
+
     def __str__(self) -> str:
-        names = ("ring", "layout", "null_slot", "dtype", "slot_dtype", "options", "invariant")
+        names = ("ring", "trees", "layout", "null_slot", "dtype", "slot_dtype", "options", "invariant")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def states(self) -> np.ndarray:
@@ -79,6 +85,36 @@ class Episode:
             N, T, seed, heads=self.heads, widths=self.widths, dtype=jnp.dtype(self.dtype)
         )
 
+    def given(self, x: Any) -> tuple[tuple, dict[str, Any]]:
+        """Arrays and options of tokens, as the calls take them."""
+        return tuple(jnp.asarray(y) for y in x.tokens), {**x.gates, **self.options, **self.shared, **self.how}
+
+    def expected(self, x: Any, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs and last states of requests that start from these states, in float64."""
+        return serving_cases.expected(x, start, state_layout=self.layout, **self.options)
+
+    def prompt(self) -> dict[str, np.ndarray]:
+        """A row of prompts, in the arguments of `prefill`."""
+        x = self.requests(PROMPT).at(slice(0, 1))
+        g, beta = serving_cases.log_decay(x), serving_cases.write_strength(x)
+        return dict(q=x.q, k=x.k, v=x.v, g=g.astype(np.float32), beta=beta.astype(np.float32))
+
+    def expected_prompts(self, x: dict[str, np.ndarray], **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs and last states of prompts, in float64."""
+        return oracle.forward(**x, **options)
+
+    def every_state(self, x: Any, start: np.ndarray, parents: np.ndarray | None):
+        """Outputs and the states after every token of trees of drafts, or of chains."""
+        outputs, after = [], []
+        for t in range(DRAFTS):
+            before = start if t == 0 else after[-1]
+            if parents is not None:
+                before = np.stack([start[n] if m < 0 else after[m][n] for n, m in enumerate(parents[:, t])])
+            o, states = self.expected(x.at(slice(None), slice(t, t + 1)), before)
+            outputs.append(o[:, 0])
+            after.append(states)
+        return np.stack(outputs, 1), np.stack(after, 1)
+
     def check(
         self, what: str, o, expected_o, before: np.ndarray, written: dict[int, np.ndarray]
     ) -> list[str]:
@@ -107,12 +143,14 @@ class Episode:
             self._settle()
         return kind, getattr(self, f"_{kind}")()
 
-    def _settle(self) -> None:
-        """Tells the ring how many of the last drafts stay."""
+    def _settle(self) -> dict[int, np.ndarray]:
+        """Tells the ring how many of the last drafts stay; the states by slot."""
         slots = np.array(list(self.pending), np.int32)
         stay = self.rng.integers(1, DRAFTS + 1, len(slots)).astype(np.int32)
         self.pool = serving.accept(self.pool, slots, stay, null_slot=self.null_slot)
+        states = {int(s): self.pending[int(s)][n - 1] for s, n in zip(slots, stay, strict=True)}
         self.pending = {}
+        return states
 
     def _apart(self, read: np.ndarray) -> np.ndarray | None:
         return None if self.rng.random() < 0.5 else self.slots(len(read))
@@ -121,11 +159,9 @@ class Episode:
         x, read, before = self.requests(1), self.slots(N), self.states()
         write, is_read = self._apart(read), self.is_slot(read)
         start = np.where(is_read[:, None, None, None], before[np.where(is_read, read, 0).astype(int)], 0)
-        o, after = serving_cases.expected(x, start, state_layout=self.layout, **self.options)
-        slots = dict(read_slots=read, write_slots=write)
-        got, self.pool = serving.decode(
-            *serving_cases.one(x), self.pool, **x.gates, **slots, **self.options, **self.shared, **self.how
-        )
+        o, after = self.expected(x, start)
+        tokens, options = self.given(x.at(slice(None), 0))
+        got, self.pool = serving.decode(*tokens, self.pool, read_slots=read, write_slots=write, **options)
         to = read if write is None else write
         written = {
             int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w
@@ -134,7 +170,10 @@ class Episode:
 
     def _verify(self) -> list[str]:
         x, before = self.requests(DRAFTS), self.states()
-        tokens = tuple(jnp.asarray(y) for y in x.tokens)
+        tokens, options = self.given(x)
+        parents = None
+        if (self.trees or not self.ring) and self.rng.random() < 0.5:
+            parents = np.stack([self.rng.integers(-1, t, N) for t in range(DRAFTS)], 1).astype(np.int32)
         if self.ring:
             slots = np.array(list(self.pending), self.slot_dtype) if self.pending else self.slots(N)
             accepted = np.ones(N, np.int32)
@@ -155,15 +194,15 @@ class Episode:
             is_read = self.is_slot(first)
             start = before[np.where(is_read, first, 0).astype(int)]
         start = np.where(is_read[:, None, None, None], start, 0)
-        o, after = serving_cases.every_state(x, start, state_layout=self.layout, **self.options)
-        named = dict(state_slots=slots, num_accepted_tokens=accepted)
-        got, self.pool = serving.verify(
-            *tokens, self.pool, **x.gates, **named, **self.options, **self.shared, **self.how
-        )
+        o, after = self.every_state(x, start, parents)
+        named = dict(state_slots=slots, num_accepted_tokens=accepted, parents=parents)
+        got, self.pool = serving.verify(*tokens, self.pool, **named, **options)
         expected = np.where(is_read[:, None, None, None], o, 0)
         if self.ring:
             self.pending = {int(s): h for s, h, r in zip(slots, after, is_read, strict=True) if r}
             written = {s: h[-1] for s, h in self.pending.items()}
+            if parents is not None and self.pending:  # what is in the ring is no path until some tokens stay
+                written = self._settle()
             return self.check("verify", got, expected, before, written)
         written = {
             int(slots[n, t]): after[n, t]
@@ -176,22 +215,19 @@ class Episode:
     def _prefill(self) -> list[str]:
         rng, before, read = self.rng, self.states(), self.slots(N)
         cu = np.concatenate([[0], np.sort(rng.integers(0, PROMPT + 1, N))]).astype(np.int32)
-        x = self.requests(PROMPT).at(slice(0, 1))
-        g, beta = (
-            serving_cases.log_decay(x).astype(np.float32),
-            serving_cases.write_strength(x).astype(np.float32),
-        )
-        q, k, v = x.tokens[:3]
+        x = self.prompt()
         write, is_read = self._apart(read), self.is_slot(read)
         has = rng.random(N) < 0.7 if rng.random() < 0.5 else None
         used = is_read if has is None else is_read & has
         start = np.where(used[:, None, None, None], before[np.where(is_read, read, 0).astype(int)], 0)
         layout = dict(use_qk_l2norm=True, state_layout=self.layout)
-        o, after = oracle.forward(q, k, v, g, beta, initial_state=start, cu_seqlens=cu, **layout)
-        tokens = (jnp.asarray(y) for y in (q, k, v, g, beta))
+        o, after = self.expected_prompts(x, initial_state=start, cu_seqlens=cu, **layout)
+        tokens = dict(beta=None) | {name: jnp.asarray(y) for name, y in x.items()}
         slots = dict(read_slots=read, write_slots=write, has_initial_state=has)
         how = self.how | dict(use_qk_l2norm=True, batch_invariant=self.invariant)
-        got, self.pool = serving.prefill(*tokens, cu, self.pool, **slots, **how, **self.shared)
+        got, self.pool = serving.prefill(
+            **tokens, cu_seqlens=cu, pool=self.pool, **slots, **how, **self.shared
+        )
         real = np.zeros(PROMPT, bool)
         for n in range(N):
             real[cu[n] : cu[n + 1]] = is_read[n]
@@ -202,12 +238,17 @@ class Episode:
         return self.check("prefill", got, np.where(real[None, :, None, None], o, 0), before, written)
 
     def _copy(self) -> list[str]:
+        """Beside the pool lies another array by slots, which has to follow."""
         before, source, to = self.states(), self.slots(N), self.slots(N)
-        self.pool = serving.copy_slots(self.pool, source, to, null_slot=self.null_slot)
+        pools = {"rule": self.pool, "other": [jnp.arange(SLOTS, dtype=jnp.int8)]}
+        pools = serving.copy_slots(pools, source, to, null_slot=self.null_slot)
+        self.pool = pools["rule"]
         pairs = zip(source, to, self.is_slot(source) & self.is_slot(to), strict=True)
-        return self.check(
-            "copy", 0.0, np.zeros(()), before, {int(t): before[int(s)] for s, t, real in pairs if real}
-        )
+        copied = {int(t): int(s) for s, t, real in pairs if real}
+        followed = [copied.get(slot, slot) for slot in range(SLOTS)]
+        wrong = [] if np.asarray(pools["other"][0]).tolist() == followed else ["copy: the other array"]
+        states = {t: before[s] for t, s in copied.items()}
+        return wrong + self.check("copy", 0.0, np.zeros(()), before, states)
 
     def _exchange(self) -> list[str]:
         """Two slots change places by way of the caller."""
@@ -223,12 +264,49 @@ class Episode:
         return self.check("flush", 0.0, np.zeros(()), before, written)
 
 
+class ChannelEpisode(Episode):
+    """The same with gates of each channel, or with erase and write apart."""
+
+    channels = True
+
+    def __init__(self, rng: np.random.Generator, by_kernels: bool):
+        super().__init__(rng, by_kernels)
+        self.rule, self.layout, self.dtype = str(rng.choice(list(family.RULES))), "kv", "float32"
+        self.heads = serving_cases.HK, serving_cases.HV
+        self.widths = serving_cases.K, serving_cases.V
+        self.shared["state_layout"], self.pool = self.layout, self._pool()
+
+    def __str__(self) -> str:
+        return f"rule {self.rule}, {super().__str__()}"
+
+    def requests(self, T: int) -> family.Tokens:
+        return family.draw(self.rule, T, int(self.rng.integers(1 << 30)))
+
+    def given(self, x: family.Tokens) -> tuple[tuple, dict[str, Any]]:
+        w = {} if x.w is None else {"w": jnp.asarray(x.w)}
+        return tuple(map(jnp.asarray, x[:5])), {**w, **x.options, **self.shared, **self.how}
+
+    def expected(self, x: family.Tokens, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return x.expected(start)
+
+    def prompt(self) -> dict[str, np.ndarray]:
+        x = self.requests(PROMPT).at(slice(0, 1))
+        gates = {name: y.astype(np.float32) for name, y in x.gates().items() if self.rng.random() < 0.9}
+        return dict(q=x.q, k=x.k, v=x.v, **gates)
+
+    def expected_prompts(self, x: dict[str, np.ndarray], **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        nothing = dict(do=np.zeros_like(x["v"], np.float64), dh_T=np.zeros_like(options["initial_state"]))
+        found = family_oracle.evaluate(**x, **options, **nothing)
+        return found["o"], found["final_state"]
+
+
 def served(seed: int, count: int, by_kernels: bool = False) -> Iterator[tuple[str, list[str]]]:
     """Runs so many calls; yields each with what was wrong. An episode ends where something is."""
     done = n = 0
     while done < count:
         rng = np.random.default_rng([seed, n, 1])
-        episode = Episode(rng, by_kernels)
+        kind = Episode if by_kernels or rng.random() < 0.6 else ChannelEpisode
+        episode = kind(rng, by_kernels)
         for i in range(min(CALLS, count - done)):
             kind, wrong = "a call", []
             try:
