@@ -114,7 +114,9 @@ def kimi_delta_attention(
         )
     check_array("query", query, (None,) * 4, "H, B, T, K")
     H, B, T, K = query.shape
-    check_array("gate", gate, (H, B, T, K), "H, B, T, K")
+    for name, x in (("key", key), ("gate", gate)):
+        check_array(name, x, (H, B, T, K), "H, B, T, K")
+    check_array("value", value, (H, B, T, None), "H, B, T, V")
     check_array("beta", beta, (H, B, T), "H, B, T")
     q, k, v, g, strength = (jnp.moveaxis(x, 0, 2) for x in (query, key, value, gate, beta))
     if use_gate_in_kernel:
