@@ -65,6 +65,28 @@ def test_every_public_name_has_one_entry():
     assert not wanted - set(ENTRIES), f"no entry in docs/reference: {sorted(wanted - set(ENTRIES))}"
 
 
+def test_every_entry_is_there():
+    def values(module):
+        for x in body(module):
+            if isinstance(x, ast.Assign | ast.AnnAssign | ast.ImportFrom):
+                found = (
+                    x.names if isinstance(x, ast.ImportFrom) else getattr(x, "targets", None) or [x.target]
+                )
+                yield from (ast.unparse(y).rpartition(" ")[2] for y in found)
+
+    for name in ENTRIES:
+        module, _, last = name.rpartition(".")
+        assert name == "gdn_jax.shapes" or definition(name) or last in values(module), name
+
+
+def test_every_page_has_a_place():
+    """What `make docs` would warn of: a page that no menu leads to."""
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split()
+    pages = [*DOCS.glob("**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("results/tasks/*.md")]
+    assert not {path.relative_to(ROOT).as_posix() for path in pages} - set(menu)
+    assert all((ROOT / word).exists() for word in menu if word.endswith((".md", ".ipynb")))
+
+
 CHECKS_NOTHING = {
     "gdn_jax": {"kkt", "wy", "chunk_output", "chunk_cumsum", "debug_checks"},
     "gdn_jax.layers": {"RecurrentMixer", "RecurrentCache"},
