@@ -188,7 +188,8 @@ def test_names_of_texts():
     assert TARGETS["gated_delta_rule"] == "gdn_jax.gated_delta_rule"
     assert TARGETS["context.gated_delta_rule"] == "gdn_jax.parallel.context.gated_delta_rule"
     assert TARGETS["serving.causal_conv1d"] == "gdn_jax.serving.causal_conv1d"
-    assert "causal_conv1d" not in TARGETS
+    assert "causal_conv1d" not in TARGETS and "check" not in TARGETS
+    assert TARGETS["sharding.check"] == "gdn_jax.parallel.sharding.check"
 
 
 @pytest.mark.parametrize("name", ["rule.svg", "gain.svg"])

@@ -15,12 +15,13 @@ def targets(names: list[str]) -> dict[str, str]:
     """Names as texts write them, `name`, `room.name`, `gdn_jax.room.name`, to the entries of the reference.
 
     Where two entries end alike, the one of `gdn_jax` or of a room comes before that of a module in a room. Two such
-    entries are told apart by longer names only.
+    entries are told apart by longer names only. So is a module's function whose name is a common word, such as `check`.
     """
     found: dict[str, list[str]] = {}
     for entry in sorted(names, key=lambda name: name.count(".")):
         parts = entry.split(".")
-        for i in range(len(parts)):
+        is_word = len(parts) > 3 and parts[-1].isalpha() and parts[-1].islower()
+        for i in range(len(parts) - is_word):
             found.setdefault(".".join(parts[i:]), []).append(entry)
     return {tail: same[0] for tail, same in found.items() if tail == same[0] or _is_plain(same)}
 
