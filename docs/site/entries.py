@@ -15,7 +15,7 @@ def targets(names: list[str]) -> dict[str, str]:
     """Names as texts write them, `name`, `room.name`, `gdn_jax.room.name`, to the entries of the reference.
 
     Where two entries end alike, the one of `gdn_jax` or of a room comes before that of a module in a room. Two such
-    entries are told apart by longer names only. So is a module's function whose name is a common word, such as `check`.
+    entries are told apart by longer names only, and so are functions of modules that are common words, as `check`.
     """
     found: dict[str, list[str]] = {}
     for entry in sorted(names, key=lambda name: name.count(".")):
