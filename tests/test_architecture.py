@@ -22,6 +22,7 @@ KERNELS = (
     "pallas_kernels.backward",
     "pallas_kernels.layer",
     "pallas_kernels.decode",
+    "pallas_kernels.ampere",
 )
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
 # "gdn_jax" itself stands for the public names.
@@ -42,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.chunks": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.ampere": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},

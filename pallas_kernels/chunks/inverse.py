@@ -108,7 +108,7 @@ def _memory(config: Config, K: int, group: int, dtype, *, normalize: bool = True
     }
 
 
-def _parts_of_keys(kk):
+def parts_of_keys(kk):
     """The products that all output heads of a key head share: the parts of -K K^T, diagonal blocks strictly lower."""
     diagonal, left, half = parts_of(-kk)
     i, j = iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
@@ -227,7 +227,7 @@ def _item(own: _Warpgroup, n, _):
             first_head,
             lambda: plgpu.copy_smem_to_gmem(smem.rstd.at[wg, slot], gmem.rstd.at[b, h, tokens]),
         )
-    parts = _parts_of_keys(kk)
+    parts = parts_of_keys(kk)
 
     def head(first, e, _):
         beta = plgpu.load(smem.beta.at[wg, slot, e], layout=COL)

@@ -93,7 +93,7 @@ def invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     # To blocks of 32: rows of an odd block w gain X_w L[w, w-1] X_{w-1}. Row 16 + r of xt_smem is row r of X^T, so
     # rows 0 to 63 are the transposed blocks of w - 1.
     xt_smem[BLOCK : CHUNK + BLOCK] = dev.blocks_transpose(x_half)
-    plgpu.commit_smem()
+    dev.commit()
     below = plgpu.load(xt_smem.at[0:CHUNK], layout=WGMMA)
     l_x_t = dev.blocks_multiply_add(nothing, below, l_left)  # (L[w, w-1] X_{w-1})^T
     l_x_t = _kept_transposed(dev, l_x_t, first).astype(jnp.float16)
@@ -104,7 +104,7 @@ def invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
     # To 64: the lower left quarter is X_1 L_10 X_0, computed for all rows and kept for the lower ones.
     lower = iota((CHUNK, HALF), 0) >= HALF
     x_smem[...] = x32.astype(jnp.float16)
-    plgpu.commit_smem()
+    dev.commit()
     right = jnp.where(lower, x32, 0.0)
     x_l = _kept(dev.product(right.astype(jnp.float16), l_smem.at[HALF:CHUNK]), first, 2)
     quarter = _kept(dev.product(x_l.astype(jnp.float16), x_smem.at[0:HALF]), first, 2)

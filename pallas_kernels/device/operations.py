@@ -56,6 +56,10 @@ class Device:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
 
+    def commit(self) -> None:
+        """Waits for all of this warpgroup, and makes what it stored to shared memory known to its products."""
+        plgpu.commit_smem()
+
     def product(self, a, b_ref) -> jax.Array:
         """a @ b in float32, waited for."""
         shape = (a.shape[0], b_ref.shape[1])

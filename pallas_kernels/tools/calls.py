@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax.shapes import Dims, RuleArrays
+from pallas_kernels.ampere import rule as mma_rule
+from pallas_kernels.ampere import walk
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
@@ -44,6 +46,8 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
+    from_8_0: bool = False
+    """Whether its kernels compile for all compute capabilities from 8.0 on, and not for 9.0 alone."""
 
     def lower(self) -> jax.stages.Lowered:
         """The call lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
@@ -122,6 +126,22 @@ def rule_call(
         return opened.starts(x.initial_state), o, backward.open_adjoints(x, residuals, cotangents, scale=0.1)
 
     return Call(run_open if is_open else run, (x,), {})
+
+
+def mma_call(**options: Any) -> Call:
+    """The rule by mma.sync on the arrays of `rule_call`.
+
+    Args:
+      options: those of `rule_call`, of whose last ones warpgroups and early_slots are `ampere.walk.Config`'s.
+    """
+    config = {name: options.pop(name) for name in ("warpgroups", "early_slots") if name in options}
+    known = walk.Config(**config) if config else None
+    layout = options.get("layout", "vk")
+
+    def run(x: RuleArrays):
+        return mma_rule.forward(x, scale=0.1, state_layout=layout, config=known)
+
+    return Call(run, rule_call(**options).positional, {}, from_8_0=True)
 
 
 def channels_call(
@@ -208,6 +228,7 @@ GATES = dict(A_log="f32[4]", dt_bias="f32[4]")
 SLOTS = dict(read_slots="i32[4]", write_slots="i32[4]")
 MAKERS: dict[str, Callable[..., Call]] = {
     "rule": rule_call,
+    "mma": mma_call,
     "channels": channels_call,
     "decode": step_call,
     "decode of channels": joined_call,
@@ -217,6 +238,7 @@ MAKERS: dict[str, Callable[..., Call]] = {
     "verify on a ring by tensor cores": partial(ring_call, drafts_mma),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
+    "pairs": dict(warpgroups=2),
     "half": dict(state_warpgroups=1),
     "segments": dict(segment_chunks=4),
     "open": dict(is_open=True, layout="kv", segment_chunks=4),
@@ -246,6 +268,7 @@ rule, float16, segments, half; rule, open; rule, open, packed; rule, pool; rule,
 rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16, half
 rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
 rule, pool, bfloat16, vk, segments
+mma; mma, pairs; mma, kv, float16, packed; mma, K 64, V 64, no states
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16

@@ -1,12 +1,14 @@
 """Compiles the kernels of the calls on a machine without a GPU, and gives what the compiler prints.
 
-Each kernel is lowered for compute capability 9.0 and compiled by the plugin that JAX itself would use. Needs gcc and
-ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of the installed jax version, is fetched through pip
-once, into a cache folder. The plugin asks the driver for the device; a library that answers "compute capability 9.0"
-takes its place. Loading the result fails, after the messages are out.
+Each kernel is lowered for a compute capability, 9.0 unless told otherwise, and compiled by the plugin that JAX itself
+would use. Needs gcc and ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of the installed jax version,
+is fetched through pip once, into a cache folder. The plugin asks the driver for the device; a library that answers with
+the compute capability takes its place. Loading the result fails, after the messages are out.
 """
 
+import contextlib
 import ctypes
+import hashlib
 import os
 import re
 import subprocess
@@ -18,22 +20,44 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 
 from pallas_kernels.tools.calls import CALLS
 
+CAPABILITY = "GDN_CAPABILITY"
+"""Environment variable with the compute capability, such as 8.9, in processes that compile."""
+
 DRIVER = """
+#include <stdlib.h>
+#include <string.h>
+static int major() { return atoi(getenv("GDN_CAPABILITY")); }
+static int minor() { return atoi(strchr(getenv("GDN_CAPABILITY"), '.') + 1); }
 int cuInit(unsigned f) { return 0; }
 int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 int cuCtxGetDevice(int *d) { *d = 0; return 0; }
 int cuDeviceGet(int *d, int i) { *d = 0; return 0; }
 int cuDeviceGetCount(int *n) { *n = 0; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? major() : a == 76 ? minor() : 0; return 0; }
 """
-"""Attribute 75 is the major number of the compute capability."""
+"""Attributes 75 and 76 are the numbers of the compute capability."""
 
 PLUGIN = "GDN_PLUGIN"
 """Environment variable with the path of JAX's compiler plugin, in processes that compile."""
+
+
+@contextlib.contextmanager
+def lowering_for(capability: str) -> Iterator[None]:
+    """Kernels are lowered for a compute capability such as "8.9", whatever the device is.
+
+    JAX has no public switch for it. Code that is lowered for 8.0 runs on later GPUs too.
+    """
+    own = utils._infer_arch
+    utils._infer_arch = lambda: tuple(map(int, capability.split(".")))
+    try:
+        yield
+    finally:
+        utils._infer_arch = own
 
 
 def in_process_of_compiler(program: str, variable: str) -> bool:
@@ -45,24 +69,30 @@ def in_process_of_compiler(program: str, variable: str) -> bool:
     """
     if PLUGIN in os.environ:
         return True
-    plugin, cache = _plugin()
-    libraries = f"{cache}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    plugin, driver = _plugin()
+    libraries = f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     environment = dict(os.environ, LD_LIBRARY_PATH=libraries, JAX_PLATFORMS="cpu")
     environment |= {PLUGIN: str(plugin), variable: "1"}
     subprocess.run([sys.executable, "-m", program, *sys.argv[1:]], env=environment, check=True)
     return False
 
 
-def printed(only: str) -> Iterator[tuple[str, str]]:
+def printed(only: str, capability: str) -> Iterator[tuple[str, str]]:
     """The name of each kernel of the calls whose name contains a text, and what the compiler prints for it.
 
     A kernel of an earlier call is left out.
+
+    Args:
+      capability: what is compiled for. Calls of kernels that do not compile for it are left out.
     """
+    os.environ[CAPABILITY] = capability
     library, seen = _compiler(), set()
     for name, call in CALLS.items():
-        if only not in name:
+        if only not in name or not (capability == "9.0" or call.from_8_0):
             continue
-        for label, module in _labelled(name, call.lower()):
+        with lowering_for(capability):
+            lowered = call.lower()
+        for label, module in _labelled(name, lowered):
             if module not in seen:
                 seen.add(module)
                 yield label, _printed(library, module)
@@ -80,11 +110,12 @@ def _plugin() -> tuple[Path, Path]:
         (file,) = cache.glob("*.whl")
         zipfile.ZipFile(file).extractall(cache)
         file.unlink()
-    driver = cache / "libcuda.so.1"
+    driver = cache / f"driver-{hashlib.sha256(DRIVER.encode()).hexdigest()[:8]}" / "libcuda.so.1"
     if not driver.exists():
+        driver.parent.mkdir(exist_ok=True)
         command = ["gcc", "-shared", "-fPIC", "-o", str(driver), "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
         subprocess.run(command, input=DRIVER.encode(), check=True)
-    return plugin, cache
+    return plugin, driver.parent
 
 
 def _compiler() -> ctypes.CDLL:

@@ -1,6 +1,6 @@
 """A fingerprint of the PTX of every kernel of `calls.CALLS`: a refactoring of kernels changes none of them.
 
-    python -m pallas_kernels.tools.fingerprint [--only TEXT] [--out FOLDER]
+    python -m pallas_kernels.tools.fingerprint [--only TEXT] [--capability X.Y] [--out FOLDER]
 
 Prints one line for each kernel: the first twelve digits of a SHA-256 of its PTX, the number of instructions, and the
 name. Comments, source locations, debug sections, the numbers of registers and the kernels' own names do not count.
@@ -54,11 +54,12 @@ def main() -> None:
     """Prints one line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument("--capability", default="9.0", help="compute capability that is compiled for")
     parser.add_argument("--out", type=Path, help="folder for the PTX")
     options = parser.parse_args()
     if not in_process_of_compiler("pallas_kernels.tools.fingerprint", "MOSAIC_GPU_DUMP_PTX"):
         return
-    for name, output in printed(options.only):
+    for name, output in printed(options.only, options.capability):
         text = "".join(normalised(program) for program in programs(output))
         instructions = sum(line.endswith(";") and not line.startswith(".") for line in text.splitlines())
         print(f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {instructions:7d}  {name}", flush=True)

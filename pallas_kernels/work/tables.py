@@ -66,6 +66,17 @@ class VisitTables(NamedTuple):
     """Rows [begin, end) of the chunk that are the visit's, as begin + ROWS_BASE end."""
 
 
+class ChunkTables(NamedTuple):
+    """Packed tokens (B = 1) moved apart, so that every sequence begins a chunk of its own."""
+
+    first_chunk: Int[Array, " N1"]
+    """First chunk of each sequence, and the number of chunks used."""
+    token: Int[Array, " places"]
+    """Token at each place of all chunks; T where there is none."""
+    place: Int[Array, " T"]
+    """Place of each token; one past the last place for the padding behind the last sequence."""
+
+
 def table_inputs(items: ItemTables | None = None, visits: VisitTables | None = None) -> dict[str, Any]:
     """The tables as inputs of a kernel, by the names that `work.spans` reads."""
     some = visits if items is None else items
@@ -221,3 +232,18 @@ def visit_of_token(T: int, tables: VisitTables) -> tuple[jax.Array, jax.Array]:
     chunk = jnp.arange(T, dtype=jnp.int32) // CHUNK
     ahead = _staircase(cu, _rises(first_visit[:-1] - cu // CHUNK), T)  # a chunk may be several visits
     return chunk + ahead, _staircase(cu, _rises(cu), T)
+
+
+def chunk_tables(cu_seqlens: Any, T: int) -> ChunkTables:
+    """Places of packed tokens in chunks that no two sequences share. Their number depends on T and N alone."""
+    xp: Any = np if isinstance(cu_seqlens, np.ndarray) else jnp
+    N = cu_seqlens.shape[0] - 1
+    first = _running_sums(-(-(cu_seqlens[1:] - cu_seqlens[:-1]) // CHUNK))
+    places = (T + (CHUNK - 1) * N) // CHUNK * CHUNK
+    ahead = first[:-1] * CHUNK - cu_seqlens[:-1]  # of a place before its token
+    token, place = xp.arange(T, dtype=np.int32), xp.arange(places, dtype=np.int32)
+    place_of = xp.where(token < cu_seqlens[-1], token + _staircase(cu_seqlens[:-1], _rises(ahead), T), places)
+    token_of = place - _staircase(first[:-1] * CHUNK, _rises(ahead), places)
+    end = _staircase(first[:-1] * CHUNK, _rises(cu_seqlens[1:]), places)
+    token_of = xp.where(token_of < end, token_of, T)
+    return ChunkTables(*(x.astype(np.int32) for x in (first, token_of, place_of)))

@@ -1,0 +1,1 @@
+"""The rule by mma.sync, for NVIDIA GPUs without wgmma and bulk copies: compute capability 8.0 and later."""

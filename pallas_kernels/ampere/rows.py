@@ -1,0 +1,57 @@
+"""Tokens of a call in whole chunks: what the kernels of this room work on, and the way back. No device code.
+
+All tokens lie in one row of places, 64 to a chunk, and every sequence begins a chunk. Where there is no token, keys,
+values and write strengths are 0 and nothing decays, which changes no state. So kernels need no masks, no bounds and
+no sequence but the one whose chunks they walk over.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.device.layouts import CHUNK, round_up
+from pallas_kernels.work.tables import ChunkTables
+
+
+class Rows:
+    """Where the tokens of [B, T, ..] lie.
+
+    first_chunk [N + 1] int32: first chunk of each sequence, and the number of chunks used.
+    """
+
+    def __init__(self, B: int, T: int, tables: ChunkTables | None):
+        """Args:
+        tables: of packed rows, None where every row of the batch is one sequence.
+        """
+        self.B, self.T, self.tables = B, T, tables
+        self.padded = round_up(T, CHUNK)
+        if tables is None:
+            self.first_chunk: Any = np.arange(B + 1, dtype=np.int32) * (self.padded // CHUNK)
+            self.chunks = B * self.padded // CHUNK
+        else:
+            self.first_chunk, self.chunks = tables.first_chunk, tables.token.shape[0] // CHUNK
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """[B, T, ..] as [places, ..], with zeros where there is no token."""
+        if self.tables is not None:
+            return jnp.take(x[0], self.tables.token, axis=0, mode="fill", fill_value=0)
+        if self.padded != self.T:
+            x = jnp.pad(x, ((0, 0), (0, self.padded - self.T), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(-1, *x.shape[2:])
+
+    def back(self, x: jax.Array) -> jax.Array:
+        """[places, ..] as [B, T, ..], with zeros for tokens of no sequence."""
+        if self.tables is not None:
+            return jnp.take(x, self.tables.place, axis=0, mode="fill", fill_value=0)[None]
+        return x.reshape(self.B, self.padded, *x.shape[1:])[:, : self.T]
+
+    def by_chunk(self, x: Float[Array, "B T HO"]) -> Float[Array, "chunks HO C"]:
+        """Numbers of tokens and heads by chunk and head."""
+        return self.spread(x).reshape(self.chunks, CHUNK, -1).swapaxes(1, 2)
+
+    def by_token(self, x: Float[Array, "chunks HO C"]) -> Float[Array, "B T HO"]:
+        """The same back."""
+        return self.back(x.swapaxes(1, 2).reshape(self.chunks * CHUNK, -1))

@@ -1,0 +1,255 @@
+"""The walk over the chunks of a sequence, by warpgroups that hold 64 rows of the transposed state in registers.
+
+What `states` and `adjoints` share: which CTA walks over what, and how tiles come. A warpgroup computes and loads by
+cp.async; there are no other roles. Tiles that the last product of a step reads have two slots, so that the next chunk's
+come while this one is computed. The others are free earlier in a step: with one slot they are loaded then, beside the
+last product, and with two at the start of the step.
+
+| place in a step     | warpgroups                                                         |
+|---------------------|--------------------------------------------------------------------|
+| `begin`             | wait for their own copies, then for each other: chunk i is there,  |
+|                     | and no one reads chunk i - 1 any more. Start late copies of i + 1  |
+| `leave_early_tiles` | wait for each other where early tiles have one slot, start theirs  |
+| after the last step | wait for the copies that nobody reads                              |
+
+Work: one CTA takes `warpgroups` tiles of 64 rows of the state of one output head of one sequence.
+Hardware: compute capability 8.0 and later. Limits: K 64 or 128; V a multiple of 64.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.layouts import CHUNK, COL, along_columns, zeros
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, load_state, transposed
+from pallas_kernels.device.mma import SWIZZLE, MmaDevice
+
+ROWS = 64
+"""Rows of the transposed state that a warpgroup holds."""
+
+FACTORS = 2
+"""Vectors of a chunk that come side by side."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk runs, not what it computes."""
+
+    warpgroups: int = 2
+    """1 or 2. Two share a head's tiles; one gives twice the CTAs."""
+    early_slots: int = 1
+    """1 fits into the 99 KB of compute capability 8.6, 8.9 and 12.0 at K = V = 128, 2 does not."""
+
+    @classmethod
+    def default(cls, V: int, walks: int) -> "Config":
+        """The configuration for a number of (sequence, output head) to walk over: two warpgroups a CTA where the CTAs
+        then still are as many as the SMs of a large GPU."""
+        pairs = V // (2 * ROWS)
+        return cls(2 if V % (2 * ROWS) == 0 and walks * pairs >= NUM_SMS else 1)
+
+
+class Sizes(NamedTuple):
+    """Static sizes of one kernel."""
+
+    heads: Mapping[str, int]
+    """Heads that lie side by side in a row of each array of tokens."""
+    HO: int
+    K: int
+    V: int
+    tiles: int
+    """Tiles of `warpgroups` x 64 rows of a head."""
+    chunks: int
+    """Chunks of all sequences, used or not."""
+    scale: float
+    kv_layout: bool
+
+
+class Cta:
+    """All that a warpgroup knows."""
+
+    def __init__(
+        self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, is_backwards: bool, interpreted: bool
+    ):
+        self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
+        self.is_backwards, self.dev, self.dtype = is_backwards, MmaDevice(interpreted), gmem.k.dtype
+        self.wg = warpgroup_index()
+        self.tile = lax.rem(grid_index(), sizes.tiles)
+        self.head = lax.rem(lax.div(grid_index(), sizes.tiles), sizes.HO)
+        self.sequence = lax.div(grid_index(), sizes.tiles * sizes.HO)
+        self.first = gmem.first_chunk[self.sequence]
+        self.chunks = gmem.first_chunk[self.sequence + 1] - self.first
+        """Chunks to walk over."""
+        self.rows = pl.ds((self.tile * config.warpgroups + self.wg) * ROWS, ROWS)
+        """Rows of the state that this warpgroup holds."""
+
+    def chunk_of(self, i) -> jax.Array:
+        """Number of the i-th chunk of the walk."""
+        return self.first + (self.chunks - 1 - i if self.is_backwards else i)
+
+    def states_of(self, i) -> Any:
+        """This warpgroup's rows of the states [chunks HO V, K] at a border of the i-th chunk."""
+        first = (self.chunk_of(i) * self.sizes.HO + self.head) * self.sizes.V
+        return pl.ds(first + self.rows.start, ROWS)
+
+    def tokens_of(self, i) -> tuple[Any, Any]:
+        """Rows and this warpgroup's columns of [places, HO V] that belong to the i-th chunk."""
+        columns = pl.ds(self.head * self.sizes.V + self.rows.start, ROWS)
+        return pl.ds(self.chunk_of(i) * CHUNK, CHUNK), columns
+
+    def slot(self, name: str, i) -> Any:
+        """The tile of the i-th chunk."""
+        ref = getattr(self.smem, name)
+        return ref.at[lax.rem(i, ref.shape[0])]
+
+    def own_columns(self, name: str, i) -> Any:
+        """This warpgroup's 64 columns of a tile of values, transposed: [64, C]."""
+        ref = getattr(self.smem, name)
+        return transposed(ref.at[lax.rem(i, ref.shape[0]), :, pl.ds(self.wg * ROWS, ROWS)])
+
+    def factor(self, number: int, i) -> jax.Array:
+        """A vector of the i-th chunk, repeated over the rows of the state."""
+        vectors = self.slot("factors", i).at[self.wg, CHUNK * number : CHUNK * (number + 1)]
+        return along_columns(plgpu.load(vectors, layout=COL), ROWS)
+
+    def last_factor(self, i) -> jax.Array:
+        """The last number of the first vector of the i-th chunk."""
+        slots = self.smem.factors.shape[0]
+        return self.smem.factors[lax.rem(i, slots), self.wg, CHUNK - 1]
+
+    def _load(self, i, names: Sequence[str]) -> None:
+        """Starts the copies of tiles of the i-th chunk. Past the end they load a chunk that nobody reads."""
+        n = jnp.minimum(i, jnp.maximum(self.chunks - 1, 0))
+        chunk = jnp.clip(self.chunk_of(n), 0, self.sizes.chunks - 1)  # of no chunks there is no last one
+        share = CHUNK // self.config.warpgroups  # of the rows of a tile
+        square = (chunk * self.sizes.HO + self.head) * CHUNK
+        for name in names:
+            source, tile = getattr(self.gmem, name), self.slot(name, i)
+            if name == "factors":
+                self.dev.copy(source, chunk * self.sizes.HO + self.head, 0, tile.at[self.wg])
+                continue
+            row, column = square, 0
+            if name in self.sizes.heads:
+                per_head = self.sizes.HO // self.sizes.heads[name]
+                width = self.sizes.K if name in ("q", "k") else self.sizes.V
+                row, column = chunk * CHUNK, lax.div(self.head, per_head) * width
+                if name not in ("q", "k"):
+                    column = column + self.tile * self.config.warpgroups * ROWS
+            mine = self.wg * share
+            self.dev.copy(source, row + mine, column, tile.at[pl.ds(mine, share)])
+
+    def begin(self, i, early: Sequence[str], late: Sequence[str]) -> None:
+        """Makes sure that the i-th chunk is there, and starts copies of the next one."""
+        self.dev.arrived()
+        self.dev.meet(self.smem.met)
+        self._load(i + 1, late if self.config.early_slots == 1 else (*late, *early))
+
+    def leave_early_tiles(self, i, early: Sequence[str]) -> None:
+        """Says that this warpgroup has read them."""
+        if self.config.early_slots == 1:
+            self.dev.meet(self.smem.met)
+            self._load(i + 1, early)
+
+    def read(self, source: Any) -> jax.Array:
+        """This warpgroup's rows of a state of every sequence and head, zeros where source is None."""
+        if source is None:
+            return zeros((ROWS, self.sizes.K), jnp.float32)
+        return load_state(source.at[self.sequence, self.head], self.rows, self.sizes.kv_layout)
+
+    def walk(self, step: Callable, start: jax.Array, early: Sequence[str], late: Sequence[str]) -> jax.Array:
+        """Repeats h <- step(cta, i, h) over the chunks.
+
+        Args:
+          early, late: names of tiles that the step reads before and after `leave_early_tiles`.
+        """
+        self._load(jnp.int32(0), (*late, *early))
+
+        def one(i, h):
+            self.begin(i, early, late)
+            return step(self, i, h)
+
+        h = lax.fori_loop(0, self.chunks, one, start)
+        self.dev.arrived()
+        return h
+
+
+def memory(
+    config: Config, K: int, dtype, early: Sequence[str], late: Sequence[str], interpreted: bool
+) -> Memory:
+    """Shared memory of a CTA, whose tiles are those named."""
+    n, slots = config.warpgroups, dict.fromkeys(late, 2) | dict.fromkeys(early, config.early_slots)
+    columns = dict(q=K, k=K, v=ROWS * n, do=ROWS * n, t=CHUNK, p=CHUNK)
+    parts: dict[str, Any] = {
+        name: Buffer((count, CHUNK, columns[name]), dtype, swizzle=SWIZZLE)
+        for name, count in slots.items()
+        if name != "factors"
+    }
+    parts["factors"] = Buffer((slots["factors"], n, FACTORS * CHUNK))
+    parts["met"] = Barriers(arrivals=n) if interpreted and n > 1 else None
+    return parts
+
+
+def start(
+    name: str,
+    body: Callable[[Cta], None],
+    arrays: Mapping[str, jax.Array],
+    states: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    *,
+    early: Sequence[str],
+    late: Sequence[str],
+    is_backwards: bool,
+    scale: float,
+    kv_layout: bool,
+    config: Config | None,
+    interpret: Any,
+) -> dict[str, jax.Array]:
+    """Launches a walk.
+
+    Args:
+      arrays: by name: the tiles' sources, tokens as [places, heads, width] and squares as [chunks, HO, C, C], factors
+        [chunks, HO, 2 C] and first_chunk.
+      states: other inputs, by name.
+    """
+    (chunks, HO), K = arrays["t"].shape[:2], arrays["k"].shape[2]
+    V = next(arrays[name].shape[2] for name in ("v", "do") if name in arrays)
+    sequences = arrays["first_chunk"].shape[0] - 1
+    config = config or Config.default(V, sequences * HO)
+    if V % (ROWS * config.warpgroups):
+        raise ValueError(
+            f"config.warpgroups: expected a divisor of {V // ROWS} row tiles, got {config.warpgroups}"
+        )
+    heads = {key: arrays[key].shape[1] for key in ("q", "k", "v", "do") if key in arrays}
+    sizes = Sizes(heads, HO, K, V, V // (ROWS * config.warpgroups), chunks, scale, kv_layout)
+    flat = {key: x if key == "first_chunk" else _flat(key, x) for key, x in arrays.items()}
+    interpreted = interpret is not None
+    static = dict(config=config, sizes=sizes, is_backwards=is_backwards, interpreted=interpreted)
+    return launch(
+        name,
+        functools.partial(_body, body, **static),
+        inputs=flat | dict(states),
+        outputs=outputs,
+        memory=memory(config, K, arrays["k"].dtype, early, late, interpreted),
+        ctas=sequences * HO * sizes.tiles,
+        warpgroups=config.warpgroups,
+        auto_barriers=False,
+        reduction_bytes=0,
+        interpret=interpret,
+    )
+
+
+def _body(body: Callable[[Cta], None], gmem: Any, smem: Any, **static) -> None:
+    body(Cta(gmem, smem, **static))
+
+
+def _flat(name: str, x: jax.Array) -> jax.Array:
+    """An array as the kernel has it: tokens in rows, or one square below another."""
+    columns = x.shape[-1] if name in ("t", "p", "factors") else x.shape[1] * x.shape[2]
+    return x.reshape(-1, columns)
