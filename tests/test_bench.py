@@ -371,6 +371,9 @@ def test_ratios_go_to_the_fastest_other_library(monkeypatch):
     assert (known["best peer"], known["its ms"], known["ratio"]) == ("FlashInfer", 0.432, 0.5)
     assert known["first s"] == 2.5 and "floor ms" not in known
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    another = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()  # a GPU without kernels of ours
+    assert another["best peer"] == "fla (here)" and not another["published"] and "floor ms" not in another
+    monkeypatch.setattr(passes, "no_kernels", lambda: None)
     here = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()
     assert here["best peer"] == "fla (here)" and here["ratio"] == pytest.approx(0.54)
     assert here["peers"]["fla"]["slowest"] == 0.5 and here["x floor"] == 0.216 / here["floor ms"]
@@ -561,7 +564,7 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
             "rule --rows 1x --width 8",
             "--rows: expected no --heads, --lengths, --width or --dtype with it, got 1x",
         ),
-        ("rule --rows 1x", f"--rows: expected a device for the kernels {NO_KERNELS}, got 1x"),
+        ("rule --rows 1x", f"--rows: expected a GPU {NO_KERNELS}, got 1x"),
         ("kernels --variants auto", f"--variants: expected a device for the kernels {NO_KERNELS}, got auto"),
         ("rule --json nowhere/x.json", "--json: expected a file in a folder that exists, got nowhere/x.json"),
         ("decode --batches 0", "--batches: expected a number above 0, got 0"),

@@ -1,5 +1,6 @@
 """The rule by mma.sync without a GPU: values in the interpreter, registers as PTX names them, generated code."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -104,7 +105,7 @@ def test_tables_of_chunks(N):
     for a, b in zip(jax.jit(lambda cu: tables.chunk_tables(cu, T))(cu), known, strict=True):
         np.testing.assert_array_equal(a, b)
     token = np.full(len(known.token), T)
-    for n, (begin, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+    for n, (begin, end) in enumerate(itertools.pairwise(cu)):
         assert known.first_chunk[n + 1] - known.first_chunk[n] == -(-(end - begin) // 64)
         place = known.first_chunk[n] * 64 + np.arange(end - begin)
         token[place] = np.arange(begin, end)
@@ -124,7 +125,9 @@ def held(layout: fragmented_array.TiledLayout, shape: tuple[int, int]) -> np.nda
         first = len(lead)
         x = x.transpose(*range(first), *range(first, x.ndim, 2), *range(first + 1, x.ndim, 2))
         assert x.ndim == first + 2 * n
-    warps, lanes = ([x.ndim + d for d in dims] for dims in (layout.warp_dims, layout.lane_dims))
+    warps, lanes = (
+        [x.ndim + d for d in dims if isinstance(d, int)] for dims in (layout.warp_dims, layout.lane_dims)
+    )
     registers = [d for d in range(x.ndim - 1) if d not in (*warps, *lanes)]
     return x.transpose(*registers, *warps, *lanes, x.ndim - 1).reshape(-1, 4, 32, 2)
 
@@ -169,7 +172,7 @@ def test_shared_memory_of_small_gpus(K):
     assert smem_bytes(prepare._memory(K, bf16), REDUCTION_BYTES) <= SMALL_MEMORY // 2
     for warpgroups in (1, 2):
         config = walk.Config(warpgroups)
-        memory = walk.memory(config, K, bf16, states.OUTPUT_TILES, states.KEYS, False)
+        memory = walk.memory(config, K, bf16, states.OUTPUT_TILES, states.KEYS)
         assert smem_bytes(memory) <= SMALL_MEMORY
 
 

@@ -10,7 +10,8 @@ The floor of a part is the time of its bytes at the speed of a copy, which is ti
 A product is timed by the clock over calls that follow one another without a pause, because a GPU that is always busy
 may run at a lower clock than one that rests between calls. All is compiled as `gdn train` compiles it.
 
-Without a GPU all times are by the clock and those of whole calls, in plain JAX, the products inside them too.
+Where the kernels do not run, all times are by the clock and those of whole calls, in plain JAX, the products inside
+them too.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
+from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.model_parts import NARROW, WIDE, Part, Product, parts, products
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
@@ -70,8 +72,6 @@ class PartsBenchmark(Benchmark):
         super().check()
         if self.tokens % self.length:
             fail("length", f"a divisor of --tokens {self.tokens}", self.length)
-        if measure.on_gpu() and (reason := no_kernels()):
-            fail("model", f"a device for the kernels ({reason})", self.model)
         if not any(self.asked()):
             fail("only", "parts of names such as residual sum and RMSNorm", " ".join(self.only))
 
@@ -80,7 +80,7 @@ class PartsBenchmark(Benchmark):
         x = _normal(
             self.seed, jax.ShapeDtypeStruct((self.tokens, 2 * model_config(self.model).mlp_size), WIDE)
         )
-        copy = measure.measure(partial(_jit(jnp.copy), x), self.repeats, self.calls, "")
+        copy = self.timing(partial(_jit(jnp.copy), x))
         speed = 2 * x.nbytes / copy.ms * 1e3
         del x
         published = of_device(BANDWIDTH)
@@ -95,11 +95,17 @@ class PartsBenchmark(Benchmark):
         for product in some_products:
             yield Case({"part": product.name}, partial(self.time_product, product))
 
+    def timing(self, call: Callable[[], Any], kernels: str = "") -> Timing:
+        """Times a call by its kernels, of such names; as a whole and by the clock where there are none."""
+        if no_kernels():
+            return measure.by_clock(call, self.repeats, self.calls)
+        return measure.by_device(call, self.repeats, kernels)
+
     def time_part(self, part: Part, speed: float) -> Iterator[Result]:
         """Times the passes of a part; speed: bytes that a copy moves in a second."""
 
         def result(what: str, size: int, call: Callable[[], Any]) -> Result:
-            timing = measure.measure(call, self.repeats, self.calls, part.kernels)
+            timing = self.timing(call, part.kernels)
             numbers = {"GB": size / 1e9, "x floor": timing.ms / 1e3 * speed / size}
             return Result({"part": part.name, "pass": what}, timing, numbers)
 

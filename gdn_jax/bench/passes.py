@@ -14,7 +14,7 @@ import numpy as np
 from gdn_jax import gated_delta_rule
 from gdn_jax.bench import measure
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Result, wrong
+from gdn_jax.bench.benchmark import Result, no_kernels, wrong
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
@@ -187,16 +187,21 @@ class Problem:
             return result._replace(failure=f"raised {one_line(error)}")
 
     def beside(self, result: Result, peers: dict[str, Timing]) -> Result:
-        """The result with the fastest other library, published or timed here, and the hardware's floor."""
-        known = [(ms, name) for name, ms in self.row.times.items()]
+        """The result with the fastest other library, published or timed here, and the hardware's floor.
+
+        Published times and the floor are those of Hopper: another GPU has neither.
+        """
+        another_gpu = measure.on_gpu() and no_kernels() is not None
+        published = {} if another_gpu else self.row.times
+        known = [(ms, name) for name, ms in published.items()]
         known += [(timing.ms, f"{name} (here)") for name, timing in peers.items()]
         numbers: dict[str, Any] = dict(zip(("its ms", "best peer"), min(known), strict=True)) if known else {}
-        if measure.on_gpu() and self.dtype != "float32":
+        if measure.on_gpu() and not another_gpu and self.dtype != "float32":
             numbers["floor ms"] = bench_rows.floor_ms(self.row, self.what)
         for name, other in (("ratio", "its ms"), ("x floor", "floor ms")):
             if result.timing is not None and other in numbers:
                 numbers[name] = result.timing.ms / numbers[other]
-        numbers |= {"published": self.row.times, "peers": {name: t._asdict() for name, t in peers.items()}}
+        numbers |= {"published": published, "peers": {name: t._asdict() for name, t in peers.items()}}
         return result._replace(numbers=numbers | result.numbers)
 
 

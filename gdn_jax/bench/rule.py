@@ -36,9 +36,11 @@ class RuleBenchmark(Benchmark):
     )
     """forward; backward, given what the forward saved; training: the two together."""
     rows: tuple[str, ...] = ()
-    """Only the rows of the table whose name contains one of these, as in "16,32 1x"."""
+    """Only the rows of the table whose name contains one of these, as in "16,32 1x". A GPU without kernels of ours runs
+    the table only by this."""
     implementations: tuple[Literal["mosaic_gpu", "chunked", "recurrent"], ...] = ()
-    """Implementations to time. If none is named: the kernels for the table, else all (no "recurrent" on a GPU)."""
+    """Implementations to time. If none is named: the fastest that runs for the table, else all (no "recurrent" on a
+    GPU)."""
     heads: Annotated[tuple[int, int] | None, Positive] = None
     """Key heads (and query heads) and value heads, instead of the table; (4, 4) if any other size is given."""
     lengths: Annotated[tuple[int, ...] | None, Repeated, Positive] = None
@@ -62,17 +64,18 @@ class RuleBenchmark(Benchmark):
         super().check()
         if self.rows and not self.is_table:
             fail("rows", "no --heads, --lengths, --width or --dtype with it", " ".join(self.rows))
-        if self.rows and (reason := no_kernels()):
-            fail("rows", f"a device for the kernels ({reason})", " ".join(self.rows))
+        if self.rows and not on_gpu() and (reason := no_kernels()):
+            fail("rows", f"a GPU ({reason})", " ".join(self.rows))
         Hk, HV = self.heads or (4, 4)
         if HV % Hk:
             fail("heads", "value heads that are a multiple of the key heads", f"{Hk} {HV}")
 
     def plan(self) -> tuple[list[tuple[Row, str]], str, tuple[str, ...]]:
         """Rows with their passes, the dtype and the implementations."""
-        if self.is_table and not no_kernels():
+        fastest = "chunked" if no_kernels() else "mosaic_gpu"
+        if self.is_table and (self.rows or fastest == "mosaic_gpu"):
             rows = bench_rows.table_rows(self.rows, self.passes)
-            return rows, "bfloat16", self.implementations or ("mosaic_gpu",)
+            return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths
         row = Row(*self.heads or (4, 4), lengths, width=64 if self.width is None else self.width)
         every = ("mosaic_gpu", "chunked") if on_gpu() else ("mosaic_gpu", "chunked", "recurrent")

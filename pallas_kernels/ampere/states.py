@@ -5,12 +5,13 @@ With the state transposed, h [V, K], and for one chunk (all of it float32 but th
     R = V^T - (h K^T) D          W = R T^T          O^T = scale (h Q^T) D + W P^T          h <- gl h + (W Dr) K
 
 where D_i = 2^G_i, Dr_i = beta_i 2^(G_last - G_i), gl = 2^G_last, G = g2_cum, and T and P are those of `prepare`. What
-token i writes is beta_i times column i of W. The order of products is that of `forward.walk`, and so is what is rounded.
+token i writes is beta_i times column i of W. Order and rounding of the products are those of `forward.outputs`.
 
-Inputs (GMEM): q [places, Hq K] (outputs only), k [places, Hk K], v [places, HV V], t and p (outputs only) [chunks HO C,
-C], factors = (D, Dr) [chunks HO, 2 C] f32, h_0 [N, HO, V, K] or [.., K, V] f32 (optional), first_chunk [N + 1] int32.
-Outputs (GMEM): o [places, HO V] and the final states [N, HO, V, K] or [.., K, V] f32; or h [chunks HO V, K], the state
-before each chunk, and w [places, HO V], W transposed, in k's dtype.
+Inputs (GMEM): q [places, Hq K] (outputs only), k [places, Hk K], v [places, HV V], t and p (outputs only) [chunks HO
+C, C], factors = (D, Dr) [chunks HO, 2 C] f32, h_0 [N, HO, V, K] or [.., K, V] f32 (optional), first_chunk [N + 1]
+int32.
+Outputs (GMEM): o [places, HO V] and the final states [N, HO, V, K] or [.., K, V] f32; or h [chunks HO V, K], the
+state before each chunk, and w [places, HO V], W transposed, in k's dtype.
 Threads, barriers, hardware, limits: `ampere.walk`. Shared memory: `walk.memory`, 81 KB at K = V = 128.
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed.
 """
@@ -47,18 +48,18 @@ def _step(cta: Cta, i, h: jax.Array) -> jax.Array:
     rounded = h.astype(cta.dtype)
     left, d = dev.left(rounded), cta.factor(0, i)
     hk = dev.add_transposed(nothing, left, k_tile)
-    hq = None if gmem.o is None else dev.add_transposed(nothing, left, cta.slot("q", i))
+    hq = nothing if gmem.o is None else dev.add_transposed(nothing, left, cta.slot("q", i))
     if gmem.h is not None:
         dev.store(gmem.h.at[cta.states_of(i)], rounded)
     v_t = plgpu.load(cta.own_columns("v", i), layout=WGMMA).astype(jnp.float32)
     r = (v_t - d * hk).astype(cta.dtype)
     w = dev.add_transposed(nothing, dev.left(r), cta.slot("t", i))
-    if hq is None:
+    if gmem.h is not None:
         dev.store_transposed(gmem.w.at[cta.tokens_of(i)], w.astype(cta.dtype))
-    else:
+    if gmem.o is not None:
         o = dev.add_transposed(hq * (d * cta.sizes.scale), dev.left(w.astype(cta.dtype)), cta.slot("p", i))
         dev.store_transposed(gmem.o.at[cta.tokens_of(i)], o.astype(cta.dtype))
-    written, decay = dev.left((w * cta.factor(1, i)).astype(cta.dtype)), cta.last_factor(i)
+    written, decay = dev.left((w * cta.factor(1, i)).astype(cta.dtype)), cta.number(CHUNK - 1, i)
     cta.leave_early_tiles(i, early)
     return dev.add(h * decay, written, k_tile, step=16)
 
@@ -70,6 +71,13 @@ def _outputs(cta: Cta) -> None:
 
 def _states(cta: Cta) -> None:
     cta.walk(_step, cta.read(cta.gmem.h_0), STATE_TILES, KEYS)
+
+
+class States(NamedTuple):
+    """Results of `states`."""
+
+    h: Float[Array, "chunks HO V K"]
+    w: Float[Array, "places HO V"]
 
 
 class Outputs(NamedTuple):
@@ -127,3 +135,42 @@ def outputs(
         interpret=interpret,
     )
     return Outputs(results["o"].reshape(places, HO, V), results["final"])
+
+
+def states(
+    k: Float[Array, "places Hk K"],
+    v: Float[Array, "places HV V"],
+    t: Float[Array, "chunks HO C C"],
+    factors: Float[Array, "chunks HO C2"],
+    h_0: Float[Array, "N HO _ _"] | None,
+    first_chunk: Int[Array, " N1"],
+    *,
+    kv_layout: bool,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> States:
+    """The state before each chunk and W; see the module docstring. Those of chunks of no sequence are not written.
+
+    Args: those of `outputs`.
+    """
+    (places, _, V), (chunks, HO), K = v.shape, t.shape[:2], k.shape[2]
+    results = start(
+        "mma_states",
+        _states,
+        {"k": k, "v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
+        {"h_0": h_0},
+        {
+            "o": None,
+            "final": None,
+            "h": jax.ShapeDtypeStruct((chunks * HO * V, K), k.dtype),
+            "w": jax.ShapeDtypeStruct((places, HO * V), k.dtype),
+        },
+        early=STATE_TILES,
+        late=KEYS,
+        is_backwards=False,
+        scale=1.0,
+        kv_layout=kv_layout,
+        config=config,
+        interpret=interpret,
+    )
+    return States(results["h"].reshape(chunks, HO, V, K), results["w"].reshape(places, HO, V))

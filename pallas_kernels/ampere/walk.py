@@ -1,9 +1,9 @@
 """The walk over the chunks of a sequence, by warpgroups that hold 64 rows of the transposed state in registers.
 
 What `states` and `adjoints` share: which CTA walks over what, and how tiles come. A warpgroup computes and loads by
-cp.async; there are no other roles. Tiles that the last product of a step reads have two slots, so that the next chunk's
-come while this one is computed. The others are free earlier in a step: with one slot they are loaded then, beside the
-last product, and with two at the start of the step.
+cp.async; there are no other roles. Tiles that the last product of a step reads have two slots, so that the next
+chunk's come while this one is computed. The others are free earlier in a step: with one slot they are loaded then,
+beside the last product, and with two at the start of the step.
 
 | place in a step     | warpgroups                                                         |
 |---------------------|--------------------------------------------------------------------|
@@ -34,9 +34,6 @@ from pallas_kernels.device.mma import SWIZZLE, MmaDevice
 
 ROWS = 64
 """Rows of the transposed state that a warpgroup holds."""
-
-FACTORS = 2
-"""Vectors of a chunk that come side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +116,10 @@ class Cta:
         vectors = self.slot("factors", i).at[self.wg, CHUNK * number : CHUNK * (number + 1)]
         return along_columns(plgpu.load(vectors, layout=COL), ROWS)
 
-    def last_factor(self, i) -> jax.Array:
-        """The last number of the first vector of the i-th chunk."""
+    def number(self, place: int, i) -> jax.Array:
+        """A number of the vectors of the i-th chunk."""
         slots = self.smem.factors.shape[0]
-        return self.smem.factors[lax.rem(i, slots), self.wg, CHUNK - 1]
+        return self.smem.factors[lax.rem(i, slots), self.wg, place]
 
     def _load(self, i, names: Sequence[str]) -> None:
         """Starts the copies of tiles of the i-th chunk. Past the end they load a chunk that nobody reads."""
@@ -181,9 +178,16 @@ class Cta:
 
 
 def memory(
-    config: Config, K: int, dtype, early: Sequence[str], late: Sequence[str], interpreted: bool
+    config: Config,
+    K: int,
+    dtype,
+    early: Sequence[str],
+    late: Sequence[str],
+    *,
+    vectors: int = 2,
+    interpreted: bool = False,
 ) -> Memory:
-    """Shared memory of a CTA, whose tiles are those named."""
+    """Shared memory of a CTA, whose tiles are those named. vectors: those that come side by side as "factors"."""
     n, slots = config.warpgroups, dict.fromkeys(late, 2) | dict.fromkeys(early, config.early_slots)
     columns = dict(q=K, k=K, v=ROWS * n, do=ROWS * n, t=CHUNK, p=CHUNK)
     parts: dict[str, Any] = {
@@ -191,7 +195,7 @@ def memory(
         for name, count in slots.items()
         if name != "factors"
     }
-    parts["factors"] = Buffer((slots["factors"], n, FACTORS * CHUNK))
+    parts["factors"] = Buffer((slots["factors"], n, vectors * CHUNK))
     parts["met"] = Barriers(arrivals=n) if interpreted and n > 1 else None
     return parts
 
@@ -215,7 +219,7 @@ def start(
 
     Args:
       arrays: by name: the tiles' sources, tokens as [places, heads, width] and squares as [chunks, HO, C, C], factors
-        [chunks, HO, 2 C] and first_chunk.
+        [chunks, HO, vectors C] and first_chunk.
       states: other inputs, by name.
     """
     (chunks, HO), K = arrays["t"].shape[:2], arrays["k"].shape[2]
@@ -229,14 +233,14 @@ def start(
     heads = {key: arrays[key].shape[1] for key in ("q", "k", "v", "do") if key in arrays}
     sizes = Sizes(heads, HO, K, V, V // (ROWS * config.warpgroups), chunks, scale, kv_layout)
     flat = {key: x if key == "first_chunk" else _flat(key, x) for key, x in arrays.items()}
-    interpreted = interpret is not None
+    interpreted, vectors = interpret is not None, arrays["factors"].shape[2] // CHUNK
     static = dict(config=config, sizes=sizes, is_backwards=is_backwards, interpreted=interpreted)
     return launch(
         name,
         functools.partial(_body, body, **static),
         inputs=flat | dict(states),
         outputs=outputs,
-        memory=memory(config, K, arrays["k"].dtype, early, late, interpreted),
+        memory=memory(config, K, arrays["k"].dtype, early, late, vectors=vectors, interpreted=interpreted),
         ctas=sequences * HO * sizes.tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.shapes import AnyStates, Outputs, RuleArrays, changes_segment
 from pallas_kernels.backward import chain
@@ -274,22 +274,22 @@ def _run(
             strengths = jnp.where(is_token[:, None], strengths, 0.0)
         dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
     if g is not None:
-        dg = jnp.where(_has_no_past(x, tables), 0.0, dg).astype(g.dtype)
+        dg = jnp.where(has_no_past(x, None if tables is None else tables.cu_seqlens), 0.0, dg).astype(g.dtype)
     dh_0 = None
     if initial_state is not None and walked.dh_0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)
         dh_0 = walked.dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
     return Cotangents(
-        _sum_heads(sums.dq, Hq)[:, :T, :, :K],
+        sum_heads(sums.dq, Hq)[:, :T, :, :K],
         sums.dk[:, :T, :, :K],
-        _sum_heads(walked.dv, HV)[:, :T, :, :V].astype(v.dtype),
+        sum_heads(walked.dv, HV)[:, :T, :, :V].astype(v.dtype),
         None if g is None else dg,
         dbeta,
         dh_0,
     )
 
 
-def _sum_heads(x: jax.Array, heads: int) -> jax.Array:
+def sum_heads(x: jax.Array, heads: int) -> jax.Array:
     """Sums over the heads that read one head of an input."""
     B, T, H, D = x.shape
     if heads == H:
@@ -323,19 +323,17 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
 
 
-def _has_no_past(x: RuleArrays, tables: VisitTables | None) -> Bool[Array, "B T _"]:
+def has_no_past(x: RuleArrays, cu_seqlens: Int[Array, " N1"] | None) -> Bool[Array, "B T _"]:
     """[B, T, HO or 1] tokens whose gate multiplies nothing: after a reset, or zeros before the first token."""
     none = x.g.astype(jnp.float32) * LOG2_E <= RESET_G2
     if x.segment_ids is not None:
         none = none | changes_segment(x.segment_ids)[..., None]
     if x.initial_state is None:
         token = lax.broadcasted_iota(jnp.int32, x.g.shape[:2], 1)
-        if tables is None:
+        if cu_seqlens is None:
             is_first = token == 0
         else:
-            starts = (
-                jnp.zeros((x.g.shape[1],), bool).at[jnp.asarray(tables.cu_seqlens)].set(True, mode="drop")
-            )
+            starts = jnp.zeros((x.g.shape[1],), bool).at[jnp.asarray(cu_seqlens)].set(True, mode="drop")
             is_first = starts[None]
         none = none | is_first[..., None]
     return none

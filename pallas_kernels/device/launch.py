@@ -151,7 +151,7 @@ def device_reason() -> str | None:
     if device.platform != "gpu":
         return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
     capability = str(getattr(device, "compute_capability", None))
-    return None if capability == "9.0" else f"compute capability {capability}; the kernels need 9.0"
+    return None if capability == "9.0" else f"compute capability {capability}; the kernels in use need 9.0"
 
 
 def grid_index() -> jax.Array:

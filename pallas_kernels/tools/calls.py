@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax.shapes import Dims, RuleArrays
+from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
 from pallas_kernels.backward import rule as backward
@@ -129,17 +130,19 @@ def rule_call(
 
 
 def mma_call(**options: Any) -> Call:
-    """The rule by mma.sync on the arrays of `rule_call`.
+    """The rule by mma.sync and its backward on the arrays of `rule_call`.
 
     Args:
       options: those of `rule_call`, of whose last ones warpgroups and early_slots are `ampere.walk.Config`'s.
     """
     config = {name: options.pop(name) for name in ("warpgroups", "early_slots") if name in options}
     known = walk.Config(**config) if config else None
-    layout = options.get("layout", "vk")
+    static: dict[str, Any] = dict(scale=0.1, state_layout=options.get("layout", "vk"), config=known)
 
     def run(x: RuleArrays):
-        return mma_rule.forward(x, scale=0.1, state_layout=layout, config=known)
+        o, final, residuals = mma_rule.forward(x, **static)
+        cotangents = backward.OutputCotangents(o, None if x.initial_state is None else final)
+        return o, final, mma_backward.backward(x, residuals, cotangents, **static)
 
     return Call(run, rule_call(**options).positional, {}, from_8_0=True)
 

@@ -1,9 +1,9 @@
 """Compiles the kernels of the calls on a machine without a GPU, and gives what the compiler prints.
 
-Each kernel is lowered for a compute capability, 9.0 unless told otherwise, and compiled by the plugin that JAX itself
-would use. Needs gcc and ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of the installed jax version,
-is fetched through pip once, into a cache folder. The plugin asks the driver for the device; a library that answers with
-the compute capability takes its place. Loading the result fails, after the messages are out.
+Each kernel is lowered for a compute capability and compiled by the plugin that JAX itself would use. Needs gcc and
+ptxas (CUDA 13) on the path; the plugin's wheel, jax-cuda13-pjrt of the installed jax version, is fetched through pip
+once, into a cache folder. The plugin asks the driver for the device; a library that answers with the compute
+capability takes its place. Loading the result fails, after the messages are out.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ def lowering_for(capability: str) -> Iterator[None]:
     JAX has no public switch for it. Code that is lowered for 8.0 runs on later GPUs too.
     """
     own = utils._infer_arch
-    utils._infer_arch = lambda: tuple(map(int, capability.split(".")))
+    major, minor = map(int, capability.split("."))
+    utils._infer_arch = lambda: (major, minor)
     try:
         yield
     finally:

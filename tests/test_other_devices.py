@@ -1,0 +1,93 @@
+"""What devices get that the kernels in use do not run on: every call in plain JAX, without an error, with one reason."""
+
+import types
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gdn_jax
+from gdn_jax import cli, serving
+from gdn_jax.bench import measure
+from gdn_jax.bench.rule import RuleBenchmark
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.training import peak
+
+REASON = "compute capability 8.9; the kernels in use need 9.0"
+
+
+@pytest.fixture
+def rtx_4090(monkeypatch):
+    """JAX's default device says that it is one."""
+    devices = [
+        types.SimpleNamespace(platform="gpu", compute_capability="8.9", device_kind="NVIDIA GeForce RTX 4090")
+    ]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def tokens(B=2, T=64, dtype=jnp.bfloat16):
+    """q, k, v, g and beta of a call, as shapes."""
+    S = jax.ShapeDtypeStruct
+    return *(S((B, T, 2, 64), dtype) for _ in range(3)), *(S((B, T, 2), jnp.float32) for _ in range(2))
+
+
+def kernels_of(function, *arguments) -> int:
+    """Kernels of ours in a function of arguments."""
+    return str(jax.make_jaxpr(function)(*arguments)).count("mosaic_gpu")
+
+
+def test_the_rule_says_why(rtx_4090):
+    x = tokens()
+    assert gdn_jax.supported_implementations(*x) == {
+        "mosaic_gpu": REASON,
+        "chunked": None,
+        "recurrent": None,
+    }
+    with pytest.raises(NotImplementedError, match=REASON):
+        jax.eval_shape(partial(gdn_jax.gated_delta_rule, implementation="mosaic_gpu"), *x)
+    assert not kernels_of(gdn_jax.gated_delta_rule, *x)
+
+
+def test_layers_and_serving_run_in_plain_jax(rtx_4090):
+    layer = GatedDeltaNet(128, num_heads=2, head_dim=64, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16)
+    parameters = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(parameters, x):
+        return layer.apply(parameters, x)[0].astype(jnp.float32).sum()
+
+    assert not kernels_of(jax.grad(loss), parameters, x)
+    q, k, v = (jax.ShapeDtypeStruct((2, 2, 64), jnp.bfloat16) for _ in range(3))
+    gate, pool = jax.ShapeDtypeStruct((2, 2), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 64, 64), jnp.float32)
+    head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2))
+    assert not kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool)
+
+
+def test_benchmarks_time_the_plain_forms(rtx_4090, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr("gdn_jax.bench.rule.on_gpu", lambda: True)
+    benchmark = RuleBenchmark(rows=("16,32 1x32768",), passes=("forward",))
+    benchmark.check()
+    rows, dtype, implementations = benchmark.plan()
+    assert [(row.name, what) for row, what in rows] == [("16,32 1x32768", "forward")]
+    assert (dtype, implementations) == ("bfloat16", ("chunked",))
+    assert peak.of_device(peak.PEAK_FLOPS) is None
+    assert cli.main(["bench", "kernels"]) != 0
+    assert REASON in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_plain_forms_lower_for_other_platforms(platform):
+    """With their gradients."""
+
+    def loss(*x):
+        o, state = gdn_jax.gated_delta_rule(*x, implementation="chunked")
+        return o.astype(jnp.float32).sum() + state.sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*tokens(B=1))
+    assert "stablehlo" in traced.lower(lowering_platforms=(platform,)).as_text()
