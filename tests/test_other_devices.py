@@ -1,4 +1,4 @@
-"""What devices get that the kernels in use do not run on: every call in plain JAX, without an error, with one reason."""
+"""Devices that the kernels in use do not run on: every call in plain JAX, without an error, with one reason."""
 
 import types
 import warnings

@@ -36,8 +36,8 @@ class RuleBenchmark(Benchmark):
     )
     """forward; backward, given what the forward saved; training: the two together."""
     rows: tuple[str, ...] = ()
-    """Only the rows of the table whose name contains one of these, as in "16,32 1x". A GPU without kernels of ours runs
-    the table only by this."""
+    """Only the rows of the table whose name contains one of these, as in "16,32 1x". On a GPU that the kernels do not
+    run on they are the table's only rows."""
     implementations: tuple[Literal["mosaic_gpu", "chunked", "recurrent"], ...] = ()
     """Implementations to time. If none is named: the fastest that runs for the table, else all (no "recurrent" on a
     GPU)."""

@@ -21,8 +21,8 @@ V at a time. Of two warpgroups number 0 makes dP and number 1 dL, for both; then
 
 Inputs (GMEM): q [places, Hq K], k [places, Hk K], do, w and dv [places, HO V], h and dh [chunks HO V, K], g2_cum, M
 and E (float16) [chunks HO, C] f32, lift [chunks HO] f32 (float16).
-Outputs (GMEM): dq and dk [places, HO K] of each output head; dv . w, [chunks HO, C] f32; and by columns of K x, l, k .
-(late + inside) and sums of h dh over them [chunks HO, K / 64, C] f32.
+Outputs (GMEM): dq and dk [places, HO K] of each output head; dv . w, [chunks HO, C] f32; and for each 64 columns of K
+x, l, k . (late + inside) and sums of h dh over them [chunks HO, K / 64, C] f32.
 Shared memory: `_memory`, 89 KB at K = 128.
 Hardware: compute capability 8.0 and later. Limits: K 64 or 128, V a multiple of 64.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.

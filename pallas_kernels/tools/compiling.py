@@ -61,19 +61,19 @@ def lowering_for(capability: str) -> Iterator[None]:
         utils._infer_arch = own
 
 
-def in_process_of_compiler(program: str, variable: str) -> bool:
+def in_process_of_compiler(program: str, *variables: str) -> bool:
     """Whether this process may call `compiler`. If not, runs the program in one that may, with the same arguments.
 
     Args:
       program: name of the module.
-      variable: an environment variable that is set, by which the plugin prints what is wanted.
+      variables: environment variables that are set, by which the plugin prints what is wanted.
     """
     if PLUGIN in os.environ:
         return True
     plugin, driver = _plugin()
     libraries = f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     environment = dict(os.environ, LD_LIBRARY_PATH=libraries, JAX_PLATFORMS="cpu")
-    environment |= {PLUGIN: str(plugin), variable: "1"}
+    environment |= {PLUGIN: str(plugin), **dict.fromkeys(variables, "1")}
     subprocess.run([sys.executable, "-m", program, *sys.argv[1:]], env=environment, check=True)
     return False
 
