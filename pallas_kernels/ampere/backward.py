@@ -83,7 +83,8 @@ def _run(
     cotangents: OutputCotangents,
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
-    dims, (do, dfinal), (g2_cum, strengths, (t, p)) = x.dims, cotangents, residuals
+    dims, (do, dfinal) = x.dims, cotangents
+    g2_cum, strengths, t, p = (y.reshape(-1, *y.shape[2:]) for y in residuals)
     rows, dtype, kv_layout = Rows(dims.B, dims.T, tables), x.k.dtype, static.kv_layout
     q, k, v, do = (spread(y, rows) for y in (*x[:3], do.astype(dtype)))
     h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (x.initial_state, dfinal))

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, Outputs, RuleArrays, changes_segment
-from pallas_kernels.ampere.prepare import Prepared, prepare
+from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Rows
 from pallas_kernels.ampere.states import factors, outputs
 from pallas_kernels.ampere.walk import Config
@@ -28,12 +28,13 @@ MOST_NUMBERS = 2**31
 
 
 class Residuals(NamedTuple):
-    """Arrays that the forward leaves for a backward. K and V are padded to 64 or 128."""
+    """Arrays that the forward leaves for a backward, chunk by chunk of each row of the batch."""
 
-    g2_cum: Float[Array, "chunks HO C"]
+    g2_cum: Float[Array, "B NT HO C"]
     """In-chunk cumulative log2 decay."""
-    beta: Float[Array, "chunks HO C"]
-    prepared: Prepared
+    beta: Float[Array, "B NT HO C"]
+    t: Float[Array, "B NT HO C C"]
+    p: Float[Array, "B NT HO C C"]
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
@@ -147,4 +148,5 @@ def _run(static: _Static, x: RuleArrays, tables: ChunkTables | None):
         interpret=static.interpret,
     )
     K, V = (dims.K, dims.V) if kv_layout else (dims.V, dims.K)
-    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], Residuals(g2_cum, beta, prepared)
+    kept = Residuals._make(y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
+    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], kept
