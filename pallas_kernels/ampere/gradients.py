@@ -203,32 +203,33 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 
     raised, lowered = (None, None) if lift is None else (jnp.exp2(lift), jnp.exp2(-lift))
     decay, since = jnp.exp2(g_rows), jnp.exp2(gmem.g2_cum[item, CHUNK - 1] - g_rows)
-    k = cta.wide(smem.k)
-    late = late * along_rows(since * cta.vector(gmem.mantissa, ROW), WIDTH)
-    written = jnp.sum(k * late, axis=1)
-    read_q = read_q * along_rows(times(decay * sizes.scale, raised), WIDTH)
-    read_k = read_k * along_rows(times(-decay, raised), WIDTH)
     k_tile, q_tile = smem.k.at[:, cta.own], smem.q.at[:, cta.own]
     ek_tile = k_tile if power is None else smem.h.at[0, :, cta.own]
-    read_q = dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile)
-    read_k = dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile)
-    inside = dev.add(zeros((CHUNK, WIDTH), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile)
-    inside = dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile)
-    read_q, read_k, inside = (times(y, lowered) for y in (read_q, read_k, inside))
-
-    q, diagonal = cta.wide(smem.q), plgpu.load(smem.diagonal, layout=ROW)
-    within = jnp.sum(k * inside, axis=1)
-    gmem.k_write.at[item, wg][...] = written + within + jnp.sum(k * q, axis=1) * diagonal
-    gmem.x.at[item, wg][...] = (
-        jnp.sum(k * read_k, axis=1) + jnp.sum(q * read_q, axis=1) - times(within, power)
-    )
-    gmem.l.at[item, wg][...] = times(written, power)
+    diagonal = plgpu.load(smem.diagonal, layout=ROW)
     on_diagonal = along_rows(times(diagonal, power), WIDTH)
-    dq = read_q + on_diagonal * k
-    behind = late + inside
-    dk = read_k + (behind if power is None else behind * along_rows(power, WIDTH)) + on_diagonal * q
     place = pl.ds(cta.chunk * CHUNK, CHUNK), pl.ds(cta.head * sizes.K + wg * WIDTH, WIDTH)
-    dev.store(gmem.dq.at[place], dq.astype(cta.dtype))
+
+    # dq first and as a whole: it leaves its registers to what follows.
+    read_q = read_q * along_rows(times(decay * sizes.scale, raised), WIDTH)
+    read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile), lowered)
+    q, k = cta.wide(smem.q), cta.wide(smem.k)
+    x, both = jnp.sum(q * read_q, axis=1), jnp.sum(k * q, axis=1) * diagonal
+    dev.store(gmem.dq.at[place], (read_q + on_diagonal * k).astype(cta.dtype))
+
+    late = late * along_rows(since * cta.vector(gmem.mantissa, ROW), WIDTH)
+    written = jnp.sum(cta.wide(smem.k) * late, axis=1)
+    gmem.l.at[item, wg][...] = times(written, power)
+    read_k = read_k * along_rows(times(-decay, raised), WIDTH)
+    read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile), lowered)
+    inside = dev.add(zeros((CHUNK, WIDTH), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile)
+    inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile), lowered)
+    k = cta.wide(smem.k)
+    within = jnp.sum(k * inside, axis=1)
+    gmem.x.at[item, wg][...] = x + jnp.sum(k * read_k, axis=1) - times(within, power)
+    gmem.k_write.at[item, wg][...] = written + within + both
+    behind = late + inside
+    behind = behind if power is None else behind * along_rows(power, WIDTH)
+    dk = read_k + behind + on_diagonal * cta.wide(smem.q)
     dev.store(gmem.dk.at[place], dk.astype(cta.dtype))
 
 
