@@ -59,6 +59,7 @@ def repeated(name: str) -> bool:
     [
         pytest.param(x, marks=() if quick(x) else pytest.mark.crossed if repeated(x) else pytest.mark.slow)
         for x in CALLS
+        if not CALLS[x].from_8_0
     ],
 )
 def test_lowers_for_compute_capability_9(name):

@@ -171,7 +171,7 @@ KERNELS = ["mma_prepare", "mma_outputs", "mma_states", "mma_adjoints", "mma_grad
 
 def test_lowers_as_for_8_0():
     with lowering_for("8.0"):
-        text = CALLS["mma, kv, float16, packed"].lower().as_text()
+        text = CALLS["mma, kv, float16, packed, K 64, V 64"].lower().as_text()
     assert re.findall(r"\\00(mma_\w+)_mosaic_gpu\\00", text) == KERNELS
 
 

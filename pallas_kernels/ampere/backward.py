@@ -126,9 +126,7 @@ def _run(
         dbeta = rows.by_token(by_chunk).astype(x.beta.dtype)
     if x.g is not None:
         dg = rows.by_token(_gate_gradient(sums, g2_cum))
-        dg = jnp.where(
-            has_no_past(x, None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)), 0.0, dg
-        ).astype(x.g.dtype)
+        dg = jnp.where(has_no_past(x, x.cu_seqlens), 0.0, dg).astype(x.g.dtype)
     if x.initial_state is not None and back.dh_0 is not None:
         shape = (dims.K, dims.V) if kv_layout else (dims.V, dims.K)
         dh_0 = back.dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from gdn_jax.shapes import AnyStates, Outputs, RuleArrays, changes_segment
 from pallas_kernels.backward import chain
@@ -323,7 +323,7 @@ def _lift(g2_cum: jax.Array, tables: VisitTables | None, T: int) -> jax.Array:
     return least.at[visit].min(jnp.where(has_past, decay[0], MAX_LIFT).T, mode="drop")
 
 
-def has_no_past(x: RuleArrays, cu_seqlens: Int[Array, " N1"] | None) -> Bool[Array, "B T _"]:
+def has_no_past(x: RuleArrays, cu_seqlens: Any) -> Bool[Array, "B T _"]:
     """[B, T, HO or 1] tokens whose gate multiplies nothing: after a reset, or zeros before the first token."""
     none = x.g.astype(jnp.float32) * LOG2_E <= RESET_G2
     if x.segment_ids is not None:
