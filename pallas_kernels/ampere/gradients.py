@@ -22,7 +22,7 @@ V at a time. Of two warpgroups number 0 makes dP and number 1 dL, for both; then
 Inputs (GMEM): q [places, Hq K], k [places, Hk K], do, w and dv [places, HO V], h and dh [chunks HO V, K], g2_cum, M
 and E (float16) [chunks HO, C] f32, lift [chunks HO] f32 (float16).
 Outputs (GMEM): dq and dk [places, HO K] of each output head; dv . w, [chunks HO, C] f32; and for each 64 columns of K
-x, l, k . (late + inside) and sums of h dh over them [chunks HO, K / 64, C] f32.
+x and k . (late + inside) in two parts [chunks HO, K / 32, C] f32, l and sums of h dh [chunks HO, K / 64, C] f32.
 Shared memory: `_memory`, 89 KB at K = 128.
 Hardware: compute capability 8.0 and later. Limits: K 64 or 128, V a multiple of 64.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
@@ -46,6 +46,9 @@ from pallas_kernels.device.mma import STEP, SWIZZLE, MmaDevice
 
 WIDTH = 64
 """Columns of K of a warpgroup, and of V of a step."""
+
+FEW = 16
+"""Rows of a right operand that are in registers at a time; more would spill."""
 
 DO, DV, W = range(3)
 """Places of the tiles of values. Those of do and dv hold dP and dL afterwards."""
@@ -145,9 +148,9 @@ def _over_values(cta: _Cta):
                 left = dev.operand(smem.x.at[number, :, part])
                 scores[n] = dev.add_transposed(scores[n], left, w_tile.at[:, part])
         h, dh = (smem.h.at[place, :, cta.own] for place in (0, 1))
-        late = dev.add(late, dev.operand(w_tile), dh)
-        read_q = dev.add(read_q, dev.operand(smem.x.at[DO]), h)
-        read_k = dev.add(read_k, dev.operand(smem.x.at[DV]), h)
+        late = dev.add(late, dev.operand(w_tile), dh, FEW)
+        read_q = dev.add(read_q, dev.operand(smem.x.at[DO]), h, FEW)
+        read_k = dev.add(read_k, dev.operand(smem.x.at[DV]), h, FEW)
         inner = inner + jnp.sum(cta.wide(smem.h.at[0]) * cta.wide(smem.h.at[1]), axis=1)
     cta.meet()
     return scores, late, read_q, read_k, inner
@@ -209,24 +212,25 @@ def _body(gmem: Any, smem: Any, **static) -> None:
     on_diagonal = along_rows(times(diagonal, power), WIDTH)
     place = pl.ds(cta.chunk * CHUNK, CHUNK), pl.ds(cta.head * sizes.K + wg * WIDTH, WIDTH)
 
-    # dq first and as a whole: it leaves its registers to what follows.
+    # dq first and as a whole: it leaves its registers to what follows. So sums go to memory in parts.
     read_q = read_q * along_rows(times(decay * sizes.scale, raised), WIDTH)
-    read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile), lowered)
+    read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile, FEW), lowered)
     q, k = cta.wide(smem.q), cta.wide(smem.k)
-    x, both = jnp.sum(q * read_q, axis=1), jnp.sum(k * q, axis=1) * diagonal
+    gmem.x.at[item, wg][...] = jnp.sum(q * read_q, axis=1)
+    gmem.k_write.at[item, wg][...] = jnp.sum(k * q, axis=1) * diagonal
     dev.store(gmem.dq.at[place], (read_q + on_diagonal * k).astype(cta.dtype))
 
     late = late * along_rows(since * cta.vector(gmem.mantissa, ROW), WIDTH)
     written = jnp.sum(cta.wide(smem.k) * late, axis=1)
     gmem.l.at[item, wg][...] = times(written, power)
     read_k = read_k * along_rows(times(-decay, raised), WIDTH)
-    read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile), lowered)
-    inside = dev.add(zeros((CHUNK, WIDTH), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile)
-    inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile), lowered)
+    read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile, FEW), lowered)
+    inside = dev.add(zeros((CHUNK, WIDTH), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile, FEW)
+    inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile, FEW), lowered)
     k = cta.wide(smem.k)
     within = jnp.sum(k * inside, axis=1)
-    gmem.x.at[item, wg][...] = x + jnp.sum(k * read_k, axis=1) - times(within, power)
-    gmem.k_write.at[item, wg][...] = written + within + both
+    gmem.x.at[item, cta.warpgroups + wg][...] = jnp.sum(k * read_k, axis=1) - times(within, power)
+    gmem.k_write.at[item, cta.warpgroups + wg][...] = written + within
     behind = late + inside
     behind = behind if power is None else behind * along_rows(power, WIDTH)
     dk = read_k + behind + on_diagonal * cta.wide(smem.q)
@@ -275,7 +279,7 @@ def gradients(
     sizes, f32, S = _Sizes(q.shape[1], Hk, HO, K, V, scale), jnp.float32, jax.ShapeDtypeStruct
     tokens = {"q": q, "k": k, "do": do, "w": w, "dv": dv}
     vectors = {"g2_cum": g2_cum, "mantissa": mantissa, "power": power}
-    by_columns = S((chunks * HO, K // WIDTH, CHUNK), f32)
+    part, parts = (S((chunks * HO, n * K // WIDTH, CHUNK), f32) for n in (1, 2))
     results = launch(
         "mma_gradients",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
@@ -285,9 +289,10 @@ def gradients(
         | {"lift": None if lift is None else lift.reshape(-1)},
         outputs={"dq": S((places, HO * K), k.dtype), "dk": S((places, HO * K), k.dtype)}
         | {"dv_w": S((chunks * HO, CHUNK), f32)}
-        | dict.fromkeys(("x", "l", "k_write", "inner"), by_columns),
+        | {"x": parts, "k_write": parts, "l": part, "inner": part},
         memory=_memory(K, k.dtype, interpreted=interpret is not None),
         ctas=chunks * HO,
+        auto_barriers=False,
         warpgroups=K // WIDTH,
         interpret=interpret,
     )
