@@ -16,13 +16,13 @@ chunk, which is left to `backward`: with x_i = q_i . dq_i + k_i . (read - E insi
 The diagonal of dP is left out of x, for its two parts cancel. In bfloat16 E is 1 and not there. In float16 E K is a
 tile of its own, and dP and dL are kept times 2^lift, by which what the products with them give is divided in float32.
 
-Work: one CTA for each (chunk, output head), with a warpgroup for each 64 columns of K. It adds up over 64 columns of
-V at a time. Of two warpgroups number 0 makes dP and number 1 dL, for both; then each makes its own columns.
+Work: one CTA of two warpgroups for each (chunk, output head). It adds up over 64 columns of V at a time. Warpgroup 0
+makes dP and number 1 dL, for both; then each makes its half of the columns of K.
 
 Inputs (GMEM): q [places, Hq K], k [places, Hk K], do, w and dv [places, HO V], h and dh [chunks HO V, K], g2_cum, M
 and E (float16) [chunks HO, C] f32, lift [chunks HO] f32 (float16).
-Outputs (GMEM): dq and dk [places, HO K] of each output head; dv . w, [chunks HO, C] f32; and for each 64 columns of K
-x and k . (late + inside) in two parts [chunks HO, K / 32, C] f32, l and sums of h dh [chunks HO, K / 64, C] f32.
+Outputs (GMEM): dq and dk [places, HO K] of each output head; dv . w, [chunks HO, C] f32; and of each warpgroup x
+and k . (late + inside) in two parts [chunks HO, 4, C] f32, l and sums of h dh [chunks HO, 2, C] f32.
 Shared memory: `_memory`, 89 KB at K = 128.
 Hardware: compute capability 8.0 and later. Limits: K 64 or 128, V a multiple of 64.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
@@ -44,8 +44,10 @@ from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns,
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
 from pallas_kernels.device.mma import STEP, SWIZZLE, MmaDevice
 
+WARPGROUPS = 2
+
 WIDTH = 64
-"""Columns of K of a warpgroup, and of V of a step."""
+"""Columns of V of a step."""
 
 FEW = 16
 """Rows of a right operand that are in registers at a time; more would spill."""
@@ -56,14 +58,13 @@ DO, DV, W = range(3)
 
 def _memory(K: int, dtype, *, interpreted: bool = False) -> Memory:
     """Shared memory of a CTA."""
-    n = K // WIDTH
     return {
         "q": Buffer((CHUNK, K), dtype, swizzle=SWIZZLE),
         "k": Buffer((CHUNK, K), dtype, swizzle=SWIZZLE),
         "x": Buffer((3, CHUNK, WIDTH), dtype, swizzle=SWIZZLE),
         "h": Buffer((2, WIDTH, K), dtype, swizzle=SWIZZLE),  # h and dh, then E K in place of h
         "diagonal": Buffer((CHUNK,)),
-        "met": Barriers(arrivals=n) if interpreted and n > 1 else None,
+        "met": Barriers(arrivals=WARPGROUPS) if interpreted else None,
     }
 
 
@@ -83,18 +84,13 @@ class _Cta:
 
     def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
         self.gmem, self.smem, self.sizes, self.dev = gmem, smem, sizes, MmaDevice(interpreted)
-        self.dtype, self.warpgroups = gmem.k.dtype, sizes.K // WIDTH
-        self.wg = warpgroup_index()
+        self.dtype, self.wg = gmem.k.dtype, warpgroup_index()
         self.item = grid_index()
         """Number of the chunk and output head."""
         self.chunk, self.head = lax.div(self.item, sizes.HO), lax.rem(self.item, sizes.HO)
-        self.own = pl.ds(self.wg * WIDTH, WIDTH)
+        self.width = sizes.K // WARPGROUPS
+        self.own = pl.ds(self.wg * self.width, self.width)
         """Columns of K of this warpgroup."""
-
-    @property
-    def scores(self) -> tuple[Any, ...]:
-        """Numbers of the matrices that this warpgroup makes: 0 for dP, 1 for dL."""
-        return (self.wg,) if self.warpgroups == 2 else (self.wg, self.wg + 1)
 
     def meet(self) -> None:
         """Waits for all warpgroups."""
@@ -102,7 +98,7 @@ class _Cta:
 
     def _copy(self, source: Any, row: Any, column: Any, tile: Any) -> None:
         """Starts the copy of this warpgroup's part of a tile."""
-        share = CHUNK // self.warpgroups
+        share = CHUNK // WARPGROUPS
         mine = self.wg * share
         self.dev.copy(source, row + mine, column, tile.at[pl.ds(mine, share)])
 
@@ -130,10 +126,9 @@ class _Cta:
 
 
 def _over_values(cta: _Cta):
-    """dO w^T or dv w^T or both, w dh, dO h, dv h, and sums of h dh over this warpgroup's columns of K."""
+    """dO w^T or dv w^T, w dh, dO h, dv h, and sums of h dh over this warpgroup's columns of K."""
     dev, smem, f32 = cta.dev, cta.smem, jnp.float32
-    nothing = zeros((CHUNK, WIDTH), f32)
-    scores, late, read_q, read_k = [nothing] * len(cta.scores), nothing, nothing, nothing
+    score, late, read_q, read_k = zeros((CHUNK, CHUNK), f32), *[zeros((CHUNK, cta.width), f32)] * 3
     inner = plgpu.layout_cast(jnp.zeros((WIDTH,), f32), ROW)
     for tile in range(cta.sizes.V // WIDTH):
         if tile:
@@ -142,50 +137,47 @@ def _over_values(cta: _Cta):
         dev.arrived()
         cta.meet()
         w_tile = smem.x.at[W]
-        for n, number in enumerate(cta.scores):
-            for column in range(0, WIDTH, STEP):
-                part = slice(column, column + STEP)
-                left = dev.operand(smem.x.at[number, :, part])
-                scores[n] = dev.add_transposed(scores[n], left, w_tile.at[:, part])
+        for column in range(0, WIDTH, STEP):
+            part = slice(column, column + STEP)
+            left = dev.operand(smem.x.at[cta.wg, :, part])
+            score = dev.add_transposed(score, left, w_tile.at[:, part])
         h, dh = (smem.h.at[place, :, cta.own] for place in (0, 1))
         late = dev.add(late, dev.operand(w_tile), dh, FEW)
         read_q = dev.add(read_q, dev.operand(smem.x.at[DO]), h, FEW)
         read_k = dev.add(read_k, dev.operand(smem.x.at[DV]), h, FEW)
         inner = inner + jnp.sum(cta.wide(smem.h.at[0]) * cta.wide(smem.h.at[1]), axis=1)
     cta.meet()
-    return scores, late, read_q, read_k, inner
+    return score, late, read_q, read_k, inner
 
 
-def _write_scores(cta: _Cta, scores, g_rows, lift) -> None:
-    """dP and dL in place of do and dv, and the diagonal of dP."""
+def _write_score(cta: _Cta, score, g_rows, lift) -> None:
+    """dP or dL in place of do or dv, and the diagonal of dP."""
     dev, smem, gmem, scale = cta.dev, cta.smem, cta.gmem, cta.sizes.scale
+    makes_dp = cta.wg == 0
     g_columns, mantissa = cta.vector(gmem.g2_cum, COL), cta.vector(gmem.mantissa, COL)
     # Exponents above the diagonal are kept from overflow: there the scores are 0.
     difference = jnp.minimum(along_rows(g_rows, CHUNK) - along_columns(g_columns, CHUNK), 0.0)
+    factor = jnp.where(makes_dp, jnp.float32(math.log2(scale)), jnp.float32(0.0))
+    exponents = difference + (factor if lift is None else factor + lift)
+    gamma = jnp.exp2(exponents) * jnp.where(makes_dp, jnp.float32(1.0), jnp.float32(-1.0))
     below = dev.row_minus_column() > 0
-    for number, score in zip(cta.scores, scores, strict=True):
-        makes_dp = number == 0
-        factor = jnp.where(makes_dp, jnp.float32(math.log2(scale)), jnp.float32(0.0))
-        exponents = difference + (factor if lift is None else factor + lift)
-        gamma = jnp.exp2(exponents) * jnp.where(makes_dp, jnp.float32(1.0), jnp.float32(-1.0))
-        weighted = jnp.where(below, score * gamma, 0.0) * along_columns(mantissa, CHUNK)
-        smem.x.at[number][...] = weighted.astype(cta.dtype)
-        diagonal = dev.diagonal(score)
+    weighted = jnp.where(below, score * gamma, 0.0) * along_columns(mantissa, CHUNK)
+    smem.x.at[cta.wg][...] = weighted.astype(cta.dtype)
+    diagonal = dev.diagonal(score)
 
-        def write_read(diagonal=diagonal):
-            smem.diagonal[...] = diagonal * cta.vector(gmem.mantissa, ROW) * scale
+    @pl.when(makes_dp)
+    def _():
+        smem.diagonal[...] = diagonal * cta.vector(gmem.mantissa, ROW) * scale
 
-        def write_written(diagonal=diagonal):
-            gmem.dv_w.at[cta.item][...] = diagonal
-
-        pl.when(makes_dp)(write_read)
-        pl.when(jnp.logical_not(makes_dp))(write_written)
+    @pl.when(jnp.logical_not(makes_dp))
+    def _():
+        gmem.dv_w.at[cta.item][...] = diagonal
 
 
 def _write_ek(cta: _Cta) -> Any:
     """E K in place of h; E."""
     power = cta.vector(cta.gmem.power, ROW)
-    scaled = cta.wide(cta.smem.k) * along_rows(power, WIDTH)
+    scaled = cta.wide(cta.smem.k) * along_rows(power, cta.width)
     cta.smem.h.at[0, :, cta.own][...] = scaled.astype(cta.dtype)
     return power
 
@@ -194,10 +186,10 @@ def _body(gmem: Any, smem: Any, **static) -> None:
     cta = _Cta(gmem, smem, **static)
     dev, sizes, item, wg = cta.dev, cta.sizes, cta.item, cta.wg
     cta.load_tokens()
-    scores, late, read_q, read_k, inner = _over_values(cta)
+    score, late, read_q, read_k, inner = _over_values(cta)
     gmem.inner.at[item, wg][...] = inner
     g_rows, lift = cta.vector(gmem.g2_cum, ROW), None if gmem.lift is None else gmem.lift[item]
-    _write_scores(cta, scores, g_rows, lift)
+    _write_score(cta, score, g_rows, lift)
     power = None if gmem.power is None else _write_ek(cta)
     cta.meet()
 
@@ -209,30 +201,32 @@ def _body(gmem: Any, smem: Any, **static) -> None:
     k_tile, q_tile = smem.k.at[:, cta.own], smem.q.at[:, cta.own]
     ek_tile = k_tile if power is None else smem.h.at[0, :, cta.own]
     diagonal = plgpu.load(smem.diagonal, layout=ROW)
-    on_diagonal = along_rows(times(diagonal, power), WIDTH)
-    place = pl.ds(cta.chunk * CHUNK, CHUNK), pl.ds(cta.head * sizes.K + wg * WIDTH, WIDTH)
+    on_diagonal = along_rows(times(diagonal, power), cta.width)
+    place = pl.ds(cta.chunk * CHUNK, CHUNK), pl.ds(cta.head * sizes.K + wg * cta.width, cta.width)
 
     # dq first and as a whole: it leaves its registers to what follows. So sums go to memory in parts.
-    read_q = read_q * along_rows(times(decay * sizes.scale, raised), WIDTH)
+    read_q = read_q * along_rows(times(decay * sizes.scale, raised), cta.width)
     read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile, FEW), lowered)
     q, k = cta.wide(smem.q), cta.wide(smem.k)
     gmem.x.at[item, wg][...] = jnp.sum(q * read_q, axis=1)
     gmem.k_write.at[item, wg][...] = jnp.sum(k * q, axis=1) * diagonal
     dev.store(gmem.dq.at[place], (read_q + on_diagonal * k).astype(cta.dtype))
 
-    late = late * along_rows(since * cta.vector(gmem.mantissa, ROW), WIDTH)
+    late = late * along_rows(since * cta.vector(gmem.mantissa, ROW), cta.width)
     written = jnp.sum(cta.wide(smem.k) * late, axis=1)
     gmem.l.at[item, wg][...] = times(written, power)
-    read_k = read_k * along_rows(times(-decay, raised), WIDTH)
+    read_k = read_k * along_rows(times(-decay, raised), cta.width)
     read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile, FEW), lowered)
-    inside = dev.add(zeros((CHUNK, WIDTH), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile, FEW)
+    inside = dev.add(
+        zeros((CHUNK, cta.width), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile, FEW
+    )
     inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile, FEW), lowered)
     k = cta.wide(smem.k)
     within = jnp.sum(k * inside, axis=1)
-    gmem.x.at[item, cta.warpgroups + wg][...] = jnp.sum(k * read_k, axis=1) - times(within, power)
-    gmem.k_write.at[item, cta.warpgroups + wg][...] = written + within
+    gmem.x.at[item, WARPGROUPS + wg][...] = jnp.sum(k * read_k, axis=1) - times(within, power)
+    gmem.k_write.at[item, WARPGROUPS + wg][...] = written + within
     behind = late + inside
-    behind = behind if power is None else behind * along_rows(power, WIDTH)
+    behind = behind if power is None else behind * along_rows(power, cta.width)
     dk = read_k + behind + on_diagonal * cta.wide(smem.q)
     dev.store(gmem.dk.at[place], dk.astype(cta.dtype))
 
@@ -279,7 +273,7 @@ def gradients(
     sizes, f32, S = _Sizes(q.shape[1], Hk, HO, K, V, scale), jnp.float32, jax.ShapeDtypeStruct
     tokens = {"q": q, "k": k, "do": do, "w": w, "dv": dv}
     vectors = {"g2_cum": g2_cum, "mantissa": mantissa, "power": power}
-    part, parts = (S((chunks * HO, n * K // WIDTH, CHUNK), f32) for n in (1, 2))
+    part, parts = (S((chunks * HO, n * WARPGROUPS, CHUNK), f32) for n in (1, 2))
     results = launch(
         "mma_gradients",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
@@ -293,7 +287,7 @@ def gradients(
         memory=_memory(K, k.dtype, interpreted=interpret is not None),
         ctas=chunks * HO,
         auto_barriers=False,
-        warpgroups=K // WIDTH,
+        warpgroups=WARPGROUPS,
         interpret=interpret,
     )
     sums = {name: jnp.sum(results[name], axis=1).reshape(chunks, HO, CHUNK) for name in ("x", "l", "k_write")}
