@@ -45,12 +45,10 @@ from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
 from pallas_kernels.device.mma import STEP, SWIZZLE, MmaDevice
 
 WARPGROUPS = 2
+"""Warpgroups of a CTA."""
 
 WIDTH = 64
 """Columns of V of a step."""
-
-FEW = 16
-"""Rows of a right operand that are in registers at a time; more would spill."""
 
 DO, DV, W = range(3)
 """Places of the tiles of values. Those of do and dv hold dP and dL afterwards."""
@@ -142,9 +140,9 @@ def _over_values(cta: _Cta):
             left = dev.operand(smem.x.at[cta.wg, :, part])
             score = dev.add_transposed(score, left, w_tile.at[:, part])
         h, dh = (smem.h.at[place, :, cta.own] for place in (0, 1))
-        late = dev.add(late, dev.operand(w_tile), dh, FEW)
-        read_q = dev.add(read_q, dev.operand(smem.x.at[DO]), h, FEW)
-        read_k = dev.add(read_k, dev.operand(smem.x.at[DV]), h, FEW)
+        late = dev.add(late, dev.operand(w_tile), dh)
+        read_q = dev.add(read_q, dev.operand(smem.x.at[DO]), h)
+        read_k = dev.add(read_k, dev.operand(smem.x.at[DV]), h)
         inner = inner + jnp.sum(cta.wide(smem.h.at[0]) * cta.wide(smem.h.at[1]), axis=1)
     cta.meet()
     return score, late, read_q, read_k, inner
@@ -206,7 +204,7 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 
     # dq first and as a whole: it leaves its registers to what follows. So sums go to memory in parts.
     read_q = read_q * along_rows(times(decay * sizes.scale, raised), cta.width)
-    read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile, FEW), lowered)
+    read_q = times(dev.add(read_q, dev.operand(smem.x.at[0]), ek_tile), lowered)
     q, k = cta.wide(smem.q), cta.wide(smem.k)
     gmem.x.at[item, wg][...] = jnp.sum(q * read_q, axis=1)
     gmem.k_write.at[item, wg][...] = jnp.sum(k * q, axis=1) * diagonal
@@ -216,11 +214,9 @@ def _body(gmem: Any, smem: Any, **static) -> None:
     written = jnp.sum(cta.wide(smem.k) * late, axis=1)
     gmem.l.at[item, wg][...] = times(written, power)
     read_k = read_k * along_rows(times(-decay, raised), cta.width)
-    read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile, FEW), lowered)
-    inside = dev.add(
-        zeros((CHUNK, cta.width), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile, FEW
-    )
-    inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile, FEW), lowered)
+    read_k = times(dev.add(read_k, dev.operand(smem.x.at[1]), ek_tile), lowered)
+    inside = dev.add(zeros((CHUNK, cta.width), jnp.float32), dev.operand(transposed(smem.x.at[0])), q_tile)
+    inside = times(dev.add(inside, dev.operand(transposed(smem.x.at[1])), k_tile), lowered)
     k = cta.wide(smem.k)
     within = jnp.sum(k * inside, axis=1)
     gmem.x.at[item, WARPGROUPS + wg][...] = jnp.sum(k * read_k, axis=1) - times(within, power)

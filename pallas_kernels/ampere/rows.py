@@ -19,13 +19,11 @@ from pallas_kernels.work.tables import ChunkTables
 class Rows:
     """Where the tokens of [B, T, ..] lie.
 
+    tables: of packed rows, None where every row of the batch is one sequence.
     first_chunk [N + 1] int32: first chunk of each sequence, and the number of chunks used.
     """
 
     def __init__(self, B: int, T: int, tables: ChunkTables | None):
-        """Args:
-        tables: of packed rows, None where every row of the batch is one sequence.
-        """
         self.B, self.T, self.tables = B, T, tables
         self.padded = round_up(T, CHUNK)
         if tables is None:
