@@ -46,13 +46,13 @@ def arrays_of(x: cases.Inputs) -> RuleArrays:
 CASES = [
     (
         cases.Case(
-            "packed with resets, queries grouped",
+            "packed, fast and slow heads, queries grouped",
             T=40,
             B=1,
             heads=(2, 1, 1),
             K=64,
             V=60,
-            g="some -inf",
+            g="by-head",
             beta="some 0",
             lengths=(20, 0, 17),
         ),
@@ -60,7 +60,9 @@ CASES = [
         walk.Config(1, 2),
     ),
     pytest.param(
-        cases.Case("pairs", T=70, B=1, heads=(1, 1, 1), K=100, V=128, state_layout="vk"),
+        cases.Case(
+            "pairs, resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf", state_layout="vk"
+        ),
         "bfloat16",
         walk.Config(2),
         marks=pytest.mark.slow,
