@@ -1,5 +1,5 @@
-"""The rule by mma.sync on a GPU of compute capability 9.0, both passes and their repeats: the cases of `mma_on_gpu`, in
-the device's own code and in that of 8.0."""
+"""The rule by mma.sync on a GPU of compute capability 9.0, both passes and their repeats: the cases of `mma_on_gpu`,
+in the device's own code and in that of 8.0."""
 
 import mma_on_gpu
 import pytest
