@@ -1,6 +1,7 @@
 """The chunked form against the oracle and against the recurrence."""
 
 import dataclasses
+import functools
 import itertools
 
 import harness
@@ -96,6 +97,13 @@ def test_stretch_sizes(monkeypatch):
         assert stretches * tokens - T < stretches * C
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert rows.stretch_of(5000, 64, 4) == (5000, 64)
+    on_gpu = functools.partial(rows.stretch_of, on_cpu=None)
+    assert on_gpu(5000, 64, 4, on_gpu=20000) == (5000, 64)
+    assert on_gpu(8192, 64, 96, on_gpu=2**16) == (512, 64)  # 10 chunks have room, 8 fill the row
+    assert on_gpu(64 * 11, 64, 4, on_gpu=64 * 4 * 4) == (64 * 4, 64)  # nothing fills it: 3 of 4 chunks
+    assert on_gpu(100, 64, 4000, on_gpu=2**16) == (64, 64)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert on_gpu(8192, 64, 96, on_gpu=2**16) == (8192, 64)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="stretches are for CPUs")

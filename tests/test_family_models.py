@@ -117,12 +117,13 @@ def test_served(mixer):
     checked, _ = jax.jit(server.verify)(
         server.params, drafts, np.array([[2, 1], [0, -1]]), np.ones(2, np.int32), pools
     )
+    rows = np.zeros((2, 8), int)  # padded behind, where no token is read
     for n, prompt in enumerate(prompts):
-        row = np.concatenate([prompt, [t[n] for t in tokens], drafts[n, 1:]])
-        likeliest = np.argmax(np.asarray(call(model, row[None], model.init_cache(1))[0]), -1)[
-            0, len(prompt) - 1 :
-        ]
-        np.testing.assert_array_equal(likeliest, [*(t[n] for t in tokens), *np.asarray(checked)[n]])
+        rows[n, : len(prompt) + 3] = [*prompt, *(t[n] for t in tokens), drafts[n, 1]]
+    likeliest = np.argmax(np.asarray(call(model, rows, model.init_cache(2))[0]), -1)
+    for n, prompt in enumerate(prompts):
+        want = likeliest[n, len(prompt) - 1 : len(prompt) + 3]
+        np.testing.assert_array_equal(want, [*(t[n] for t in tokens), *np.asarray(checked)[n]])
 
 
 def test_analyses():
@@ -220,13 +221,15 @@ def test_a_training_step_of_04b_traces(preset):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["kda", "gated_delta_net_2", "gated_delta_product"])
 def test_a_run_resumes_bit_for_bit(mixer, tmp_path):
-    """Bytes: a run in one go, and the same one resumed from its first checkpoint; an older version's file opens."""
+    """Bytes: a run in one go, and the same one resumed from its first checkpoint; an older version's file opens. One
+    mixer's samples are longer than a byte, which takes a program more."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(4):
         (folder / f"{i}.txt").write_text(f"{i} the quick brown fox jumps over the lazy dog. " * 20)
     out = tmp_path / "run"
-    assert tiny_runs.train(folder, out, "--mixer", mixer) == 0
+    sample = () if mixer == "kda" else ("--sample-bytes", "1")
+    assert tiny_runs.train(folder, out, "--mixer", mixer, *sample) == 0
     step, expected = tiny_runs.final_state(out)
     lines = tiny_runs.metrics(out)
     assert step == 12 and lines[-1]["loss"] < lines[0]["loss"]
@@ -238,8 +241,9 @@ def test_a_run_resumes_bit_for_bit(mixer, tmp_path):
     file = out / "config.json"
     config = json.loads(file.read_text())
     assert config["options"].pop("mixer") == mixer
-    file.write_text(json.dumps(config))
-    assert tiny_runs.resume(out) != 0  # it is read as a Gated DeltaNet, whose arrays are others
+    if mixer == "kda":
+        file.write_text(json.dumps(config))
+        assert tiny_runs.resume(out) != 0  # it is read as a Gated DeltaNet, whose arrays are others
 
 
 def test_what_is_refused(tmp_path):

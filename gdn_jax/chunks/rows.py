@@ -83,16 +83,24 @@ class Row:
     def to_chunks(self, x: jax.Array) -> jax.Array:
         """[B, T, H, D] or [B, T, H] to [L, lanes, B, heads..., C, D]."""
         x = packing.row_to_chunks(x, self.C) if self.table is None else packing.gather_chunks(x, self.table)
+        return self.lay(x)
+
+    def lay(self, x: jax.Array) -> jax.Array:
+        """Chunks [chunks, B, C, H, D] or [chunks, B, C, H] to [L, lanes, B, heads..., C, D]."""
         return split_heads(self._to_lanes(jnp.moveaxis(x, 2, 3)), 3, self.head_counts)
 
     def from_chunks(self, x: jax.Array) -> jax.Array:
         """[L, lanes, B, heads..., C, D] to [B, T, HO, D]."""
-        x = jnp.swapaxes(x, 0, 1)  # lanes one after another
-        x = x.reshape(x.shape[0] * x.shape[1], self.B, self.HO, *x.shape[-2:])[: self.num_chunks]
-        x = jnp.moveaxis(x, 2, 3)
+        x = self.unlay(x)
         return (
             packing.chunks_to_row(x, self.T) if self.table is None else packing.scatter_chunks(x, self.table)
         )
+
+    def unlay(self, x: jax.Array) -> jax.Array:
+        """Inverse of `lay` for HO heads: [L, lanes, B, heads..., C, D] to [chunks, B, C, HO, D]."""
+        x = jnp.swapaxes(x, 0, 1)  # lanes one after another
+        x = x.reshape(x.shape[0] * x.shape[1], self.B, self.HO, *x.shape[-2:])[: self.num_chunks]
+        return jnp.moveaxis(x, 2, 3)
 
     def states(self, h: jax.Array) -> jax.Array:
         """States of all chunks [L, lanes, B, heads..., K, V] to [B, chunks, HO, K, V]."""
@@ -152,18 +160,28 @@ def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
 
 
-def stretch_of(T: int, chunk_size: int, width: int) -> tuple[int, int]:
+def stretch_of(
+    T: int, chunk_size: int, width: int, *, on_cpu: int | None = _CPU_STRETCH, on_gpu: int | None = None
+) -> tuple[int, int]:
     """Tokens of a stretch, and of a chunk in it, for B * HO = width; a row that is one stretch stays as it is.
 
     A CPU is bound by its arithmetic, of which shorter chunks need less, and by its caches, where the arrays of a
-    stretch find room. A GPU needs all chunks of a row at once, and wide products. A size that is a symbol of
-    `jax.export` is compared with nothing: such a row stays as it is too.
+    stretch find room. A GPU needs wide products: its stretches only bound the memory that a long row takes. A size
+    that is a symbol of `jax.export` is compared with nothing: such a row stays as it is too.
+
+    Args:
+      on_cpu, on_gpu: tokens times heads of a stretch there; None: all chunks of a row at once.
     """
-    if jax.default_backend() != "cpu" or not isinstance(T * width, int) or T * width <= _CPU_STRETCH:
+    is_cpu = jax.default_backend() == "cpu"
+    limit = on_cpu if is_cpu else on_gpu
+    if limit is None or not isinstance(T * width, int) or T * width <= limit:
         return T, chunk_size
-    chunk_size = min(chunk_size, _CPU_CHUNK_SIZE)
+    if is_cpu:
+        chunk_size = min(chunk_size, _CPU_CHUNK_SIZE)
     chunks = -(-T // chunk_size)
-    stretches = -(-chunks // max(1, _CPU_STRETCH // (width * chunk_size)))
+    stretches = -(-chunks // max(1, limit // (width * chunk_size)))
+    if not is_cpu:  # stretches that fill the row, where there are such: a padded row would be a copy of it
+        stretches = next((n for n in range(stretches, 2 * stretches) if chunks % n == 0), stretches)
     return -(-chunks // stretches) * chunk_size, chunk_size
 
 

@@ -20,10 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from gdn_jax import packing
 from gdn_jax.chunks.recurrence import ChannelTransition
 from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
 from gdn_jax.chunks.stages import Numerics
+from gdn_jax.chunks.stretches import packed_in_stretches
 from gdn_jax.family.products import decayed_products
+
+# Tokens times heads of a stretch on a GPU. With a decay for each channel the operands of every product are arrays of
+# float32 of their own, of which a whole row's would take several GiB; see the log of the chunked form.
+_GPU_STRETCH = 2**16
 
 
 def chunked_rule(
@@ -51,19 +57,28 @@ def chunked_rule(
       the products of tokens with tokens, which hold decays here: rounded to bfloat16 they left a state that is mostly
       erased off by 8e-3 (the case write-0). The operands of what reads a state are bfloat16 when q is.
     Memory: the backward pass keeps the inputs and the residuals named in `chunks.rows.RESIDUAL_NAMES`, and
-      recomputes the rest. No array holds a number for two tokens and a channel, but inside blocks of four tokens.
+      recomputes the rest. The other temporary arrays of either pass are those of one stretch. No array holds a number
+      for two tokens and a channel, but inside blocks of four tokens.
     """
     B, T, HO, _ = g.shape
+    arrays, rule = (q, k, v, g, erase, write), partial(_rule, Numerics.of(q.dtype, g.dtype))
     tokens = T
     if cu_seqlens is None:
-        tokens, chunk_size = stretch_of(T, chunk_size, B * HO)
-    numerics = Numerics.of(q.dtype, g.dtype)
-    run = partial(_rule, numerics=numerics, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    return in_stretches(run, tokens, (q, k, v, g, erase, write), initial_state, scale)
+        tokens, chunk_size = stretch_of(T, chunk_size, B * HO, on_gpu=_GPU_STRETCH)
+    else:
+        rows = chunk_size * packing.max_packed_chunks(T, cu_seqlens.shape[0] - 1, chunk_size)
+        at_once, _ = stretch_of(rows, chunk_size, HO, on_cpu=None, on_gpu=_GPU_STRETCH)
+        if at_once < rows:
+            table = packing.packed_chunks(cu_seqlens, T, chunk_size)
+            return packed_in_stretches(rule, table, at_once // chunk_size, arrays, initial_state, scale)
+
+    def run(q, k, v, g, *rest):
+        return rule(_row(q, k, v, g, cu_seqlens, chunk_size), q, k, v, g, *rest)
+
+    return in_stretches(run, tokens, arrays, initial_state, scale)
 
 
-def _rule(q, k, v, g, erase, write, initial_state, scale, *, numerics, cu_seqlens, chunk_size):
-    row = _row(q, k, v, g, cu_seqlens, chunk_size)
+def _rule(numerics, row, q, k, v, g, erase, write, initial_state, scale):
     dtype = numerics.accumulate
     q, k, v, g, erase, write = (row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write))
     e = erase * k
