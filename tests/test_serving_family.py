@@ -278,24 +278,25 @@ def test_prompts_that_erase_alone():
 
 @pytest.mark.slow
 def test_checkpoints_and_pieces():
-    """States at every 16 tokens, and pieces of a prompt that have the bits of the whole one."""
-    x, pool = draw("KDA", 34, 4), draw_pool(9)
+    """States at every 64 tokens, and pieces of a prompt that have the bits of the whole one."""
+    x, pool = draw("KDA", 130, 4), draw_pool(9)
     x = Tokens(*(None if y is None else y[:1] for y in x[:6]), x.options)
-    args = packed(x, [34], 34)
-    prefill = partial(compiled, serving.prefill, use_qk_l2norm=True, chunk_size=16)
-    slots = dict(read_slots=np.array([2]), checkpoint_slots=np.array([[5, 6]]))
-    o, new = prefill(checkpoint_every=16)(**args, pool=jnp.asarray(pool), **slots)
-    for slot, length in ((5, 16), (6, 32), (2, 34)):
+    args = packed(x, [130], 130)
+    slots = dict(
+        use_qk_l2norm=True, read_slots=np.array([2]), checkpoint_every=64, checkpoint_slots=np.array([[5, 6]])
+    )
+    o, new = serving.prefill(**args, pool=jnp.asarray(pool), **slots)
+    for slot, length in ((5, 64), (6, 128), (2, 130)):
         want, last = x.at(slice(None), slice(length)).expected(pool[2:3])
         assert_close(last[0], new[slot], bound("final_state", "float32"))
     assert_close(want[0], o[0], bound("o", "float32"))
-    whole = prefill(checkpoint_every=16, batch_invariant=True)(**args, pool=jnp.asarray(pool), **slots)
-    piece = {name: y[:, :16] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
-    rest = {name: y[:, 16:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
-    piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 16]), np.array([0, 18])
-    of_pieces, slots = prefill(batch_invariant=True), dict(read_slots=np.array([2]))
-    start, pieces = of_pieces(**piece, pool=jnp.asarray(pool), **slots)
-    end, pieces = of_pieces(**rest, pool=pieces, **slots)
+    whole = serving.prefill(**args, pool=jnp.asarray(pool), **slots, batch_invariant=True)
+    piece = {name: y[:, :64] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
+    rest = {name: y[:, 64:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
+    piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 64]), np.array([0, 66])
+    options = dict(use_qk_l2norm=True, read_slots=np.array([2]), batch_invariant=True)
+    start, pieces = serving.prefill(**piece, pool=jnp.asarray(pool), **options)
+    end, pieces = serving.prefill(**rest, pool=pieces, **options)
     assert_same_bits(whole[0], np.concatenate([start, end], 1))
     assert_same_bits(whole[1][2], pieces[2])
 
