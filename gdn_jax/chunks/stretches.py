@@ -103,8 +103,11 @@ class ChunkRow(Row):
         x: jax.Array,
         initial_state: jax.Array | None,
     ) -> tuple[States, Any]:
-        """As `Row.solve`, from the state of one sequence [1, HO, K, V]; beside the states, the one behind the
-        stretch, and those at the end of every chunk [chunks, HO, K, V]."""
+        """Solves the recurrence as `Row.solve` does, from one state [1, HO, K, V].
+
+        Beside the states it returns the one behind the stretch and those at the end of every chunk
+        [chunks, HO, K, V].
+        """
         assert initial_state is not None
         heads = transition.shape()[3:]
         keep = ~self._to_lanes(
