@@ -149,7 +149,10 @@ def test_another_task(tmp_path, capsys):
         ("generate {run} --top-k 300", "--top-k: expected at most 256, got 300"),
         ("generate {run} --seed -1", "--seed: expected 0 or more and less than 2**32, got -1"),
         ("generate {run} --implementation mosaic_gpu", "mosaic_gpu"),
-        ("generate /nowhere", "expected a run folder, got /nowhere: No such file or directory (config.json)"),
+        (
+            "generate /nowhere",
+            "expected a run folder or a folder with a Hugging Face checkpoint, got /nowhere, which does not exist",
+        ),
         ("info nosuch", "expected a run folder, a folder with a Hugging Face checkpoint or a preset ("),
         ("eval {run}", "--data: expected a file or a folder, got none"),
         (

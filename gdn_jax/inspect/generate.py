@@ -76,6 +76,11 @@ def generate(path: Path, options: GenerateOptions) -> int:
     """
     fields.check(options)
     prompt = prompt_bytes(options.prompt).decode(errors="replace")
+    if not path.exists():
+        raise RunError(
+            f"expected a run folder or a folder with a Hugging Face checkpoint, got {path}, which does not exist "
+            f"(names of a hub are not downloaded)"
+        )
     try:
         writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
         if options.top_k is not None and options.top_k > writer.model.config.vocab_size:
