@@ -74,7 +74,7 @@ def test_generate_refuses(tmp_path, capsys):
     status, _, err = run(capsys, "generate", folder, "--top-p", 2, "--prompt", "x")
     assert status == 1
     status, _, err = run(capsys, "generate", tmp_path / "nothing")
-    assert status == 1 and "expected a run folder, got" in err
+    assert status == 1 and "expected a run folder or a folder with a Hugging Face checkpoint, got" in err
 
 
 def test_info_of_a_checkpoint(capsys, tmp_path):
