@@ -70,8 +70,8 @@ def commands(python: str, gdn: str, minutes: float) -> Iterator[list[str]]:
     yield [gdn, "reproduce"]
 
 
-def run(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
-    """Runs a command and shows its last line; raises with its whole output if it fails."""
+def run(words: list[str], folder: Path, environment: dict[str, str] | None = None, status: int = 0) -> None:
+    """Runs a command and shows its last line; raises with its whole output if it ends with another status."""
     start = time.perf_counter()
     done = subprocess.run(
         words,
@@ -83,7 +83,7 @@ def run(words: list[str], folder: Path, environment: dict[str, str] | None = Non
         check=False,
     )
     shown = " ".join([Path(words[0]).name, *(word for word in words[1:] if "\n" not in word)])
-    if done.returncode:
+    if done.returncode != status:
         raise Failed(f"{shown}\n{done.stdout}\nexit status {done.returncode}")
     last = (done.stdout.strip().splitlines() or [""])[-1]
     print(f"  {time.perf_counter() - start:6.1f} s  {shown}\n            {last[:98]}", flush=True)
@@ -120,6 +120,7 @@ def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float,
     alone = environment | {"HOME": str(folder), "PYTHONNOUSERSITE": "1"}
     run([own, "-c", IMPORT], place, alone)
     run([own, "-c", QUICKSTART], place, alone)
+    run([gdn, "check"], place, alone, status=1)
     # The line of the command's message where the extra is missing: what is installed satisfies the name.
     run([*install, "gdn-jax[experiments]", *requirements], folder, environment)
     run([*install, f"{wheel}[hf]", *requirements], folder, environment)
