@@ -80,6 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "xla",
         "ops",
         "pallas_kernels.device",
+        "pallas_kernels.backward",
         "pallas_kernels.forward",
     },
     "parallel": {

@@ -45,7 +45,7 @@ def quick(name: str) -> bool:
     if name.startswith("rule"):
         return name in ("rule", "rule, packed", "rule, normalised", "rule, pool", "rule, open")
     if name.startswith("channels"):
-        return name in ("channels", "channels, packed, segments")
+        return name in ("channels", "channels, packed, segments", "channels, backwards")
     return not re.search(r", (?!T 8).*,|K \d|float16|segments", name)
 
 

@@ -75,20 +75,55 @@ def _forward(call: Call, x: Arrays) -> tuple[jax.Array, jax.Array]:
     """Outputs and final states by the kernels."""
     from pallas_kernels.forward import channel_rule
 
+    arrays, dims = prepared(call, x, normalize=call.use_qk_l2norm and not call.is_beta)
+    normalize = call.use_qk_l2norm and call.is_beta
+    options = dict(scale=call.scale, use_qk_l2norm=normalize, state_layout=call.state_layout)
+    return channel_rule.forward(arrays, dims, **options)[:2]
+
+
+def prepared(call: Call, x: Arrays, *, normalize: bool) -> tuple[Any, Dims]:
+    """The arguments as the kernels take them, a `pallas_kernels.forward.channel_rule.ChannelArrays`, and their sizes.
+
+    Args:
+      normalize: whether q and k are brought to unit length here.
+    """
+    from pallas_kernels.forward import channel_rule
+
     rest = x.initial_state, x.cu_seqlens, x.segment_ids
     dims = rule_dims(x.q, x.k, x.v, None, None, *rest, call.state_layout)
     if call.known_lengths is not None:
         rest = x.initial_state, np.frombuffer(call.known_lengths, np.int64), x.segment_ids
-    q, k, e, v, beta, normalize = x.q, x.k, None, x.v, x.erase, call.use_qk_l2norm
+    q, k, e, v, beta = x.q, x.k, None, x.v, x.erase
+    if normalize:
+        q, k = gates.l2norm(q), gates.l2norm(k)
     if not call.is_beta:
-        if normalize:
-            q, k, normalize = gates.l2norm(q), gates.l2norm(k), False
         e, v, beta = _times(x.erase, k, dims.HO), _times(x.write, v, dims.HO), None
     g = jnp.zeros((), jnp.float32) if x.g is None else x.g if x.g.ndim == 4 else x.g[..., None]
     g = jnp.broadcast_to(g.astype(jnp.float32), (dims.B, dims.T, dims.HO, dims.K))
-    options = dict(scale=call.scale, use_qk_l2norm=normalize, state_layout=call.state_layout)
-    arrays = channel_rule.ChannelArrays(q, k, e, v, g, beta, *rest)
-    return channel_rule.forward(arrays, dims, **options)[:2]
+    return channel_rule.ChannelArrays(q, k, e, v, g, beta, *rest), dims
+
+
+def gradients(call: Call, x: Arrays, residuals: Any, cotangents: Any) -> Arrays:
+    """Cotangents of the arguments by the kernels of the backward, which `_rule_bwd` does not call yet.
+
+    Args:
+      residuals: of `pallas_kernels.forward.channel_rule.forward` for the same call, with q and k normalised before it
+        where `use_qk_l2norm` asks for that.
+      cotangents: of o and of the final states.
+    """
+    from pallas_kernels.backward import channel_rule
+    from pallas_kernels.backward.rule import OutputCotangents
+
+    def arrays(floats):
+        y = x._replace(**dict(zip(FLOATS, floats, strict=True)))
+        return prepared(call, y, normalize=call.use_qk_l2norm)[0][: len(FLOATS)]
+
+    _, pull_back = jax.vjp(arrays, tuple(getattr(x, name) for name in FLOATS))
+    given, dims = prepared(call, x, normalize=call.use_qk_l2norm)
+    options = dict(scale=call.scale, state_layout=call.state_layout)
+    d = channel_rule.backward(given, dims, residuals, OutputCotangents(*cotangents), **options)
+    (floats,) = pull_back(tuple(d))
+    return Arrays(**dict(zip(FLOATS, floats, strict=True)), cu_seqlens=None, segment_ids=None)
 
 
 def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:

@@ -140,12 +140,15 @@ class Sizes(NamedTuple):
 
 
 class Cta:
-    """All that every warpgroup of a CTA knows."""
+    """All that every warpgroup of a CTA knows.
 
-    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, interpreted: bool):
+    config: of this walk, or of `backward.channel_chain`.
+    """
+
+    def __init__(self, gmem: Any, smem: Any, *, config: Any, sizes: Sizes, interpreted: bool):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
         self.dev = Device(interpreted)
-        self.dtype = gmem.k.dtype
+        self.dtype = gmem.do.dtype
         self.packed = gmem.cu_seqlens is not None
         self.waits_for_helper = self.packed and (config.state_in_smem or sizes.float16)
         """Whether the state warpgroups wait for the helper alone, and the helper waits for all of a chunk. Otherwise
@@ -195,7 +198,7 @@ class Cta:
         return transposed(self.smem.x.at[stage, :, pl.ds(self.wg * ROWS, ROWS)])
 
 
-def _store_state(cta: Cta, i, rounded, destination) -> None:
+def store_h(cta: Cta, i, rounded, destination) -> None:
     """A rounded state to memory, through the tile that is also an operand with state_in_smem. The last output of the
     step before may still be on its way: only the state of that step must have left."""
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -243,11 +246,11 @@ def times_keys(cta: Cta, product, i, k_tile, h, destination) -> Any:
     """h K^T, issued; h leaves for memory, unless destination is None."""
     rounded = h.astype(cta.dtype)
     if cta.config.state_in_smem:
-        _store_state(cta, i, rounded, destination)
+        store_h(cta, i, rounded, destination)
         return cta.dev.issue(product, cta.h_tile, transposed(k_tile))
     product = cta.dev.issue(product, rounded, transposed(k_tile))
     if destination is not None:
-        _store_state(cta, i, rounded, destination)
+        store_h(cta, i, rounded, destination)
     return product
 
 

@@ -12,6 +12,8 @@ Shared memory: `backward.chain`, 212 KB at K = V = 128 with two state warpgroups
 there too.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +74,7 @@ def _state_step(cta: Cta, i, stage, key_stage, h) -> jax.Array:
     return dev.accumulate([decayed], write)[0]
 
 
-def _read(cta: Cta, source: Any) -> jax.Array:
+def read_state(cta: Cta, source: Any) -> jax.Array:
     """This warpgroup's rows of a state in memory, [V, K] of an item, or [V, K] or [K, V] of a sequence; else
     zeros."""
     if source is None:
@@ -83,17 +85,17 @@ def _read(cta: Cta, source: Any) -> jax.Array:
     return load_state(source, cta.rows, cta.sizes.kv_layout and not of_items)
 
 
-def _states(cta: Cta) -> None:
-    """The role of a state warpgroup that walks forward."""
+def states_role(cta: Cta, walk: Callable) -> None:
+    """The role of a state warpgroup that walks forward: walk(start) from the state before the item."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
-    walk(cta, _read(cta, cta.gmem.h_0), _state_step)
+    walk(read_state(cta, cta.gmem.h_0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _adjoints(cta: Cta) -> None:
-    """The role of a state warpgroup that walks backward."""
+def adjoints_role(cta: Cta, walk: Callable) -> None:
+    """The role of a state warpgroup that walks backward: walk(end) from the cotangent after the item."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
-    dh = walk(cta, _read(cta, cta.gmem.dh_T), adjoint_step)
+    dh = walk(read_state(cta, cta.gmem.dh_T))
     if cta.gmem.dh_0 is not None:
         writes = cta.item.is_first
         if cta.packed:
@@ -117,8 +119,9 @@ def _clear_padding(cta: Cta) -> None:
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
     pl.when(cta.wg == cta.num_state)(lambda: helper(cta))
-    pl.when((cta.wg < cta.num_state) & jnp.logical_not(cta.adjoint))(lambda: _states(cta))
-    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: _adjoints(cta))
+    forward, backward = (functools.partial(walk, cta, step=step) for step in (_state_step, adjoint_step))
+    pl.when((cta.wg < cta.num_state) & jnp.logical_not(cta.adjoint))(lambda: states_role(cta, forward))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: adjoints_role(cta, backward))
 
 
 class Chains(NamedTuple):

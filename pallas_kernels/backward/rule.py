@@ -169,10 +169,10 @@ def open_adjoints(
         config=chain.Config.default(K64, warpgroups),
         interpret=interpret,
     )
-    return e, _at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
+    return e, at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
 
 
-def _at_ends(
+def at_ends(
     e, segments: Segments, dh_T, *, num_sequences: int, kv_layout: bool, interpret
 ) -> Float[Array, "items HO V64 K64"]:
     """The cotangent at the end of every segment, from that at its start by itself and padded ones of final states."""
@@ -234,7 +234,7 @@ def _run(
         if e is None:
             e = segment_adjoints(q8, k8, do8, *residuals[:3], dh_T, tables, items=items, **walks)
         layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
-        dh_T = _at_ends(e, segments, dh_T, num_sequences=N, **layout)
+        dh_T = at_ends(e, segments, dh_T, num_sequences=N, **layout)
     walked = chains(
         q8,
         k8,
@@ -265,7 +265,7 @@ def _run(
         config=static.gradients,
         **both,
     )
-    dg, dv_u, k_write = (_by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
+    dg, dv_u, k_write = (by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
     dbeta = None
     if beta is not None:
         strengths = beta.astype(jnp.float32)
@@ -297,7 +297,7 @@ def sum_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.sum(x.reshape(B, T, heads, H // heads, D).astype(jnp.float32), axis=3).astype(x.dtype)
 
 
-def _by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:
+def by_token(x: jax.Array, tables: VisitTables | None, B: int, T: int) -> jax.Array:
     """[visits, HO, C] as [B, T, HO]; 0 for the padding of packed rows."""
     HO = x.shape[1]
     if tables is None:

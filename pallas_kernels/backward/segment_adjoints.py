@@ -10,6 +10,7 @@ Shared memory, barriers, hardware, limits, source: `backward.chain`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ from pallas_kernels.device.memory import load_state
 from pallas_kernels.work.tables import Items, VisitTables
 
 
-def _adjoints(cta: Cta, with_first: bool) -> None:
-    """The role of a state warpgroup."""
+def segment_role(cta: Cta, with_first: bool, walk: Callable) -> None:
+    """The role of a state warpgroup: walk(end) from the cotangent after the segment."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     dh_T = cta.gmem.dh_T
     if dh_T is None:
@@ -34,7 +35,7 @@ def _adjoints(cta: Cta, with_first: bool) -> None:
     else:
         n = jnp.minimum(cta.span.sequence, dh_T.shape[0] - 1)  # the padding reads any
         dh = load_state(dh_T.at[n, cta.head], cta.rows, cta.sizes.kv_layout)
-    dh = walk(cta, jnp.where(cta.item.is_last, dh, 0.0), adjoint_step)
+    dh = walk(jnp.where(cta.item.is_last, dh, 0.0))
     writes = with_first | jnp.logical_not(cta.item.is_first)
     if cta.packed:
         writes = writes & jnp.logical_not(cta.span.is_padding)
@@ -51,7 +52,8 @@ def _body(gmem: Any, smem: Any, *, with_first: bool, **static) -> None:
     if not with_first:
         cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
     pl.when(cta.wg == cta.num_state)(lambda: helper(cta))
-    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: _adjoints(cta, with_first))
+    backward = functools.partial(walk, cta, step=adjoint_step)
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, with_first, backward))
 
 
 def segment_adjoints(

@@ -15,12 +15,16 @@ SLICE = 32
 
 
 class Masks:
-    """Where the rows and pairs of a chunk stand."""
+    """Where the rows and pairs of a chunk stand.
 
-    def __init__(self, dev: Device):
-        row = iota((CHUNK, SLICE), 0)
+    Args:
+      columns: of the arrays whose rows are marked.
+    """
+
+    def __init__(self, dev: Device, columns: int = SLICE):
+        row = iota((CHUNK, columns), 0)
         self.bits = [((row >> n) & 1) == 1 for n in range(6)]
-        self.bits[3] = block_rows.second_half(dev, SLICE)
+        self.bits[3] = block_rows.second_half(dev, columns)
         """Whether a token is in the later half of its block of 2^(n + 1)."""
         i, j = iota((CHUNK, BLOCK), 0) & (BLOCK - 1), iota((CHUNK, BLOCK), 1)
         self.level, self.below = i ^ j, i > j

@@ -45,7 +45,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert
 from pallas_kernels.chunks.pair_levels import SLICE, Decays, Masks, Sums
 from pallas_kernels.device import rows as block_rows
-from pallas_kernels.device.launch import NUM_SMS, launch, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, launch
 from pallas_kernels.device.layouts import (
     CHUNK,
     COL,
@@ -67,10 +67,10 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     transposed,
 )
-from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import mask_foreign
-from pallas_kernels.work.spans import Span, visit_span
+from pallas_kernels.work.spans import Span
 from pallas_kernels.work.tables import VisitTables, table_inputs
+from pallas_kernels.work.workers import VisitSizes, Worker, owned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +117,6 @@ class _Sizes(NamedTuple):
     Hk: int
     HO: int
     K: int
-    N: int
-    num_chunks: int
-    visits: int
     scale: float
     normalize: bool
 
@@ -129,30 +126,12 @@ class _Sizes(NamedTuple):
         return self.K // SLICE
 
 
-class _Warpgroup:
-    """All that one of the independent warpgroups knows."""
+class _Warpgroup(Worker):
+    """One of the independent warpgroups."""
 
-    def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: _Sizes, interpreted: bool):
-        self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
-        self.dev = Device(interpreted)
-        self.wg = warpgroup_index()
-        self.packed = gmem.first_visit is not None
-        # Neighbours run on different SMs, so that few items, or the last ones, are spread over all of them.
-        worker = self.wg * config.ctas + lax.axis_index("cta").astype(jnp.int32)
-        workers = config.ctas * config.warpgroups
-        visits = gmem.first_visit[sizes.N] if self.packed else jnp.int32(sizes.visits)
-        self.worker, self.workers = worker, workers
-        self.num_items = lax.div(visits * sizes.HO + (workers - 1) - worker, jnp.int32(workers))
-
-    def place(self, n) -> tuple[jax.Array, jax.Array, jax.Array, Any, Span | None]:
-        """Visit, output head, row of the batch, tokens and, of packed rows, span of the n-th item."""
-        item = self.worker + n * self.workers
-        visit, head = lax.div(item, self.sizes.HO), lax.rem(item, self.sizes.HO)
-        if self.packed:
-            span = visit_span(visit, self.gmem)
-            return visit, head, jnp.int32(0), pl.ds(span.first_chunk * CHUNK, CHUNK), span
-        row, chunk = lax.div(visit, self.sizes.num_chunks), lax.rem(visit, self.sizes.num_chunks)
-        return visit, head, row, pl.ds(chunk * CHUNK, CHUNK), None
+    def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, **static):
+        super().__init__(gmem, smem, **static)
+        self.sizes = sizes
 
 
 def _load(own: _Warpgroup, n) -> None:
@@ -191,7 +170,7 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     def load(tile, factors=None):
         x = plgpu.load(tile.at[wg, j], layout=WGMMA).astype(jnp.float32)
         if span is not None:
-            x = jnp.where(_owned(span, 0, (CHUNK, SLICE)), x, 0.0)
+            x = jnp.where(owned(span, 0, (CHUNK, SLICE)), x, 0.0)
         return x if factors is None else x * along_rows(factors, SLICE)
 
     g2 = jnp.maximum(load(smem.g) * LOG2_E, RESET_G2)
@@ -245,12 +224,6 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     smem.gl.at[wg, j][...] = jnp.exp2(sums[0] + sums[1] + sums[2] + sums[3])
     plgpu.commit_smem()
     return erased, read, same
-
-
-def _owned(span: Span, dimension: int, shape: tuple[int, int]) -> jax.Array:
-    """Marks the entries of an array whose index along a dimension is a token of the visit."""
-    token, start = iota(shape, dimension), span.first_chunk * CHUNK
-    return (token >= span.begin - start) & (token < span.end - start)
 
 
 def _between_blocks(own: _Warpgroup, erased: Sums, read: Sums, near, far) -> tuple[Sums, Sums]:
@@ -374,13 +347,13 @@ def channel_pairs(
     N = B if visits is None else visits.cu_seqlens.shape[0] - 1
     count = B * num_chunks if visits is None else visits.chunk.shape[0]
     config = config or Config.default(K, e is not None)
-    sizes = _Sizes(q.shape[2], Hk, HO, K, N, num_chunks, count, float(scale), normalize)
+    sizes, work = _Sizes(q.shape[2], Hk, HO, K, float(scale), normalize), VisitSizes(HO, N, num_chunks, count)
     S = jax.ShapeDtypeStruct
     square, tokens = S((count, HO, CHUNK, CHUNK), k.dtype), S((count, HO, CHUNK, K), k.dtype)
     tables = table_inputs(None, visits)
     results = launch(
         "channel_pairs",
-        functools.partial(_body, config=config, sizes=sizes, interpreted=interpret is not None),
+        functools.partial(_body, config=config, sizes=sizes, work=work, interpreted=interpret is not None),
         inputs={"q": q, "k": k, "e": e, "g": g, "beta": beta} | tables,
         outputs={
             "t": square,

@@ -27,6 +27,7 @@ Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -167,6 +168,8 @@ def memory(sizes: Sizes, config: Config, T: int, uneven: bool, tree_of: Any = No
 class Cta:
     """The knowledge of a CTA's warpgroup: its tile, and where the tokens lie."""
 
+    tile_type: type[Tile] = Tile
+
     def __init__(
         self, gmem: Any, smem: Any, *, sizes: Sizes, config: Config, first: Channels, interpreted: bool
     ):
@@ -174,7 +177,7 @@ class Cta:
         N, self.T = gmem.o.shape[:2]
         self.tiles = N * sizes.HV * (sizes.V // config.block)
         self.first, self.dev = first, Device(interpreted)
-        self.tile = Tile(sizes, config.block, gmem.pool.dtype.itemsize, config.across)
+        self.tile = self.tile_type(sizes, config.block, gmem.pool.dtype.itemsize, config.across)
         self.row, self.head, self.entries = self.tile.where(grid_index())
         self.q_head = lax.div(self.head, sizes.HV // sizes.Hq)
         self.k_head = lax.div(self.head, sizes.HV // sizes.Hk)
@@ -332,8 +335,8 @@ def _verify(cta: Cta) -> None:
     lax.fori_loop(0, cta.count, functools.partial(_token, cta), S.astype(jnp.float32))
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    cta = Cta(gmem, smem, **static)
+def _body(gmem: Any, smem: Any, kind: Callable[..., Cta], **static: Any) -> None:
+    cta = kind(gmem, smem, **static)
     is_slot = cta.sizes.slots.is_slot(cta.slot)
     if cta.T == 1 and gmem.num_tokens is None:
         pl.when(is_slot)(functools.partial(_decode, cta, cta.tile.vectors(cta.q(0), cta.k(0), cta.v(0))))
@@ -375,13 +378,14 @@ def step_of_channels(
     heads: tuple[int, int, int],
     first: Channels = ALONE,
     A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
+    dt_bias: Float[Array, " biases"],
     read_slots: Int[Array, " N"] | None,
     write_slots: Int[Array, "N T"] | None,
     num_tokens: Int[Array, " N"] | None = None,
     parents: Int[Array, "N T"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
+    kind: Callable[..., Cta] = Cta,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
@@ -404,6 +408,7 @@ def step_of_channels(
         was read. None: each follows the one before.
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
+      kind: makes the `Cta`, which knows the decay.
       interpret: parameters of Pallas' interpreter, None to compile.
       options: as for `Sizes.of`.
 
@@ -422,7 +427,7 @@ def step_of_channels(
     inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents)
     results = launch(
         "decode_step",
-        functools.partial(_body, **static),
+        functools.partial(_body, kind=kind, **static),
         inputs=inputs | dict(layer=layer_input(layer)),
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},

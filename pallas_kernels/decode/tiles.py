@@ -143,6 +143,11 @@ def _log1p(z: jax.Array) -> jax.Array:
     return 2.0 * s * total
 
 
+def softplus(x: jax.Array) -> jax.Array:
+    """log(1 + exp(x)) in float32."""
+    return jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x)))
+
+
 class Vectors(NamedTuple):
     """A token of one head as it lies in memory.
 
@@ -275,7 +280,7 @@ def log_decay(a: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
     """g = -exp(A_log) softplus(a + dt_bias) of one head, in float32 from scalars of any floating dtype."""
     a, A_log, dt_bias = (x.astype(jnp.float32) for x in (a, A_log, dt_bias))
     x = a + dt_bias
-    return -jnp.exp(A_log) * (jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x))))
+    return -jnp.exp(A_log) * softplus(x)
 
 
 def write_strength(b: jax.Array, allow_neg_eigval: bool) -> jax.Array:

@@ -15,6 +15,9 @@ from pallas_kernels.device.memory import CLUSTER, Memory
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
 
+LOADER_REGISTERS = 24
+"""Registers of a thread of a warpgroup that only loads, the fewest that it can have."""
+
 
 def registers_at_entry(warpgroups: int) -> int:
     """Registers of a thread at first: a CTA that gets all 65,536 has as many in each, a multiple of 8."""

@@ -128,16 +128,17 @@ class Device:
         return 1.0 / x if self.interpreted else _reciprocal(x.shape, layout)(x)
 
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
-        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t float16."""
+        """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t both float16 or
+        both bfloat16."""
         if not self.interpreted:
-            return _blocks_multiply_add(c, a, b_t)
+            return _blocks_multiply_add(jnp.dtype(a.dtype).name)(c, a, b_t)
         a, b_t = (x.astype(jnp.float32).reshape(4, 16, 16) for x in (a, b_t))
         return c + jnp.einsum("wij,wkj->wik", a, b_t).reshape(64, 16)
 
     def blocks_transpose(self, x) -> jax.Array:
-        """Transposes each 16x16 block of a float16 [64, 16] array."""
+        """Transposes each 16x16 block of a [64, 16] array of 16-bit numbers."""
         if not self.interpreted:
-            return _blocks_transpose(x)
+            return _blocks_transpose(jnp.dtype(x.dtype).name)(x)
         return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
 
 
@@ -304,52 +305,63 @@ def _reciprocal(shape: tuple[int, int], layout: Any):
     return reciprocal
 
 
-@plgpu.inline_mgpu(
-    arg_types=(WGMMA, WGMMA, WGMMA),
-    return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
-)
-def _blocks_multiply_add(ctx, c, a, b_t):
-    """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
-    accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
-    b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
+@functools.cache
+def _blocks_multiply_add(dtype: str):
+    """The operation for operands of a dtype."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    instruction = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
+    )
 
-    def element(register, i):
-        position = ir.DenseI64ArrayAttr.get([i])
-        return vector.extract(register, dynamic_position=[], static_position=position)
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float32), WGMMA),
+    )
+    def multiply_add(ctx, c, a, b_t):
+        """Two mma.sync m16n8k16 a warp. A [64, 16] WGMMA array is exactly the A fragment of its warp's block, and the
+        accumulator fragment of a matrix is the B fragment of its transpose: no data moves between threads."""
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        a_registers = [utils.bitcast(r, i32) for r in a.registers.flat]
+        b_registers = [utils.bitcast(r, i32) for r in b_t.registers.flat]
+        c_elements = [y for r in c.registers.flat for y in _elements(r)]
+        results = []
+        for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
+            struct: Any = llvm.inline_asm(
+                ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
+                [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
+                instruction,
+                "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+                has_side_effects=False,
+            )
+            out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
+            results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
+        return _registers(results, c)
 
-    c_elements = [element(r, i) for r in c.registers.flat for i in (0, 1)]
-    results = []
-    for n, b_pair in ((0, (b_registers[0], b_registers[2])), (1, (b_registers[1], b_registers[3]))):
-        struct: Any = llvm.inline_asm(
-            ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-            [*c_elements[4 * n : 4 * n + 4], *a_registers, *b_pair],
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
-            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
-            has_side_effects=False,
-        )
-        out = [llvm.extractvalue(f32, struct, [i]) for i in range(4)]
-        results += [vector.from_elements(ir.VectorType.get((2,), f32), out[i : i + 2]) for i in (0, 2)]
-    return _registers(results, c)
+    return multiply_add
 
 
-@plgpu.inline_mgpu(
-    arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(jnp.float16), WGMMA)
-)
-def _blocks_transpose(ctx, x):
-    """Four movmatrix a warp, one for each 8x8 quarter; the off-diagonal quarters change places."""
-    i32 = ir.IntegerType.get_signless(32)
-    quarters = [utils.bitcast(r, i32) for r in x.registers.flat]
-    results: list[Any] = [
-        llvm.inline_asm(
-            i32,
-            [quarters[i]],
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-            "=r,r",
-            has_side_effects=False,
-        )
-        for i in (0, 2, 1, 3)
-    ]
-    return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)
+@functools.cache
+def _blocks_transpose(dtype: str):
+    """The operation for arrays of a dtype."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.dtype(dtype), WGMMA)
+    )
+    def transpose(ctx, x):
+        """Four movmatrix a warp, one for each 8x8 quarter; the off-diagonal quarters change places."""
+        i32 = ir.IntegerType.get_signless(32)
+        quarters = [utils.bitcast(r, i32) for r in x.registers.flat]
+        results: list[Any] = [
+            llvm.inline_asm(
+                i32,
+                [quarters[i]],
+                "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+                "=r,r",
+                has_side_effects=False,
+            )
+            for i in (0, 2, 1, 3)
+        ]
+        return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)
+
+    return transpose

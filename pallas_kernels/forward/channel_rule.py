@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.chunks import pairs as pairs_kernel
-from pallas_kernels.chunks.pairs import Pairs, channel_pairs
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
+from pallas_kernels.chunks.pairs import channel_pairs
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
@@ -37,24 +38,6 @@ from pallas_kernels.work.tables import (
 )
 
 
-class ChannelArrays(NamedTuple):
-    """Array arguments of one call, or their shapes. Head i of the output reads head i // (HO // Hx) of an input with
-    Hx heads."""
-
-    q: Any
-    k: Any
-    e: Any
-    """Erase keys [B, T, HO, K] in k's dtype; None for the keys."""
-    v: Any
-    g: Any
-    """Log decay of each channel [B, T, HO, K], float32."""
-    beta: Any
-    """Strength of what is erased and written [B, T, HO], float32; None for 1."""
-    initial_state: Any
-    cu_seqlens: Any
-    segment_ids: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the forward runs, not what it computes. None stands for a choice from the shapes."""
@@ -65,15 +48,6 @@ class Config:
     """Chunks of a segment; 0 for whole sequences."""
     pairs: pairs_kernel.Config | None = None
     outputs: channel_walk.Config | None = None
-
-
-class ChannelResiduals(NamedTuple):
-    """Arrays that the forward leaves for a backward. K and V are padded to multiples of 64."""
-
-    pairs: Pairs
-    beta_t: Float[Array, "B HO T64"]
-    segments: Segments | None
-    """Residuals of segments; None where sequences are not cut."""
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:

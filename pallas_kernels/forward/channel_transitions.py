@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.chunks.channel_stages import decayed, stages_of, strengths
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.launch import launch
 from pallas_kernels.device.layouts import CHUNK
@@ -24,10 +25,7 @@ from pallas_kernels.forward.channel_walk import (
     Config,
     body,
     corrected_values,
-    decayed,
     stages_memory,
-    stages_of,
-    strengths,
     wait_for_chunk,
 )
 from pallas_kernels.forward.transitions import Transitions, of_e, skip_last, state_role

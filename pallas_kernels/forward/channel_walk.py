@@ -23,21 +23,19 @@ Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 128, V up to 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import check_registers, release_registers
-from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, along_columns, iota
+from pallas_kernels.chunks.channel_stages import loader, owned_tokens
+from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers
+from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
-from pallas_kernels.forward.walk import LOADER_REGISTERS, ROWS, Cta
-from pallas_kernels.work.spans import owned_rows
+from pallas_kernels.forward.walk import ROWS, Cta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,45 +122,11 @@ def _load_late(cta: Cta, i, stage) -> None:
         plgpu.copy_gmem_to_smem(gmem.p.at[visit, cta.head], smem.p.at[stage], smem.late.at[stage])
 
 
-def loader(cta: Cta) -> None:
-    """The role of the loader: a chunk into every stage, and into each that has been read the next one."""
-    smem, chunks, config = cta.smem, cta.chunks, cta.config
-    release_registers(LOADER_REGISTERS, config.warpgroups)
-    rings = (
-        (_load_early, config.early_stages, smem.early_read),
-        (_load_late, config.late_stages, smem.late_read),
-    )
-    for load, stages, _ in rings:
-        for j in range(stages):
-            pl.when(j < chunks)(functools.partial(load, cta, jnp.int32(j), j))
-
-    def step(i, _):
-        for load, stages, read in rings:
-            stage = lax.rem(i, stages)
-            plgpu.barrier_wait(read.at[stage])
-            pl.when(i + stages < chunks)(functools.partial(load, cta, i + stages, stage))
-        return ()
-
-    lax.fori_loop(0, chunks, step, ())
-
-
-def stages_of(cta: Cta, i) -> tuple[jax.Array, jax.Array]:
-    """The early and the late stage of the i-th chunk."""
-    return lax.rem(i, cta.config.early_stages), lax.rem(i, cta.config.late_stages)
-
-
 def wait_for_chunk(cta: Cta, stage) -> None:
     """Waits until an early stage is loaded, and until it is this warpgroup's turn."""
     plgpu.barrier_wait(cta.smem.early.at[stage])
     if cta.num_state == 2:
         plgpu.barrier_wait(cta.smem.turn.at[cta.wg])
-
-
-def _owned_tokens(cta: Cta, i) -> jax.Array:
-    """Marks the columns [ROWS, C] that are tokens of the i-th visit."""
-    begin, end, _ = owned_rows(cta.span, cta.chunk_of(i))
-    token = iota((ROWS, CHUNK), 1)
-    return (token >= begin) & (token < end)
 
 
 def corrected_values(cta: Cta, i, stage, hk, newer: int, values: Callable = lambda v_t: v_t) -> jax.Array:
@@ -173,22 +137,11 @@ def corrected_values(cta: Cta, i, stage, hk, newer: int, values: Callable = lamb
     v_tile = cta.smem.v.at[stage, :, pl.ds(cta.wg * ROWS, ROWS)]
     v_t = values(plgpu.load(transposed(v_tile), layout=WGMMA))
     if cta.packed:
-        v_t = jnp.where(_owned_tokens(cta, i), v_t, jnp.zeros((), cta.dtype))
+        v_t = jnp.where(owned_tokens(cta, i), v_t, jnp.zeros((), cta.dtype))
     r = (v_t.astype(jnp.float32) - cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
     if cta.num_state == 2:
         plgpu.barrier_arrive(cta.smem.turn.at[1 - cta.wg])
     return r
-
-
-def strengths(cta: Cta, i, stage) -> jax.Array:
-    """Write strengths of the i-th visit's tokens repeated over the rows of the state, 0 at tokens of others."""
-    beta = cta.vector(cta.smem.beta, stage)
-    return jnp.where(_owned_tokens(cta, i), beta, 0.0) if cta.packed else beta
-
-
-def decayed(cta: Cta, stage, h) -> jax.Array:
-    """The state with the decay of a whole visit."""
-    return h * along_columns(plgpu.load(cta.smem.gl.at[stage], layout=COL), ROWS)
 
 
 def body(
@@ -200,5 +153,5 @@ def body(
     """
     cta = Cta(gmem, smem, **static)
     prepare(cta)
-    pl.when(cta.wg == cta.num_state)(lambda: loader(cta))
+    pl.when(cta.wg == cta.num_state)(lambda: loader(cta, _load_early, _load_late))
     pl.when(cta.wg < cta.num_state)(lambda: state(cta))

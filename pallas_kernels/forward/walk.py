@@ -47,7 +47,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import check_registers, grid_index, release_registers, warpgroup_index
+from pallas_kernels.device.launch import (
+    LOADER_REGISTERS,
+    check_registers,
+    grid_index,
+    release_registers,
+    warpgroup_index,
+)
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
 from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -58,9 +64,6 @@ from pallas_kernels.work.tables import Split
 
 ROWS = 64
 """Rows of the transposed state that one state warpgroup holds."""
-
-LOADER_REGISTERS = 24
-"""Registers of a thread of the loader, the fewest that a warpgroup can have."""
 
 
 @dataclasses.dataclass(frozen=True)

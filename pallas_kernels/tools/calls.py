@@ -17,7 +17,10 @@ from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
+from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.decode.channel_step import channel_step
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
 from pallas_kernels.decode.drafts import Drafts, drafts
@@ -36,7 +39,9 @@ from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
+from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.slots import PoolStates, Slots
+from pallas_kernels.work.tables import packed_items, row_items
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
 
@@ -160,6 +165,7 @@ def channels_call(
     state=True,
     layout="vk",
     norm=False,
+    backwards=False,
     **config: Any,
 ) -> Call:
     """The rule with a decay of each channel on one row.
@@ -167,6 +173,7 @@ def channels_call(
     Args:
       N, packed: sequences of a packed row.
       erase: whether there are erase keys.
+      backwards: whether the call is the backward, of what a forward left.
       config: state_warpgroups and segment_chunks, see `channel_rule.Config`.
     """
     widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
@@ -178,12 +185,32 @@ def channels_call(
         *shapes(f"{token} {token} {erase_keys} {value} {gates} {states} {borders}")
     )
     known = channel_rule.Config(**(dict[str, Any](state_warpgroups=2, segment_chunks=0) | config))
+    dims = Dims(1, T, N, 2, 2, HV, HV, K, V)
 
     def run(x: channel_rule.ChannelArrays):
         options: dict[str, Any] = dict(scale=0.1, state_layout=layout, use_qk_l2norm=norm, config=known)
-        return channel_rule.forward(x, Dims(1, T, N, 2, 2, HV, HV, K, V), **options)[:2]
+        return channel_rule.forward(x, dims, **options)
 
-    return Call(run, (x,), {})
+    if not backwards:
+        return Call(lambda x: run(x)[:2], (x,), {})
+    visits, length = T // 64 + (N if packed else 0), known.segment_chunks
+    tile, square = f"{dtype}[{visits},{HV},64,{K}]", f"{dtype}[{visits},{HV},64,64]"
+    pairs = Pairs(*shapes(f"{square} {square} {tile} {tile} {tile} f32[{visits},{HV},{K}]"))
+    back = channel_backward.Config(bool(length), known.state_warpgroups)
+
+    def run_back(x: channel_rule.ChannelArrays, pairs: Pairs, beta_t: jax.Array, do: jax.Array):
+        segments = None
+        if length:
+            items = packed_items(x.cu_seqlens, T, length) if packed else row_items(1, T, length)
+            starts, square = jnp.zeros((items.split.num_items, HV, V, K)), (items.split.num_items, HV, K, K)
+            m_t = Transition(jnp.zeros(square[:3]), jnp.zeros(square, do.dtype))
+            segments = Segments(starts, m_t, items)
+        residuals = channel_rule.ChannelResiduals(pairs, beta_t, segments)
+        cotangents = backward.OutputCotangents(do, x.initial_state)
+        options: dict[str, Any] = dict(scale=0.1, state_layout=layout, config=back)
+        return channel_backward.backward(x, dims, residuals, cotangents, **options)
+
+    return Call(run_back, (x, pairs, *shapes(f"f32[1,{HV},{T}] {value}")), {})
 
 
 def step_call(T=1, K=128, V=128, layout="kv", pool="f32", uneven=False, tree=False) -> Call:
@@ -206,6 +233,15 @@ def joined_call(pool="f32") -> Call:
 
     gates = dict(A_log="f32[2]", dt_bias="f32[2]")
     return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", **gates)
+
+
+def channel_step_call(layout="kv", pool="f32", bounded=False) -> Call:
+    """`channel_step` on a pool of eight states, which is in place."""
+    known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv", lower_bound=-5.0 if bounded else None)
+    tokens = "bf16[4,1,256] bf16[4,1,256] bf16[4,1,512] bf16[4,1,4,128] bf16[4,1,4]"
+    gates = dict(A_log="f32[4]", dt_bias="f32[4,128]")
+    slots = dict(read_slots="i32[4]", write_slots="i32[4,1]")
+    return call(partial(channel_step, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
 
 
 def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
@@ -235,6 +271,7 @@ MAKERS: dict[str, Callable[..., Call]] = {
     "channels": channels_call,
     "decode": step_call,
     "decode of channels": joined_call,
+    "decode by channels": channel_step_call,
     "verify": step_call,
     "decode deferred": partial(ring_call, deferred),
     "verify on a ring": partial(ring_call, drafts),
@@ -254,8 +291,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no states": dict(state=False),
     "segment ids": dict(ids=True),
     "erase": dict(erase=True),
+    "backwards": dict(backwards=True),
     "normalised": dict(norm=True),
     "tree": dict(tree=True),
+    "bounded": dict(bounded=True),
     "uneven": dict(uneven=True),
 }
 """Options by part of a name; a size such as "K 64" is another part. Of two that contradict, the later one holds."""
@@ -275,8 +314,11 @@ mma, pairs; mma, kv, float16, packed, K 64, V 64
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
+channels, backwards; channels, backwards, packed, segments, half, erase
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
+decode by channels; decode by channels, bfloat16; decode by channels, vk, bounded
+decode by channels, vk, bfloat16, bounded
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
 decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16

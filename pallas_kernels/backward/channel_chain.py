@@ -1,0 +1,269 @@
+"""The walk that two kernels share where each channel decays by itself, `channel_chains` and
+`channel_segment_adjoints`.
+
+It is the walk of `backward.chain` on what `chunks.pairs` made: with the state h and its cotangent dh transposed,
+[V, K], and for one visit
+
+    states:    R = V^T - h kg^T                       W = R T^T       h <- h Diag(gl) + (W diag(beta)) kr
+    adjoints:  Z = (dh kr^T) diag(beta) + dO^T P      dV = Z T        dh <- dh Diag(gl) + dO^T qg - dV kg
+
+P holds scale and beta, qg holds scale. beta_i times column i of W is what token i writes, and dV is the gradient of
+the values. The tiles hold the decays, so there is no helper, only a loader, and two rings of stages as in
+`forward.channel_walk`. The early one holds what the first products read, the late one what the last ones read:
+
+| ring  | states                | adjoints               |
+|-------|-----------------------|------------------------|
+| early | kg, v, T, gl, beta    | kr, do, T, gl, beta, P |
+| late  | kr                    | kg, qg                 |
+
+do is read into registers once, and so its stage is free before the last products. In packed rows values, cotangents
+of outputs and write strengths of other sequences are replaced there; all other tiles are those of a visit.
+
+| barrier       | arrives                                | waits                                    |
+|---------------|----------------------------------------|------------------------------------------|
+| early, late   | each bulk copy of a stage that both    | state warpgroups                         |
+|               | walks have                             |                                          |
+| early_p,      | bulk copy of P, and of qg              | state warpgroups of the adjoints         |
+| late_qg       |                                        |                                          |
+| early_read,   | each state warpgroup: stage read       | loader, before it loads the stage again  |
+| late_read     |                                        |                                          |
+
+Work: as of `backward.chain`. Hardware: compute capability 9.0. Limits: bfloat16; K a multiple of 64 up to 128, V a
+multiple of 64; T a multiple of 8.
+Source: Kimi Team, "Kimi Linear", section 3; the adjoint is that of its triangular solve.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.backward.chain import ROWS, Cta, Sizes, store_dv, store_h
+from pallas_kernels.chunks.channel_stages import decayed, loader, owned_tokens, stages_of, strengths
+from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers, launch
+from pallas_kernels.device.layouts import CHUNK, WGMMA
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.work.tables import Items, Split, VisitTables, table_inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk backwards runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's tiles of keys; one gives twice the CTAs."""
+    early_stages: int = 2
+    late_stages: int = 2
+    state_registers: int = 240
+    state_in_smem: bool = False
+    """False: the rounded state is always in registers here."""
+
+    def __post_init__(self):
+        check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA."""
+        return self.state_warpgroups + 1
+
+    @classmethod
+    def default(cls, K: int, state_warpgroups: int) -> "Config":
+        """Most stages that fit."""
+        registers = {1: 248, 2: 240}[state_warpgroups]
+        for stages in ((3, 3), (3, 2), (2, 2)):
+            config = cls(state_warpgroups, *stages, registers)
+            if smem_bytes(_memory(config, K, jnp.bfloat16)) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 128")
+
+
+def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
+    """Shared memory of a CTA: 210 KB at K = 128 with two state warpgroups."""
+    n, early, late = config.state_warpgroups, config.early_stages, config.late_stages
+    keys, square = (CHUNK, K), (CHUNK, CHUNK)
+    return {
+        "first_keys": Buffer((early, *keys), dtype, swizzle=128),  # kg or kr
+        "x": Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128),  # v or do
+        "t": Buffer((early, *square), dtype, swizzle=128),
+        "p": Buffer((early, *square), dtype, swizzle=128),
+        "last_keys": Buffer((late, *keys), dtype, swizzle=128),  # kr or kg
+        "qg": Buffer((late, *keys), dtype, swizzle=128),
+        "h": Buffer((ROWS * n, K), dtype, swizzle=128),
+        "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
+        "gl": Buffer((early, K)),
+        "beta": Buffer((early, CHUNK)),
+        "early": Barriers(arrivals=5, count=early),
+        "early_p": Barriers(arrivals=1, count=early),
+        "late": Barriers(arrivals=1, count=late),
+        "late_qg": Barriers(arrivals=1, count=late),
+        "early_read": Barriers(arrivals=n, count=early),
+        "late_read": Barriers(arrivals=n, count=late),
+    }
+
+
+def _load_early(cta: Cta, i, stage) -> None:
+    """Starts the copies of what the i-th chunk's first products read."""
+    gmem, smem, span, head = cta.gmem, cta.smem, cta.span, cta.head
+    visit, tokens = cta.visit_of(i), pl.ds(cta.chunk_of(i) * CHUNK, CHUNK)
+    columns = pl.ds(cta.tile * cta.num_state * ROWS, cta.num_state * ROWS)
+
+    def copy(source, destination):
+        plgpu.copy_gmem_to_smem(source, destination.at[stage], smem.early.at[stage])
+
+    @pl.when(cta.adjoint)
+    def _():
+        copy(gmem.kr.at[visit, head], smem.first_keys)
+        copy(gmem.do.at[span.row, tokens, head, columns], smem.x)
+        plgpu.copy_gmem_to_smem(gmem.p.at[visit, head], smem.p.at[stage], smem.early_p.at[stage])
+
+    if gmem.v is not None:
+
+        @pl.when(jnp.logical_not(cta.adjoint))
+        def _():
+            copy(gmem.kg.at[visit, head], smem.first_keys)
+            copy(gmem.v.at[span.row, tokens, cta.head_of(cta.sizes.HV), columns], smem.x)
+
+    copy(gmem.t.at[visit, head], smem.t)
+    copy(gmem.gl.at[visit, head], smem.gl)
+    copy(gmem.beta.at[span.row, head, tokens], smem.beta)
+
+
+def _load_late(cta: Cta, i, stage) -> None:
+    """Starts the copies of what the i-th chunk's last products read."""
+    gmem, smem, visit, head = cta.gmem, cta.smem, cta.visit_of(i), cta.head
+
+    def copy(source, destination, loaded):
+        plgpu.copy_gmem_to_smem(source.at[visit, head], destination.at[stage], loaded.at[stage])
+
+    @pl.when(cta.adjoint)
+    def _():
+        copy(gmem.qg, smem.qg, smem.late_qg)
+        copy(gmem.kg, smem.last_keys, smem.late)
+
+    if gmem.v is not None:
+        pl.when(jnp.logical_not(cta.adjoint))(lambda: copy(gmem.kr, smem.last_keys, smem.late))
+
+
+def tokens_of(cta: Cta, i, stage) -> jax.Array:
+    """This warpgroup's columns of v or do, transposed [ROWS, C], 0 at tokens of other sequences."""
+    x_t = plgpu.load(cta.x_tile(stage), layout=WGMMA)
+    return jnp.where(owned_tokens(cta, i), x_t, jnp.zeros((), cta.dtype)) if cta.packed else x_t
+
+
+def times_keys(cta: Cta, product, i, keys, h, destination) -> Any:
+    """h keys^T, issued; h leaves for memory, unless destination is None."""
+    rounded = h.astype(cta.dtype)
+    product = cta.dev.issue(product, rounded, transposed(keys))
+    if destination is not None:
+        store_h(cta, i, rounded, destination)
+    return product
+
+
+def adjoint_step(cta: Cta, i, dh) -> jax.Array:
+    """The cotangent before a chunk from the one after it. dh and dv leave for memory where the kernel has them."""
+    gmem, smem, dev = cta.gmem, cta.smem, cta.dev
+    early, late = stages_of(cta, i)
+    plgpu.barrier_wait(smem.early.at[early])
+    plgpu.barrier_wait(smem.early_p.at[early])
+
+    def solve(attended, written, dv):
+        do_t = tokens_of(cta, i, early)
+        attended = dev.issue(attended, do_t, smem.p.at[early])
+        written = times_keys(cta, written, i, smem.first_keys.at[early], dh, gmem.dh)
+        beta = lax.optimization_barrier(strengths(cta, i, early))
+        z = dev.collect(written) * beta + dev.collect(attended)
+        dv = dev.issue(dv, z.astype(cta.dtype), smem.t.at[early])
+        start = lax.optimization_barrier(decayed(cta, early, dh))
+        plgpu.barrier_wait(smem.late_qg.at[late])
+        plgpu.barrier_wait(smem.late.at[late])
+
+        def write(add):
+            add(0, do_t, smem.qg.at[late])
+            dv_t = dev.collect(dv, 1)
+            dev.release(smem.early_read.at[early])
+            add(0, (-dv_t).astype(cta.dtype), smem.last_keys.at[late])
+            if gmem.dv is not None:
+                store_dv(cta, cta.chunk_of(i), dv_t.astype(cta.dtype))
+
+        (before,) = dev.accumulate([start], write)
+        dev.release(smem.late_read.at[late])
+        return before
+
+    return pl.run_scoped(solve, *[plgpu.ACC((ROWS, CHUNK), jnp.float32)] * 3)
+
+
+def walk(cta: Cta, start: jax.Array, step: Callable) -> jax.Array:
+    """Repeats h <- step(cta, i, h) over the chunks."""
+    return lax.fori_loop(0, cta.chunks, functools.partial(step, cta), start)
+
+
+def load_chunks(cta: Cta) -> None:
+    """The role of the loader."""
+    loader(cta, _load_early, _load_late)
+
+
+def start(
+    name: str,
+    body: Callable[..., None],
+    pairs: Pairs,
+    inputs: dict[str, Any],
+    outputs: Callable[[Sizes], dict[str, Any]],
+    items: Items | None,
+    visits: VisitTables | None,
+    *,
+    kv_layout: bool,
+    config: Config | None,
+    interpret: Any,
+    chains: int,
+) -> dict[str, Array]:
+    """Launches one of the two kernels.
+
+    Args:
+      inputs: by name: v, do, beta, h_0 and dh_T; v, h_0 and dh_T may be None.
+      outputs: from sizes to outputs by name.
+      items: what the sequences are cut into, None for whole ones.
+      chains: CTAs for each item, head and tile.
+    """
+    do: Float[Array, "B T HO V"] = inputs["do"]
+    (B, T, HO, V), K, v, packed = do.shape, pairs.gl.shape[-1], inputs["v"], visits is not None
+    N = B if visits is None else visits.cu_seqlens.shape[0] - 1
+    config = config or Config.default(K, 1)
+    n = config.state_warpgroups
+    if V % (ROWS * n):
+        raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
+    sizes = Sizes(
+        T=T,
+        N=N,
+        Hq=HO,
+        Hk=HO,
+        HV=HO if v is None else v.shape[2],
+        HO=HO,
+        K=K,
+        V=V,
+        tiles=V // (ROWS * n),
+        split=Split(N + packed, None) if items is None else items.split,
+        scale=1.0,  # it is in P and qg
+        kv_layout=kv_layout,
+        float16=False,
+    )
+    tables = table_inputs(None if items is None else items.tables, visits)
+    tables |= {"visit_chunk": None, "visit_rows": None}
+    return launch(
+        name,
+        functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
+        inputs=inputs | pairs._asdict() | tables,
+        outputs=outputs(sizes),
+        memory=_memory(config, K, do.dtype, packed=packed),
+        ctas=chains * sizes.split.num_items * HO * sizes.tiles,
+        warpgroups=config.warpgroups,
+        auto_barriers=False,
+        interpret=interpret,
+    )

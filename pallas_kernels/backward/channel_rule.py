@@ -1,0 +1,205 @@
+"""The backward of the delta rule with a decay of each channel on Hopper: composition of the kernels and padding.
+
+    [channel_segment_adjoints  ->  segment_states]  ->  channel_chains  ->  channel_gradients
+
+The part in brackets runs where the forward cut the sequences into segments and that pays here too, as in
+`backward.rule`. What `chunks.pairs` made for the forward is not made again.
+
+Memory while it runs: as of `backward.rule`, and gradients of q and k for each output head.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.shapes import Dims, changes_segment
+from pallas_kernels.backward import channel_chain, channel_gradients_work
+from pallas_kernels.backward.channel_chains import channel_chains
+from pallas_kernels.backward.channel_gradients import channel_gradients
+from pallas_kernels.backward.channel_segment_adjoints import channel_segment_adjoints
+from pallas_kernels.backward.gradients import join_dbeta
+from pallas_kernels.backward.rule import OutputCotangents, at_ends, by_token, sum_heads
+from pallas_kernels.backward.strengths import mantissa
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
+from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.layouts import GRANULE, round_up
+from pallas_kernels.device.memory import pad
+from pallas_kernels.work.split import chain_warpgroups, segments_pay, work_of
+from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the backward runs, not what it computes. None stands for a choice from the shapes."""
+
+    segments: bool | None = None
+    """Whether the chains are cut into segments, where the forward's were."""
+    state_warpgroups: int | None = None
+    """64-row tiles of the state in one CTA of the chains, 1 or 2."""
+    chains: channel_chain.Config | None = None
+    gradients: channel_gradients_work.Config | None = None
+
+
+class ChannelCotangents(NamedTuple):
+    """Cotangents of the first arrays of `ChannelArrays`, each in its array's dtype; None where the array is None."""
+
+    dq: Float[Array, "B T Hq K"]
+    dk: Float[Array, "B T Hk K"]
+    """Without what reaches the keys through erase keys that are given."""
+    de: Float[Array, "B T HO K"] | None
+    dv: Float[Array, "B T HV V"]
+    dg: Float[Array, "B T HO K"]
+    dbeta: Float[Array, "B T HO"] | None
+    dh_0: Float[Array, "N HO _ _"] | None
+
+
+def check_supported(dtype) -> str | None:
+    """Why these kernels cannot run the backward of a forward of theirs; None if they can.
+
+    Args:
+      dtype: of q, k and v.
+    """
+    if dtype == jnp.bfloat16:
+        return None
+    return f"q, k and v are {jnp.dtype(dtype).name}; with a decay of each channel the backward takes bfloat16"
+
+
+def backward(
+    x: ChannelArrays,
+    dims: Dims,
+    residuals: ChannelResiduals,
+    cotangents: OutputCotangents,
+    *,
+    scale: float,
+    state_layout: str = "kv",
+    config: Config | None = None,
+    interpret: Any = None,
+) -> ChannelCotangents:
+    """Gradients of <do, o> + <dfinal, final state> for a call of the forward whose dtype check_supported accepts.
+
+    Args: those of the forward, with q and k as they entered it (after an L2 norm, whose gradient is the caller's).
+      residuals: of forward.channel_rule.forward on the same arguments.
+      cotangents: of both outputs.
+      config: None for a choice from the shapes.
+      interpret: parameters of Pallas' interpreter, None to compile.
+
+    Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at the
+      borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
+    """
+    config, batch = config or Config(), residuals.beta_t.shape[0]
+    known, (B, T) = known_lengths(x.cu_seqlens), dims[:2]
+    if batch != B:  # sequences of equal lengths ran as a batch
+        tokens = (None if y is None else y.reshape(batch, -1, *y.shape[2:]) for y in x[:6])
+        x = ChannelArrays._make((*tokens, x.initial_state, None, None))
+        cotangents = cotangents._replace(do=cotangents.do.reshape(batch, -1, *cotangents.do.shape[2:]))
+        dims = dims._replace(B=batch, T=T // batch)
+    packed, K64, V64 = x.cu_seqlens is not None, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    visits = visit_tables(borders(x.cu_seqlens, known), dims.T) if packed else None
+    work = work_of(dims, packed, known if packed else None)
+    length = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
+    segments = config.segments if length is not None else False
+    if length is not None and segments is None:
+        segments = segments_pay(dims, V64, work, length)
+    warpgroups = config.state_warpgroups
+    if warpgroups is None:
+        warpgroups = chain_warpgroups(dims, K64, V64, work, length if segments else None)
+    static = _Static(
+        dims=dims,
+        scale=float(scale),
+        kv_layout=state_layout == "kv",
+        segments=bool(segments),
+        chains=config.chains or channel_chain.Config.default(K64, warpgroups),
+        gradients=config.gradients,
+        interpret=interpret,
+    )
+    out = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), residuals, cotangents, visits)
+    if batch == B:
+        return out
+    tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:6])
+    return ChannelCotangents._make((*tokens, out.dh_0))
+
+
+class _Static(NamedTuple):
+    """Everything that a backward is compiled for, besides shapes."""
+
+    dims: Dims
+    scale: float
+    kv_layout: bool
+    segments: bool
+    chains: channel_chain.Config
+    gradients: channel_gradients_work.Config | None
+    interpret: Any
+
+
+def _run(
+    static: _Static,
+    x: ChannelArrays,
+    residuals: ChannelResiduals,
+    cotangents: OutputCotangents,
+    visits: VisitTables | None,
+) -> ChannelCotangents:
+    """The kernels in order, with the padding around them."""
+    dims, f32 = static.dims, jnp.float32
+    B, T, N, HO, K, V = dims.B, dims.T, dims.N, dims.HO, dims.K, dims.V
+    T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
+    g = x.g.astype(f32)
+    if x.segment_ids is not None:
+        g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)
+    q, k, e, g = (None if y is None else pad(y, (B, T8, y.shape[2], K64)) for y in (x.q, x.k, x.e, g))
+    v, do = (pad(y.astype(x.v.dtype), (B, T8, y.shape[2], V64)) for y in (x.v, cotangents.do))
+    assert q is not None and k is not None and g is not None
+    widths = (K64, V64) if static.kv_layout else (V64, K64)
+    h_0, dh_T = (
+        None if y is None else pad(y.astype(f32), (N, HO, *widths))
+        for y in (x.initial_state, cotangents.dfinal)
+    )
+    pairs, beta_t, segments = residuals
+    walks: dict[str, Any] = dict(kv_layout=static.kv_layout, config=static.chains, interpret=static.interpret)
+    items = None
+    if static.segments and segments is not None:
+        items, h_0 = segments.items, segments.starts
+        ends = channel_segment_adjoints(do, beta_t, pairs, dh_T, visits, items=items, **walks)
+        layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
+        dh_T = at_ends(ends, segments, dh_T, num_sequences=N, **layout)
+    with_dh_0 = x.initial_state is not None
+    walked = channel_chains(
+        v, do, beta_t, pairs, h_0, dh_T, visits, with_dh_0=with_dh_0, items=items, **walks
+    )
+    sums = channel_gradients(
+        q,
+        k,
+        e,
+        g,
+        pairs.gl,
+        do,
+        walked.dv,
+        walked.u,
+        walked.h,
+        walked.dh,
+        visits,
+        scale=static.scale,
+        config=static.gradients,
+        interpret=static.interpret,
+    )
+    dbeta = None
+    if x.beta is not None:
+        strengths = x.beta.astype(f32)
+        if visits is not None:  # whatever the padding holds
+            strengths = jnp.where((jnp.arange(T) < visits.cu_seqlens[-1])[:, None], strengths, 0.0)
+        dv_u, k_write = (by_token(y, visits, B, T) for y in (sums.dv_u, sums.k_write))
+        dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(x.beta.dtype)
+    dh_0 = None
+    if x.initial_state is not None and walked.dh_0 is not None:
+        shape = (K, V) if static.kv_layout else (V, K)
+        dh_0 = walked.dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)
+    return ChannelCotangents(
+        sum_heads(sums.dq, dims.Hq)[:, :T, :, :K],
+        sum_heads(sums.dk, dims.Hk)[:, :T, :, :K],
+        None if sums.de is None else sums.de[:, :T, :, :K],
+        sum_heads(walked.dv, dims.HV)[:, :T, :, :V],
+        sums.dg[:, :T, :, :K].astype(x.g.dtype),
+        dbeta,
+        dh_0,
+    )

@@ -1,0 +1,59 @@
+"""The cotangent of the state at the start of every segment where each channel decays by itself: the walk of
+`backward.channel_chain` with adjoints alone, in the roles of `backward.segment_adjoints`.
+
+Inputs (GMEM): do [B, T, HO, V], beta [B, HO, NT C] f32, those of `chunks.pairs`, dh_T [N, HO, V, K] or [.., K, V] f32
+(optional), tables int32 (packed rows).
+Outputs (GMEM): as of `backward.segment_adjoints`.
+Shared memory, barriers, hardware, limits, source: `backward.channel_chain`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels.backward.chain import Cta, Sizes
+from pallas_kernels.backward.channel_chain import Config, adjoint_step, load_chunks, start, walk
+from pallas_kernels.backward.segment_adjoints import segment_role
+from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.work.tables import Items, VisitTables
+
+
+def _body(gmem: Any, smem: Any, **static) -> None:
+    cta = Cta(gmem, smem, **static)
+    cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
+    backward = functools.partial(walk, cta, step=adjoint_step)
+    pl.when(cta.wg == cta.num_state)(lambda: load_chunks(cta))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, False, backward))
+
+
+def channel_segment_adjoints(
+    do: Float[Array, "B T HO V"],
+    beta: Float[Array, "B HO T64"],
+    pairs: Pairs,
+    dh_T: Float[Array, "N HO _ _"] | None,
+    visits: VisitTables | None,
+    *,
+    kv_layout: bool = False,
+    items: Items,
+    config: Config | None = None,
+    interpret=None,
+) -> Float[Array, "items HO V K"]:
+    """The cotangent at the start of every segment but a sequence's first, from zeros or dh_T at its end.
+
+    Args: those of `channel_chains`; dh_T always of sequences.
+
+    Returns:
+      e of segment_states(backwards=True), float32.
+    """
+    inputs = {"v": None, "do": do, "beta": beta, "dh_T": dh_T}
+
+    def outputs(sizes: Sizes):
+        shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
+        return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+    options: dict[str, Any] = dict(kv_layout=kv_layout, config=config, interpret=interpret, chains=1)
+    return start("channel_segment_adjoints", _body, pairs, inputs, outputs, items, visits, **options)["e"]

@@ -1,0 +1,35 @@
+"""Records of the arrays of the rule with a decay of each channel, for both passes."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.work.residuals import Segments
+
+
+class ChannelArrays(NamedTuple):
+    """Array arguments of one call, or their shapes. Head i of the output reads head i // (HO // Hx) of an input with
+    Hx heads."""
+
+    q: Any
+    k: Any
+    e: Any
+    """Erase keys [B, T, HO, K] in k's dtype; None for the keys."""
+    v: Any
+    g: Any
+    """Log decay of each channel [B, T, HO, K], float32."""
+    beta: Any
+    """Strength of what is erased and written [B, T, HO], float32; None for 1."""
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
+
+
+class ChannelResiduals(NamedTuple):
+    """Arrays that the forward leaves for a backward. K and V are padded to multiples of 64."""
+
+    pairs: Pairs
+    beta_t: Float[Array, "B HO T64"]
+    segments: Segments | None
+    """Residuals of segments; None where sequences are not cut."""

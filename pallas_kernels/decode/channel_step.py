@@ -1,0 +1,119 @@
+"""One token of every running request with a decay for each key channel, by the kernel of `step`.
+
+    S <- Diag(exp(g)) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
+
+    g = -exp(A_log) softplus(a + dt_bias), or lower_bound sigmoid(exp(A_log) (a + dt_bias))
+
+The decay scales rows of the state, so the sums over the state that was read are taken with decayed vectors:
+
+    y = S^T (alpha k),  z = S^T (alpha q),  u = beta (v - rk y),  o = scale rq (z + rk (q . k) u)
+
+Inputs (GMEM): as for `step`, but a [N, 1, HV K] and dt_bias [HV K].
+Grid, hardware, limits: those of `step`; one token.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels.decode.step import ALONE, Channels, Cta, step_of_channels
+from pallas_kernels.decode.tiles import Norms, Tile, load, softplus, write_strength
+
+LARGEST_EXPONENT = 80.0
+"""Sizes of exp(A_log) x that a sigmoid can tell from infinity, and of x that its logarithm needs."""
+
+LARGEST_LOG = 87.0
+"""exp of this is a finite float32."""
+
+
+class ChannelTile(Tile):
+    """A tile whose decay is a vector along K."""
+
+    def update(
+        self,
+        S: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        alpha: jax.Array,
+        beta: jax.Array,
+        norms: Callable[[], Norms],
+        again: Callable[[jax.Array], jax.Array] = lambda S: S,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The state after a token, and its output along V, see `Tile.update`; alpha lies along the tile as k does."""
+        y, z = self.products(S.astype(jnp.float32), [alpha * k, alpha * q])
+        rq, rk, qk = norms()
+        u = beta * (v - rk * y)
+        o = (self.sizes.scale * rq) * (z + (rk * qk) * u)
+        return again(S).astype(jnp.float32) * self.over_v(alpha) + self.over_v(k) * self.over_k(rk * u), o
+
+
+class ChannelCta(Cta):
+    """A warpgroup's tile and tokens, with a gate of each key channel."""
+
+    tile_type = ChannelTile
+
+    def __init__(self, *arguments: Any, lower_bound: float | None, **static: Any):
+        super().__init__(*arguments, **static)
+        self.lower_bound = lower_bound
+
+    def gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """exp(g) along the tile, and beta."""
+        gmem, K, head = self.gmem, self.sizes.K, self.head
+        a = load(gmem.a.at[self.row, t, pl.ds(self.first.a + head * K, K)], self.tile.k_layout)
+        bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], self.tile.k_layout)
+        x = a.astype(jnp.float32) + bias.astype(jnp.float32)
+        alpha = jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
+        return alpha, write_strength(gmem.b[self.row, t, self.first.b + head], self.sizes.allow_neg_eigval)
+
+
+def log_decays(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> jax.Array:
+    """g of x = a + dt_bias [K] and one A_log, float32; each product is the exponential of one sum."""
+    if lower_bound is None:
+        bounded = jnp.maximum(x, -LARGEST_EXPONENT)
+        log_softplus = jnp.where(x < -LARGEST_EXPONENT, x, jnp.log(softplus(bounded)))
+        return -jnp.exp(jnp.minimum(A_log + log_softplus, LARGEST_LOG))
+    size = jnp.abs(x)
+    # At x = 0 any finite logarithm serves: what it gives is multiplied by 0.
+    log_size = jnp.log(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+    z = jnp.exp(jnp.minimum(A_log + log_size, LARGEST_EXPONENT))
+    z = jnp.where(x < 0.0, -z, jnp.where(x > 0.0, z, 0.0))
+    return lower_bound / (1.0 + jnp.exp(-z))
+
+
+def channel_step(
+    q: Float[Array, "N 1 Cq"],
+    k: Float[Array, "N 1 Ck"],
+    v: Float[Array, "N 1 Cv"],
+    a: Float[Array, "N 1 HV K"],
+    b: Float[Array, "N 1 HV"],
+    pool: Float[Array, "slots *layers HV rows columns"],
+    *,
+    A_log: Float[Array, " HV"] | None,
+    dt_bias: Float[Array, "HV K"],
+    lower_bound: float | None,
+    first: Channels = ALONE,
+    **options: Any,
+) -> tuple[Float[Array, "N 1 HV V"], Float[Array, "slots *layers HV rows columns"]]:
+    """A token of N requests, and the pool with the states after it; all other slots keep their bits.
+
+    Args:
+      q, k, v, b, pool, first: as for `step_of_channels`.
+      a: raw input of each channel's decay.
+      A_log: rate of each head; None for 0.
+      dt_bias: bias of each channel.
+      lower_bound: the strongest log decay of the bounded gate, below 0; None for the other gate.
+      options: of `step_of_channels`, but those of several tokens.
+    """
+    assert q.shape[1] == 1, f"one token, got {q.shape[1]}"
+    A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
+    kind = functools.partial(ChannelCta, lower_bound=lower_bound)
+    gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias.reshape(-1))
+    return step_of_channels(
+        q, k, v, a.reshape(*a.shape[:2], -1), b, pool, first=first, kind=kind, **gates, **options
+    )

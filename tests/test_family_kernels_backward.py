@@ -1,0 +1,140 @@
+"""The backward kernels with a decay of each channel without a GPU: every gradient is right and free of races,
+interpreted, and they lower."""
+
+import itertools
+from typing import Any
+
+import family_kernels
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_kernels import wide
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from tolerances import bound, worst_ratio
+
+from gdn_jax.checks import family_cases
+from gdn_jax.family import mosaic
+from gdn_jax.shapes import Dims
+from pallas_kernels.backward import channel_gradients_work as work
+from pallas_kernels.backward import channel_rule as backward
+from pallas_kernels.chunks.channel_arrays import ChannelResiduals
+from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
+from pallas_kernels.work import tables
+from pallas_kernels.work.residuals import Segments, Transition
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+SMALL = work.Config(1, 2, ctas=1)
+"""The interpreter takes a thread for every warpgroup."""
+
+
+def residuals_of(call: mosaic.Call, x: Any, segment_chunks: int | None = None) -> ChannelResiduals:
+    """Residuals as the forward hands them over, pair by pair and token by token in float64, rounded at the end."""
+    a, dims = mosaic.prepared(call, x, normalize=True)
+    T, HO, K, V = dims.T, dims.HO, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+
+    def rows(y, width):
+        y = np.repeat(np.asarray(y[0], np.float64), HO // y.shape[2], axis=1)
+        return np.pad(y, ((0, -T % CHUNK), (0, 0), (0, width - y.shape[2])))
+
+    q, k, g, v = rows(a.q, K), rows(a.k, K), rows(a.g, K), rows(a.v, V)
+    e = k if a.e is None else rows(a.e, K)
+    beta = np.ones((T, HO)) if a.beta is None else np.asarray(a.beta[0], np.float64)
+    beta = np.pad(beta, ((0, -T % CHUNK), (0, 0)))
+    borders = [0, T] if x.cu_seqlens is None else [int(n) for n in np.append(x.cu_seqlens, T)]
+    visits = [
+        (max(begin, start), min(end, start + CHUNK), start)
+        for begin, end in itertools.pairwise(borders)
+        for start in range(begin // CHUNK * CHUNK, end, CHUNK)
+        if end > begin
+    ]
+    count = len(visits) if x.cu_seqlens is None else -(-T // CHUNK) + len(borders) - 2
+    made: dict[str, list] = {name: [] for name in Pairs._fields}
+    for begin, end, start in [*visits, *[(0, 0, 0)] * (count - len(visits))]:
+        own = (np.arange(start, start + CHUNK) >= begin) & (np.arange(start, start + CHUNK) < end)
+        tokens = slice(start, start + CHUNK)
+        heads = []
+        for head in range(HO):
+            y = [np.where(own[:, None], z[tokens, head], 0) for z in (q, k, e, g)]
+            strengths = np.where(own, beta[tokens, head], 0)
+            heads.append(family_kernels.products_of_a_chunk(*y, strengths, call.scale))
+        for name, values in made.items():
+            values.append([y[name] for y in heads])
+    dtypes = dict.fromkeys(Pairs._fields, x.k.dtype) | {"gl": jnp.float32}
+    pairs = Pairs(**{name: jnp.asarray(np.array(y)).astype(dtypes[name]) for name, y in made.items()})
+    segments = None
+    if segment_chunks:
+        segments = segments_of(call, x, (k, e, v, np.exp(g), beta), dims, segment_chunks)
+    return ChannelResiduals(pairs, jnp.asarray(beta.T[None], jnp.float32), segments)
+
+
+def segments_of(call: mosaic.Call, x: Any, tokens: tuple, dims: Dims, length: int) -> Segments:
+    """States at the starts of the segments of one sequence, and what the segments do to a state."""
+    k, e, v, alpha, beta = tokens
+    K, V, items = k.shape[2], v.shape[2], tables.row_items(1, dims.T, length)
+    starts, diagonal, rest = [], [], []
+    h = np.zeros((dims.HO, V, K))
+    if x.initial_state is not None:
+        h_0 = np.asarray(x.initial_state[0], np.float64)
+        h[:, : dims.V, : dims.K] = h_0.swapaxes(1, 2) if call.state_layout == "kv" else h_0
+    for first in range(0, dims.T, length * CHUNK):
+        starts.append(h.copy())
+        m = np.tile(np.eye(K), (dims.HO, 1, 1))
+        for t in range(first, min(first + length * CHUNK, dims.T)):
+            for head in range(dims.HO):
+                step = alpha[t, head][:, None] * (
+                    np.eye(K) - beta[t, head] * np.outer(e[t, head], k[t, head])
+                )
+                h[head] = h[head] @ step + beta[t, head] * np.outer(v[t, head], k[t, head])
+                m[head] = m[head] @ step
+        diagonal.append(np.diagonal(m, axis1=1, axis2=2))
+        rest.append(m * (1 - np.eye(K)))
+    arrays = (jnp.asarray(np.array(y), jnp.float32) for y in (starts, diagonal, rest))
+    starts, diagonal, rest = arrays
+    return Segments(starts, Transition(diagonal, rest.astype(x.k.dtype)), items)
+
+
+CASES = {
+    "packed": (wide("back-packed", "kinds", T=72, heads=(1, 1, 1), K=60, V=50, lengths=(5, 0, 62)), None),
+    "erase and write": (
+        wide("back-erase", "mixed", T=20, heads=(1, 1, 2), K=64, V=64, erase="channel", write="channel"),
+        None,
+    ),
+    "segments": (
+        wide("back-segments", "mixed", T=66, heads=(1, 1, 1), K=64, V=64, state_layout="vk"),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CASES]
+)
+def test_gradients(name, monkeypatch):
+    """The arguments' gradients against the oracle's, through the function that the derivative will be."""
+    case, segment_chunks = CASES[name]
+    x = family_cases.inputs(case, "bfloat16")
+    call, given = family_kernels.call(case, x)
+    config = backward.Config(bool(segment_chunks), 1, gradients=SMALL)
+    run = backward.backward
+    monkeypatch.setattr(
+        backward, "backward", lambda *a, **kw: run(*a, **kw, config=config, interpret=INTERPRET)
+    )
+    residuals = residuals_of(call, given, segment_chunks)
+    got = mosaic.gradients(call, given, residuals, (jnp.asarray(x.do), jnp.asarray(x.dh_T)))
+    expected = family_kernels.truth(case, x)
+    names = dict(q="dq", k="dk", v="dv", g="dg", erase="derase", write="dwrite", initial_state="dh_0")
+    if call.is_beta:
+        names["erase"] = "dbeta"
+    for argument, key in names.items():
+        y = getattr(got, argument)
+        assert (y is None) == (expected[key] is None), key
+        if y is not None:
+            assert y.dtype == getattr(given, argument).dtype, key
+            kind = "dbeta" if key in ("derase", "dwrite") else key
+            assert worst_ratio(expected[key], np.asarray(y, np.float64), None) < bound(kind, "bfloat16"), key
+
+
+def test_refusals():
+    assert backward.check_supported(jnp.bfloat16) is None
+    assert "q, k and v are float16" in str(backward.check_supported(jnp.float16))
