@@ -14,7 +14,7 @@ from gdn_jax import cli, serving
 from gdn_jax.bench import measure
 from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.layers import GatedDeltaNet
-from gdn_jax.training import peak
+from gdn_jax.training import kernels, peak
 
 REASON = "compute capability 8.9; the kernels in use need 9.0"
 
@@ -78,6 +78,13 @@ def test_benchmarks_time_the_plain_forms(rtx_4090, monkeypatch, capsys):
     assert peak.of_device(peak.PEAK_FLOPS) is None
     assert cli.main(["bench", "kernels"]) != 0
     assert REASON in capsys.readouterr().err
+
+
+def test_training_says_why(rtx_4090, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels.note() == f"note: plain JAX, without kernels: {REASON}"
+    monkeypatch.undo()
+    assert kernels.note() is None
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
-from gdn_jax import supported_implementations
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.table import table
 from gdn_jax.commands.errors import RunError, flag, one_line
@@ -176,12 +174,6 @@ def sized(benchmark: Benchmark) -> tuple[Benchmark, str]:
         return benchmark, ""
     words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in small.items()}
     return dataclasses.replace(benchmark, **small), " ".join(f"{flag(x)} {words[x]}" for x in words)
-
-
-def no_kernels() -> str | None:
-    """Why the kernels cannot run on this device; None if they can."""
-    any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
-    return supported_implementations(any_call, any_call, any_call)["mosaic_gpu"]
 
 
 def _timed(results: list[Result]) -> list[Result]:

@@ -13,12 +13,13 @@ import jax
 
 from gdn_jax.bench import passes
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
+from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct
 from gdn_jax.shapes import RuleArrays
+from gdn_jax.training.kernels import no_kernels
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
 

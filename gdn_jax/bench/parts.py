@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, no_kernels
+from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.model_parts import NARROW, WIDE, Part, Product, parts, products
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Positive
+from gdn_jax.training.kernels import no_kernels
 from gdn_jax.training.peak import BANDWIDTH, of_device
 from gdn_jax.training.steps import compiler_flags
 

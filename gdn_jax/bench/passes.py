@@ -14,11 +14,12 @@ import numpy as np
 from gdn_jax import gated_delta_rule
 from gdn_jax.bench import measure
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Result, no_kernels, wrong
+from gdn_jax.bench.benchmark import Result, wrong
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
+from gdn_jax.training.kernels import no_kernels
 
 
 class Part(NamedTuple):

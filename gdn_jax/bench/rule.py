@@ -15,12 +15,13 @@ from typing import Annotated, Literal
 from gdn_jax import supported_implementations
 from gdn_jax.bench import passes, peers
 from gdn_jax.bench import rows as bench_rows
-from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width, no_kernels
+from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width
 from gdn_jax.bench.measure import Timing, on_gpu
 from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
+from gdn_jax.training.kernels import no_kernels
 
 PEER_SLACK = 4.0
 """Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""

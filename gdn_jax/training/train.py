@@ -28,7 +28,7 @@ from gdn_jax.commands.versions import versions
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.table import check_same_data, make_task
 from gdn_jax.tasks.task import Task
-from gdn_jax.training import curves, mixers, steps
+from gdn_jax.training import curves, kernels, mixers, steps
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.compiled import keep_compiled
@@ -168,6 +168,8 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
             say(
                 f"{trainer.parameters / 1e6:.2f}M parameters, {dtype} on {now['device']}, run folder {run.path}"
             )
+            if line := kernels.note():
+                say(line)
             with _drawing(trainer, run):
                 with listen() as asked, Reporter(console, o.steps, trainer.step) as reporter:
                     why = trainer.loop(run, store, reporter, asked)
