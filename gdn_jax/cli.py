@@ -31,6 +31,7 @@ USAGE = """usage: gdn COMMAND ...
                      language model that reads and writes, serving, and several devices beside one
 
   tasks: bytes         next-byte modelling of real text
+         tokens        fine-tuning of a Hugging Face checkpoint, --from FOLDER, on real text; gdn train alone
          recall        multi-query associative recall
          needle        a few values in a haystack of noise or text, at lengths beyond training
          sentence      a sentence in a long text that says what is asked for at its end, in bytes
@@ -121,13 +122,17 @@ def _check(argv: list[str]) -> int:
 
 
 def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[str]) -> int:
-    """Runs a command whose first word is a task."""
+    """Runs a command whose first word is a task: for sweeps one whose models are fresh."""
     from gdn_jax.training.options import TASKS
 
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
     tasks = [*TASKS]
+    if command == "sweep":
+        from gdn_jax.sweeps.options import PRESETS
+
+        tasks = [task for task in tasks if task in PRESETS]
     if not argv or argv[0] not in tasks:
         names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
         raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")

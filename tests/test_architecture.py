@@ -134,7 +134,7 @@ ROOMS: dict[str, set[str]] = {
     "commands": set(),
     "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "commands"},
-    "tasks": {"models", "commands"},
+    "tasks": {"models", "hf", "commands"},
     "training": {
         "plots",
         "shapes",
@@ -143,6 +143,7 @@ ROOMS: dict[str, set[str]] = {
         "blocks",
         "layers",
         "models",
+        "hf",
         "commands",
         "tasks",
     },

@@ -135,8 +135,8 @@ def test_another_task(tmp_path, capsys):
     assert run.model.config.vocab_size == 2 and logits.shape == (1, 3, 2)
     capsys.readouterr()
     assert cli.main(["generate", str(out)]) == 1
-    assert capsys.readouterr().err == f"gdn: {out}: expected a run of the task bytes, got parity\n"
-    with pytest.raises(RunError, match="expected a run of the task bytes, got parity"):
+    assert capsys.readouterr().err == f"gdn: {out}: expected a run of the task bytes or tokens, got parity\n"
+    with pytest.raises(RunError, match="expected a run of the task bytes or tokens, got parity"):
         run.decode(jnp.array([1]))
 
 

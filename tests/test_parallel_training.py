@@ -20,7 +20,7 @@ from meshes import mesh_from
 
 from gdn_jax import cli
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.models.config import AttentionConfig
+from gdn_jax.models.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, SigmoidRouting
 from gdn_jax.parallel import context, processes, sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.parallel.token_shards import loss_on_mesh
@@ -101,6 +101,23 @@ def test_three_steps_of_a_hybrid_model():
     """Every other layer is attention, whose tokens are exchanged for heads."""
     metrics, params, sent = three_steps("data=2,head=2,context=2,sharded", HYBRID)
     check_same_steps((metrics, params), three_steps("data=1", HYBRID))
+    assert sent.count["all-to-all"] >= 8
+
+
+LATENT = dataclasses.replace(
+    CONFIG,
+    num_layers=1,
+    layer_types=("attention",),
+    attention=LatentAttentionConfig(4, 4, 4, 4, 6, 8, 100.0, True),
+    experts=ExpertsConfig(8, 3, 8, 8, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5)),
+)
+
+
+@pytest.mark.slow
+def test_three_steps_with_latent_attention_and_experts():
+    """On a mesh with all that there is, from experts in parts."""
+    metrics, params, sent = three_steps("data=2,head=2,context=2,sharded", LATENT)
+    check_same_steps((metrics, params), three_steps("data=1", LATENT))
     assert sent.count["all-to-all"] >= 8
 
 

@@ -10,8 +10,8 @@ class RunError(ValueError):
 
 
 def flag(name: str) -> str:
-    """Returns the name of an option as it is typed."""
-    return "--" + name.replace("_", "-")
+    """Returns the name of an option as it is typed: the field of --from is `from_`, as Python has a word like it."""
+    return "--" + name.removesuffix("_").replace("_", "-")
 
 
 def fail(name: str, expected: str, got: object) -> NoReturn:

@@ -2,10 +2,17 @@
 
 import contextlib
 import io
+import keyword
 import re
 import shutil
+import sys
 import textwrap
 from typing import Any
+
+_WORDS = "|".join(keyword.kwlist)
+_KEYWORD = re.compile(rf"^(--(?:{_WORDS}))(=|$)")
+_FIELD = re.compile(rf"(--(?:{_WORDS}))_(?=\W)")
+"""Options named by a word of Python, whose fields have a "_" behind it, as they are typed and as tyro knows them."""
 
 
 class Usage(Exception):
@@ -32,6 +39,7 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
     """
     import tyro
 
+    argv = [_KEYWORD.sub(r"\1_\2", word) for word in (sys.argv[1:] if argv is None else argv)]
     plain = io.StringIO()  # it has no encoding, so that tyro writes lines between its sections and no boxes
     try:
         with contextlib.redirect_stdout(plain), contextlib.redirect_stderr(plain):
@@ -44,11 +52,12 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit as stop:
+        text = _FIELD.sub(r"\1", plain.getvalue())
         if not stop.code:
             width = shutil.get_terminal_size().columns
-            print(*(_wrapped(line, width) for line in plain.getvalue().splitlines()), sep="\n")
+            print(*(_wrapped(line, width) for line in text.splitlines()), sep="\n")
             raise Help from None
-        _, message, *_ = re.split(r"\n *-+ *\n", plain.getvalue())
+        _, message, *_ = re.split(r"\n *-+ *\n", text)
         raise Usage(f"{' '.join(message.split())} (see {prog} --help)") from None
 
 

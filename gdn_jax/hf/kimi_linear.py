@@ -20,6 +20,8 @@ PUBLISHED = {
 }
 """Fields of a published `linear_attn_config`, by the names that transformers writes."""
 
+OF_K3 = "a part of Kimi K3, whose text model has this model type too, is not supported"
+
 SPELLING = kda_decoder.Spelling(
     mixer="self_attn",
     outputs=("o_proj",),
@@ -39,6 +41,8 @@ def _as_written(fields: Fields) -> Fields:
     if not isinstance(inner, dict):
         raise ValueError(f"{fields.where}: expected an object linear_attn_config, got {inner!r}")
     linear = Fields(inner, {}, f"{fields.where}: linear_attn_config")
+    for name in ("gate_lower_bound", "use_full_rank_gate"):
+        linear.refuse(name, False, OF_K3)
     values: dict[str, Any] = {ours: linear.size(theirs) for ours, theirs in PUBLISHED.items()}
     if fields.values.get("layer_types") is None:
         kda, full = linear.get("kda_layers", list), linear.get("full_attn_layers", list)
@@ -53,6 +57,8 @@ def _as_written(fields: Fields) -> Fields:
 
 def _config(fields: Fields) -> ModelConfig:
     fields.refuse("mla_use_nope", True, "latent attention with rotary positions is not supported here")
+    for name in ("attn_res_block_size", "routed_expert_hidden_size", "mla_use_output_gate"):
+        fields.refuse(name, False, OF_K3)
     return kda_decoder.decoder(_as_written(fields), KimiDelta())
 
 

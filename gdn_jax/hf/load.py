@@ -41,8 +41,10 @@ def load_hf(
     path: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    weight_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     implementation: str | None = None,
+    remat: str = "none",
 ) -> LanguageModel:
     """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0.
 
@@ -54,9 +56,11 @@ def load_hf(
       path: folder with config.json and model.safetensors, or with files that an index lists.
       dtype: of weights and products, float32 or bfloat16; None: that of the checkpoint. A_log and dt_bias are float32
         in any case, and so are norms, gates, states and logits.
+      weight_dtype: of the weights, where it is another one than that of products.
       mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
         divide, the rest is on every one. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.
+      remat: what a block keeps for the backward pass, see `ModelConfig`.
 
     Returns:
       The model, called as any other: `model(tokens)`, `generate(model, tokens, num_tokens)`.
@@ -72,7 +76,8 @@ def load_hf(
     tensors = read_tensors(folder)
     names = names_of(described, tensors)
     config = config_of(described, dtype, tensors, names)
-    config = dataclasses.replace(config, implementation=implementation)
+    kept = config.weight_dtype if weight_dtype is None else weight_dtype
+    config = dataclasses.replace(config, implementation=implementation, weight_dtype=kept, remat=remat)
     skipped = skipped_of(described, tensors, names)
     plan = weights_of(described.family, config, names)
     check_tensors(folder, plan, tensors, skipped)

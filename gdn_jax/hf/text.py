@@ -26,9 +26,9 @@ class Tokenizer:
         except Exception as error:  # the package has no type of its own for it
             raise ValueError(f"{file}: expected a tokenizer, got a damaged file: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the checkpoint wants at its beginning."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text, with those that the checkpoint wants at its beginning, or without such `special` ones."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens, without special ones."""

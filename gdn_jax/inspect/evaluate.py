@@ -39,7 +39,7 @@ def bits_per_byte(run: TrainedRun, texts: list[bytes], val_bytes: int) -> tuple[
     Raises:
       RunError: the run's task has no text, or the texts are shorter than a window.
     """
-    run.check_text()
+    run.check_bytes()
     stream, length = text.stream(texts), run.options.task.length
     if stream.size < length + 1:
         fail("data", f"at least {length - 1} bytes of text, a window of the run", stream.size - 2)

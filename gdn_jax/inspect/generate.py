@@ -114,7 +114,10 @@ def _open_run(path: Path, options: GenerateOptions) -> Writer:
     if options.dtype != "auto":
         raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
     run = load_text_run(path, options.implementation)
-    return Writer(run.model, _bytes(options.prompt), _text, (0,))
+    prompt = [int(token) for token in np.asarray(run.encode(options.prompt))[0]]
+    return Writer(
+        run.model, prompt, lambda tokens: run.decode(jnp.asarray(tokens, jnp.int32)), run.text.stops
+    )
 
 
 def _bytes(prompt: str) -> list[int]:

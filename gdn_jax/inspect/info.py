@@ -22,6 +22,7 @@ from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, title
 from gdn_jax.models.mixers.mixer import MixerCosts, Start
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training.load import open_run
 from gdn_jax.training.steps import compute_dtype
@@ -112,6 +113,11 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
 
 def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     _, stored, options = open_run(path)
+    if isinstance(options.task, TokensOptions):
+        assert options.task.from_ is not None
+        _, config, skipped, _ = _of_checkpoint(options.task.from_)
+        name = f"{path}: a run of {stored['task']} from {options.task.from_}"
+        return name, dataclasses.replace(config, dtype=compute_dtype(options.model)), skipped, None
     values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
     config = ModelConfig(vocab_size=vocab_size(options.task), **values)
     return f"{path}: a run of {stored['task']}", config, [], options.model.time_step

@@ -56,7 +56,6 @@ class AttentionConfig:
     bias: bool = False
     reordered_norm: bool = False
     window: int | None = None
-    splits: ClassVar[bool] = True
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, head_dim=self.head_dim)
@@ -103,7 +102,6 @@ class LatentAttentionConfig:
     head_gate: bool = False
     window: ClassVar[None] = None
     reordered_norm: ClassVar[bool] = False
-    splits: ClassVar[bool] = False
 
     def __post_init__(self):
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:5]}

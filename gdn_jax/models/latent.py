@@ -96,9 +96,8 @@ class LatentAttention(Attention):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T 1 R"], Float[Array, "B T 1 C"]]:
         """Queries of the heads, k_r and c of tokens: projected, normalised and rotated. See `Attention.heads`."""
         a, (B, T, _) = self.config, x.shape
-        q, kv = products(x, (self.q_proj if a.q_rank is None else self.q_a_proj, self.kv_a_proj))
-        if a.q_rank is not None:
-            q = self.q_b_proj(self.q_a_norm(q))
+        down, last = (x, "q_proj") if a.q_rank is None else (self.q_a_norm(self.q_a_proj(x)), "q_b_proj")
+        (q,), kv = products(down, (getattr(self, last),)), self.kv_a_proj(x)
         q = q.reshape(B, T, self.num_heads, a.key_dim)
         c = self.kv_a_norm(kv[..., : a.kv_rank])[:, :, None]
         k_r = kv[:, :, None, a.kv_rank :]
@@ -136,7 +135,8 @@ class LatentAttention(Attention):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H V"]]:
         """Keys and values of all heads."""
         a, (B, T) = self.config, c.shape[:2]
-        kv = self.kv_b_proj(c[:, :, 0]).reshape(B, T, self.num_heads, a.nope_dim + a.v_dim)
+        (kv,) = products(c[:, :, 0], (self.kv_b_proj,))
+        kv = kv.reshape(B, T, self.num_heads, a.nope_dim + a.v_dim)
         k_r = jnp.broadcast_to(k_r, (B, T, self.num_heads, a.rope_dim))
         return jnp.concatenate([kv[..., : a.nope_dim], k_r], axis=-1), kv[..., a.nope_dim :]
 

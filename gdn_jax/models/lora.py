@@ -39,6 +39,7 @@ class LoRALinear(nnx.Linear):
     def __init__(self, base: nnx.Linear, rank: int, scale: float, *, rngs: nnx.Rngs):
         # Not that of nnx.Linear, which makes a weight: here it is a property, for those who read it.
         self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
         self.scale = scale
         init = nnx.initializers.lecun_normal()
         self.a = LoRAParam(init(rngs.params(), (base.in_features, rank), jnp.float32))

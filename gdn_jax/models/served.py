@@ -39,11 +39,13 @@ class ServedModel:
 
     def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
         self._mixers: list[RecurrentMixer] = []
-        for block in model.blocks:
+        for layer, block in enumerate(model.blocks):
             mixer = block.mixer
             if not (isinstance(mixer, RecurrentMixer) and mixer.can_be_served):
+                keeps = ", whose cache holds tokens: the slots of a pool hold states"
                 raise NotImplementedError(
-                    "model: expected delta rules of one step a token, with the short convolution, got others"
+                    "model: expected delta rules of one step a token, with the short convolution, got "
+                    f"{type(mixer).__name__} in layer {layer}{keeps if getattr(mixer, 'attends', False) else ''}"
                 )
             self._mixers.append(mixer)
         self._graphdef, self.params = nnx.split(for_inference(model))

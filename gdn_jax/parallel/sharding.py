@@ -2,6 +2,7 @@
 
     parameter                           along head                   along data, where parameters are sharded
     q, k, v, a, b, f, w, g projections  their outputs, by heads      their inputs
+    q_b, kv_b projections               their outputs, by heads      their inputs
     o projection                        its inputs, by heads         its outputs
     gate and up projections             the inner width              the width of the stream
     down projection                     the inner width              the width of the stream
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
 
 _OUTPUTS = {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "gate_proj", "up_proj"}
-_OUTPUTS |= {"f_proj", "f_b_proj", "w_proj", "g_b_proj"}
+_OUTPUTS |= {"f_proj", "f_b_proj", "w_proj", "g_b_proj", "q_b_proj", "kv_b_proj"}
 _INPUTS = {"o_proj", "down_proj"}
 _HEADS = {"A_log", "dt_bias"}
 
@@ -54,10 +55,6 @@ def check(config: Any, shape: MeshShape, batch: int, length: int) -> None:
         raise NotImplementedError(
             "context: layers of type window_attention do not run over split tokens: devices would exchange all "
             "tokens of a row for some heads, where the few of a window would do"
-        )
-    if config.attention is not None and not config.attention.splits and shape.head * shape.context > 1:
-        raise NotImplementedError(
-            "head, context: latent attention is not split by heads or tokens, the latent of a token is for all heads"
         )
     if batch % shape.data:
         raise ValueError(f"data: expected a divisor of the {batch} rows of a batch, got {shape.data}")

@@ -30,15 +30,15 @@ class BytesTask(Task):
         self.size, self.tests = self.length, o.test_lengths or ()
         longest = max((self.length, *self.tests))
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
-        self.data = self.corpus.train
-        self.starts = text.window_starts(self.corpus.val.size, self.length, o.val_bytes)
+        self.data, self.val = self.corpus.train, self.corpus.val
+        self.starts = text.window_starts(self.val.size, self.length, o.val_bytes)
 
     def train_batch(self, step: int) -> Batch:
         # Philox is a counter: key (seed, step) needs no state to be saved.
         generator = np.random.Generator(np.random.Philox(key=[self.seed, step]))
-        high = self.corpus.train.size - self.length
+        high = self.data.size - self.length
         starts = generator.integers(0, high, self.batch_size)
-        tokens, targets = text.windows(self.corpus.train, starts, self.length)
+        tokens, targets = text.windows(self.data, starts, self.length)
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
@@ -49,7 +49,7 @@ class BytesTask(Task):
         return Batch(rows[:, :-1], rows[:, 1:], jnp.ones((rows.shape[0], self.length), jnp.float32))
 
     def val_batches(self, size: int) -> list[Batch]:
-        return batches(self.corpus.val, self.starts, self.length, size)
+        return batches(self.val, self.starts, self.length, size)
 
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
         # Without --test-lengths the held-out text is the test.
@@ -123,6 +123,23 @@ def decode(tokens: Int[Array, " T"]) -> str:
     """Returns readable text of bytes up to a zero, which ends a file. What is no text becomes U+FFFD."""
     readable = bytes(np.asarray(tokens, np.uint8)).split(b"\0")[0].decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in readable)
+
+
+class Bytes:
+    """The text of bytes, as a run of the task has it."""
+
+    stops: tuple[int, ...] = (0,)
+
+    def encode(self, prompt: str) -> Int[Array, "1 T"]:
+        """See the function `encode`."""
+        return encode(prompt)
+
+    def decode(self, tokens: Int[Array, " T"]) -> str:
+        """See the function `decode`."""
+        return decode(tokens)
+
+
+TEXT = Bytes()
 
 
 def batches(stream: np.ndarray, starts: np.ndarray, length: int, size: int) -> list[Batch]:

@@ -65,6 +65,34 @@ class TextOptions(CorpusOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class TokensOptions(CorpusOptions):
+    """Fine-tuning of a Hugging Face checkpoint on real text, in its own tokens; validated in bits per byte."""
+
+    task: ClassVar[str] = "tokens"
+
+    from_: Annotated[Path | None, MayChange] = None
+    """Folder of the checkpoint, whose model and tokenizer the run has. With --resume: where it lies now."""
+    lora_rank: Annotated[int | None, Positive] = None
+    """Train low-rank changes of this rank, and leave the weights as they are. None: train all weights."""
+    lora_projections: Annotated[tuple[str, ...], Distinct] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Projections with such a change, in all layers that have them. Experts have none."""
+    length: Annotated[int, Positive] = 256
+    """Tokens of a training sequence, T."""
+    val_tokens: Annotated[int, Positive] = 32768
+    """Held-out tokens scored by a validation, spread evenly over the held-out text."""
+    prompt: str = ""
+    """Start of the sample; empty: the start of a new text."""
+    sample_tokens: Annotated[int, Positive] = 150
+    """Tokens of the sample."""
+    temperature: Annotated[float, NotNegative] = 0.7
+    """Temperature of the sample; 0 takes the likeliest token."""
+
+    def check(self) -> None:
+        """Raises RunError naming an option that does not fit the others."""
+        prompt_bytes(self.prompt)
+
+
+@dataclasses.dataclass(frozen=True)
 class GeneratedOptions:
     """Sequences drawn at random, as many as are wanted."""
 
@@ -288,6 +316,7 @@ class StackOptions(GeneratedOptions):
 
 TaskOptions = (
     TextOptions
+    | TokensOptions
     | RecallOptions
     | NeedleOptions
     | SentenceOptions

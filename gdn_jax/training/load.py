@@ -7,6 +7,7 @@ print(run.decode(tokens[0]))
 
 import dataclasses
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from jaxtyping import Array, Int
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.models import LanguageModel
-from gdn_jax.tasks import next_byte
-from gdn_jax.tasks.table import vocab_size
+from gdn_jax.models.lora import merge_lora
+from gdn_jax.tasks.table import Text, text_of, vocab_size
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.checkpoints import Checkpoints
@@ -46,25 +47,37 @@ class TrainedRun:
     damaged: dict[int, str]
 
     def encode(self, prompt: str) -> Int[Array, "1 T"]:
-        """Returns the tokens of a prompt: a zero byte, which begins every file, and the prompt in UTF-8.
+        """Returns the tokens of a prompt: of the task bytes a zero, which begins every file, and the prompt in UTF-8.
 
         Raises:
           RunError: the run's task has no text.
         """
-        self.check_text()
-        return next_byte.encode(prompt)
+        return self.text.encode(prompt)
 
     def decode(self, tokens: Int[Array, " T"]) -> str:
-        """Returns the text of tokens up to the zero byte that ends a file. What is not printable becomes U+FFFD.
+        """Returns the text of tokens up to one that ends it. Bytes that are not printable become U+FFFD.
 
         Raises:
           RunError: the run's task has no text.
         """
-        self.check_text()
-        return next_byte.decode(tokens)
+        return self.text.decode(tokens)
 
-    def check_text(self) -> None:
-        """Raises RunError unless the run's task is text."""
+    @cached_property
+    def text(self) -> Text:
+        """The text of the run's tokens.
+
+        Raises:
+          RunError: the run's task has none.
+        """
+        text = text_of(self.options.task)
+        if text is None:
+            raise RunError(
+                f"{self.path}: expected a run of the task bytes or tokens, got {self.options.task.task}"
+            )
+        return text
+
+    def check_bytes(self) -> None:
+        """Raises RunError unless the run's task is text in bytes."""
         if self.options.task.task != "bytes":
             raise RunError(f"{self.path}: expected a run of the task bytes, got {self.options.task.task}")
 
@@ -99,8 +112,8 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
     size = options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)
-    model = steps.make_model(size, vocab_size(options.task), 0)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    model = steps.start_model(dataclasses.replace(options, model=size), vocab_size(options.task), 0)
+    graphdef, params, rest = nnx.split(model, steps.trained(options.task), ...)
     optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
     restored = None
     if folder.checkpoints.is_dir():
@@ -112,6 +125,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
     if restored is None:
         raise RunError(f"{path}: expected a run with a checkpoint, got none: it has not come so far")
     trained = nnx.merge(graphdef, restored.state.params, rest)
+    merge_lora(trained)
     return TrainedRun(folder.path, config, options, restored.step, trained, restored.damaged)
 
 
@@ -122,7 +136,7 @@ def load_text_run(path: Path, implementation: Implementation | None) -> TrainedR
       RunError: as `load_run`, or the run's task has no text.
     """
     run = load_run(path, implementation=implementation)
-    run.check_text()
+    _ = run.text
     for step in run.damaged:
         print(f"gdn: note: the checkpoint of step {step} is damaged, using step {run.step}", file=sys.stderr)
     return run

@@ -23,6 +23,7 @@ from gdn_jax.tasks.options import (
     StackOptions,
     TaskOptions,
     TextOptions,
+    TokensOptions,
 )
 
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
@@ -275,6 +276,7 @@ def _generated(task: TaskOptions, steps: int = 400, **model: Any) -> TrainOption
 
 TASKS: dict[str, TrainOptions] = {
     "bytes": TrainOptions(TextOptions()),
+    "tokens": TrainOptions(TokensOptions(), optimizer=OptimizerOptions(lr=1e-4)),
     "recall": _generated(RecallOptions(), steps=800),  # of two seeds, one has learned nothing at 400
     "needle": _generated(NeedleOptions()),
     "sentence": _generated(SentenceOptions()),
@@ -285,6 +287,10 @@ TASKS: dict[str, TrainOptions] = {
     "stack": _generated(StackOptions()),
 }
 """Tasks by name, with their default options."""
+
+
+OF_A_CHECKPOINT = {"dtype", "implementation", "remat"}
+"""Options of a model that one from a checkpoint has too."""
 
 
 def flat(options: Any) -> dict[str, Any]:
@@ -303,6 +309,11 @@ def check(options: TrainOptions) -> None:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
     options.model.check()
     options.task.check()
+    if isinstance(options.task, TokensOptions):
+        given, default = vars(options.model), vars(ModelOptions())
+        for name in default:
+            if name not in OF_A_CHECKPOINT and given[name] != default[name]:
+                fail(name, f"{default[name]}, as the model is that of --from", given[name])
     if isinstance(options.task, TextOptions) and options.model.rule == "softmax_attention":
         fail("rule", "a rule with a recurrent state, through which the sample is written", options.model.rule)
 
@@ -324,9 +335,9 @@ def to_json(options: Any) -> dict[str, object]:
     left_out = _marked(options, PerStart)
     values = {name: value for name, value in flat(options).items() if name not in left_out}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    if isinstance(values.get("data"), Path):
-        values["data"] = str(values["data"].resolve())
-    return values
+    return {
+        name: str(value.resolve()) if isinstance(value, Path) else value for name, value in values.items()
+    }
 
 
 def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
@@ -353,8 +364,8 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
                 kind = getattr(hint, "__name__", hint)
                 raise RunError(f"config.json: expected {name} of type {kind}, got {stored[name]!r}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
-    if values.get("data") is not None:
-        values["data"] = Path(str(values["data"]))
+    for name in {"data", "from_"} & values.keys():
+        values[name] = None if values[name] is None else Path(str(values[name]))
     values |= {name: getattr(start, name) for name in fields.marked(type(start), PerStart)}
     groups = {}
     for group in dataclasses.fields(default):

@@ -13,10 +13,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from gdn_jax import blocks, models
 from gdn_jax.commands.errors import RunError
+from gdn_jax.hf.load import load_hf
 from gdn_jax.layers import RecurrentMixer
+from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
-from gdn_jax.training.options import ModelOptions, ScheduleOptions
+from gdn_jax.tasks.options import TaskOptions, TokensOptions
+from gdn_jax.training.options import ModelOptions, ScheduleOptions, TrainOptions
 
 AT_ONCE = 64
 """Arrays whose sums of squares are added by one kernel."""
@@ -74,6 +77,43 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
     if options.time_step != 1:
         scale_time_steps(model, options.time_step)
     return model
+
+
+def start_model(options: TrainOptions, vocab_size: int, seed: int) -> models.LanguageModel:
+    """Makes the model that a run starts from: fresh, or that of a checkpoint, with low-rank changes if asked for.
+
+    Weights that are trained are float32, others in the compute dtype.
+
+    Raises:
+      RunError: the sizes do not make a model, or the checkpoint cannot be used.
+    """
+    task, model = options.task, options.model
+    if not isinstance(task, TokensOptions):
+        return make_model(model, vocab_size, seed)
+    assert task.from_ is not None
+    dtype, rank = compute_dtype(model), task.lora_rank
+    implementation = None if model.implementation == "auto" else model.implementation
+    try:
+        made = load_hf(
+            task.from_,
+            dtype=dtype,
+            weight_dtype="float32" if rank is None else dtype,
+            implementation=implementation,
+            remat=model.remat,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(f"--from: {error}") from error
+    if rank is not None:
+        try:
+            add_lora(made, rank, projections=task.lora_projections, rngs=nnx.Rngs(seed))
+        except ValueError as error:
+            raise RunError(f"--lora-{error}") from error
+    return made
+
+
+def trained(task: TaskOptions) -> type[nnx.Param]:
+    """The type of the parameters that a run trains."""
+    return LoRAParam if isinstance(task, TokensOptions) and task.lora_rank is not None else nnx.Param
 
 
 def scale_time_steps(model: models.LanguageModel, factor: float | Float[Array, ""]) -> None:

@@ -26,6 +26,7 @@ from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
 from gdn_jax.commands.versions import versions
 from gdn_jax.parallel import processes
+from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import check_same_data, make_task
 from gdn_jax.tasks.task import Task
 from gdn_jax.training import curves, kernels, mixers, steps
@@ -211,10 +212,17 @@ def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable
         )
 
 
+def _label(options: TrainOptions) -> str:
+    """Returns the name of a run's model in words."""
+    if isinstance(options.task, TokensOptions):
+        return str(options.task.from_ and options.task.from_.name)
+    return mixers.label(options.model)
+
+
 @contextlib.contextmanager
 def _drawing(trainer: Trainer, run: RunFolder) -> Iterator[None]:
     """Draws the curves of what there is, however the block ends."""
-    task, label = trainer.task, mixers.label(trainer.options.model)
+    task, label = trainer.task, _label(trainer.options)
     try:
         yield
     finally:
@@ -246,9 +254,7 @@ def _finish(trainer: Trainer, run: RunFolder, console: Console, why: str | None)
     table.add_column(metric, justify="right")
     for name, baseline in baselines.items():
         table.add_row(name, f"{baseline:.3f}")
-    table.add_row(
-        f"{mixers.label(trainer.options.model)}, {trainer.step} steps", f"{value:.3f}", style="bold"
-    )
+    table.add_row(f"{_label(trainer.options)}, {trainer.step} steps", f"{value:.3f}", style="bold")
     console.print(table)
     tests = trainer.test()
     for size, metrics in tests.items():

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from gdn_jax.commands.errors import RunError, fail
-from gdn_jax.models.costs import count
+from gdn_jax.models.costs import count, multiplied_parameters
 from gdn_jax.parallel import processes
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.task import Task
@@ -72,6 +72,7 @@ class Trainer:
     functions: Functions
     state: TrainState
     placement: Placement
+    multiplied: int | None  # values that a token is multiplied by in a pass that trains them all
     step: int = 0
     tally: Tally = dataclasses.field(default_factory=Tally)
     seconds: float = 0.0  # spent in the loop, over all resumptions
@@ -94,12 +95,16 @@ class Trainer:
           RunError: the options do not make a model, or not one of these weights.
         """
         memory.check_run(options, task.vocab_size)
-        model = steps.make_model(options.model, task.vocab_size, options.run.seed)
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        model = steps.start_model(options, task.vocab_size, options.run.seed)
+        kind = steps.trained(options.task)
+        graphdef, params, rest = nnx.split(model, kind, ...)
+        multiplied = multiplied_parameters(model.config) if kind is nnx.Param else None
         if weights is not None:
             params = _instead(params, weights)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
         placement = placement or Placement()
+        if placement.mesh is not None and kind is not nnx.Param:
+            raise RunError("--mesh: low-rank changes are trained on one device, got a mesh")
         batch, accumulate = task.train_batch(1), options.run.accumulate
         placement.check(model.config, batch.tokens.shape[0] // accumulate, batch.tokens.shape[1])
         with placement.active():
@@ -111,7 +116,7 @@ class Trainer:
                 jax.eval_shape(functions.train, state, placement.batch(batch))
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
-        return cls(options, task, graphdef, rest, functions, state, placement)
+        return cls(options, task, graphdef, rest, functions, state, placement, multiplied)
 
     @property
     def parameters(self) -> int:
@@ -247,18 +252,13 @@ class Trainer:
         reporter.state(loss, speed or 0.0)
         if validation:
             metric = self.task.metric
-            share = share_of_peak(self.parameters - self._embedding(), speed) if speed else None
+            share = share_of_peak(self.multiplied, speed) if speed and self.multiplied else None
             reporter.line(
                 f"step {self.step:6d}   {metric} {metrics[metric]:.3f}   "
                 f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
                 + (f"   {speed:,.0f} tokens/s" if speed else "")
                 + (f"   {share:.0%} of peak" if share is not None else "")
             )
-
-    def _embedding(self) -> int:
-        """Counts the values of the embedding where it only looks up, and is not the output projection too."""
-        options = self.options.model
-        return 0 if options.tie_embeddings else self.task.vocab_size * options.hidden_size
 
 
 def _instead(params: PyTree, weights: PyTree) -> PyTree:

@@ -1,0 +1,143 @@
+"""Next-token modelling of a text in the tokens of a Hugging Face checkpoint, as a task."""
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from gdn_jax import models
+from gdn_jax.commands.errors import RunError, fail
+from gdn_jax.hf.checkpoint import CONFIG, read_json
+from gdn_jax.hf.families import describe
+from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, stop_tokens
+from gdn_jax.tasks import next_byte, ngrams, text
+from gdn_jax.tasks.options import TokensOptions, prompt_bytes
+
+COUNTED = 131072
+"""Held-out bytes that the tables of counts are scored on, at most."""
+
+
+def vocab_size(options: TokensOptions) -> int:
+    """Returns how many tokens the checkpoint's model has.
+
+    Raises:
+      RunError: there is no such checkpoint.
+    """
+    if options.from_ is None:
+        fail("from_", "the folder of a checkpoint", "none")
+    try:
+        file = options.from_ / CONFIG
+        return describe(read_json(file), str(file)).fields.size("vocab_size")
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(f"--from: {error}") from error
+
+
+class Words:
+    """The text of a checkpoint's tokens, as a run of the task has it.
+
+    Args:
+      folder: of the checkpoint.
+
+    Raises:
+      RunError: it has no tokenizer, or a damaged one.
+    """
+
+    def __init__(self, folder: Path):
+        if not (folder / TOKENIZER).is_file():
+            raise RunError(f"--from: expected {TOKENIZER} in {folder}, got none")
+        try:
+            self._tokenizer = Tokenizer(folder / TOKENIZER)
+        except ValueError as error:
+            raise RunError(f"--from: {error}") from error
+        self._config, self.stops = read_json(folder / CONFIG), stop_tokens(folder)
+
+    def encode(self, prompt: str) -> Int[Array, "1 T"]:
+        """Returns the tokens of a prompt. Without any it is the token that ends a text, behind which one begins.
+
+        Raises:
+          RunError: the prompt has no token, and none ends a text.
+          NotImplementedError: a token stands for an image.
+        """
+        words = prompt_bytes(prompt).decode(errors="replace")
+        tokens = self._tokenizer.encode(words) or [*self.stops[:1]]
+        if not tokens:
+            fail("prompt", "a text of one token or more", "none")
+        check_text_only(self._config, tokens)
+        return jnp.asarray([tokens], jnp.int32)
+
+    def decode(self, tokens: Int[Array, " T"]) -> str:
+        """Returns the text of tokens up to one that ends it."""
+        found = [int(token) for token in np.asarray(tokens)]
+        ends = [i for i, token in enumerate(found) if token in self.stops]
+        return self._tokenizer.decode(found[: ends[0]] if ends else found)
+
+    def stream(self, texts: np.ndarray) -> Int[np.ndarray, " n"]:
+        """Returns the tokens of texts, of bytes with zeros around each; a token that ends a text stands for those."""
+        end, found = [*self.stops[:1]], []
+        for part in texts.tobytes().split(b"\0"):
+            if part:
+                found += end + self._tokenizer.encode(part.decode(errors="replace"), special=False)
+        return np.asarray(found + end, np.int32)
+
+
+class TokensTask(next_byte.BytesTask):
+    """Next-token modelling of a text. Its losses are told in bits per byte, so that tokenizers can be compared."""
+
+    axis = "tokens"
+
+    def __init__(self, options: TokensOptions, batch_size: int, seed: int):
+        self.vocab_size = vocab_size(options)
+        assert options.from_ is not None
+        self.options, self.batch_size, self.seed = options, batch_size, seed
+        self.size = self.length = options.length
+        self.tests = ()
+        self.words = Words(options.from_)
+        self.corpus = text.load(options.data, options.glob, packages=options.packages)
+        self.data, self.val = self.words.stream(self.corpus.train), self.words.stream(self.corpus.val)
+        for side, part in (("training", self.data), ("held-out", self.val)):
+            if part.size < self.length + 1:
+                fail("data", f"at least --length + 1 = {self.length + 1} {side} tokens", part.size)
+            if (most := int(part.max())) >= self.vocab_size:
+                fail("from_", f"tokens below the vocabulary's size {self.vocab_size}", most)
+        self.starts = text.window_starts(self.val.size, self.length, options.val_tokens)
+        self.bytes_per_token = self.corpus.val.size / self.val.size
+
+    def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
+        del accuracy
+        return {"bpb": next_byte.bits(loss) / self.bytes_per_token}
+
+    @cached_property
+    def _tables(self) -> dict[str, float]:
+        positions = text.window_starts(self.corpus.val.size, 1, COUNTED) + 1
+        return ngrams.bits_per_byte(self.corpus.train, self.corpus.val, positions)
+
+    def describe(self) -> dict[str, object]:
+        corpus = self.corpus
+        digest = hashlib.sha256(self.data.tobytes() + b"held out" + self.val.tobytes())
+        return {
+            "source": corpus.source,
+            "fingerprint": digest.hexdigest()[:16],
+            "train_tokens": self.data.size,
+            "val_tokens": self.val.size,
+            "val_tokens_scored": len(self.starts) * self.length,
+            "bytes_per_token": self.bytes_per_token,
+            "train_files": len(corpus.train_files),
+            "val_files": list(corpus.val_files),
+        }
+
+    def summary(self) -> str:
+        bytes_per_token = f"{self.bytes_per_token:.2f} bytes each"
+        return f"{super().summary()}, {self.data.size} and {self.val.size} tokens of {bytes_per_token}"
+
+    def sample(self, model: models.LanguageModel) -> str:
+        o, prompt = self.options, self.words.encode(self.options.prompt)
+        rng = jax.random.fold_in(jax.random.key(self.seed), 2)
+        stops = self.words.stops
+        out = models.generate(
+            model, prompt, o.sample_tokens, rng=rng, temperature=o.temperature, stop_tokens=stops
+        )
+        return o.prompt + self.words.decode(out[0])

@@ -1,0 +1,112 @@
+"""`gdn train tokens --from`: a checkpoint is trained on in its own tokens, taken up, written with, and written."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_runs import metrics
+
+from gdn_jax import cli
+from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.tasks.next_token import TokensTask, Words
+from gdn_jax.tasks.options import TokensOptions
+from gdn_jax.training.load import load_run
+
+LING = Path(__file__).parent / "data" / "bailing_hybrid_released"
+WORDS = [f"word{i}" for i in range(199)]
+END = 7
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Ling whose token i is the word i, of which one ends a text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    folder = tmp_path_factory.mktemp("ling") / "ling"
+    shutil.copytree(LING, folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {END}}}')
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="word0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """Three texts that count; one of them is held out."""
+    folder = tmp_path_factory.mktemp("book")
+    for n in range(3):
+        (folder / f"{n}.txt").write_text(" ".join(WORDS[(n + i) % 50 + 20] for i in range(100)))
+    return folder
+
+
+def test_texts_are_tokens_with_the_end_between_them(checkpoint, book):
+    task = TokensTask(TokensOptions(data=book, from_=checkpoint, length=16, val_tokens=40), 2, 0)
+    assert task.vocab_size == 199 and task.data.size == 203 and task.val.size == 102
+    assert [*np.flatnonzero(task.data == END)] == [0, 101, 202]
+    inside = task.val[1:-1]
+    assert [*np.unique(np.diff(inside))] == [-49, 1]
+    batch = task.train_batch(1)
+    np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    rows = [r for b in task.val_batches(4) for r, w in zip(b.tokens, b.weights, strict=True) if w.any()]
+    assert len(rows) == 2
+    # A token of about seven bytes: its loss is shared by them.
+    assert task.metrics(np.log(2) * task.bytes_per_token, 0.0)["bpb"] == pytest.approx(1)
+    assert task.bytes_per_token == pytest.approx(7, rel=0.03)
+    words = Words(checkpoint)
+    assert words.encode("").tolist() == [[END]] and words.encode("word3 word9").tolist() == [[3, 9]]
+    assert words.decode(np.array([3, END, 9])) == "word3"
+
+
+TINY = "--length 16 --val-tokens 16 --batch-size 2 --sample-tokens 2 --implementation recurrent".split()
+TINY += "--steps 4 --log-every 1 --eval-every 4 --save-every 2".split()
+
+
+@pytest.mark.slow
+def test_low_rank_changes_are_trained_taken_up_and_merged(checkpoint, book, tmp_path, capsys):
+    """The weights stay as they are; the merged ones make a checkpoint that writes what the run does."""
+    out, saved = tmp_path / "run", tmp_path / "saved"
+    argv = ["train", "tokens", "--from", str(checkpoint), "--data", str(book), "--out", str(out), *TINY]
+    assert cli.main([*argv, "--lora-rank", "3", "--lr", "0.03"]) == 0
+    losses = [line["loss"] for line in metrics(out)]
+    assert losses[-1] < losses[0]
+    run, before = load_run(out), load_hf(checkpoint)
+    changed = {
+        path[-2].key
+        for (path, a), (_, b) in zip(*map(leaves, (run.model, before)), strict=True)
+        if not np.array_equal(a, b)
+    }
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    save_hf(run.model, saved)
+    assert (saved / "tokenizer.json").exists()
+    capsys.readouterr()
+    more = ["--prompt", "word30", "--temperature", "0", "--tokens", "3", "--implementation", "recurrent"]
+    assert cli.main(["generate", str(out), *more]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["generate", str(saved), *more]) == 0
+    assert capsys.readouterr().out == text and text.startswith("word30")
+    assert cli.main(["info", str(out)]) == 0
+    assert f"a run of tokens from {checkpoint}" in capsys.readouterr().out
+    assert cli.main(["eval", str(out), "--data", str(book)]) == 1
+    assert "expected a run of the task bytes, got tokens" in capsys.readouterr().err
+
+
+def leaves(model):
+    return jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    "message, more",
+    [
+        ("--from: expected the folder of a checkpoint, got none", []),
+        ("--from: /nothing: expected a folder with config.json, got none", ["--from", "/nothing"]),
+        ("--hidden-size: expected 128, as the model is that of --from, got 64", ["--hidden-size", "64"]),
+        (f"--from: expected tokenizer.json in {LING}, got none", [f"--from={LING}"]),
+    ],
+)
+def test_what_cannot_be_trained_on(message, more, capsys):
+    assert cli.main(["train", "tokens", *more]) == 1
+    assert message in capsys.readouterr().err
