@@ -200,9 +200,8 @@ def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
     config = ModelConfig(hidden_size=16, num_layers=1, head_dim=4, implementation="recurrent")
     model = LanguageModel(config, rngs=nnx.Rngs(0))
 
-    monkeypatch.setattr(
-        command, "load_text_run", lambda path, implementation: types.SimpleNamespace(model=model)
-    )
+    stand_in = types.SimpleNamespace(model=model, text=command.next_byte.TEXT)
+    monkeypatch.setattr(command, "load_text_run", lambda path, implementation: stand_in)
     status, out, err = run(capsys, "generate", tmp_path, "--prompt", "ab", "--temperature", 0, "--tokens", 6)
     tokens = np.asarray(generate(model, command.next_byte.encode("ab"), 6))[0]
     assert status == 0 and out == "ab" + command.next_byte.decode(jax.numpy.asarray(tokens)) + "\n"

@@ -330,5 +330,5 @@ def test_errors():
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_mixer_that_cannot_be_served_is_refused():
     other = types.SimpleNamespace(blocks=[types.SimpleNamespace(mixer=object())])
-    with pytest.raises(NotImplementedError, match="model: expected delta rules of one step"):
+    with pytest.raises(NotImplementedError, match="model: expected attention and delta rules of one step"):
         ServedModel(other)

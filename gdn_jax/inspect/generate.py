@@ -114,10 +114,13 @@ def _open_run(path: Path, options: GenerateOptions) -> Writer:
     if options.dtype != "auto":
         raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
     run = load_text_run(path, options.implementation)
-    prompt = [int(token) for token in np.asarray(run.encode(options.prompt))[0]]
-    return Writer(
-        run.model, prompt, lambda tokens: run.decode(jnp.asarray(tokens, jnp.int32)), run.text.stops
-    )
+    text = run.text
+    prompt = [int(token) for token in np.asarray(text.encode(options.prompt))[0]]
+
+    def decode(tokens: list[int]) -> str:
+        return text.decode(jnp.asarray(tokens, jnp.int32))
+
+    return Writer(run.model, prompt, decode, text.stops)
 
 
 def _bytes(prompt: str) -> list[int]:

@@ -185,8 +185,7 @@ class Attention(nnx.Module):
             count = (end - begin).astype(jnp.int32)
             x = jnp.where((jnp.arange(T) < count[:, None])[..., None], _rolled(x, -begin), 0)
             segment_ids = None if segment_ids is None else _rolled(segment_ids, -begin)
-        past = None if cache is None else cache.length
-        q, k, v = self.heads(x, past)
+        q, k, v = self.heads(x, None if cache is None else cache.length[:, None] + jnp.arange(T))
         lengths = None if mask is None else count
         o, cache = self.mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
         y = self.o_proj(self.gated(o, x))
@@ -214,7 +213,7 @@ class Attention(nnx.Module):
             return o, self.first_cache(k, v, count) if return_cache else None
         T, cache = q.shape[1], _append(cache, k, v, count)
         S = cache.k.shape[1]
-        k, v = self.read(cache)
+        q, (k, v) = self.queries(q), self.read(cache)
         if T == 1:
             o = attend(q, k, v, causal=False, lengths=jnp.maximum(cache.length, 1))
         else:
@@ -222,11 +221,19 @@ class Attention(nnx.Module):
             visible = jnp.arange(S) <= slots[..., None]
             o = attend(q, k, v, causal=False, visible=visible[:, None])
         # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
-        return jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan), cache
+        return self.outputs(jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)), cache
+
+    def queries(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H Kc"]:
+        """Queries of `heads` as they meet the keys of `read`."""
+        return q
 
     def read(self, cache):
         """Keys and values of a cache, as the queries of a call meet them."""
         return cache.k, cache.v
+
+    def outputs(self, o: Float[Array, "B T H Vc"]) -> Float[Array, "B T H V"]:
+        """Outputs of the heads from mixed values of `read`."""
+        return o
 
     def gated(self, o, x):
         """Outputs of the heads side by side, times the gate where there is one."""
@@ -238,13 +245,13 @@ class Attention(nnx.Module):
         return AttentionCache(k, v, count)
 
     def heads(
-        self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T Hkv K"], Float[Array, "B T Hkv K"]]:
         """Queries, keys and values of tokens: projected, normalised and rotated.
 
         Args:
-          x: inputs [B, T, hidden_size], tokens first in each row.
-          past: tokens before the first one [B]; None: 0.
+          x: inputs [B, T, hidden_size].
+          positions: of the tokens, counted from 0; None: 0 to T - 1 in each row.
         """
         B, T, _ = x.shape
         q, k, v = products(x, (self.q_proj, self.k_proj, self.v_proj))
@@ -256,7 +263,7 @@ class Attention(nnx.Module):
         if self.config.qk_norm == "head":
             q, k = self._normalise(q, k)
         if self.config.rotary_dim:
-            positions = jnp.arange(T)[None] if past is None else past[:, None] + jnp.arange(T)
+            positions = jnp.arange(T)[None] if positions is None else positions
             q, k = (rotate(a, positions, self.config.rotary_dim, self.config.rope_theta) for a in (q, k))
         return q, k, v
 

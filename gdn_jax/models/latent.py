@@ -92,7 +92,7 @@ class LatentAttention(Attention):
         return kind(k, v, jnp.zeros(batch, jnp.int32))
 
     def heads(
-        self, x: Float[Array, "B T D"], past: Int[Array, " B"] | None = None
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T 1 R"], Float[Array, "B T 1 C"]]:
         """Queries of the heads, k_r and c of tokens: projected, normalised and rotated. See `Attention.heads`."""
         a, (B, T, _) = self.config, x.shape
@@ -102,7 +102,7 @@ class LatentAttention(Attention):
         c = self.kv_a_norm(kv[..., : a.kv_rank])[:, :, None]
         k_r = kv[:, :, None, a.kv_rank :]
         if a.rope_theta is not None:
-            positions = jnp.arange(T)[None] if past is None else past[:, None] + jnp.arange(T)
+            positions = jnp.arange(T)[None] if positions is None else positions
             q_r, k_r = (
                 rotate(_halves(r), positions, a.rope_dim, a.rope_theta) for r in (q[..., a.nope_dim :], k_r)
             )
@@ -111,20 +111,30 @@ class LatentAttention(Attention):
 
     def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
         """See `Attention.mix`."""
+        if cache is not None:
+            return super().mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
+        keys, values = self.expand(k, v)
+        o, _ = super().mix(q, keys, values, None, count, lengths, segment_ids, False)
+        return o, self.first_cache(k, v, count) if return_cache else None
+
+    def queries(self, q):
+        """See `Attention.queries`: multiplied by the part of Wb that makes keys."""
         a = self.config
-        if cache is None:
-            keys, values = self.expand(k, v)
-            o, _ = super().mix(q, keys, values, None, count, lengths, segment_ids, False)
-            return o, self.first_cache(k, v, count) if return_cache else None
-        plain = type(self.kv_b_proj) is nnx.Linear  # one with a low-rank change has more than its kernel
-        kernel = self.kv_b_proj.kernel[...] if plain else self.kv_b_proj(jnp.eye(a.kv_rank, dtype=q.dtype))
-        weight = kernel.astype(q.dtype).reshape(a.kv_rank, self.num_heads, -1)
-        q_c = jnp.einsum("bthn,chn->bthc", q[..., : a.nope_dim], weight[..., : a.nope_dim])
+        q_c = jnp.einsum("bthn,chn->bthc", q[..., : a.nope_dim], self._expansion(q.dtype)[..., : a.nope_dim])
         q = jnp.concatenate([q_c, q[..., a.nope_dim :]], axis=-1)
         # `attend` divides by the root of the width of what it gets, which is another one than that of a head.
-        q = q * ((a.kv_rank + a.rope_dim) / a.key_dim) ** 0.5
-        o, cache = super().mix(q, k, v, cache, count, lengths, segment_ids, return_cache)
-        return jnp.einsum("bthc,chv->bthv", o, weight[..., a.nope_dim :]), cache
+        return q * ((a.kv_rank + a.rope_dim) / a.key_dim) ** 0.5
+
+    def outputs(self, o):
+        """See `Attention.outputs`: multiplied by the part of Wb that makes values."""
+        return jnp.einsum("bthc,chv->bthv", o, self._expansion(o.dtype)[..., self.config.nope_dim :])
+
+    def _expansion(self, dtype: DTypeLike) -> Float[Array, "C H KV"]:
+        """Wb by heads."""
+        plain = type(self.kv_b_proj) is nnx.Linear  # one with a low-rank change has more than its kernel
+        rank = self.config.kv_rank
+        kernel = self.kv_b_proj.kernel[...] if plain else self.kv_b_proj(jnp.eye(rank, dtype=dtype))
+        return kernel.astype(dtype).reshape(rank, self.num_heads, -1)
 
     def read(self, cache):
         """See `Attention.read`: keys are [c | k_r], and values c."""

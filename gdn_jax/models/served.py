@@ -1,26 +1,18 @@
-"""A language model over pools of states, as `serving.Server` takes it."""
+"""A language model over pools of what its layers remember, as `serving.Server` takes it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from gdn_jax import serving
-from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
-from gdn_jax.serving.pools import draft_slots
+from gdn_jax.models.served_layers import LayerPools, kind_of
 
-
-class LayerPools(NamedTuple):
-    """Contents of the slots for one layer."""
-
-    conv: Float[Array, "slots D W1"]
-    state: Float[Array, "slots HO K V"] | serving.RingPool
+__all__ = ["LayerPools", "ServedModel"]
 
 
 class ServedModel:
@@ -30,7 +22,7 @@ class ServedModel:
     of `for_inference(model)`: 16-bit models read 16-bit weights.
 
     Args:
-      model: the model; its mixers are recurrent layers with the short convolution and one step a token.
+      model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token.
       batch_invariant: of `serving.decode` and `serving.prefill`.
 
     Raises:
@@ -38,36 +30,31 @@ class ServedModel:
     """
 
     def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
-        self._mixers: list[RecurrentMixer] = []
-        for layer, block in enumerate(model.blocks):
-            mixer = block.mixer
-            if not (isinstance(mixer, RecurrentMixer) and mixer.can_be_served):
-                keeps = ", whose cache holds tokens: the slots of a pool hold states"
-                raise NotImplementedError(
-                    "model: expected delta rules of one step a token, with the short convolution, got "
-                    f"{type(mixer).__name__} in layer {layer}{keeps if getattr(mixer, 'attends', False) else ''}"
-                )
-            self._mixers.append(mixer)
+        self._mixers = [block.mixer for block in model.blocks]
+        self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
         self._graphdef, self.params = nnx.split(for_inference(model))
-        self._batch_invariant = batch_invariant
 
-    def make_pools(self, slots: int, *, dtype: DTypeLike = jnp.float32, ring: int | None = None) -> tuple:
+    def make_pools(
+        self,
+        slots: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        ring: int | None = None,
+        capacity: int | None = None,
+    ) -> tuple:
         """Empty pools of every layer.
 
         Args:
           slots: requests that they have room for.
           dtype: of the recurrent states.
           ring: length of the rings for deferred writes; None for none.
+          capacity: tokens of a request at most, with its drafts; a model with attention keeps them all.
+
+        Raises:
+          ValueError: the model has attention, and there is no capacity.
         """
-        pools = []
-        for mixer in self._mixers:
-            conv, state = mixer.init_cache(slots)
-            state = state.astype(dtype)
-            if ring is not None:
-                heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
-                state = serving.make_ring_pool(state, length=ring, **heads)
-            pools.append(LayerPools(conv, state))
-        return tuple(pools)
+        layers = zip(self._kinds, self._mixers, strict=True)
+        return tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
 
     def prefill(
         self,
@@ -88,26 +75,9 @@ class ServedModel:
           has_initial_state: False where the slot holds nothing of the request yet.
           pools: of `make_pools`, or of the call before.
         """
-        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
 
-        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
-            qkv, conv = serving.causal_conv1d(
-                mixer.project_qkv(x), cu_seqlens, pools[i].conv, *mixer.filters(), **addresses
-            )
-            g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
-            o, state = serving.prefill(
-                *_heads(mixer, qkv),
-                g,
-                beta,
-                cu_seqlens,
-                pools[i].state,
-                erase=erase,
-                write=write,
-                use_qk_l2norm=True,
-                batch_invariant=self._batch_invariant,
-                **addresses,
-            )
-            return mixer.rule_output(o, x), LayerPools(conv, state)
+        def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+            return self._kinds[i].prefill(mixer, x, pools[i], cu_seqlens, slots, has_initial_state)
 
         return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)])
 
@@ -123,20 +93,8 @@ class ServedModel:
           pools: of the call before.
         """
 
-        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
-            qkv = mixer.project_qkv(x)[:, 0]
-            qkv, conv = serving.causal_conv1d_update(qkv, pools[i].conv, *mixer.filters(), read_slots=slots)
-            a, b, w = mixer.raw_gates(x)
-            o, state = serving.decode_packed(
-                qkv,
-                a[:, 0],
-                b[:, 0],
-                pools[i].state,
-                w=None if w is None else w[:, 0],
-                read_slots=slots,
-                **self._options(mixer),
-            )
-            return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+        def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+            return self._kinds[i].decode(mixer, x, pools[i], slots)
 
         return self._run(params, tokens[:, None], mix, lambda x: x[:, 0])
 
@@ -153,28 +111,14 @@ class ServedModel:
         Args:
           params: `self.params`.
           tokens: [N, T].
-          state_slots: [N, T], see `serving.verify`. With rings the recurrent states use the first slot of a request.
+          state_slots: [N, T], see `serving.verify`. With rings the recurrent states use the first slot of a request,
+            and so do keys and values of attention layers in any case.
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
-        spans = dict(num_accepted_tokens=num_accepted_tokens)
 
-        def mix(i: int, mixer: RecurrentMixer, x: Array, **_: Any) -> tuple[Array, LayerPools]:
-            qkv, conv = serving.causal_conv1d_verify(
-                mixer.project_qkv(x), pools[i].conv, *mixer.filters(), state_slots=state_slots, **spans
-            )
-            a, b, w = mixer.raw_gates(x)
-            o, state = serving.verify(
-                *_heads(mixer, qkv),
-                a,
-                b,
-                pools[i].state,
-                w=w,
-                state_slots=draft_slots(pools[i].state, state_slots),
-                **self._options(mixer),
-                **spans,
-            )
-            return mixer.rule_output(o, x), LayerPools(conv, state)
+        def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+            return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
 
         return self._run(params, tokens, mix, lambda x: x)
 
@@ -185,19 +129,3 @@ class ServedModel:
         model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         return jnp.argmax(model.logits(pick(x)), -1).astype(jnp.int32), new or ()
-
-    def _options(self, mixer: RecurrentMixer) -> dict[str, Any]:
-        """Options of a layer that `serving.decode` and `serving.verify` have in common."""
-        return {
-            "A_log": None if mixer.A_log is None else mixer.A_log[...],
-            "dt_bias": mixer.dt_bias[...],
-            "lower_bound": mixer.lower_bound,
-            "allow_neg_eigval": mixer.allow_neg_eigval,
-            "batch_invariant": self._batch_invariant,
-        }
-
-
-def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values [.., heads, width] of the convolution's output."""
-    q, k, v = split_normalized(qkv, mixer.num_heads, mixer.head_dim, normalize=False)
-    return q, k, v.reshape(*v.shape[:-1], mixer.num_v_heads, mixer.head_v_dim)

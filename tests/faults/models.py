@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "                **self._options(mixer),\n                **spans,\n",
-        '                **self._options(mixer) | {"allow_neg_eigval": False},\n                **spans,\n',
+        "            **self._options(mixer),\n            **spans,\n",
+        '            **self._options(mixer) | {"allow_neg_eigval": False},\n            **spans,\n',
         "tests/test_serving_batching.py::test_speculative_decoding",
     ),
     Fault(

@@ -11,8 +11,8 @@ FAULTS = (
     ),
     Fault(
         "training batches reach into the held-out text",
-        "tokens, targets = text.windows(self.corpus.train, starts, self.length)",
-        "both = np.concatenate([self.corpus.val, self.corpus.train])\n"
+        "tokens, targets = text.windows(self.data, starts, self.length)",
+        "both = np.concatenate([self.val, self.data])\n"
         "        tokens, targets = text.windows(both, starts, self.length)",
         "tests/test_text_tasks.py::test_training_windows_lie_in_the_training_part",
     ),

@@ -1,0 +1,254 @@
+"""The layers of a served model over pools: what a slot holds of a request, and the three calls of `ServedModel`.
+
+A kind of layers is an object with the same four methods. The arguments of the calls are those of `ServedModel`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax import serving
+from gdn_jax.attention import attend
+from gdn_jax.fused.short_conv import split_normalized
+from gdn_jax.layers import RecurrentMixer
+from gdn_jax.models.attention import Attention, AttentionCache
+from gdn_jax.serving.pools import draft_slots
+
+
+class LayerPools(NamedTuple):
+    """Contents of the slots for one recurrent layer."""
+
+    conv: Float[Array, "slots D W1"]
+    state: Float[Array, "slots HO K V"] | serving.RingPool
+
+
+class Recurrent:
+    """Recurrent layers of one step a token with the short convolution: a window and a state in each slot.
+
+    Args:
+      batch_invariant: of `serving.decode` and `serving.prefill`.
+    """
+
+    def __init__(self, batch_invariant: bool):
+        self._batch_invariant = batch_invariant
+
+    def make_pool(
+        self, mixer: RecurrentMixer, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
+    ) -> LayerPools:
+        """Empty pools of a layer."""
+        del capacity
+        conv, state = mixer.init_cache(slots)
+        state = state.astype(dtype)
+        if ring is not None:
+            heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
+            state = serving.make_ring_pool(state, length=ring, **heads)
+        return LayerPools(conv, state)
+
+    def prefill(
+        self,
+        mixer: RecurrentMixer,
+        x: Float[Array, "1 T D"],
+        pool: LayerPools,
+        cu_seqlens: Int[Array, " N1"],
+        slots: Int[Array, " N"],
+        has_initial_state: Bool[Array, " N"],
+    ) -> tuple[Float[Array, "1 T D"], LayerPools]:
+        """Pieces of prompts, packed in one row."""
+        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
+        qkv, conv = serving.causal_conv1d(
+            mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
+        )
+        g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
+        o, state = serving.prefill(
+            *_heads(mixer, qkv),
+            g,
+            beta,
+            cu_seqlens,
+            pool.state,
+            erase=erase,
+            write=write,
+            use_qk_l2norm=True,
+            batch_invariant=self._batch_invariant,
+            **addresses,
+        )
+        return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def decode(
+        self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
+        """One token of every request."""
+        qkv = mixer.project_qkv(x)[:, 0]
+        qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
+        a, b, w = mixer.raw_gates(x)
+        o, state = serving.decode_packed(
+            qkv,
+            a[:, 0],
+            b[:, 0],
+            pool.state,
+            w=None if w is None else w[:, 0],
+            read_slots=slots,
+            **self._options(mixer),
+        )
+        return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+
+    def verify(
+        self,
+        mixer: RecurrentMixer,
+        x: Float[Array, "N T D"],
+        pool: LayerPools,
+        state_slots: Int[Array, "N T"],
+        num_accepted_tokens: Int[Array, " N"],
+    ) -> tuple[Float[Array, "N T D"], LayerPools]:
+        """The last token and drafts of every request."""
+        spans = dict(num_accepted_tokens=num_accepted_tokens)
+        qkv, conv = serving.causal_conv1d_verify(
+            mixer.project_qkv(x), pool.conv, *mixer.filters(), state_slots=state_slots, **spans
+        )
+        a, b, w = mixer.raw_gates(x)
+        o, state = serving.verify(
+            *_heads(mixer, qkv),
+            a,
+            b,
+            pool.state,
+            w=w,
+            state_slots=draft_slots(pool.state, state_slots),
+            **self._options(mixer),
+            **spans,
+        )
+        return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def _options(self, mixer: RecurrentMixer) -> dict[str, Any]:
+        """Options of a layer that `serving.decode` and `serving.verify` have in common."""
+        return {
+            "A_log": None if mixer.A_log is None else mixer.A_log[...],
+            "dt_bias": mixer.dt_bias[...],
+            "lower_bound": mixer.lower_bound,
+            "allow_neg_eigval": mixer.allow_neg_eigval,
+            "batch_invariant": self._batch_invariant,
+        }
+
+
+class Attending:
+    """Attention layers: the keys and values of a request's tokens, and how many there are, in each slot.
+
+    They lie as in an `AttentionCache` with the slots as rows. Layers with a window keep all tokens here, since drafts
+    that are not accepted would have replaced tokens of a ring. The drafts of a request lie in its first slot; in the
+    slot of each draft there is the number of tokens up to it alone. So a request with drafts goes on with `verify`
+    and the same slots. What has no room gives NaN.
+    """
+
+    def make_pool(
+        self, mixer: Attention, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
+    ) -> AttentionCache:
+        """An empty pool of a layer."""
+        del dtype, ring
+        if capacity is None:
+            raise ValueError(
+                "capacity: expected the tokens of a request, which attention layers keep, got None"
+            )
+        cache = Attention.init_cache(mixer, slots) if mixer.config.window else mixer.init_cache(slots)
+        k, v = (jnp.zeros((slots, capacity, *y.shape[2:]), y.dtype) for y in (cache.k, cache.v))
+        return AttentionCache(k, v, jnp.zeros(slots, jnp.int32))
+
+    def prefill(
+        self,
+        mixer: Attention,
+        x: Float[Array, "1 T D"],
+        pool: AttentionCache,
+        cu_seqlens: Int[Array, " N1"],
+        slots: Int[Array, " N"],
+        has_initial_state: Bool[Array, " N"],
+    ) -> tuple[Float[Array, "1 T D"], AttentionCache]:
+        """Pieces of prompts, packed in one row; their queries meet the keys as rows of their own."""
+        T, begins, counts = x.shape[1], cu_seqlens[:-1], jnp.diff(cu_seqlens)
+        past = jnp.where(has_initial_state, _at(pool.length, slots), 0)
+        token = jnp.arange(T)
+        piece = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, len(slots) - 1)
+        place = token - begins[piece]
+        q, k, v = mixer.heads(x, (past[piece] + place)[None])
+        to = jnp.where(token < cu_seqlens[-1], slots[piece], -1)
+        pool = _with(pool, to, past[piece] + place, k[0], v[0])
+        rows = q[0][jnp.clip(begins[:, None] + token, 0, T - 1)]
+        o = self._attend(mixer, rows, pool, slots, past[:, None] + token)[piece, place]
+        o = jnp.where((to >= 0)[:, None, None], o, 0)[None]
+        length = pool.length.at[_kept(slots, pool)].set(past + counts, mode="drop")
+        return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
+
+    def decode(
+        self, mixer: Attention, x: Float[Array, "B 1 D"], pool: AttentionCache, slots: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 D"], AttentionCache]:
+        """One token of every request."""
+        return self.verify(mixer, x, pool, slots[:, None], jnp.ones_like(slots))
+
+    def verify(
+        self,
+        mixer: Attention,
+        x: Float[Array, "N T D"],
+        pool: AttentionCache,
+        state_slots: Int[Array, "N T"],
+        num_accepted_tokens: Int[Array, " N"],
+    ) -> tuple[Float[Array, "N T D"], AttentionCache]:
+        """The last token and drafts of every request."""
+        last = jnp.clip(num_accepted_tokens[:, None] - 1, 0, x.shape[1] - 1)
+        start = jnp.take_along_axis(state_slots, last, axis=1)[:, 0]
+        past, first = _at(pool.length, start), jnp.where(start < 0, -1, state_slots[:, 0])
+        positions = past[:, None] + jnp.arange(x.shape[1])
+        q, k, v = mixer.heads(x, positions)
+        pool = _with(pool, first[:, None], positions, k, v)
+        o = self._attend(mixer, q, pool, first, positions)
+        to = _kept(jnp.where(start[:, None] < 0, -1, state_slots), pool)
+        length = pool.length.at[to].set(positions + 1, mode="drop")
+        return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
+
+    def _attend(self, mixer, q, pool, slots, positions):
+        """Returns what queries [N, T] of tokens at these positions see of the keys in the slots of their requests."""
+        S = pool.k.shape[1]
+        known = jnp.arange(S) <= jnp.max(positions, axis=1, keepdims=True)  # others may hold NaN
+        k, v = (jnp.where(known[..., None, None], _at(y, slots), 0) for y in (pool.k, pool.v))
+        keys, values = mixer.read(AttentionCache(k, v, positions[:, 0]))
+        ages = positions[..., None] - jnp.arange(S)
+        visible = (ages >= 0) & (ages < (mixer.config.window or S))
+        o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
+        o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
+        return jnp.where((slots >= 0)[:, None, None, None], o, 0)
+
+
+def _with(pool: AttentionCache, slots: Array, positions: Array, k: Array, v: Array) -> AttentionCache:
+    """The pool with keys and values of tokens at positions of slots."""
+    to = (_kept(slots, pool), positions)
+    k, v = (old.at[to].set(new.astype(old.dtype), mode="drop") for old, new in ((pool.k, k), (pool.v, v)))
+    return AttentionCache(k, v, pool.length)
+
+
+def _kept(slots: Int[Array, "..."], pool: AttentionCache) -> Int[Array, "..."]:
+    """Slots to write to; padding is one that the pool has not, since -1 would be the last."""
+    return jnp.where(slots < 0, len(pool.length), slots)
+
+
+def _at(x: Array, slots: Int[Array, "..."]) -> Array:
+    """Contents of slots; those of some slot for padding."""
+    return x[jnp.maximum(slots, 0)]
+
+
+def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values [.., heads, width] of the convolution's output."""
+    q, k, v = split_normalized(qkv, mixer.num_heads, mixer.head_dim, normalize=False)
+    return q, k, v.reshape(*v.shape[:-1], mixer.num_v_heads, mixer.head_v_dim)
+
+
+def kind_of(mixer: Any, layer: int, batch_invariant: bool) -> "Recurrent | Attending":
+    """The kind of a layer.
+
+    Raises:
+      NotImplementedError: there is none for it, with the layer and what it is.
+    """
+    if isinstance(mixer, RecurrentMixer) and mixer.can_be_served:
+        return Recurrent(batch_invariant)
+    if isinstance(mixer, Attention):
+        return Attending()
+    raise NotImplementedError(
+        "model: expected attention and delta rules of one step a token, with the short convolution, got "
+        f"{type(mixer).__name__} in layer {layer}"
+    )

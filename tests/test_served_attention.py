@@ -1,0 +1,75 @@
+"""A served model with latent attention and a window: prompts in pieces, a token, drafts that are accepted or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig
+from gdn_jax.models.config import LatentAttentionConfig
+from gdn_jax.models.served import ServedModel
+
+CONFIG = ModelConfig(
+    vocab_size=19,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=2,
+    head_dim=6,
+    expand_v=1.0,
+    intermediate_size=16,
+    mixer="kda",
+    layer_types=("kda", "window_attention", "attention"),
+    attention=LatentAttentionConfig(2, 4, 4, 6, 5, 7, 100.0, True),
+    window_attention=AttentionConfig(2, 1, 8, rotary_dim=8, window=5),
+    implementation="recurrent",
+)
+
+
+def test_pieces_a_token_and_drafts_give_the_likeliest_tokens():
+    """Of slots that held NaN; the window is shorter than the prompts, and drafts fill the pool to its last token."""
+    model, rng = LanguageModel(CONFIG, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    server = ServedModel(model)
+    with pytest.raises(ValueError, match="capacity: expected the tokens of a request"):
+        server.make_pools(2)
+    prompts = [rng.integers(0, 19, n) for n in (9, 6)]
+    rows, mask = np.zeros((2, 30), np.int32), np.zeros((2, 30), bool)
+    likeliest = nnx.jit(lambda model, rows, mask: jnp.argmax(model(rows, mask=mask)[0], -1))
+    lengths, want = [9, 6], []
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    for _ in range(12):  # greedy, one whole pass a token
+        mask = np.arange(30) < np.array(lengths)[:, None]
+        new = np.asarray(likeliest(model, rows, mask))[[0, 1], np.array(lengths) - 1]
+        rows[[0, 1], lengths] = new
+        want.append(new)
+        lengths = [n + 1 for n in lengths]
+    want = np.stack(want, 1)
+
+    prefill, decode, verify = map(jax.jit, (server.prefill, server.decode, server.verify))
+    pools = jax.tree.map(
+        lambda x: jnp.full_like(x, 3 if x.dtype == jnp.int32 else jnp.nan), server.make_pools(7, capacity=19)
+    )
+    slots = np.array([[5, 1, 2], [0, 3, 4]])
+    first, none = np.append(slots[:, 0], -1), np.zeros(3, bool)
+    # The second prompt whole and four tokens of the first, then its others; the rest of a row is padding.
+    pieces = np.concatenate([prompts[0][:4], prompts[1], [7, 7]])
+    new, pools = prefill(server.params, pieces[None], np.array([0, 4, 10, 10]), first, none, pools)
+    assert new[1] == want[1, 0]
+    rest = np.append(prompts[0][4:], [7] * 7)
+    ends, goes_on = np.array([0, 5, 5, 5]), np.array([True, False, False])
+    new, pools = prefill(server.params, rest[None], ends, np.array([5, -1, -1]), goes_on, pools)
+    assert new[0] == want[0, 0]
+    new, pools = decode(server.params, want[:, 0], slots[:, 0], pools)
+    np.testing.assert_array_equal(new, want[:, 1])
+
+    have, accepted = np.array([2, 2]), np.array([1, 1])
+    for good in ((2, 0), (0, 2), (1, 1), (0, 1)):
+        drafts = np.stack([row[n - 1 : n + 2] for row, n in zip(want, have, strict=True)])
+        for row, n in zip(drafts, good, strict=True):
+            row[n + 1 :] += 1  # no longer the likeliest
+        out, pools = verify(server.params, drafts % 19, slots, accepted, pools)
+        for row, n, start, right in zip(np.asarray(out), good, have, want, strict=True):
+            np.testing.assert_array_equal(row[: n + 1], right[start : start + n + 1])
+        accepted = np.array(good) + 1
+        have = have + accepted
