@@ -16,12 +16,17 @@ FAMILIES = (
     bailing_hybrid.FAMILY,
 )
 
+_GLM = (
+    "sparse attention with an indexer, hyper-connections and a limit of the SwiGLU are not supported; its Kimi Delta "
+    "Attention is"
+)
+
 OTHERS = {
     "qwen4_exp": "hyper-connections, n-gram embeddings and sparse attention are not supported",
     "qwen4_exp_text": "hyper-connections, n-gram embeddings and sparse attention are not supported",
-    "kimi_k3": "residuals by attention and a latent mixture of experts are not supported",
-    "glm5_next": "sparse attention and hyper-connections are not supported",
-    "glm5_next_text": "sparse attention and hyper-connections are not supported",
+    "kimi_k3": "residuals by attention, experts of a latent width and the activation situ are not supported",
+    "glm5_next": _GLM,
+    "glm5_next_text": _GLM,
     "minicpmv4_6": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "minicpm_ocr": "the Qwen3.5 inside it has other tensors around it, which are not supported",
     "jev": "the Qwen3.5 inside it has other tensors around it, which are not supported",
