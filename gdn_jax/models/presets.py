@@ -3,7 +3,13 @@
 import dataclasses
 from typing import Any
 
-from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from gdn_jax.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    SigmoidRouting,
+)
 
 
 def _qwen(num_heads: int, num_kv_heads: int, *, head_dim: int = 256, theta: float = 1e7) -> AttentionConfig:
@@ -83,6 +89,22 @@ _RECURRENT_04B = ModelConfig(
     intermediate_size=2736,
 )
 
+_KIMI_LINEAR = ModelConfig(
+    vocab_size=163840,
+    hidden_size=2304,
+    num_layers=27,
+    num_heads=32,
+    head_dim=128,
+    expand_v=1.0,
+    intermediate_size=9216,
+    mixer="kda",
+    layer_types=(*("kda", "kda", "kda", "attention") * 6, "kda", "kda", "attention"),
+    attention=LatentAttentionConfig(32, 128, 64, 128, 512),
+    experts=ExpertsConfig(256, 8, 1024, 1024, shared_gate=False, routing=SigmoidRouting(factor=2.446)),
+    dense_layers=(0,),
+    scale_embedding=False,
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-small": dataclasses.replace(
         _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), tie_embeddings=True
@@ -107,6 +129,7 @@ PRESETS: dict[str, ModelConfig] = {
         _moe(2048, 48, 32, _qwen(16, 2), ExpertsConfig(512, 10, 512, 512)), vocab_size=151936
     ),
     "olmo-hybrid-7b": _OLMO,
+    "kimi-linear-48b-a3b": _KIMI_LINEAR,
     "kda-small": dataclasses.replace(_RECURRENT, mixer="kda"),
     "kda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="kda"),
     "gated-delta-net-2-small": dataclasses.replace(_RECURRENT, mixer="gated_delta_net_2"),
@@ -117,6 +140,6 @@ PRESETS: dict[str, ModelConfig] = {
 }
 """Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
 
-Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid) and of torchtitan (the
-other Qwen3.5 models). Those of the other mixers are this project's, with the sizes of its Gated DeltaNets.
+Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid), of torchtitan (the
+other Qwen3.5 models) and of the released checkpoint (Kimi-Linear-48B-A3B). Those of the other mixers are this project's, with the sizes of its Gated DeltaNets.
 """
