@@ -141,5 +141,6 @@ PRESETS: dict[str, ModelConfig] = {
 """Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
 
 Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid), of torchtitan (the
-other Qwen3.5 models) and of the released checkpoint (Kimi-Linear-48B-A3B). Those of the other mixers are this project's, with the sizes of its Gated DeltaNets.
+other Qwen3.5 models) and of the released checkpoint (Kimi-Linear-48B-A3B). Those of the other mixers are
+this project's, with the sizes of its Gated DeltaNets.
 """
