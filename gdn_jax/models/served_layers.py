@@ -171,7 +171,7 @@ class Attending:
         to = jnp.where(token < cu_seqlens[-1], slots[piece], -1)
         pool = _with(pool, to, past[piece] + place, k[0], v[0])
         rows = q[0][jnp.clip(begins[:, None] + token, 0, T - 1)]
-        o = self._attend(mixer, rows, pool, slots, past[:, None] + token)[piece, place]
+        o = self._attend(mixer, rows, pool, slots, past[:, None] + token, past + counts)[piece, place]
         o = jnp.where((to >= 0)[:, None, None], o, 0)[None]
         length = pool.length.at[_kept(slots, pool)].set(past + counts, mode="drop")
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
@@ -197,17 +197,17 @@ class Attending:
         positions = past[:, None] + jnp.arange(x.shape[1])
         q, k, v = mixer.heads(x, positions)
         pool = _with(pool, first[:, None], positions, k, v)
-        o = self._attend(mixer, q, pool, first, positions)
+        o = self._attend(mixer, q, pool, first, positions, positions[:, -1] + 1)
         to = _kept(jnp.where(start[:, None] < 0, -1, state_slots), pool)
         length = pool.length.at[to].set(positions + 1, mode="drop")
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
 
-    def _attend(self, mixer, q, pool, slots, positions):
-        """Returns what queries [N, T] of tokens at these positions see of the keys in the slots of their requests."""
+    def _attend(self, mixer, q, pool, slots, positions, lengths):
+        """Returns what queries [N, T] of tokens at these positions see of the first keys in their requests' slots."""
         S = pool.k.shape[1]
-        known = jnp.arange(S) <= jnp.max(positions, axis=1, keepdims=True)  # others may hold NaN
+        known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
         k, v = (jnp.where(known[..., None, None], _at(y, slots), 0) for y in (pool.k, pool.v))
-        keys, values = mixer.read(AttentionCache(k, v, positions[:, 0]))
+        keys, values = mixer.read(AttentionCache(k, v, lengths))
         ages = positions[..., None] - jnp.arange(S)
         visible = (ages >= 0) & (ages < (mixer.config.window or S))
         o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
