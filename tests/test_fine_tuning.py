@@ -89,8 +89,6 @@ def test_low_rank_changes_are_trained_taken_up_and_merged(checkpoint, book, tmp_
     for (_, a), (_, b) in zip(*map(leaves, (run.model, load_hf(saved))), strict=True):
         np.testing.assert_array_equal(a, b)
     capsys.readouterr()
-    assert cli.main(["generate", str(out), "--prompt", "word30", "--tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("word30")
     assert cli.main(["info", str(out)]) == 0
     assert f"a run of tokens from {checkpoint}" in capsys.readouterr().out
     assert cli.main(["eval", str(out), "--data", str(book)]) == 1
