@@ -72,7 +72,7 @@ class Trainer:
     functions: Functions
     state: TrainState
     placement: Placement
-    multiplied: int | None  # values that a token is multiplied by in a pass that trains them all
+    multiplied: int | None = None  # values that a token is multiplied by, where all of them are trained
     step: int = 0
     tally: Tally = dataclasses.field(default_factory=Tally)
     seconds: float = 0.0  # spent in the loop, over all resumptions
