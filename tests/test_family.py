@@ -112,7 +112,7 @@ def test_chunked_form_in_bfloat16(case):
     check(case, "bfloat16", "chunked")
 
 
-@pytest.mark.parametrize("case", tiers(family_cases.TABLE, ("channels-of-every-kind", "packed", "segments")))
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, ("channels-of-every-kind",)))
 def test_definition(case):
     check(case, "float32", "recurrent")
 
@@ -244,7 +244,7 @@ def test_gate_is_in_float32():
     assert_close(-np.logaddexp(0, np.float64(f[0, 0, 0]) + 1e-3), g[0, 0, 0], 1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_product_of_several_steps(n):
     """DeltaProduct against the recurrence written out; with one step the bits of the gated delta rule."""
     rng = np.random.default_rng(n)

@@ -282,21 +282,20 @@ def test_checkpoints_and_pieces():
     x, pool = draw("KDA", 130, 4), draw_pool(9)
     x = Tokens(*(None if y is None else y[:1] for y in x[:6]), x.options)
     args = packed(x, [130], 130)
-    slots = dict(
-        use_qk_l2norm=True, read_slots=np.array([2]), checkpoint_every=64, checkpoint_slots=np.array([[5, 6]])
-    )
-    o, new = serving.prefill(**args, pool=jnp.asarray(pool), **slots)
+    prefill = partial(compiled, serving.prefill, use_qk_l2norm=True)
+    slots = dict(read_slots=np.array([2]), checkpoint_slots=np.array([[5, 6]]))
+    o, new = prefill(checkpoint_every=64)(**args, pool=jnp.asarray(pool), **slots)
     for slot, length in ((5, 64), (6, 128), (2, 130)):
         want, last = x.at(slice(None), slice(length)).expected(pool[2:3])
         assert_close(last[0], new[slot], bound("final_state", "float32"))
     assert_close(want[0], o[0], bound("o", "float32"))
-    whole = serving.prefill(**args, pool=jnp.asarray(pool), **slots, batch_invariant=True)
+    whole = prefill(checkpoint_every=64, batch_invariant=True)(**args, pool=jnp.asarray(pool), **slots)
     piece = {name: y[:, :64] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
     rest = {name: y[:, 64:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
     piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 64]), np.array([0, 66])
-    options = dict(use_qk_l2norm=True, read_slots=np.array([2]), batch_invariant=True)
-    start, pieces = serving.prefill(**piece, pool=jnp.asarray(pool), **options)
-    end, pieces = serving.prefill(**rest, pool=pieces, **options)
+    of_pieces, slots = prefill(batch_invariant=True), dict(read_slots=np.array([2]))
+    start, pieces = of_pieces(**piece, pool=jnp.asarray(pool), **slots)
+    end, pieces = of_pieces(**rest, pool=pieces, **slots)
     assert_same_bits(whole[0], np.concatenate([start, end], 1))
     assert_same_bits(whole[1][2], pieces[2])
 

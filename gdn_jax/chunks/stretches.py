@@ -110,9 +110,8 @@ class ChunkRow(Row):
         """
         assert initial_state is not None
         heads = transition.shape()[3:]
-        keep = ~self._to_lanes(
-            self.is_last
-        )  # True in chunks that fill up the lanes: the state passes through
+        # True in chunks that fill up the lanes: the state passes through them.
+        keep = ~self._to_lanes(self.is_last)
         chain = transition.replace_keep(keep.reshape(keep.shape + (1,) * (1 + len(heads))))
         forcing = self.forcing
         if forcing is not None:
