@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pool_prompts
 import pytest
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from serving_cases import assert_same_bits
 
 from gdn_jax import chunk_states, chunked, delta_chunk_states, delta_rule, gated_delta_product, serving
 from gdn_jax.checks import cases
+from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.rules import linear
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel
@@ -300,3 +302,27 @@ def test_segments_of_other_operations():
     for clean, got in zip(jax.jit(states)(v), jax.jit(states)(spoilt), strict=True):
         np.testing.assert_array_equal(clean[:, ::2], got[:, ::2])
         assert np.isnan(got[:, 1]).all()
+
+
+@pytest.mark.slow
+def test_segments_of_a_layer():
+    """Convolution, norms and rule together: a NaN in the input, and in the output's cotangent."""
+    layer, ids = (
+        GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)),
+        np.repeat([[0, 1, 2]], [5, 9, 10], 1),
+    )
+    x, dy = np.random.default_rng(0).standard_normal((2, 1, 24, 8)).astype(np.float32)
+
+    @jax.jit
+    def both(x, dy):
+        y, vjp = jax.vjp(lambda x: layer(x, segment_ids=jnp.asarray(ids))[0], x)
+        return y, vjp(dy)[0]
+
+    clean, mine = both(x, dy), ids[0] == 1
+    for which, token in ((0, 13), (1, 6)):
+        spoilt = [x.copy(), dy.copy()]
+        spoilt[which][0, token] = np.nan
+        got = both(*spoilt)
+        for a, b in zip(clean, got, strict=True):
+            np.testing.assert_array_equal(a[:, ~mine], b[:, ~mine])
+        assert np.isnan(got[which][:, mine]).all()
