@@ -222,7 +222,7 @@ class Episode:
         start = np.where(used[:, None, None, None], before[np.where(is_read, read, 0).astype(int)], 0)
         layout = dict(use_qk_l2norm=True, state_layout=self.layout)
         o, after = self.expected_prompts(x, initial_state=start, cu_seqlens=cu, **layout)
-        tokens = dict(beta=None) | {name: jnp.asarray(y) for name, y in x.items()}
+        tokens = dict(g=None, beta=None) | {name: jnp.asarray(y) for name, y in x.items()}
         slots = dict(read_slots=read, write_slots=write, has_initial_state=has)
         how = self.how | dict(use_qk_l2norm=True, batch_invariant=self.invariant)
         got, self.pool = serving.prefill(
