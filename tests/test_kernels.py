@@ -49,18 +49,9 @@ def quick(name: str) -> bool:
     return not re.search(r", (?!T 8).*,|K \d|float16|segments", name)
 
 
-def repeated(name: str) -> bool:
-    """Whether another call has all the options of this one, and more."""
-    return any(set(name.split(", ")) < set(other.split(", ")) for other in CALLS)
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=() if quick(x) else pytest.mark.crossed if repeated(x) else pytest.mark.slow)
-        for x in CALLS
-        if not CALLS[x].from_8_0
-    ],
+    [pytest.param(x, marks=() if quick(x) else pytest.mark.crossed) for x in CALLS if not CALLS[x].from_8_0],
 )
 def test_lowers_for_compute_capability_9(name):
     text = CALLS[name].lower().as_text()
@@ -484,8 +475,10 @@ PROGRAMS = [
 """Every kind of length, grouping, width and option that the table has, in one case at least: programs depend on these
 and not on values."""
 
+SLOW_PROGRAMS = ("K256-V256", "packed-vk-l2norm-scale-1-no-state", "segments-no-state-three-groupings")
 
-@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("packed-strong-decay",)))
+
+@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("packed-strong-decay",), SLOW_PROGRAMS))
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""
