@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import family_kernels
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from gdn_jax.family import mosaic
 from gdn_jax.shapes import Dims
 from pallas_kernels.backward import channel_gradients_work as work
 from pallas_kernels.backward import channel_rule as backward
-from pallas_kernels.chunks.channel_arrays import ChannelResiduals
+from pallas_kernels.backward.rule import OutputCotangents
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
+from pallas_kernels.forward import channel_rule
 from pallas_kernels.work import tables
 from pallas_kernels.work.residuals import Segments, Transition
 
@@ -133,6 +136,22 @@ def test_gradients(name, monkeypatch):
             assert y.dtype == getattr(given, argument).dtype, key
             kind = "dbeta" if key in ("derase", "dwrite") else key
             assert worst_ratio(expected[key], np.asarray(y, np.float64), None) < bound(kind, "bfloat16"), key
+
+
+def test_one_known_sequence_is_cut_as_the_forward_cut_it():
+    """The forward takes packed sequences of equal lengths as rows, a single one too."""
+    S, dims = jax.ShapeDtypeStruct, Dims(1, 200, 1, 1, 1, 1, 1, 64, 64)
+    tokens, gates, state = S((1, 200, 1, 64), jnp.bfloat16), S((1, 200, 1, 64), jnp.float32), (1, 1, 64, 64)
+
+    def both(token, g, h):
+        x = ChannelArrays(token, token, None, token, g, None, h, np.array([0, 200]), None)
+        config = channel_rule.Config(segment_chunks=2)
+        residuals = channel_rule.forward(x, dims, config=config, scale=0.1)[2]
+        config, cotangents = backward.Config(segments=True), OutputCotangents(token, h)
+        return backward.backward(x, dims, residuals, cotangents, config=config, scale=0.1)
+
+    out = jax.eval_shape(both, tokens, gates, S(state, jnp.float32))
+    assert (out.dq.shape, out.dg.shape, out.dh_0.shape) == (tokens.shape, gates.shape, state)
 
 
 def test_refusals():

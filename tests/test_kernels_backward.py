@@ -376,6 +376,22 @@ def test_segments_lower_after_the_forward(K, V, packed, dtype):
     assert kernels_of(both, cu, inputs, cotangents) >= 7
 
 
+def test_one_known_sequence_is_cut_as_the_forward_cut_it():
+    """The forward takes packed sequences of equal lengths as rows, a single one too."""
+    _, inputs, cotangents = shapes((1, 1, 1), 64, 64, False)
+    *tokens, state = (jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in inputs)
+    do, dfinal = (jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in cotangents)
+
+    def both(tokens, state, cotangents):
+        x = RuleArrays(*tokens, state, np.array([0, 200]), None)
+        residuals = forward_rule.forward(x, config=forward_rule.Config(segment_chunks=2), scale=0.1)[2]
+        config = backward.Config(segments=True)
+        return backward.backward(x, residuals, OutputCotangents(*cotangents), config=config, scale=0.1)
+
+    out = jax.eval_shape(both, tokens, state, (do, dfinal))
+    assert [y.shape for y in out] == [y.shape for y in (*tokens, state)]
+
+
 def test_refusals_say_why():
     dims = Dims(B=1, T=64, N=1, Hq=1, Hk=1, HV=1, HO=1, K=256, V=256)
     assert forward_rule.check_supported(dims, jnp.bfloat16) is None

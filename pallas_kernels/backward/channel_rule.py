@@ -22,12 +22,12 @@ from pallas_kernels.backward.channel_segment_adjoints import channel_segment_adj
 from pallas_kernels.backward.gradients import join_dbeta
 from pallas_kernels.backward.rule import OutputCotangents, at_ends, by_token, sum_heads
 from pallas_kernels.backward.strengths import mantissa
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.split import chain_warpgroups, segments_pay, work_of
-from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_tables
+from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +88,15 @@ def backward(
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at the
       borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
     """
-    config, batch = config or Config(), residuals.beta_t.shape[0]
-    known, (B, T) = known_lengths(x.cu_seqlens), dims[:2]
-    if batch != B:  # sequences of equal lengths ran as a batch
-        tokens = (None if y is None else y.reshape(batch, -1, *y.shape[2:]) for y in x[:6])
-        x = ChannelArrays._make((*tokens, x.initial_state, None, None))
-        cotangents = cotangents._replace(do=cotangents.do.reshape(batch, -1, *cotangents.do.shape[2:]))
-        dims = dims._replace(B=batch, T=T // batch)
+    config, (B, T), known = config or Config(), dims[:2], known_lengths(x.cu_seqlens)
+    as_batch = known is not None and bool(common_length(known, T))  # as in the forward
+    if as_batch:
+        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=T // dims.N)
+        do = cotangents.do.reshape(dims.B, -1, *cotangents.do.shape[2:])
+        cotangents = cotangents._replace(do=do)
     packed, K64, V64 = x.cu_seqlens is not None, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     visits = visit_tables(borders(x.cu_seqlens, known), dims.T) if packed else None
-    work = work_of(dims, packed, known if packed else None)
+    work = work_of(dims, packed, known)
     length = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
     segments = config.segments if length is not None else False
     if length is not None and segments is None:
@@ -115,7 +114,7 @@ def backward(
         interpret=interpret,
     )
     out = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), residuals, cotangents, visits)
-    if batch == B:
+    if not as_batch:
         return out
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:6])
     return ChannelCotangents._make((*tokens, out.dh_0))

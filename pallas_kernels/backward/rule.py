@@ -35,6 +35,7 @@ from pallas_kernels.work.tables import (
     VisitTables,
     as_rows,
     borders,
+    common_length,
     known_lengths,
     visit_of_token,
     visit_tables,
@@ -101,11 +102,12 @@ def backward(
       times its beta. Below, digits go; gates are kept out of what is rounded, so that dg and dh_0 hold their relative
       accuracy down to decays of 2^-64 at every token of a chunk. dbeta holds it whatever beta is, also where it is 0.
     """
-    config, (B, T), batch = config or Config(), x.dims[:2], residuals.g2_cum.shape[0]
-    if batch != B:  # sequences of equal lengths ran as a batch
-        x, do = as_rows(x, batch), cotangents.do
-        cotangents = cotangents._replace(do=do.reshape(batch, -1, *do.shape[2:]))
-    tables, known, packed, dims = None, known_lengths(x.cu_seqlens), x.cu_seqlens is not None, x.dims
+    config, (B, T), known = config or Config(), x.dims[:2], known_lengths(x.cu_seqlens)
+    as_batch = known is not None and bool(common_length(known, T))  # as in the forward
+    if as_batch:
+        x, do, known = as_rows(x, x.dims.N), cotangents.do, None
+        cotangents = cotangents._replace(do=do.reshape(x.dims.B, -1, *do.shape[2:]))
+    tables, packed, dims = None, x.cu_seqlens is not None, x.dims
     if packed:
         tables = visit_tables(borders(x.cu_seqlens, known), round_up(T, 8))
     work, K64, V64 = work_of(dims, packed, known), round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
@@ -126,7 +128,7 @@ def backward(
     )
     arguments = x._replace(cu_seqlens=None), residuals, cotangents, tables, adjoints
     out = compiled(_run, interpret)(static, *arguments)
-    if batch == B:
+    if not as_batch:
         return out
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
     return Cotangents._make((*tokens, out.dh_0))

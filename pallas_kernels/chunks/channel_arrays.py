@@ -33,3 +33,9 @@ class ChannelResiduals(NamedTuple):
     beta_t: Float[Array, "B HO T64"]
     segments: Segments | None
     """Residuals of segments; None where sequences are not cut."""
+
+
+def as_rows(x: ChannelArrays, rows: int) -> ChannelArrays:
+    """Returns the call with packed sequences of equal lengths as the rows of a batch."""
+    tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:6])
+    return ChannelArrays._make((*tokens, x.initial_state, None, None))

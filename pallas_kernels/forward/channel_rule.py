@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.chunks import pairs as pairs_kernel
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
 from pallas_kernels.chunks.pairs import channel_pairs
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
@@ -90,10 +90,7 @@ def forward(
     """
     known, shape = known_lengths(x.cu_seqlens), (*x.q.shape[:2], dims.HO, dims.V)
     if known is not None and common_length(known, dims.T):
-        rows = dims.N
-        tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:6])
-        x, known = ChannelArrays._make((*tokens, x.initial_state, None, None)), None
-        dims = dims._replace(B=rows, T=dims.T // rows)
+        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=dims.T // dims.N)
     config, packed = config or Config(), x.cu_seqlens is not None
     K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     warpgroups, segment_chunks = choose_split(
