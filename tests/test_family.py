@@ -1,35 +1,20 @@
 """The family's rule against its oracle: decays of each channel, erase and write apart, several steps a token."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from family_harness import CASES, PRIMALS, QUICK, evaluate, options_of
 from harness import tiers
 from tolerances import FINITE_DIFFERENCES, assert_close, bound, differences, head_axis
 
 import gdn_jax
 from gdn_jax import delta_chunk_states, delta_rule, delta_step, gated_delta_product, gated_delta_rule
 from gdn_jax.checks import family_cases, family_oracle, oracle
-from gdn_jax.chunks import rows
-from gdn_jax.family import chunked
 
-PRIMALS = ("q", "k", "v", "g", "beta", "erase", "write", "initial_state")
 BOUND_OF = {"derase": "dbeta", "dwrite": "dbeta"}
-CASES = {case.name: case for case in family_cases.TABLE}
-QUICK = (
-    # one program for all of these values
-    *(case.name for case in family_cases.TABLE if case.name.startswith("channels-")),
-    "erase-and-write-a-channel",
-    "erase-0",
-    "write-0",
-    "packed",
-    "segments",
-)
-
-
 IN_ONE_DTYPE = (
     "one-token",
     "seven-tokens",
@@ -39,44 +24,6 @@ IN_ONE_DTYPE = (
 )
 """Cases for lengths, sizes and chunks alone, on which no rounding and no conversion hangs."""
 NARROW = [case for case in family_cases.TABLE if case.name not in IN_ONE_DTYPE]
-OF_LONG_CHUNKS = {
-    *(name for name in QUICK if name not in ("packed", "segments")),
-    "packed-vk-erase-a-channel",
-    "K100-V60-chunk-128",
-}
-
-
-def chunk_size(case) -> int:
-    """Tokens of a chunk in these tests: 64, what a user has, where values are tested, and for packed rows once. The
-    other cases take a program of fewer levels, with four times as many borders of chunks in their rows."""
-    return case.call.chunk_size if case.name in OF_LONG_CHUNKS else 16
-
-
-@functools.cache
-def _compiled(options: tuple, given: tuple[str, ...]):
-    def both(primals, cotangents, cu_seqlens, segment_ids):
-        def rule(primals):
-            named = dict(zip(given, primals, strict=True))
-            return delta_rule(**named, cu_seqlens=cu_seqlens, segment_ids=segment_ids, **dict(options))
-
-        outputs, vjp = jax.vjp(rule, primals)
-        return outputs, vjp(cotangents)[0]
-
-    return jax.jit(both)
-
-
-def options_of(case) -> dict:
-    return {name: getattr(case.call, name) for name in ("scale", "use_qk_l2norm", "state_layout")}
-
-
-def evaluate(case, x, implementation: str) -> dict[str, np.ndarray]:
-    given = tuple(name for name in PRIMALS if getattr(x, name) is not None)
-    options = {**options_of(case), "chunk_size": chunk_size(case), "implementation": implementation}
-    primals = [getattr(x, name) for name in given]
-    call = _compiled(tuple(sorted(options.items())), given)
-    (o, final), gradients = call(primals, (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)
-    names = ("dh_0" if name == "initial_state" else f"d{name}" for name in given)
-    return {"o": o, "final_state": final, **dict(zip(names, gradients, strict=True))}
 
 
 def check(case, dtype: str, implementation: str) -> None:
@@ -313,221 +260,3 @@ def test_steps_equal_the_row():
     h = jax.jit(delta_chunk_states)(x.k, x.v, x.g, **strengths)
     for chunk in (1, 2):
         assert_close(np.asarray(states)[64 * chunk - 1], np.asarray(h[:, chunk]), bound("o", "float32"))
-
-
-@pytest.mark.slow
-def test_transforms():
-    """vmap of the batch, jvp against vjp, and a second derivative, of the chunked form."""
-    case = family_cases.FamilyCase(
-        family_cases.Case("transforms", T=35, B=2, heads=(1, 1, 2), K=8, V=4), "mixed"
-    )
-    x = family_cases.inputs(case)
-    inputs = tuple(map(jnp.asarray, (x.q, x.k, x.v, x.g, x.beta)))
-    rule = functools.partial(delta_rule, chunk_size=16, implementation="chunked")
-
-    @jax.jit
-    def mapped(*inputs):
-        return rule(*inputs)[0], jax.vmap(lambda *row: rule(*(y[None] for y in row))[0][0])(*inputs)
-
-    assert_close(*map(np.asarray, mapped(*inputs)), 1e-6)
-    rng = np.random.default_rng(0)
-    tangents = tuple(jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in inputs)
-
-    def loss(*inputs):
-        o, state = rule(*inputs)
-        return (o**2).sum() + state.sum()
-
-    def along(*inputs):
-        gradients = jax.grad(loss, (0, 1, 2, 3, 4))(*inputs)
-        return sum((d * t).sum() for d, t in zip(gradients, tangents, strict=True))
-
-    def forward(g):
-        return jax.jvp(loss, (*inputs[:3], g, inputs[4]), tangents)[1]
-
-    reverse, second = jax.jit(jax.value_and_grad(along, 3))(*inputs)
-    ahead, other = jax.jit(lambda g: jax.jvp(forward, (g,), tangents[3:4]))(inputs[3])
-    assert_close(np.asarray(reverse), np.asarray(ahead), 1e-4)
-    assert_close(np.asarray(other), np.asarray((second * tangents[3]).sum()), 1e-3)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(beta=0, erase=0), "beta: expected None where erase or write is given"),
-        (dict(erase=np.ones((2, 130, 2, 3), np.float32)), "erase: expected shape"),
-        (dict(write=np.ones((2, 130, 3), np.float32)), "write: expected shape"),
-        (dict(g=np.zeros((2, 130, 2, 4), np.float32)), "g: expected shape"),
-        (dict(g=np.zeros((2, 130, 2, 16), np.int32)), "g: expected dtype"),
-        (dict(chunk_size=5), "chunk_size: expected one of"),
-        (dict(implementation="fast"), "implementation: expected one of"),
-        (dict(use_qk_l2norm="no"), "use_qk_l2norm: expected True or False"),
-    ],
-)
-def test_errors(change, message, no_type_checks):
-    x = family_cases.inputs(CASES["channels-mild"])
-    arguments = dict(q=x.q, k=x.k, v=x.v, g=x.g)
-    change = {
-        name: x.beta if isinstance(value, int) and not value else value for name, value in change.items()
-    }
-    with pytest.raises(ValueError, match=message):
-        delta_rule(**{**arguments, **change})
-
-
-X = family_cases.inputs(CASES["channels-mild"])
-ONE = dict(q=X.q[:, 0], k=X.k[:, 0], v=X.v[:, 0], state=np.zeros((2, 2, 16, 8), np.float32))
-OF_OTHERS = {
-    "beta of a channel": (
-        lambda: delta_rule(X.q, X.k, X.v, X.g, X.g),
-        "beta: expected shape",
-    ),
-    "beta of other tokens": (
-        lambda: delta_rule(X.q, X.k, X.v, X.g, X.beta[:, :5]),
-        "beta: expected shape",
-    ),
-    "a step's g": (lambda: delta_step(**ONE, g=1.0, beta=None), "g: expected an array [B, HO], got float"),
-    "a step's beta": (
-        lambda: delta_step(**ONE, g=X.g[:, 0], beta="1"),
-        "beta: expected an array [B, HO], got str",
-    ),
-    "g of chunk states": (
-        lambda: delta_chunk_states(X.k, X.v, X.g[0, 0]),
-        "g: expected shape [B, T, HO, channels]",
-    ),
-    "segments of products": (
-        lambda: gated_delta_product(X.q, X.k[:, :, None], X.v[:, :, None], segment_ids=[0, 1]),
-        "segment_ids: expected an array [B, T], got list",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_errors_of_the_other_operations(name, no_type_checks):
-    call, message = OF_OTHERS[name]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-def test_kernels_are_refused():
-    x = jax.tree.map(jnp.asarray, family_cases.inputs(CASES["channels-mild"]))
-    with pytest.raises(NotImplementedError, match="the default device is a cpu"):
-        delta_rule(x.q, x.k, x.v, x.g, implementation="mosaic_gpu")
-
-
-@pytest.mark.parametrize("stretch", [None, 64], ids=["whole", "stretches"])
-def test_no_array_holds_two_tokens_and_a_channel(stretch, monkeypatch):
-    """Nowhere in the program, forward and backward, is there an array [.., C, C, K] of a whole row; nor, in a long
-    row on a GPU, an operand of a product of the whole row."""
-    S, C, H, K = jax.ShapeDtypeStruct, 64, 2, 48
-    T = 256 if stretch is None else 320  # JAX keeps what it has traced, for a shape
-    tokens = S((1, T, H, K), jnp.float32)
-    if stretch is not None:
-        on_gpu(monkeypatch, stretch * H)
-
-    def loss(q, k, v, g, beta):
-        o, state = delta_rule(q, k, v, g, beta, implementation="chunked")
-        return o.sum() + state.sum()
-
-    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3, 4)))(*[tokens] * 4, S((1, T, H), jnp.float32)).jaxpr
-    looped = list(_equations(jaxpr, inside="scan"))
-    assert _largest(_equations(jaxpr)) <= 4 * T * H * K < T * H * C * K
-    products = sum(eqn.primitive.name == "dot_general" for eqn in _equations(jaxpr)) - sum(
-        eqn.primitive.name == "dot_general" for eqn in looped
-    )
-    if stretch is None:
-        assert products
-    else:
-        assert not products and _largest(looped) <= 4 * stretch * H * K
-
-
-def _largest(equations) -> int:
-    """Numbers of the largest array that any of the equations makes within a loop's body or anywhere."""
-    shapes = (v.aval.shape for eqn in equations for v in eqn.outvars if eqn.primitive.name != "scan")
-    return max(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
-
-
-def _equations(jaxpr, inside: str | None = None, found: bool = False):
-    """All equations of a program, or those inside of equations of a name."""
-    for eqn in jaxpr.eqns:
-        if found or inside is None:
-            yield eqn
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(sub, "jaxpr", sub)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner, inside, found or eqn.primitive.name == inside)
-
-
-def on_gpu(monkeypatch, tokens_times_heads: int) -> None:
-    """Rows are computed in stretches of so many tokens times heads, as long ones are on a GPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(chunked, "_GPU_STRETCH", tokens_times_heads)
-
-
-@pytest.mark.slow
-def test_stretches_on_a_gpu(monkeypatch):
-    """Two stretches of three chunks, the last one padded: the bits of the whole row, and gradients as exact."""
-    case = CASES["K64-chunk-16"]
-    x, whole = family_cases.inputs(case), evaluate(case, family_cases.inputs(case), "chunked")
-    strengths = x.beta[..., None], x.beta[..., None]
-    primals = x.q, x.k, x.v, x.g, *strengths, x.initial_state
-    rule = functools.partial(chunked.chunked_rule, scale=64**-0.5, cu_seqlens=None, chunk_size=16)
-
-    @jax.jit
-    def both(primals):
-        outputs, vjp = jax.vjp(rule, *primals)
-        return outputs, vjp((x.do, x.dh_T))
-
-    on_gpu(monkeypatch, 3 * 16 * 2)
-    assert chunked.stretch_of(65, 16, 2, on_gpu=chunked._GPU_STRETCH) == (48, 16)
-    (o, final), (dq, dk, dv, dg, derase, dwrite, dh_0) = both(primals)
-    np.testing.assert_array_equal(o, whole["o"])
-    np.testing.assert_array_equal(final, whole["final_state"])
-    got = dict(dq=dq, dk=dk, dv=dv, dg=dg, dbeta=(derase + dwrite)[..., 0], dh_0=dh_0)
-    expected = family_oracle.evaluate(**x.arguments, do=x.do, dh_T=x.dh_T)
-    for name, y in got.items():
-        assert_close(expected[name], np.asarray(y), bound(name, "float32"), name, head_axis(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lanes"), [("packed", 2), ("packed-vk-erase-a-channel", 1)])
-def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
-    """Three chunks at a time, with sequences over the borders of stretches and lanes: as the whole row."""
-    case = CASES[name]
-    x, whole = family_cases.inputs(case), evaluate(case, family_cases.inputs(case), "chunked")
-    erase, write = (x.beta[..., None],) * 2 if x.erase is None else (x.erase, x.write)
-    scale = case.call.K**-0.5 if case.call.scale is None else case.call.scale
-    rule = functools.partial(
-        chunked.chunked_rule, scale=scale, cu_seqlens=jnp.asarray(x.cu_seqlens), chunk_size=16
-    )
-    dh_T = x.dh_T if case.call.state_layout == "kv" else np.swapaxes(x.dh_T, -1, -2)
-
-    @jax.jit
-    def both(primals):
-        outputs, vjp = jax.vjp(rule, *primals)
-        return outputs, vjp((x.do, dh_T))
-
-    on_gpu(monkeypatch, 3 * 16 * case.call.HO)
-    monkeypatch.setattr(rows, "num_lanes", lambda *_: lanes)
-    (o, final), gradients = both((x.q, x.k, x.v, x.g, erase, write, x.initial_state))
-    got = dict(zip(("dq", "dk", "dv", "dg", "derase", "dwrite", "dh_0"), gradients, strict=True))
-    if x.erase is None:
-        got["dbeta"] = (got.pop("derase") + got.pop("dwrite"))[..., 0]
-    if x.initial_state is None:
-        assert got.pop("dh_0") is None
-    final = final if case.call.state_layout == "kv" else np.swapaxes(final, -1, -2)
-    for key, y in dict(o=o, final_state=final, **got).items():
-        assert_close(np.asarray(whole[key], np.float64), np.asarray(y), 2e-6, key)
-
-
-@pytest.mark.slow
-def test_rows_and_heads_on_a_mesh():
-    """Under plain jit on arrays that lie split over a mesh of automatic axes the bits are those of one device."""
-    case = family_cases.FamilyCase(family_cases.Case("mesh", T=40, B=2, heads=(2, 2, 2), K=8, V=8), "mixed")
-    x = family_cases.inputs(case)
-    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    spec = jax.sharding.PartitionSpec("rows", None, "heads")
-    arguments = [x.q, x.k, x.v, x.g, x.beta]
-    split = [jax.device_put(y, jax.sharding.NamedSharding(mesh, spec)) for y in arguments]
-    rule = jax.jit(functools.partial(delta_rule, chunk_size=16, implementation="chunked"))
-    for one, many in zip(rule(*arguments), rule(*split), strict=True):
-        assert_close(np.asarray(one), np.asarray(many), 1e-6)

@@ -34,6 +34,16 @@ SMALL = {
         keys="any",
         chunk_size=16,
     ),
+    "segments": cases.Case(
+        "transform-segments",
+        T=20,
+        B=2,
+        heads=(1, 1, 2),
+        K=6,
+        V=5,
+        segments=((1, 4, 15), (20,)),
+        chunk_size=16,
+    ),
 }
 both = pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 
@@ -95,6 +105,7 @@ def test_forward_mode(implementation, name):
     [
         ("plain", "forward-over-reverse"),
         pytest.param("plain", "reverse-over-reverse", marks=pytest.mark.slow),
+        pytest.param("segments", "reverse-over-reverse", marks=pytest.mark.slow),
         pytest.param("packed-reset-l2norm", "forward-over-reverse", marks=pytest.mark.slow),
     ],
 )
