@@ -6,7 +6,8 @@ Run it from the repository's root, with this folder's parent on PYTHONPATH. Ever
 lowers it for the device, and "as 8.0", the code of an A100, which later GPUs run too. First come cases of the table
 against the float64 oracle, both passes: errors as parts of their bounds, and whether 20 repeats have the same bits.
 Then times of the sizes of the table of `gdn bench rule`, beside the kernels in use where the device has them and the
-chunked form. Each line is written when it is known, also to FILE; what the time does not allow is named.
+chunked form. Each line is written when it is known, also to FILE; what the time does not allow is named. Ends with 1
+if a line failed.
 """
 
 import argparse
@@ -137,6 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     started, device = time.time(), jax.devices()[0]
     capability = getattr(device, "compute_capability", "none")
+    failed: list[str] = []
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -148,8 +150,10 @@ def main() -> None:
             return say(f"{name}: no time")
         try:
             line = call()
-        except Exception as error:  # the next line may still be right
+        except Exception as error:  # of a compiler or a device, too; the next line may still be right
             line = f"FAIL: raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if line.startswith("FAIL"):
+            failed.append(name)
         say(f"{name}: {line} [{time.time() - started:.0f} s]")
 
     say(f"jax {jax.__version__}, {device.device_kind}, compute capability {capability}")
@@ -169,6 +173,8 @@ def main() -> None:
             attempt(f"{row}, mma.sync, as 8.0", partial(timed, what, heads, shape, "", True))
         for by in others:
             attempt(f"{row}, {by}", partial(timed, what, heads, shape, by))
+    if failed:
+        sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ In its own sequence it is seen: nothing replaces it by a number.
 """
 
 import functools
+from collections import Counter
 
 import harness
 import jax
@@ -13,9 +14,18 @@ import pool_prompts
 import pytest
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from programs import eqns
 from serving_cases import assert_same_bits
 
-from gdn_jax import chunk_states, chunked, delta_chunk_states, delta_rule, gated_delta_product, serving
+from gdn_jax import (
+    chunk_states,
+    chunked,
+    delta_chunk_states,
+    delta_rule,
+    gated_delta_product,
+    gated_delta_rule,
+    serving,
+)
 from gdn_jax.checks import cases
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.rules import linear
@@ -275,6 +285,24 @@ def test_segments(implementation, bad):
             assert np.isnan(seen[mine]).all(), f"{name} of segment {victim}: not seen"
 
 
+def test_what_segments_cost():
+    """The form runs once: both passes have the products, loops and exponentials of a call without segments."""
+    x = cases.inputs(cases.CASES["segments"])
+
+    def heavy(ids):
+        def total(*primals):
+            how = dict(segment_ids=ids, implementation="chunked")
+            o, state = gated_delta_rule(*primals[:5], initial_state=primals[5], **how)
+            return o.sum() + state.sum()
+
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(total, range(6)))(*x[:6]).jaxpr
+        names = ("dot_general", "scan", "while", "exp")
+        return Counter(eqn.primitive.name for eqn in eqns(jaxpr) if eqn.primitive.name in names)
+
+    alone = heavy(None)
+    assert alone["dot_general"] and alone["scan"] and alone == heavy(jnp.asarray(x.segment_ids))
+
+
 def test_segments_of_other_operations():
     """States of chunks, gates of each channel and a rule without a correction; tangents too."""
     rng, ids = np.random.default_rng(0), jnp.asarray(np.repeat([[3, 1, 3]], [9, 12, 14], 1))
@@ -307,10 +335,8 @@ def test_segments_of_other_operations():
 @pytest.mark.slow
 def test_segments_of_a_layer():
     """Convolution, norms and rule together: a NaN in the input, and in the output's cotangent."""
-    layer, ids = (
-        GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0)),
-        np.repeat([[0, 1, 2]], [5, 9, 10], 1),
-    )
+    layer = GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0))
+    ids = np.repeat([[0, 1, 2]], [5, 9, 10], 1)
     x, dy = np.random.default_rng(0).standard_normal((2, 1, 24, 8)).astype(np.float32)
 
     @jax.jit

@@ -226,6 +226,8 @@ def test_places_say_what_is_wrong():
     )
     with pytest.raises(ValueError, match=r"seeds.*KeyError"):
         words.fill("{= min(seeds('parity/full', 'delta_net', 3)) | 0}")
+    with pytest.raises(ValueError, match=r"\[1\] \+ \[2\]\}: TypeError"):
+        words.fill("{= [1] + [2] | 0}")
     with pytest.raises(ValueError, match="NameError"):
         words.fill("{= open('x')}")
 

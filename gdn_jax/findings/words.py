@@ -55,8 +55,11 @@ class Words:
     def _value(self, bound: str, expression: str, digits: str | None) -> str:
         try:
             value = eval(expression, {"__builtins__": {}, **self._names})  # of a file of this project
-        except Exception as error:
+            return self._said(value, bound, digits)
+        except Exception as error:  # whatever it is, its text has to name the place
             raise ValueError(f"{{{bound} {expression}}}: {type(error).__name__}: {error}") from error
+
+    def _said(self, value: Any, bound: str, digits: str | None) -> str:
         if isinstance(value, str):
             return value
         unit = 10 ** int(digits or 0)

@@ -100,7 +100,7 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
     if way == "second" and dtype in (
         "bfloat16",
         "float16",
-    ):  # whose roundings a derivative of the oracle has not
+    ):  # an oracle's derivative has none of their roundings
         dtype = "float32"
     if family:
         given += [name for name in ("erase", "write") if rng.random() < 0.4]
