@@ -310,33 +310,65 @@ def start(
     items: Items | None,
     visits: VisitTables | None,
     *,
-    scale: float,
-    kv_layout: bool,
     config: Config | None,
-    interpret: Any,
-    chains: int,
+    **options: Any,
 ) -> dict[str, jax.Array]:
     """Launches one of the two kernels.
 
     Args:
       inputs: by name; v, h_0 and dh_T may be None.
+      config: None for the default.
+      options: scale, and those of `start_walk` that are its caller's.
+    """
+    (K, dtype), heads = (
+        (inputs["k"].shape[3], inputs["k"].dtype),
+        (inputs["q"].shape[2], inputs["k"].shape[2]),
+    )
+    config = config or Config.default(K, 1)
+    options |= dict(config=config, memory=_memory(config, K, dtype, packed=visits is not None))
+    return start_walk(
+        name, body, inputs, outputs, items, visits, heads=heads, K=K, float16=dtype == jnp.float16, **options
+    )
+
+
+def start_walk(
+    name: str,
+    body: Callable[..., None],
+    inputs: dict[str, Any],
+    outputs: Callable[[Sizes], dict[str, Any]],
+    items: Items | None,
+    visits: VisitTables | None,
+    *,
+    heads: tuple[int, int],
+    K: int,
+    scale: float,
+    float16: bool,
+    kv_layout: bool,
+    config: Any,
+    memory: Memory,
+    interpret: Any,
+    chains: int,
+) -> dict[str, jax.Array]:
+    """Launches a kernel that walks backwards, this one or that of `backward.channel_chain`.
+
+    Args:
+      inputs: by name, of them do and v, which may be None.
       outputs: from sizes to outputs by name.
       items: what the sequences are cut into, None for whole ones.
+      heads: of q and of k.
+      config: has state_warpgroups.
       chains: CTAs for each item, head and tile.
     """
-    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
-    (B, T, Hk, K), (HO, V) = k.shape, do.shape[2:]
-    packed = visits is not None
+    v, packed, n = inputs["v"], visits is not None, config.state_warpgroups
+    B, T, HO, V = inputs["do"].shape
     N = B if visits is None else visits.cu_seqlens.shape[0] - 1
-    config = config or Config.default(K, 1)
-    n = config.state_warpgroups
     if V % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = Sizes(
         T=T,
         N=N,
-        Hq=q.shape[2],
-        Hk=Hk,
+        Hq=heads[0],
+        Hk=heads[1],
         HV=HO if v is None else v.shape[2],
         HO=HO,
         K=K,
@@ -345,7 +377,7 @@ def start(
         split=Split(N + packed, None) if items is None else items.split,
         scale=scale,
         kv_layout=kv_layout,
-        float16=k.dtype == jnp.float16,
+        float16=float16,
     )
     tables = table_inputs(None if items is None else items.tables, visits)
     tables |= {"visit_chunk": None, "visit_rows": None}
@@ -354,7 +386,7 @@ def start(
         functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
         inputs=inputs | tables,
         outputs=outputs(sizes),
-        memory=_memory(config, K, k.dtype, packed=packed),
+        memory=memory,
         ctas=chains * sizes.split.num_items * HO * sizes.tiles,
         warpgroups=n + 1,
         auto_barriers=False,

@@ -27,6 +27,7 @@ from pallas_kernels.backward.chain import (
     ROWS,
     Config,
     Cta,
+    Sizes,
     adjoint_step,
     start,
     store_dv,
@@ -135,6 +136,20 @@ class Chains(NamedTuple):
     dh_0: Float[Array, "N HO _ _"] | None
 
 
+def results_of(sizes: Sizes, *, do: Any, num_visits: int, with_dh_0: bool) -> dict[str, Any]:
+    """Shapes and dtypes of the results by name, None for dh_0 where it is not asked for."""
+    N, HO, K, V, S = sizes.N, sizes.HO, sizes.K, sizes.V, jax.ShapeDtypeStruct
+    states = S((num_visits, HO, V, K), do.dtype)
+    dh_0 = S((N, HO, *((K, V) if sizes.kv_layout else (V, K))), jnp.float32)
+    return {
+        "h": states,
+        "u": S((num_visits, HO, CHUNK, V), do.dtype),
+        "dh": states,
+        "dv": S(do.shape, do.dtype),
+        "dh_0": dh_0 if with_dh_0 else None,
+    }
+
+
 def chains(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
@@ -170,19 +185,7 @@ def chains(
     inputs = {"q": q, "k": k, "v": v, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t}
     inputs |= {"h_0": h_0, "dh_T": dh_T}
     num_visits = q.shape[0] * -(-q.shape[1] // CHUNK) if visits is None else visits.chunk.shape[0]
-
-    def outputs(sizes):
-        HO, K, V, S = sizes.HO, sizes.K, sizes.V, jax.ShapeDtypeStruct
-        states = S((num_visits, HO, V, K), k.dtype)
-        dh_0 = S((sizes.N, HO, K, V) if kv_layout else (sizes.N, HO, V, K), jnp.float32)
-        return {
-            "h": states,
-            "u": S((num_visits, HO, CHUNK, V), k.dtype),
-            "dh": states,
-            "dv": S(do.shape, k.dtype),
-            "dh_0": dh_0 if with_dh_0 else None,
-        }
-
+    outputs = functools.partial(results_of, do=do, num_visits=num_visits, with_dh_0=with_dh_0)
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
     results: dict[str, Any] = start("chains", _body, inputs, outputs, items, visits, chains=2, **options)
     return Chains._make(results.get(name) for name in Chains._fields)

@@ -33,7 +33,6 @@ multiple of 64; T a multiple of 8.
 Source: Kimi Team, "Kimi Linear", section 3; the adjoint is that of its triangular solve.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -43,46 +42,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
-from pallas_kernels.backward.chain import ROWS, Cta, Sizes, store_dv, store_h
-from pallas_kernels.chunks.channel_stages import decayed, loader, owned_tokens, stages_of, strengths
+from pallas_kernels.backward.chain import ROWS, Cta, Sizes, start_walk, store_dv, store_h
+from pallas_kernels.chunks.channel_stages import (
+    Config,
+    decayed,
+    loader,
+    owned_tokens,
+    stages_of,
+    strengths,
+)
 from pallas_kernels.chunks.pairs import Pairs
-from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers, launch
 from pallas_kernels.device.layouts import CHUNK, WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
-from pallas_kernels.work.tables import Items, Split, VisitTables, table_inputs
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
+from pallas_kernels.work.tables import Items, VisitTables
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a walk backwards runs, not what it computes."""
-
-    state_warpgroups: int = 2
-    """1 or 2. Two share a head's tiles of keys; one gives twice the CTAs."""
-    early_stages: int = 2
-    late_stages: int = 2
-    state_registers: int = 240
-    state_in_smem: bool = False
-    """False: the rounded state is always in registers here."""
-
-    def __post_init__(self):
-        check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of a CTA."""
-        return self.state_warpgroups + 1
-
-    @classmethod
-    def default(cls, K: int, state_warpgroups: int) -> "Config":
-        """Most stages that fit."""
-        registers = {1: 248, 2: 240}[state_warpgroups]
-        for stages in ((3, 3), (3, 2), (2, 2)):
-            config = cls(state_warpgroups, *stages, registers)
-            if smem_bytes(_memory(config, K, jnp.bfloat16)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 128")
+def default_config(K: int, state_warpgroups: int) -> Config:
+    """The configuration of most stages."""
+    return Config.most_stages(state_warpgroups, lambda config: _memory(config, K, jnp.bfloat16))
 
 
 def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
@@ -219,51 +197,29 @@ def start(
     items: Items | None,
     visits: VisitTables | None,
     *,
-    kv_layout: bool,
     config: Config | None,
-    interpret: Any,
-    chains: int,
-) -> dict[str, Array]:
+    **options: Any,
+) -> dict[str, jax.Array]:
     """Launches one of the two kernels.
 
     Args:
       inputs: by name: v, do, beta, h_0 and dh_T; v, h_0 and dh_T may be None.
-      outputs: from sizes to outputs by name.
-      items: what the sequences are cut into, None for whole ones.
-      chains: CTAs for each item, head and tile.
+      config: None for the default.
+      options: those of `start_walk` that are its caller's.
     """
-    do: Float[Array, "B T HO V"] = inputs["do"]
-    (B, T, HO, V), K, v, packed = do.shape, pairs.gl.shape[-1], inputs["v"], visits is not None
-    N = B if visits is None else visits.cu_seqlens.shape[0] - 1
-    config = config or Config.default(K, 1)
-    n = config.state_warpgroups
-    if V % (ROWS * n):
-        raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
-    sizes = Sizes(
-        T=T,
-        N=N,
-        Hq=HO,
-        Hk=HO,
-        HV=HO if v is None else v.shape[2],
-        HO=HO,
-        K=K,
-        V=V,
-        tiles=V // (ROWS * n),
-        split=Split(N + packed, None) if items is None else items.split,
-        scale=1.0,  # it is in P and qg
-        kv_layout=kv_layout,
-        float16=False,
-    )
-    tables = table_inputs(None if items is None else items.tables, visits)
-    tables |= {"visit_chunk": None, "visit_rows": None}
-    return launch(
+    do, K = inputs["do"], pairs.gl.shape[-1]
+    config = config or default_config(K, 1)
+    options |= dict(config=config, memory=_memory(config, K, do.dtype, packed=visits is not None))
+    return start_walk(
         name,
-        functools.partial(body, config=config, sizes=sizes, interpreted=interpret is not None),
-        inputs=inputs | pairs._asdict() | tables,
-        outputs=outputs(sizes),
-        memory=_memory(config, K, do.dtype, packed=packed),
-        ctas=chains * sizes.split.num_items * HO * sizes.tiles,
-        warpgroups=config.warpgroups,
-        auto_barriers=False,
-        interpret=interpret,
+        body,
+        inputs | pairs._asdict(),
+        outputs,
+        items,
+        visits,
+        heads=do.shape[2:3] * 2,  # q and k have no part here
+        K=K,
+        scale=1.0,  # it is in P and qg
+        float16=False,
+        **options,
     )

@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.backward.chain import ROWS, Cta, Sizes, store_output
-from pallas_kernels.backward.chains import Chains, adjoints_role, states_role
+from pallas_kernels.backward.chain import ROWS, Cta, store_output
+from pallas_kernels.backward.chains import Chains, adjoints_role, results_of, states_role
 from pallas_kernels.backward.channel_chain import (
-    Config,
     adjoint_step,
     load_chunks,
     start,
@@ -31,7 +30,7 @@ from pallas_kernels.backward.channel_chain import (
     walk,
 )
 from pallas_kernels.backward.strengths import mantissa
-from pallas_kernels.chunks.channel_stages import decayed, stages_of, strengths
+from pallas_kernels.chunks.channel_stages import Config, decayed, stages_of, strengths
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.layouts import CHUNK
 from pallas_kernels.device.memory import transposed
@@ -104,20 +103,7 @@ def channel_chains(
       h_0, dh_T, visits, kv_layout, with_dh_0, items: as for `chains`.
     """
     inputs = {"v": v, "do": do, "beta": beta, "h_0": h_0, "dh_T": dh_T}
-    num_visits = pairs.gl.shape[0]
-
-    def outputs(sizes: Sizes):
-        HO, K, V, S = sizes.HO, sizes.K, sizes.V, jax.ShapeDtypeStruct
-        states = S((num_visits, HO, V, K), do.dtype)
-        dh_0 = S((sizes.N, HO, K, V) if kv_layout else (sizes.N, HO, V, K), jnp.float32)
-        return {
-            "h": states,
-            "u": S((num_visits, HO, CHUNK, V), do.dtype),
-            "dh": states,
-            "dv": S(do.shape, do.dtype),
-            "dh_0": dh_0 if with_dh_0 else None,
-        }
-
+    outputs = functools.partial(results_of, do=do, num_visits=pairs.gl.shape[0], with_dh_0=with_dh_0)
     options: dict[str, Any] = dict(kv_layout=kv_layout, config=config, interpret=interpret, chains=2)
     results: dict[str, Any] = start("channel_chains", _body, pairs, inputs, outputs, items, visits, **options)
     return Chains._make(results.get(name) for name in Chains._fields)

@@ -19,14 +19,19 @@ from pallas_kernels.backward import channel_chain, channel_gradients_work
 from pallas_kernels.backward.channel_chains import channel_chains
 from pallas_kernels.backward.channel_gradients import channel_gradients
 from pallas_kernels.backward.channel_segment_adjoints import channel_segment_adjoints
-from pallas_kernels.backward.gradients import join_dbeta
-from pallas_kernels.backward.rule import OutputCotangents, at_ends, by_token, sum_heads
-from pallas_kernels.backward.strengths import mantissa
+from pallas_kernels.backward.rule import (
+    OutputCotangents,
+    at_ends,
+    choose_chains,
+    strength_gradient,
+    sum_heads,
+)
+from pallas_kernels.chunks import channel_stages
 from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import pad
-from pallas_kernels.work.split import chain_warpgroups, segments_pay, work_of
+from pallas_kernels.work.split import work_of
 from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
 
 
@@ -38,7 +43,7 @@ class Config:
     """Whether the chains are cut into segments, where the forward's were."""
     state_warpgroups: int | None = None
     """64-row tiles of the state in one CTA of the chains, 1 or 2."""
-    chains: channel_chain.Config | None = None
+    chains: channel_stages.Config | None = None
     gradients: channel_gradients_work.Config | None = None
 
 
@@ -97,19 +102,13 @@ def backward(
     packed, K64, V64 = x.cu_seqlens is not None, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     visits = visit_tables(borders(x.cu_seqlens, known), dims.T) if packed else None
     work = work_of(dims, packed, known)
-    length = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
-    segments = config.segments if length is not None else False
-    if length is not None and segments is None:
-        segments = segments_pay(dims, V64, work, length)
-    warpgroups = config.state_warpgroups
-    if warpgroups is None:
-        warpgroups = chain_warpgroups(dims, K64, V64, work, length if segments else None)
+    segments, warpgroups = choose_chains(config, dims, K64, V64, work, residuals.segments)
     static = _Static(
         dims=dims,
         scale=float(scale),
         kv_layout=state_layout == "kv",
-        segments=bool(segments),
-        chains=config.chains or channel_chain.Config.default(K64, warpgroups),
+        segments=segments,
+        chains=config.chains or channel_chain.default_config(K64, warpgroups),
         gradients=config.gradients,
         interpret=interpret,
     )
@@ -127,7 +126,7 @@ class _Static(NamedTuple):
     scale: float
     kv_layout: bool
     segments: bool
-    chains: channel_chain.Config
+    chains: channel_stages.Config
     gradients: channel_gradients_work.Config | None
     interpret: Any
 
@@ -184,11 +183,7 @@ def _run(
     )
     dbeta = None
     if x.beta is not None:
-        strengths = x.beta.astype(f32)
-        if visits is not None:  # whatever the padding holds
-            strengths = jnp.where((jnp.arange(T) < visits.cu_seqlens[-1])[:, None], strengths, 0.0)
-        dv_u, k_write = (by_token(y, visits, B, T) for y in (sums.dv_u, sums.k_write))
-        dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(x.beta.dtype)
+        dbeta = strength_gradient(sums.dv_u, sums.k_write, x.beta, visits, k.dtype)
     dh_0 = None
     if x.initial_state is not None and walked.dh_0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)

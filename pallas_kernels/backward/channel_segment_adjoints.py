@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.backward.chain import Cta, Sizes
-from pallas_kernels.backward.channel_chain import Config, adjoint_step, load_chunks, start, walk
+from pallas_kernels.backward.channel_chain import adjoint_step, load_chunks, start, walk
 from pallas_kernels.backward.segment_adjoints import segment_role
+from pallas_kernels.chunks.channel_stages import Config
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.work.tables import Items, VisitTables
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.shapes import AnyStates, Outputs, RuleArrays, changes_segment
+from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays, changes_segment
 from pallas_kernels.backward import chain
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
@@ -30,7 +30,7 @@ from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.residuals import Residuals, Segments
-from pallas_kernels.work.split import chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
+from pallas_kernels.work.split import Work, chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
 from pallas_kernels.work.tables import (
     VisitTables,
     as_rows,
@@ -111,17 +111,11 @@ def backward(
     if packed:
         tables = visit_tables(borders(x.cu_seqlens, known), round_up(T, 8))
     work, K64, V64 = work_of(dims, packed, known), round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
-    length = None if residuals.segments is None else residuals.segments.items.split.segment_chunks
-    segments = config.segments if length is not None else False
-    if length is not None and segments is None:
-        segments = segments_pay(dims, V64, work, length)
-    warpgroups = config.state_warpgroups
-    if warpgroups is None:
-        warpgroups = chain_warpgroups(dims, K64, V64, work, length if segments else None)
+    segments, warpgroups = choose_chains(config, dims, K64, V64, work, residuals.segments)
     static = _Static(
         scale=float(scale),
         kv_layout=state_layout == "kv",
-        segments=bool(segments),
+        segments=segments,
         chains=config.chains or chain.Config.default(K64, warpgroups),
         gradients=config.gradients,
         interpret=interpret,
@@ -132,6 +126,25 @@ def backward(
         return out
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
     return Cotangents._make((*tokens, out.dh_0))
+
+
+def choose_chains(
+    config: Any, dims: Dims, K64: int, V64: int, work: Work, segments: Segments | None
+) -> tuple[bool, int]:
+    """Whether the chains are cut into segments, and their state warpgroups.
+
+    Args:
+      config: has segments and state_warpgroups, as `Config`.
+      segments: of the forward, None where it cut no sequences.
+    """
+    length = None if segments is None else segments.items.split.segment_chunks
+    cut = config.segments if length is not None else False
+    if length is not None and cut is None:
+        cut = segments_pay(dims, V64, work, length)
+    warpgroups = config.state_warpgroups
+    if warpgroups is None:
+        warpgroups = chain_warpgroups(dims, K64, V64, work, length if cut else None)
+    return bool(cut), warpgroups
 
 
 def open_adjoints(
@@ -267,14 +280,9 @@ def _run(
         config=static.gradients,
         **both,
     )
-    dg, dv_u, k_write = (by_token(x, tables, B, T) for x in (sums.dg, sums.dv_u, sums.k_write))
-    dbeta = None
+    dg, dbeta = by_token(sums.dg, tables, B, T), None
     if beta is not None:
-        strengths = beta.astype(jnp.float32)
-        if tables is not None:  # whatever the padding holds
-            is_token = jnp.arange(T) < tables.cu_seqlens[-1]
-            strengths = jnp.where(is_token[:, None], strengths, 0.0)
-        dbeta = join_dbeta(dv_u, k_write, strengths, mantissa(strengths, k.dtype)).astype(beta.dtype)
+        dbeta = strength_gradient(sums.dv_u, sums.k_write, beta, tables, k.dtype)
     if g is not None:
         dg = jnp.where(has_no_past(x, None if tables is None else tables.cu_seqlens), 0.0, dg).astype(g.dtype)
     dh_0 = None
@@ -289,6 +297,17 @@ def _run(
         dbeta,
         dh_0,
     )
+
+
+def strength_gradient(
+    dv_u: jax.Array, k_write: jax.Array, beta: jax.Array, tables: VisitTables | None, dtype
+) -> Float[Array, "B T HO"]:
+    """dbeta in beta's dtype from its two sums [visits, HO, C], of calls whose keys have a dtype."""
+    strengths, (B, T) = beta.astype(jnp.float32), beta.shape[:2]
+    if tables is not None:  # whatever the padding holds
+        strengths = jnp.where((jnp.arange(T) < tables.cu_seqlens[-1])[:, None], strengths, 0.0)
+    dv_u, k_write = (by_token(x, tables, B, T) for x in (dv_u, k_write))
+    return join_dbeta(dv_u, k_write, strengths, mantissa(strengths, dtype)).astype(beta.dtype)
 
 
 def sum_heads(x: jax.Array, heads: int) -> jax.Array:

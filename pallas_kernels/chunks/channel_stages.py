@@ -1,10 +1,11 @@
-"""Stages of the walks over chunks where each channel decays by itself: their loader, and what both directions read of
-them alike.
+"""Stages of the walks over chunks where each channel decays by itself: how many, their loader, and what both
+directions read of them alike.
 
-A `cta` is that of a walk: its `config` has early_stages, late_stages and warpgroups, its shared memory gl, beta and
-the barriers early_read and late_read.
+A `cta` is that of a walk: its `config` is the `Config` here, its shared memory has gl, beta and the barriers
+early_read and late_read.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import LOADER_REGISTERS, release_registers
+from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers, release_registers
 from pallas_kernels.device.layouts import CHUNK, COL, along_columns, iota
+from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes
 from pallas_kernels.work.spans import owned_rows
 
 ROWS = 64
 """Rows of the transposed state that one state warpgroup holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a walk runs, not what it computes."""
+
+    state_warpgroups: int = 2
+    """1 or 2. Two share a head's tiles of keys; one gives twice the CTAs."""
+    early_stages: int = 2
+    late_stages: int = 2
+    state_registers: int = 240
+    state_in_smem: bool = False
+    """False: the rounded state is always in registers here."""
+
+    def __post_init__(self):
+        check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of a CTA."""
+        return self.state_warpgroups + 1
+
+    @classmethod
+    def most_stages(cls, state_warpgroups: int, memory: Callable[["Config"], Memory]) -> "Config":
+        """The configuration of most stages that fit into the memory that a kernel then declares."""
+        registers = {1: 248, 2: 240}[state_warpgroups]
+        for stages in ((3, 3), (3, 2), (2, 2)):
+            config = cls(state_warpgroups, *stages, registers)
+            if smem_bytes(memory(config)) <= SMEM_LIMIT:
+                return config
+        raise AssertionError("K > 128")
 
 
 def loader(cta: Any, load_early: Callable, load_late: Callable) -> None:

@@ -20,13 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.chunks.channel_stages import decayed, stages_of, strengths
+from pallas_kernels.chunks.channel_stages import Config, decayed, stages_of, strengths
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.launch import launch
 from pallas_kernels.device.layouts import CHUNK
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.forward.channel_walk import (
-    Config,
     body,
     corrected_values,
     stages_memory,

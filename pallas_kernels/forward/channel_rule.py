@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, changes_segment
+from pallas_kernels.chunks import channel_stages
 from pallas_kernels.chunks import pairs as pairs_kernel
 from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
 from pallas_kernels.chunks.pairs import channel_pairs
@@ -20,7 +21,6 @@ from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
 from pallas_kernels.device.memory import pad
-from pallas_kernels.forward import channel_walk
 from pallas_kernels.forward import rule as head_rule
 from pallas_kernels.forward.channel_outputs import channel_outputs, default_config
 from pallas_kernels.forward.channel_transitions import channel_transitions
@@ -47,7 +47,7 @@ class Config:
     segment_chunks: int | None = None
     """Chunks of a segment; 0 for whole sequences."""
     pairs: pairs_kernel.Config | None = None
-    outputs: channel_walk.Config | None = None
+    outputs: channel_stages.Config | None = None
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:

@@ -22,7 +22,6 @@ read until W is there, the late one (kr, P) by the last products.
 Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 128, V up to 256; T a multiple of 8.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,42 +30,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks.channel_stages import loader, owned_tokens
-from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers
+from pallas_kernels.chunks.channel_stages import Config, loader, owned_tokens
 from pallas_kernels.device.layouts import CHUNK, WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
 from pallas_kernels.forward.walk import ROWS, Cta
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a walk runs, not what it computes."""
-
-    state_warpgroups: int = 2
-    """1 or 2, as of `forward.walk.Config`."""
-    early_stages: int = 2
-    late_stages: int = 2
-    state_registers: int = 240
-    state_in_smem: bool = False
-    """False: the rounded state is always in registers here."""
-
-    def __post_init__(self):
-        check_registers(LOADER_REGISTERS, *(self.state_registers,) * self.state_warpgroups)
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of a CTA."""
-        return self.state_warpgroups + 1
-
-    @classmethod
-    def most_stages(cls, state_warpgroups: int, memory: Callable[["Config"], Memory]) -> "Config":
-        """The configuration of most stages that fit into the memory that a kernel then declares."""
-        registers = {1: 248, 2: 240}[state_warpgroups]
-        for stages in ((3, 3), (3, 2), (2, 2)):
-            config = cls(state_warpgroups, *stages, registers)
-            if smem_bytes(memory(config)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 128")
 
 
 def stages_memory(config: Config, K: int, dtype, *, reads: bool) -> Memory:
