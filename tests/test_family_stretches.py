@@ -80,7 +80,8 @@ def test_stretches_on_a_gpu(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "lanes"), [("packed", 2), ("packed-vk-erase-a-channel", 1)])
 def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
-    """Three chunks at a time, with sequences over the borders of stretches and lanes: as the whole row."""
+    """Three chunks at a time, with sequences over the borders of stretches and lanes: as the whole row, and a NaN
+    stays in its sequence."""
     case = CASES[name]
     x, whole = family_cases.inputs(case), evaluate(case, family_cases.inputs(case), "chunked")
     erase, write = (x.beta[..., None],) * 2 if x.erase is None else (x.erase, x.write)
@@ -97,7 +98,7 @@ def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
 
     on_gpu(monkeypatch, 3 * 16 * case.call.HO)
     monkeypatch.setattr(rows, "num_lanes", lambda *_: lanes)
-    (o, final), gradients = both((x.q, x.k, x.v, x.g, erase, write, x.initial_state))
+    first = (o, final), gradients = both((x.q, x.k, x.v, x.g, erase, write, x.initial_state))
     got = dict(zip(("dq", "dk", "dv", "dg", "derase", "dwrite", "dh_0"), gradients, strict=True))
     if x.erase is None:
         got["dbeta"] = (got.pop("derase") + got.pop("dwrite"))[..., 0]
@@ -106,3 +107,12 @@ def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
     final = final if case.call.state_layout == "kv" else np.swapaxes(final, -1, -2)
     for key, y in dict(o=o, final_state=final, **got).items():
         assert_close(np.asarray(whole[key], np.float64), np.asarray(y), 2e-6, key)
+
+    longest, v = int(np.argmax(np.diff(x.cu_seqlens))), x.v.copy()
+    mine = np.arange(*x.cu_seqlens[longest : longest + 2])
+    v[:, mine[0]] = np.nan
+    spoilt = both((x.q, x.k, v, x.g, erase, write, x.initial_state))
+    assert np.isnan(spoilt[0][0][:, mine]).any()
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(spoilt), strict=True):
+        axis, of_victim = (1, mine) if a.shape[1] == case.call.T else (0, longest)
+        np.testing.assert_array_equal(np.delete(a, of_victim, axis), np.delete(b, of_victim, axis))

@@ -1,7 +1,8 @@
 """Packed rows whose chunks are computed in stretches, one after another, each from the state that the last one left.
 
-What `rows.in_stretches` is for whole rows: the temporary arrays are those of one stretch. A chunk that is the last of
-its sequence passes nothing on; the one behind it starts from the state of its own sequence.
+What `rows.in_stretches` is for whole rows: the temporary arrays are those of one stretch. But the inputs are gathered
+in chunks all at once, and so are their cotangents. A chunk that is the last of its sequence passes nothing on; the
+one behind it starts from the state of its own sequence.
 """
 
 from collections.abc import Callable
@@ -85,7 +86,9 @@ class ChunkRow(Row):
         forcing: Float[Array, "chunks HO K V"] | None,
     ):
         self.is_last, self.forcing = is_last, forcing
-        super().__init__(None, 1, is_last.shape[0], head_counts, 1)
+        super().__init__(
+            None, 1, is_last.shape[0], head_counts, 1
+        )  # a row that has a chunk in place of each token
 
     def to_chunks(self, x: jax.Array) -> jax.Array:
         """[chunks, 1, C, H, D] to [L, lanes, 1, heads..., C, D]."""

@@ -57,8 +57,9 @@ def chunked_rule(
       the products of tokens with tokens, which hold decays here: rounded to bfloat16 they left a state that is mostly
       erased off by 8e-3 (the case write-0). The operands of what reads a state are bfloat16 when q is.
     Memory: the backward pass keeps the inputs and the residuals named in `chunks.rows.RESIDUAL_NAMES`, and
-      recomputes the rest. The other temporary arrays of either pass are those of one stretch. No array holds a number
-      for two tokens and a channel, but inside blocks of four tokens.
+      recomputes the rest. The other temporary arrays of either pass are those of one stretch, and of packed rows the
+      inputs in chunks with their cotangents. No array holds a number for two tokens and a channel, but inside blocks
+      of four tokens.
     """
     B, T, HO, _ = g.shape
     arrays, rule = (q, k, v, g, erase, write), partial(_rule, Numerics.of(q.dtype, g.dtype))
