@@ -119,7 +119,8 @@ class Pages:
                 break
             rows.append(line)
         said = f"All of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
-        return "\n".join(rows) + f"\n\n{said}" + ("" if self.results.commits(name) else f" {OLDER}")
+        is_older = "stored_in" in self.results.folder(name)[0]
+        return "\n".join(rows) + f"\n\n{said}" + (f" {OLDER}" if is_older else "")
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""
@@ -147,8 +148,9 @@ class Pages:
             config, lines = self.results.folder(name)
             seconds = sum(line["wall"]["seconds"] for line in lines)
             device = config["versions"]["device"]
-            commits = self.results.commits(name)
-            made = ", ".join(f"`{x}`" for x in commits) if commits else f"until `{config['stored_in']}`"
+            made = ", ".join(f"`{commit}`" for commit in self.results.commits(name)) or "not named"
+            if "stored_in" in config:
+                made = f"until `{config['stored_in']}`"
             rows.append(
                 [
                     f"[{name}]({name}/table.md)",

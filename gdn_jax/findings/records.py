@@ -51,9 +51,9 @@ class Results:
         return self._read[name]
 
     def commits(self, name: str) -> list[str]:
-        """The commits that the runs of a folder name, none where they are older than such names."""
-        found = {line.get("commit", "")[:7] for line in self.folder(name)[1]}
-        return sorted(found - {""})
+        """The commits that the runs of a folder name. Older runs name none, nor do those made outside a checkout."""
+        found = {line.get("commit") for line in self.folder(name)[1]}
+        return sorted({commit[:7] for commit in found if commit is not None})
 
     def matching(self, sweep: str) -> list[str]:
         """Folders that a sweep's name means."""
