@@ -178,7 +178,10 @@ KERNELS = ["mma_prepare", "mma_outputs", "mma_states", "mma_adjoints", "mma_grad
     ],
 )
 def test_no_registers_are_spilled(call, capability, also):
-    """Compiled for every generation. Needs what `pallas_kernels.tools.compiling` needs."""
+    """Compiled for every generation, where gcc and ptxas are.
+
+    `pallas_kernels.tools.compiling` fetches the compiler plugin of the installed jax through pip, once for a machine.
+    """
     module = "pallas_kernels.tools.ptxas_report"
     command = [sys.executable, "-m", module, "--only", call, "--capability", capability]
     command += ["--also", *also] if also else []
@@ -187,7 +190,7 @@ def test_no_registers_are_spilled(call, capability, also):
         pytest.skip(f"needs {' and '.join(missing)}")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if "'pip', 'download'" in done.stderr:
-        pytest.skip("the compiler of JAX's CUDA plugin is not here and cannot be fetched")
+        pytest.skip("the compiler of JAX's CUDA plugin is not here, and pip could not fetch it")
     assert done.returncode == 0, done.stderr
     found = [re.fullmatch(rf"{call}: (.*?) +(\d+) +(\d+) +(\d+) *", x) for x in done.stdout.splitlines()[1:]]
     names = [f"{kernel}{generation}" for kernel in KERNELS for generation in ("", *(f", {x}" for x in also))]

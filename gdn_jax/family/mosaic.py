@@ -116,7 +116,9 @@ def gradients(call: Call, x: Arrays, residuals: Any, cotangents: Any) -> Arrays:
 
     def arrays(floats):
         y = x._replace(**dict(zip(FLOATS, floats, strict=True)))
-        return prepared(call, y, normalize=call.use_qk_l2norm)[0][: len(FLOATS)]
+        return prepared(call, y, normalize=call.use_qk_l2norm)[0][
+            : len(channel_rule.ChannelCotangents._fields)
+        ]
 
     _, pull_back = jax.vjp(arrays, tuple(getattr(x, name) for name in FLOATS))
     given, dims = prepared(call, x, normalize=call.use_qk_l2norm)

@@ -10,6 +10,8 @@ The decay scales rows of the state, so the sums over the state that was read are
 
 Inputs (GMEM): as for `step`, but a [N, 1, HV K] and dt_bias [HV K].
 Grid, hardware, limits: those of `step`; one token.
+
+No GPU has run it yet, and no call reaches it: see `docs/devices.md`.
 """
 
 import functools

