@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu.mma import MMALayouts
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -206,6 +207,7 @@ def test_no_registers_are_spilled(call, capability, also):
         (dict(T=0), "no tokens"),
         (dict(K=129), "up to 128"),
         (dict(T=2**24), "more numbers"),
+        (dict(B=export.symbolic_shape("b")[0]), "symbol"),
     ],
 )
 def test_refusals_say_why(change, reason):

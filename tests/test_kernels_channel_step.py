@@ -79,4 +79,5 @@ def test_gates(lower_bound):
         want = channel_log_decay(x[None, None], A[None], jnp.zeros((1, 8)), lower_bound)[0, 0]
         found = log_decays(x, A, lower_bound)
         assert np.isfinite(found).all()
+        # exp(g) holds g's error, five roundings of 2^-24, times |g|: up to 69 where exp(g) passes 1e-30.
         np.testing.assert_allclose(jnp.exp(found), jnp.exp(want), rtol=2e-5, atol=1e-30)

@@ -21,6 +21,7 @@ from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.work.refusals import refusal
 from pallas_kernels.work.tables import ChunkTables, borders, chunk_tables, known_lengths
 
 MOST_NUMBERS = 2**31
@@ -46,14 +47,10 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
       chunk_size: as asked for.
       packed: whether cu_seqlens is given.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q, k and v are {jnp.dtype(dtype).name}; the kernels take bfloat16 and float16"
-    if chunk_size != CHUNK:
-        return f"chunk_size is {chunk_size}; the kernels are written for {CHUNK}"
+    if (reason := refusal(dims, dtype, chunk_size)) is not None:
+        return reason
     if dims.K > 128 or dims.V > 128:
         return f"K = {dims.K}, V = {dims.V}; the kernels by mma.sync go up to 128, as registers allow"
-    if not dims.B * dims.T * dims.N:
-        return "there are no tokens"
     chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
     if chunks * dims.HO * round_up(dims.K, GRANULE) * round_up(dims.V, GRANULE) >= MOST_NUMBERS:
         return "the states of all chunks are more numbers than the kernels by mma.sync count"

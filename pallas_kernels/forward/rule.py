@@ -25,6 +25,7 @@ from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
+from pallas_kernels.work.refusals import refusal
 from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.slots import PoolStates
 from pallas_kernels.work.split import choose_split, work_of
@@ -71,16 +72,10 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
       chunk_size: as asked for.
       packed: whether cu_seqlens is given.
     """
-    if not isinstance(dims.B, int):
-        return f"B is the symbol {dims.B} of jax.export; the kernels are made for a number"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q, k and v are {jnp.dtype(dtype).name}; the kernels take bfloat16 and float16"
-    if chunk_size != CHUNK:
-        return f"chunk_size is {chunk_size}; the kernels are written for {CHUNK}"
+    if (reason := refusal(dims, dtype, chunk_size)) is not None:
+        return reason
     if dims.K > 256 or dims.V > 256:
         return f"K = {dims.K}, V = {dims.V}; the kernels go up to 256"
-    if not dims.B * dims.T * dims.N:
-        return "there are no tokens"
     chunks = dims.B * -(-dims.T // CHUNK) + (dims.N if packed else 0)
     largest = max(dims.B * dims.T * max(dims.K, dims.V, CHUNK), chunks * _padded(dims.K) * _padded(dims.V))
     if largest * dims.HO >= 2**40:
