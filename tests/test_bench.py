@@ -612,14 +612,32 @@ def test_sizes_on_a_cpu(monkeypatch):
     smaller = {name: cls for name, (cls, _) in command.BENCHMARKS.items() if cls.on_cpu}
     assert {*smaller} == {*command.BENCHMARKS} - {"rule", "kernels"}
     for cls in smaller.values():
-        found, words = benchmark.sized(cls())
+        found, words = benchmark.sized(cls(), ["--repeats"] if "repeats" not in cls.on_cpu else [])
         found.check()
         assert dataclasses.asdict(found) == dataclasses.asdict(cls()) | cls.on_cpu
         assert all(f"--{name.replace('_', '-')} " in words for name in cls.on_cpu)
-        named = cls(**dict([next(iter(cls.on_cpu.items()))]))
-        assert benchmark.sized(named) == (named, "")
+        for name in cls.on_cpu:  # typed, though it be the default
+            assert benchmark.sized(cls(), [f"--{name.replace('_', '-')}"]) == (cls(), "")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert benchmark.sized(smaller["step"]()) == (smaller["step"](), "")
+    assert benchmark.sized(smaller["step"](), []) == (smaller["step"](), "")
+
+
+def test_sizes_that_are_typed_stay(monkeypatch):
+    """Also by "=", with "_", and where they are the defaults."""
+    asked = []
+    monkeypatch.setattr(command, "run", lambda bench, *_: asked.append((bench, _[2])) or 0)
+    for words in (
+        "step",
+        "step --repeats 2",
+        "step --tokens 32768",
+        "step --tokens=32768",
+        "step --model 0.4b",
+    ):
+        assert cli.main(["bench", *words.split()]) == 0
+    tokens, notes = ([f(x) for x in asked] for f in (lambda x: x[0].tokens, lambda x: x[1]))
+    assert tokens == [2048, 2048, 32768, 32768, 32768]
+    assert [len(x) for x in notes] == [1, 1, 0, 0, 0] and "--tokens 2048" in notes[0][0]
+    assert cli.main(["bench", "scale", "--step_tokens", "32768"]) == 0 and not asked[-1][1]
 
 
 def test_help(capsys):

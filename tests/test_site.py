@@ -1,6 +1,7 @@
 """The site, without the tools that build it: what the reference has, the figures, and the state page's arithmetic."""
 
 import ast
+import hashlib
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from release import package
 
 from gdn_jax import delta_rule
 
@@ -87,6 +89,17 @@ def test_every_page_has_a_place():
     assert all((ROOT / word).exists() for word in menu if word.endswith((".md", ".ipynb")))
 
 
+def test_pages_link_to_what_the_site_has():
+    """What `make docs` would warn of: a link to a file of the repository that is not published."""
+    hooks = ast.parse((DOCS / "site" / "hooks.py").read_text()).body
+    (patterns,) = (x.value for x in hooks if isinstance(x, ast.Assign) and x.targets[0].id == "PUBLISHED")
+    files = {path for pattern in ast.literal_eval(patterns) for path in ROOT.glob(pattern)}
+    pages = [path for path in files if path.suffix == ".md" and path != ROOT / "README.md"]
+    links = [(page, to.split("#")[0]) for page in pages for to in package.paths_in(page.read_text())]
+    dead = [f"{page.name}: {to}" for page, to in links if (page.parent / to).resolve() not in files]
+    assert pages and not dead
+
+
 CHECKS_NOTHING = {
     "gdn_jax": {"kkt", "wy", "chunk_output", "chunk_cumsum", "debug_checks"},
     "gdn_jax.layers": {"RecurrentMixer", "RecurrentCache"},
@@ -151,13 +164,30 @@ def said(name):
     return ast.get_docstring(definition(name)) or ""
 
 
+LIST = re.compile(r"^(?:Args|Attributes|Class attributes|Fields):(.*(?:\n(?: .*|$))*)", re.MULTILINE)
+ITEM = re.compile(r"(?:^|[.;:] |\n) *((?:\*{0,2}\w+(?:, | and ))*\*{0,2}\w+)(?: \[[^\]]*\])?:")
+PARAMETERS = re.compile(r"^Parameters:.*(?:\n .*)*", re.MULTILINE)
+"""Arrays of a layer, which are told in prose."""
+HANDS_ON = re.compile(r"(?i)\bothers?\b|those of|as for|as in|fields of|arguments of")
+"""What an item says that leaves arguments to another docstring."""
+
+
+def handing_on(text):
+    """What of a docstring may leave arguments to others: such items of its lists, or all where it has no list."""
+    lists = LIST.findall(text)
+    if not lists:
+        return text
+    items = [item for part in lists for item in re.split(r"\n(?=  \S)", part) if HANDS_ON.search(item)]
+    return " ".join((*items, *PARAMETERS.findall(text)))
+
+
 @cache
 def referred(name):
-    """Entries, and parts of layers, that a docstring names, and those that they name in turn."""
+    """Entries, and parts of layers, to which a docstring leaves arguments, and those to which these leave them."""
     found, new = set(), {name}
     while new:
         found |= new
-        pairs = [(place, x) for place in new for x in re.findall(r"`(\w[\w.]+)`", said(place))]
+        pairs = [(place, x) for place in new for x in re.findall(r"`(\w[\w.]+)`", handing_on(said(place)))]
         names = {TARGETS.get(x, x) for _, x in pairs} | {
             place.rpartition(".")[0] + "." + x for place, x in pairs
         }
@@ -166,15 +196,32 @@ def referred(name):
     return found
 
 
+def told(text):
+    """Names that a docstring describes: the items of its lists, or all its words where it has no list."""
+    lists = LIST.findall(text)
+    names = [item for part in lists for item in ITEM.findall(part)] or [text]
+    return {word for part in (*names, *PARAMETERS.findall(text)) for word in re.findall(r"\w+", part)}
+
+
+def test_what_a_docstring_tells():
+    text = "Scales x by eps.\n\nArgs:\n  q, k: arrays. *v: one,\n    at most w.\n\nReturns:\n  o: x + eps."
+    assert told(text) == {"q", "k", "v"}
+    assert told("Scales x.\n\nReturns:\n  o.") == {"Scales", "x", "Returns", "o"}
+    assert handing_on(text) == "" and handing_on("See `f`.\n\nArgs:\n  x: see `g`.\n  Others: as for `h`.")[
+        2:
+    ] == ("Others: as for `h`.")
+    assert told("A layer.\n\nAttributes:\n  d: width.\n\nParameters: a and\n  b.") >= {"d", "a", "b"}
+
+
 def test_entries_say_arguments_and_errors():
-    """Each argument is named in the docstring or in that of an entry it refers to, and so are errors."""
+    """Each argument has its item in the docstring or in that of an entry it refers to; errors are told, too."""
     missing = []
     for name in ENTRIES:
         x = definition(name)
         if x is None:
             continue
         text = said(name)
-        words = {word for other in referred(name) for word in re.findall(r"\w+", said(other))}
+        words = set().union(*(told(said(other)) for other in referred(name)))
         unnamed = [a for a in parameters(x) if a not in words]
         missing += [f"{name}: says nothing of {a}" for a in unnamed]
         room, _, last = name.rpartition(".")
@@ -238,12 +285,14 @@ def test_notebooks_become_pages():
 # `python tests/test_site.py` writes it again.
 EXAMPLE = ROOT / "tests" / "data" / "state_page.json"
 NODE = shutil.which("node")
+SCRIPT = (DOCS / "state.html").read_text().split('<script id="gdn-rule">')[1].split("</script>")[0]
+"""The page's function."""
+DIGEST = hashlib.sha256(SCRIPT.encode()).hexdigest()
 
 
 def states_of_the_page(tokens):
     """The states [tokens][rule][K][V] that the JavaScript of docs/state.html makes, run by node."""
-    script = (DOCS / "state.html").read_text().split('<script id="gdn-rule">')[1].split("</script>")[0]
-    program = f"""{script}
+    program = f"""{SCRIPT}
 const tokens = {json.dumps(tokens)};
 const zeros = [[0, 0, 0], [0, 0, 0]];
 let states = [zeros, zeros];
@@ -271,6 +320,12 @@ def test_state_page_is_the_rule():
         np.testing.assert_allclose(S[:, 0], expected, atol=1e-6)
 
 
+def test_example_is_of_this_state_page():
+    """Where there is no node, this notices a change of the page's function."""
+    changed = "the function of docs/state.html is another: where node is, run python tests/test_site.py"
+    assert json.loads(EXAMPLE.read_text())["sha256 of the function"] == DIGEST, changed
+
+
 @pytest.mark.skipif(NODE is None, reason="needs node")
 def test_state_page_makes_the_example():
     example = json.loads(EXAMPLE.read_text())
@@ -278,7 +333,9 @@ def test_state_page_makes_the_example():
 
 
 def write_example():
-    """Twelve tokens of three keys, with decays and strengths from 0 to 1."""
+    """Writes twelve tokens of three keys, with decays and strengths from 0 to 1, and what node makes of them."""
+    if NODE is None:
+        return "node is not installed: it runs the page's function"
     rng = np.random.default_rng(0)
     angles = rng.choice([0.0, 0.9, 1.6], 12)
     tokens = [
@@ -291,8 +348,10 @@ def write_example():
         for x, a, b in zip(angles, [1, 0.9, 0.5, 1, 1, 0] * 2, [1, 0.5, 1, 0, 0.8, 1] * 2, strict=True)
     ]
     temporary = EXAMPLE.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"tokens": tokens, "states": states_of_the_page(tokens)}) + "\n")
+    example = {"sha256 of the function": DIGEST, "tokens": tokens, "states": states_of_the_page(tokens)}
+    temporary.write_text(json.dumps(example) + "\n")
     temporary.replace(EXAMPLE)
+    return 0
 
 
 if __name__ == "__main__":

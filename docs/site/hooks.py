@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PUBLISHED = (
     "*.md",
     "LICENSE",
+    "CITATION.cff",
     "docs/**/*.md",
     "docs/**/*.svg",
     "docs/*.png",

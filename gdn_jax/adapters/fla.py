@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gdn_jax import delta_rule, gated_delta_rule, log_decay, write_strength
-from gdn_jax.adapters.arguments import refuse
+from gdn_jax.adapters.arguments import named, refuse
 from gdn_jax.shapes import (
     AnyStates,
     ArgumentError,
@@ -24,7 +24,11 @@ from gdn_jax.shapes import (
     Scale,
     Strength,
     Values,
+    check_array,
 )
+
+NAMES = {"a": "g", "b": "beta", "use_qk_l2norm": "use_qk_l2norm_in_kernel"}
+"""fla's names of our arguments, those of `log_decay` and `write_strength` among them."""
 
 
 def chunk_gated_delta_rule(
@@ -54,19 +58,22 @@ def chunk_gated_delta_rule(
 
     Args:
       q, k: queries and keys [B, T, H, K] of one dtype. v: values [B, T, HV, V] of that dtype; H divides HV.
-      g: log decay [B, T, HV]; with use_gate_in_kernel the raw input a of -exp(A_log) softplus(a + dt_bias).
-      beta: write strength [B, T, HV]; with use_beta_sigmoid_in_kernel the raw input of the sigmoid.
+      g: log decay [B, T, HV], or its raw input.
+      beta: write strength [B, T, HV], or its raw input.
       scale: factor of the output, K ** -0.5 by default.
-      initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N = B, or the number of packed sequences.
+      initial_state: [N, HV, K, V]; N = B, or the number of packed sequences.
       output_final_state: whether the second result is the final state; None else.
       use_qk_l2norm_in_kernel: replaces q and k by x * rsqrt(sum(x^2) + 1e-6).
+      use_beta_sigmoid_in_kernel: beta is the raw input of a sigmoid.
       allow_neg_eigval: doubles the strength; only with use_beta_sigmoid_in_kernel.
+      state_v_first: states are [N, HV, V, K].
       cu_seqlens: [N + 1] borders of packed sequences, with B = 1.
       cu_seqlens_cpu: the same as a NumPy array. The GPU kernels then split their work by the true lengths.
       chunk_indices, cp_context: None. Chunks are found here, and tokens that are split over devices are
         `gdn_jax.parallel.context.gated_delta_rule`'s.
+      use_gate_in_kernel: g is the raw input a of -exp(A_log) softplus(a + dt_bias).
       A_log, dt_bias: parameters [HV] of the decay, with use_gate_in_kernel; dt_bias may be None.
-      chunk_size: 16, 32 or 64; 128 too.
+      chunk_size: 16, 32, 64 or 128.
 
     Returns:
       o [B, T, HV, V] in q's dtype, and the final state in float32, or None.
@@ -85,19 +92,20 @@ def chunk_gated_delta_rule(
         if cu_seqlens is None:
             raise ArgumentError("cu_seqlens_cpu", "cu_seqlens beside it", "no cu_seqlens")
         cu_seqlens = np.asarray(cu_seqlens_cpu)
-    o, final_state = gated_delta_rule(
-        q,
-        k,
-        v,
-        _log_decay(g, use_gate_in_kernel, A_log, dt_bias),
-        _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        state_layout="vk" if state_v_first else "kv",
-        chunk_size=chunk_size,
-    )
+    with named(**NAMES):
+        o, final_state = gated_delta_rule(
+            q,
+            k,
+            v,
+            _log_decay(g, use_gate_in_kernel, A_log, dt_bias),
+            _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+            state_layout="vk" if state_v_first else "kv",
+            chunk_size=chunk_size,
+        )
     return o, final_state if output_final_state else None
 
 
@@ -146,22 +154,26 @@ def fused_recurrent_gated_delta_rule(
         raise NotImplementedError("beta: expected shape [B, T, HV], one strength a head, got one a channel")
     if beta is None and use_beta_sigmoid_in_kernel:
         raise ArgumentError("beta", "an array with use_beta_sigmoid_in_kernel", "None")
-    g = _log_decay(g, use_gate_in_kernel, A_log, dt_bias)
-    if gk is not None:
-        g = gk if g is None else gk + g[..., None]
-    o, final_state = delta_rule(
-        q,
-        k,
-        v,
-        g,
-        _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        state_layout="vk" if state_v_first else "kv",
-        implementation="recurrent",
-    )
+    for name, x, width in (("g", g, ()), ("gk", gk, q.shape[-1:])):  # their sum would broadcast
+        if x is not None:
+            check_array(name, x, (*v.shape[:-1], *width), "B, T, HV, K" if width else "B, T, HV")
+    with named(**NAMES):
+        g = _log_decay(g, use_gate_in_kernel, A_log, dt_bias)
+        if gk is not None:
+            g = gk if g is None else gk + g[..., None]
+        o, final_state = delta_rule(
+            q,
+            k,
+            v,
+            g,
+            _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+            state_layout="vk" if state_v_first else "kv",
+            implementation="recurrent",
+        )
     return o, final_state if output_final_state else None
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from gdn_jax import gated_delta_rule, gated_delta_step
 from gdn_jax.adapters.arguments import named
 from gdn_jax.parallel import context
-from gdn_jax.shapes import Keys, LogDecay, Outputs, Queries, States, Strength, Values
+from gdn_jax.shapes import Keys, LogDecay, Outputs, Queries, States, Strength, Values, check_array
 
 NAMES = {"q": "query", "k": "key", "v": "value", "use_qk_l2norm": "use_qk_norm_in_gdn"}
 """MaxText's names of our arguments."""
@@ -103,6 +103,14 @@ def jax_ar_gated_delta_rule(
 
     Source: maxtext 0.2.5, `maxtext.models.qwen3.jax_ar_gated_delta_rule`.
     """
+    for name, x, letters in (
+        ("query", query, "B, 1, H, K"),
+        ("key", key, "B, 1, H, K"),
+        ("value", value, "B, 1, HV, V"),
+        ("g", g, "B, 1, HV"),
+        ("beta", beta, "B, 1, HV"),
+    ):  # tokens behind the first would not be read
+        check_array(name, x, tuple(1 if letter == "1" else None for letter in letters.split(", ")), letters)
     q, k, v = (x[:, 0].astype(compute_dtype) for x in (query, key, value))
     state = initial_state.astype(jnp.float32)
     with named(**NAMES, state="initial_state"):

@@ -94,6 +94,10 @@ def recurrent_gated_delta_rule(
 def _rule(query, key, value, g, beta, initial_state, mask, **options) -> tuple[Outputs, States]:
     if mask is not None:
         check_array("attention_mask", mask, query.shape[:2], "B, T")
+        for name, x in (("query", query), ("key", key), ("value", value)):  # where() would broadcast them
+            check_array(name, x, (*mask.shape, None, None), "B, T, heads, width")
+        for name, x in (("g", g), ("beta", beta)):
+            check_array(name, x, (*mask.shape, None), "B, T, HV")
         is_token = mask.astype(bool)[..., None]
         # A token that decays nothing and writes nothing. Padding may hold anything, so values go too.
         g, beta = (jnp.where(is_token, x, 0) for x in (g, beta))

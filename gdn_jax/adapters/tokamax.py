@@ -85,12 +85,14 @@ def kimi_delta_attention(
 
     Args:
       query, key, gate: [H, B, T, K]. value: [H, B, T, V]. beta: [H, B, T]. query, key and value have one dtype.
-      gate: log decay; with use_gate_in_kernel the raw input of `channel_log_decay`, with a_log [H],
-        delta_time_bias [H * K] (None for 0) and lower_bound, which are read only then.
+      gate: log decay, or its raw input.
+      a_log, delta_time_bias, lower_bound: [H], [H * K] (None for 0) and a number or None, parameters of
+        `channel_log_decay`; they are read only with use_gate_in_kernel.
       scale: factor of the output, K ** -0.5 by default.
       initial_state: [B, N, H, K, V], a state for each of a row's sequences; None for zeros.
       output_final_state: whether the second result is the final states; None else.
       use_qk_l2norm: replaces query and key by x * rsqrt(sum(x^2) + 1e-6).
+      use_gate_in_kernel: gate is the raw input of `channel_log_decay`.
       segment_ids: [B, T] integers: token t of row b is of sequence segment_ids[b, t] - 1, and one of 0 or above N is
         padding. Without them a row is one sequence, which has state 0.
       context_parallel_metadata: None, or one that is not enabled.
@@ -124,6 +126,7 @@ def kimi_delta_attention(
             raise ArgumentError("a_log", "an array [H] with use_gate_in_kernel", "None")
         bias = jnp.zeros((H, K), jnp.float32) if delta_time_bias is None else delta_time_bias
         check_array("delta_time_bias", bias.reshape(-1), (H * K,), "H * K")
+        check_array("a_log", a_log, (H,), "H")
         g = channel_log_decay(g, a_log, bias.reshape(H, K), lower_bound)
     rule = functools.partial(
         delta_rule, scale=scale, use_qk_l2norm=use_qk_l2norm, implementation=implementation

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -110,20 +110,20 @@ class Benchmark:
             write_text(self.json, json.dumps(content, indent=1, default=str))
 
 
-def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
+def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: Iterable[str] = ()) -> int:
     """Times all cases and prints the table; 0 when everything was right and timed, else 1.
 
     Args:
       console: takes the table, as text that fits its width on a terminal, else as Markdown.
       progress: takes a line for each result as soon as it is there.
+      first_notes: lines behind the table, before those of the cases.
 
     Raises:
       RunError: an option does not fit.
     """
-    benchmark, smaller = sized(benchmark)
     benchmark.check()
     results: list[Result] = []
-    notes: dict[str, None] = {}  # a set in order
+    notes: dict[str, None] = dict.fromkeys(first_notes)  # a set in order
     about, started = versions(), time.monotonic()
 
     def save() -> None:
@@ -133,8 +133,6 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
         benchmark.save(content | {"summary": benchmark.summary(_timed(results))}, results)
 
     _say(progress, ", ".join(f"{name} {value}" for name, value in about.items()))
-    if smaller:
-        notes[f"sizes for a CPU, as none was named: {smaller}"] = None
     for case in benchmark.cases(lambda text: notes.update({text: None})):
         if benchmark.max_minutes is not None and time.monotonic() - started > 60 * benchmark.max_minutes:
             notes[f"not timed, --max-minutes: {_name(case.about)}"] = None
@@ -163,17 +161,21 @@ def run(benchmark: Benchmark, console: Console, progress: Console) -> int:
     return int(not timed or len(timed) < len(results))
 
 
-def sized(benchmark: Benchmark) -> tuple[Benchmark, str]:
-    """Returns the benchmark in sizes that fit the device, and the options that were changed for that.
+def sized(benchmark: Benchmark, typed: Collection[str]) -> tuple[Benchmark, str]:
+    """Returns the benchmark in sizes that fit the device, and a note of the options that were changed for that.
 
-    On a CPU its sizes of `on_cpu` take the place of the defaults, unless one of these options was given.
+    On a CPU its sizes of `on_cpu` take the place of the defaults, unless one of these options was typed.
+
+    Args:
+      benchmark: as it was read off the command line.
+      typed: the options of that command line, such as "--tokens".
     """
-    small, default = benchmark.on_cpu, type(benchmark)()
-    given = any(getattr(benchmark, name) != getattr(default, name) for name in small)
-    if jax.default_backend() != "cpu" or given:
+    small = benchmark.on_cpu
+    if jax.default_backend() != "cpu" or not small or any(flag(name) in typed for name in small):
         return benchmark, ""
     words = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in small.items()}
-    return dataclasses.replace(benchmark, **small), " ".join(f"{flag(x)} {words[x]}" for x in words)
+    changed = " ".join(f"{flag(name)} {words[name]}" for name in words)
+    return dataclasses.replace(benchmark, **small), f"sizes for a CPU, as none was named: {changed}"
 
 
 def _timed(results: list[Result]) -> list[Result]:

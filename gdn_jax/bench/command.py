@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from gdn_jax.bench import decode, generate, kernels, parts, prefill, rule, scale, step
-from gdn_jax.bench.benchmark import run
+from gdn_jax.bench.benchmark import run, sized
 from gdn_jax.commands.parsing import Usage, parse
 
 BENCHMARKS: dict[str, tuple[type, Any]] = {
@@ -44,4 +44,5 @@ def main(argv: list[str]) -> int:
 
     every = (subcommand(name, cls, module.__doc__) for name, (cls, module) in BENCHMARKS.items())
     benchmark = parse(functools.reduce(operator.or_, every), argv, "gdn bench", rule.RuleBenchmark(), __doc__)
-    return run(benchmark, Console(), Console(stderr=True))
+    benchmark, note = sized(benchmark, {word.partition("=")[0].replace("_", "-") for word in argv})
+    return run(benchmark, Console(), Console(stderr=True), [note] if note else [])

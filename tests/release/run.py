@@ -145,7 +145,7 @@ def main() -> int:
                 (folder := Path(name) / f"python{i}").mkdir()
                 print(" ".join([python, *o.requirements]), flush=True)
                 try_wheel(files[0], python, o.requirements, o.minutes, folder)
-            o.out.mkdir(exist_ok=True)
+            o.out.mkdir(parents=True, exist_ok=True)
             for file in files:
                 part = o.out / f".{file.name}.part"
                 part.write_bytes(file.read_bytes())
