@@ -56,7 +56,7 @@ FAULTS = (
         "milliseconds are those of all calls",
         "(time.perf_counter() - started) / calls * 1e3",
         "(time.perf_counter() - started) * 1e3",
-        "tests/test_bench.py::test_the_clock",
+        "tests/test_measure.py::test_the_clock",
     ),
     Fault(
         "rejected drafts are counted",

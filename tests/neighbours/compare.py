@@ -1,5 +1,7 @@
-"""The comparison of a library's results with those of the same library with this one's rule inside."""
+"""A library with this one's rule inside: functions put into its places, and results compared with its own."""
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -7,6 +9,23 @@ import numpy as np
 
 OUTPUT, GRADIENT = 1e-5, 1e-4
 """How far results in float32 may be apart, as a share of the largest value of the array."""
+
+
+def put(module: ModuleType, ours: ModuleType, names: tuple[str, ...]) -> set[str]:
+    """Puts our functions of these names into the places of the module's; the names of those called so far."""
+    called: set[str] = set()
+
+    def counted(name: str) -> Callable:
+        def call(*args, **options):
+            called.add(name)
+            return getattr(ours, name)(*args, **options)
+
+        return call
+
+    for name in names:
+        assert hasattr(module, name), f"{module.__name__} has no {name}"
+        setattr(module, name, counted(name))
+    return called
 
 
 def compare(what: str, theirs: Any, ours: Any, bound: float) -> None:

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-from compare import GRADIENT, OUTPUT, compare
+from compare import GRADIENT, OUTPUT, compare, put
 from flax import nnx
 
 from gdn_jax.adapters import skyrl
@@ -54,8 +54,8 @@ def results():
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
     theirs = results()
-    for name in NAMES:
-        setattr(qwen3_5, name, getattr(skyrl, name))
+    called = put(qwen3_5, skyrl, NAMES)
     ours = results()
+assert called == {*NAMES}, f"the layer called only {called} of what was put there"
 compare("a batch and two tokens, outputs and states", theirs[0], ours[0], OUTPUT)
 compare("gradients", theirs[1], ours[1], GRADIENT)
