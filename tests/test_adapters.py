@@ -499,6 +499,9 @@ REFUSED = [
     ),
     (step, (), {"seq_lens": np.ones(2, np.int32)}, "seq_lens: expected shape"),
     (step, (), {"conv_state": normal(SLOTS, D, W - 1)}, "conv_state: expected shape"),
+    (step, (), {"conv_state": np.ones((SLOTS, W - 1, D), np.int32)}, "conv_state: expected dtype"),
+    (step, (), {"a_log": A_LOG[:1]}, "a_log: expected shape [n_v] = [2], got [1]"),
+    (step, (), {"conv_bias": BIAS[:1]}, "conv_bias: expected shape [D]"),
 ]  # fmt: skip
 
 

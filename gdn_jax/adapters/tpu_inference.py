@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from gdn_jax import channel_log_decay, log_decay, serving, write_strength
 from gdn_jax.adapters.arguments import named, refuse
-from gdn_jax.shapes import ArgumentError, check_array, check_choice
+from gdn_jax.shapes import ArgumentError, check_array, check_choice, check_floating
 
 NULL_SLOT = 0
 """The slot that is padding."""
@@ -161,6 +161,11 @@ def fused_conv1d_gdn(
     check_array("conv_weight", conv_weight, (D, 1, kernel_size), "D, 1, kernel_size")
     check_array("conv_state", conv_state, (None, kernel_size - 1, D), "slots, kernel_size - 1, D")
     check_array("recurrent_state", recurrent_state, (None, n_v, d_k, d_v), "slots, n_v, d_k, d_v")
+    for name, pool in (("conv_state", conv_state), ("recurrent_state", recurrent_state)):
+        check_floating(name, pool)
+    check_array("a_log", a_log, (n_v,), "n_v")
+    if conv_bias is not None:
+        check_array("conv_bias", conv_bias, (D,), "D")
     check_array("a", a, (T, n_v * d_k if is_kda else n_v), "T, n_v * d_k" if is_kda else "T, n_v")
     check_array("b", b, (T, n_v), "T, n_v")
     check_array("dt_bias", dt_bias, (n_v, d_k) if is_kda else (n_v,), "n_v, d_k" if is_kda else "n_v")
