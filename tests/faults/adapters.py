@@ -19,6 +19,6 @@ FAULTS = (
         "a new request of tpu-inference reads another's slot",
         "read = write if read is None else jnp.where(is_new, write, jnp.asarray(read, jnp.int32))",
         "read = write if read is None else jnp.asarray(read, jnp.int32)",
-        "tests/test_adapters.py::test_tpu_inference_running_alone",
+        "tests/test_serving_adapter.py::test_tpu_inference_running_alone",
     ),
 )
