@@ -178,4 +178,10 @@ FAULTS = (
         'key=lambda x: -1.0 if x["val_loss"] is None else x["val_loss"])',
         "tests/test_reproduce.py::test_an_entry",
     ),
+    Fault(
+        "a size that was typed gives way to that of a CPU",
+        "or any(flag(name) in typed for name in small)",
+        "or any(getattr(benchmark, name) != getattr(type(benchmark)(), name) for name in small)",
+        "tests/test_bench.py::test_sizes_that_are_typed_stay",
+    ),
 )
