@@ -66,9 +66,9 @@ def test_accumulated_gradient_is_that_of_the_batch():
     start = jax.jit(lambda params: (jax.tree.map(jnp.copy, params), optimizer.init(params)))
     got = []
     for accumulate in (1, 2):
-        functions = steps.make_functions(graphdef, rest, optimizer, accumulate)
+        functions = steps.make_functions(graphdef, optimizer, accumulate)
         state = steps.TrainState(*start(params))
-        got.append(functions.train(state, batch))
+        got.append(functions.train(rest, state, batch))
     (one, first), (two, second) = got
     np.testing.assert_allclose(first, second, rtol=1e-5)
     # the second moments are the squared gradients, Adam's update is not divided into them

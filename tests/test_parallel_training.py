@@ -52,13 +52,13 @@ def three_steps(text, config=CONFIG):
     rng, metrics, compiled = np.random.default_rng(0), [], None
     with placement.active():
         state, shardings = placement.state(params, OPTIMIZER)
-        train = steps.make_functions(graphdef, rest, OPTIMIZER, 1, shardings=shardings).train
+        train = steps.make_functions(graphdef, OPTIMIZER, 1, shardings=shardings).train
         for _ in range(3):
             text = rng.integers(0, 32, (ROWS, LENGTH + 1)).astype(np.int32)
             weights = rng.integers(0, 2, (ROWS, LENGTH)).astype(np.float32)
             batch = placement.batch(Batch(text[:, :-1], text[:, 1:], weights))
-            compiled = compiled or train.lower(state, batch).compile()
-            state, step_metrics = compiled(state, batch)
+            compiled = compiled or train.lower(rest, state, batch).compile()
+            state, step_metrics = compiled(rest, state, batch)
             metrics.append([float(x) for x in step_metrics])
     return np.array(metrics), placement.whole(state.params), traffic(compiled.as_text())
 

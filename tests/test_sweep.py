@@ -180,14 +180,18 @@ def test_a_run_is_that_of_gdn_train(finished):
     )
     trainer = Trainer.make(trained, make_task(trained.task, 8, seed))
     for step in range(1, 6):
-        trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
-    loss, accuracy = steps.validate(trainer.functions, trainer.state.params, task.val_batches(8))
+        trainer.state, _ = trainer.functions.train(
+            trainer.rest, trainer.state, trainer.task.train_batch(step)
+        )
+    loss, accuracy = steps.validate(
+        trainer.functions, trainer.rest, trainer.state.params, task.val_batches(8)
+    )
     record = records(finished)[grid.Run("mamba2", lr, seed)]
     # float32 sums in another order, over five steps of Adam
     assert record["val_loss"] == pytest.approx(loss, rel=1e-4)
     assert record["val_accuracy"] == pytest.approx(accuracy, abs=2 / (16 * 6))
     tests = {
-        str(n): steps.validate(trainer.functions, trainer.state.params, b)[1]
+        str(n): steps.validate(trainer.functions, trainer.rest, trainer.state.params, b)[1]
         for n, b in task.test_batches(8).items()
     }
     assert record["test_accuracy"] == pytest.approx(tests, abs=2 / (16 * 3))

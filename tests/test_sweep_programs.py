@@ -158,7 +158,9 @@ def test_turns_in_one_program(monkeypatch, large):
     for i, options_of in enumerate(trained):
         trainer = Trainer.make(options_of, task)
         for step in range(1, 6):
-            trainer.state, _ = trainer.functions.train(trainer.state, trainer.task.train_batch(step))
+            trainer.state, _ = trainer.functions.train(
+                trainer.rest, trainer.state, trainer.task.train_batch(step)
+            )
         got = jax.tree.map(lambda x, i=i: x[i], runs.state.params)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
             # float32 sums in another order, over five steps of Adam

@@ -45,15 +45,15 @@ def training_step(
         text = rng.integers(0, config.vocab_size, (rows, length + 1)).astype(np.int32)
         batch = Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32))
         batch = jax.device_put(placement.batch(batch))
-        train: Any = steps.make_functions(graphdef, rest, optimizer, 1, shardings=shardings).train
+        train: Any = steps.make_functions(graphdef, optimizer, 1, shardings=shardings).train
         started = time.perf_counter()
-        program = train.lower(state, batch).compile(compiler_options)
-        state, metrics = jax.block_until_ready(program(state, batch))
+        program = train.lower(rest, state, batch).compile(compiler_options)
+        state, metrics = jax.block_until_ready(program(rest, state, batch))
         first_step_s = time.perf_counter() - started
 
         def once() -> steps.StepMetrics:
             nonlocal state
-            state, metrics = program(state, batch)
+            state, metrics = program(rest, state, batch)
             return metrics
 
         yield TrainingStep(program, once, float(metrics.loss), init_s, first_step_s)

@@ -49,10 +49,14 @@ class Sums(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Compiled functions of a run."""
+    """Compiled functions of a run.
 
-    train: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-    evaluate: Callable[[PyTree, Batch], Sums]
+    The first argument is `rest` of `nnx.split(model, kind, ...)`. It holds the weights that are not trained, which
+    would be part of the program if they were constants.
+    """
+
+    train: Callable[[PyTree, TrainState, Batch], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[PyTree, PyTree, Batch], Sums]
 
 
 def compute_dtype(options: ModelOptions) -> str:
@@ -271,7 +275,7 @@ def train_step(
     pieces: gradients of the pieces are added in float32.
 
     Args:
-      graphdef, rest: of `nnx.split(model, nnx.Param, ...)`.
+      graphdef, rest: of `nnx.split(model, kind, ...)`, where kind is the type of what is trained.
       optimizer: see `make_optimizer`.
       accumulate: pieces; divides the batch size.
       state: before the step.
@@ -302,7 +306,6 @@ def train_step(
 
 def make_functions(
     graphdef: nnx.GraphDef,
-    rest: PyTree,
     optimizer: optax.GradientTransformation,
     accumulate: int,
     deterministic: bool = True,
@@ -311,23 +314,23 @@ def make_functions(
     """Compiled step functions of a model.
 
     Args:
-      graphdef, rest, optimizer, accumulate: see `train_step`.
+      graphdef, optimizer, accumulate: see `train_step`.
       shardings: of the state, which keeps them; None on one device.
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
         it, jax 0.11.2, and do not without; a CPU agrees in any case.)
     """
 
-    def train(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def train(rest: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         return train_step(graphdef, rest, optimizer, accumulate, state, batch)
 
-    def evaluate(params: PyTree, batch: Batch) -> Sums:
+    def evaluate(rest: PyTree, params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]
 
     flags = compiler_flags(deterministic)
     where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
     return Functions(
-        jax.jit(train, donate_argnums=0, compiler_options=flags, **where),
+        jax.jit(train, donate_argnums=1, compiler_options=flags, **where),
         jax.jit(evaluate, compiler_options=flags),
     )
 
@@ -343,6 +346,8 @@ def mean(sums: list[Sums]) -> tuple[float, float]:
     return loss / weight, correct / weight
 
 
-def validate(functions: Functions, params: PyTree, batches: Iterable[Batch]) -> tuple[float, float]:
+def validate(
+    functions: Functions, rest: PyTree, params: PyTree, batches: Iterable[Batch]
+) -> tuple[float, float]:
     """Returns the `mean` of the batches under the parameters."""
-    return mean([functions.evaluate(params, batch) for batch in batches])
+    return mean([functions.evaluate(rest, params, batch) for batch in batches])

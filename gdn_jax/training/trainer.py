@@ -110,10 +110,10 @@ class Trainer:
         with placement.active():
             state, shardings = placement.state(params, optimizer)
             functions = steps.make_functions(
-                graphdef, rest, optimizer, accumulate, options.run.deterministic, shardings
+                graphdef, optimizer, accumulate, options.run.deterministic, shardings
             )
             try:
-                jax.eval_shape(functions.train, state, placement.batch(batch))
+                jax.eval_shape(functions.train, rest, state, placement.batch(batch))
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
         return cls(options, task, graphdef, rest, functions, state, placement, multiplied)
@@ -165,11 +165,12 @@ class Trainer:
 
     def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
         with self.placement.active():
-            return self.functions.train(state, self.placement.batch(self.task.train_batch(step)))
+            return self.functions.train(self.rest, state, self.placement.batch(self.task.train_batch(step)))
 
     def _validate(self, batches: list[Batch]) -> tuple[float, float]:
         with self.placement.active():
-            return steps.validate(self.functions, self.state.params, map(self.placement.batch, batches))
+            moved = map(self.placement.batch, batches)
+            return steps.validate(self.functions, self.rest, self.state.params, moved)
 
     def validate(self) -> dict[str, float]:
         """Returns the validation metrics, named val_*."""
