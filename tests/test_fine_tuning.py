@@ -74,6 +74,9 @@ def test_low_rank_changes_are_trained_taken_up_and_merged(checkpoint, book, tmp_
     """The other weights stay as they are; the merged ones are written beside the tokenizer."""
     out, saved = tmp_path / "run", tmp_path / "saved"
     argv = ["train", "tokens", "--from", str(checkpoint), "--data", str(book), "--out", str(out), *TINY]
+    assert cli.main([*argv, "--lora-rank", "3", "--mesh", f"data={jax.device_count()}"]) == 1
+    assert "--mesh: low-rank changes are trained on one device, got a mesh" in capsys.readouterr().err
+    assert not out.exists()
     assert cli.main([*argv, "--lora-rank", "3", "--lr", "0.01"]) == 0
     held_out = [line["val_bpb"] for line in metrics(out) if "val_bpb" in line]
     assert len(held_out) == 2 and held_out[1] < held_out[0]
