@@ -1,6 +1,8 @@
 """`gdn train tokens --from`: a checkpoint is trained on in its own tokens, taken up, written with, and written."""
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ from flax import nnx
 from tiny_runs import metrics
 
 from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.tasks.next_token import TokensTask, Words
 from gdn_jax.tasks.options import TokensOptions
@@ -63,6 +66,18 @@ def test_texts_are_tokens_with_the_end_between_them(checkpoint, book):
     words = Words(checkpoint)
     assert words.encode("").tolist() == [[END]] and words.encode("word3 word9").tolist() == [[3, 9]]
     assert words.decode(jax.numpy.array([3, END, 9])) == "word3"
+
+
+def test_a_sample_that_cannot_begin_is_refused_before_training(checkpoint, book, tmp_path):
+    """No prompt, and no token that ends a text."""
+    folder = shutil.copytree(checkpoint, tmp_path / "endless")
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    options = TokensOptions(data=book, from_=folder, length=16, val_tokens=40)
+    with pytest.raises(RunError, match="--prompt: expected a text of one token or more, got none"):
+        TokensTask(options, 2, 0)
+    assert TokensTask(dataclasses.replace(options, prompt="word3"), 2, 0).vocab_size == 199
 
 
 TINY = "--length 16 --val-tokens 64 --batch-size 4 --sample-tokens 2 --implementation recurrent".split()

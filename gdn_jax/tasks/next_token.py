@@ -96,6 +96,9 @@ class TokensTask(next_byte.BytesTask):
         self.size = self.length = options.length
         self.tests = ()
         self.words = Words(options.from_)
+        self.words.encode(
+            options.prompt
+        )  # a sample that cannot begin is refused here, not after the last step
         self.corpus = text.load(options.data, options.glob, packages=options.packages)
         self.data, self.val = self.words.stream(self.corpus.train), self.words.stream(self.corpus.val)
         for side, part in (("training", self.data), ("held-out", self.val)):
