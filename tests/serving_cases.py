@@ -98,7 +98,7 @@ def one(x: Requests, t: int = 0) -> tuple:
 def bits(x) -> np.ndarray:
     """The bits of an array, so that -0.0 and 0.0, and two NaNs, can be told apart."""
     x = np.asarray(x)
-    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
 
 
 def assert_same_bits(x, y, what: str = "") -> None:

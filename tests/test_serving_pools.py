@@ -1,4 +1,8 @@
-"""A new kind of pool is a class and an entry: 8-bit states with a scale for each head, by the public calls."""
+"""A new kind of pool is a class and an entry: 8-bit states with a scale for each head, by the public calls.
+
+It is also a kind of checkpoints for rings. The package's own 8-bit states, with a scale for each row, are in
+`test_serving_bytes.py`.
+"""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +29,9 @@ class BytePool(StatePool):
         return self.arrays.codes
 
     def check(self, dims, layer):
+        assert self.states.dtype.itemsize == 1
+
+    def check_dtype(self, name):
         assert self.states.dtype.itemsize == 1
 
     def take(self, at):
@@ -104,6 +111,23 @@ def test_codes_may_be_floats(start):
         )
         assert_same_bits(want_o, o)
         assert new.codes.dtype == jnp.float8_e4m3fn and (new.codes != codes).any()
+
+
+def test_beside_a_ring(start):
+    """Outputs of a ring on the same states in float32; a flush rounds the states, and a token does not."""
+    x, T = draw(3, 4, heads=(HK, HV), widths=(K, V)), 3
+    pools = start, jnp.array(start.codes * start.scale)
+    ring, want = (serving.make_ring_pool(y, num_key_heads=HK, length=T, dtype=np.float32) for y in pools)
+    for t in range(T):
+        (o, ring), (want_o, want) = (
+            serving.decode(*one(x, t), y, **x.gates, read_slots=READ) for y in (ring, want)
+        )
+        np.testing.assert_allclose(want_o, o, atol=1e-6)
+        assert (t + 1 == T) == (np.asarray(ring.state.codes) != start.codes).any()
+    new, step = ring.state.codes * ring.state.scale, np.abs(want.state).max((-2, -1), keepdims=True) / 127
+    assert (np.abs(new - want.state) <= 0.51 * step).all()
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': no kernel reads a BytePool beside a ring"):
+        serving.decode(*one(x), ring, **x.gates, read_slots=READ, implementation="mosaic_gpu")
 
 
 def test_no_kernel_takes_it(start):

@@ -19,12 +19,14 @@ import numpy as np
 
 from gdn_jax import serving
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Case, Result
-from gdn_jax.bench.serving import DTYPES, ServingBenchmark
+from gdn_jax.bench.benchmark import Case, Result, wrong
+from gdn_jax.bench.serving import BOUNDS, BYTE_BOUNDS, DTYPES, ServingBenchmark
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
+from gdn_jax.serving.byte_states import decoded
+from gdn_jax.serving.kinds import of_dtype
 
 
 class Line(NamedTuple):
@@ -81,6 +83,10 @@ class DecodeBenchmark(ServingBenchmark):
     """Tokens of a step: 1 is `serving.decode`, more are `serving.verify`."""
     drafts: Annotated[tuple[Literal["chain", "tree"], ...], Distinct] = ("chain",)
     """Whether each of a step's tokens follows the one before, or token t token (t - 1) // 2."""
+    pools: Annotated[  # pyrefly: ignore[bad-override]
+        tuple[Literal["float32", "bfloat16", "int8", "float8_e4m3fn"], ...], Distinct
+    ] = ("float32", "bfloat16")
+    """dtypes of the pool of states; those of 8 bits with deferred writes alone."""
     implementations: tuple[Literal["mosaic_gpu", "xla"], ...] = ()
     """Implementations to time, "mosaic_gpu" for the kernels. If none is named: the one that runs unasked."""
 
@@ -89,6 +95,8 @@ class DecodeBenchmark(ServingBenchmark):
         super().check()
         if any(1 < ring < most for ring in self.deferred for most in self.tokens):
             fail("tokens", "no more than a ring holds", " ".join(map(str, self.tokens)))
+        if 1 in self.deferred and not {*BYTE_BOUNDS}.isdisjoint(self.pools):
+            fail("deferred", "more than 1 for a pool of 8 bits", " ".join(map(str, self.deferred)))
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """A case for each implementation, tokens of a step, dtype of the pool, length of the ring, batch, drafts."""
@@ -102,6 +110,7 @@ class DecodeBenchmark(ServingBenchmark):
         """Checks and times one line."""
         x = draw(self, line)
         pool, slots = _pool(self, line, x)
+        states_bytes = sum(y.nbytes for y in jax.tree.leaves(pool.state if line.write > 1 else x.states))
         steps, T = line.steps, line.tokens
         tokens = jax.device_put(
             [tuple(y[:, i * T : i * T + T] if T > 1 else y[:, i] for y in x.tokens) for i in range(steps)]
@@ -135,7 +144,8 @@ class DecodeBenchmark(ServingBenchmark):
             pool, o = program(pool, tokens)
             outputs.append(np.concatenate([np.asarray(y) for y in o], 1))
         errors = {"o": _error(x, line, outputs, self.state_layout)}
-        result = Result(line._asdict(), errors=errors, failure=self.failure(errors))
+        bound = max(BOUNDS[self.dtype], BYTE_BOUNDS.get(line.pool, 0))
+        result = Result(line._asdict(), errors=errors, failure=wrong(errors, {"o": bound}))
         if result.failure:
             yield result
             return
@@ -149,7 +159,7 @@ class DecodeBenchmark(ServingBenchmark):
         writes = T if line.write == 1 else 1 / steps
         numbers = {
             "tokens/s": line.batch * len(line.accepted) / timing.ms * 1e3,
-            "TB/s": x.states.nbytes * (1 + writes) / timing.ms * 1e-9,
+            "TB/s": states_bytes * (1 + writes) / timing.ms * 1e-9,
         }
         yield result._replace(timing=timing, numbers=numbers)
 
@@ -166,7 +176,11 @@ def draw(options: ServingBenchmark, line: Line) -> Problem:
     tokens = (normal(Hk, D), normal(Hk, D), normal(HV, D), normal(HV), normal(HV))
     A_log = np.log(rng.uniform(0.1, 16, HV)).astype(np.float32)
     dt_bias = rng.uniform(-6, -2, HV).astype(np.float32)
-    states = rng.standard_normal((batch, HV, D, D), np.float32).astype(DTYPES[line.pool])
+    states = rng.standard_normal((batch, HV, D, D), np.float32)
+    if line.pool in BYTE_BOUNDS:  # such as the pool holds
+        states = np.asarray(decoded(serving.make_byte_states(jnp.asarray(states), dtype=line.pool)))
+    else:
+        states = states.astype(DTYPES[line.pool])
     return Problem(tokens, A_log, dt_bias, states, rng.permutation(batch).astype(np.int32))
 
 
@@ -187,7 +201,7 @@ def _error(x: Problem, line: Line, periods: list[np.ndarray], state_layout: str)
 
 def _pool(options: ServingBenchmark, line: Line, x: Problem) -> tuple[Any, np.ndarray]:
     """The pool, and where the requests are in it: slots [B], or [B, T] with a state for each of several tokens."""
-    states = jnp.asarray(x.states)
+    states: Any = of_dtype(jnp.asarray(x.states), line.pool)
     if line.write > 1:
         ring: dict[str, Any] = {
             "num_key_heads": options.heads[0],

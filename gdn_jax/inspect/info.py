@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, title
 from gdn_jax.models.mixers.mixer import MixerCosts, Start
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.models.served import slot_bytes
 from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training.load import open_run
@@ -79,6 +81,8 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         )
     console.print(_parameters(config))
     console.print(_cache(config, options))
+    for line in _slots(config):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(_costs(config, options.context))
     return 0
 
@@ -155,6 +159,23 @@ def _cache(config: ModelConfig, options: InfoOptions) -> Table:
         "all", "", "", _bytes(model_costs(config, options.context).cache_bytes * options.batch), style="bold"
     )
     return table
+
+
+def _slots(config: ModelConfig) -> Iterator[Table | str]:
+    """Makes the table of what recurrent layers keep of a served request: states in some dtypes, and rings of 16."""
+    table = Table(title="slot of a served request, all recurrent layers", title_justify="left")
+    for name in ("states", "without rings", "with rings of 16 tokens", "such slots in 10 GiB"):
+        table.add_column(name, justify="left" if name == "states" else "right")
+    try:
+        for dtype in ("float32", "bfloat16", "int8"):
+            # States in 8 bits are for rings alone. Of the tokens of attention layers there are none.
+            plain = "" if dtype == "int8" else _bytes(slot_bytes(config, dtype=dtype, capacity=0))
+            ringed = slot_bytes(config, dtype=dtype, ring=16, capacity=0)
+            table.add_row(dtype, plain, _bytes(ringed), f"{10 * 2**30 // ringed:,}")
+    except NotImplementedError as error:
+        yield f"not served: {error}"
+        return
+    yield table
 
 
 def _costs(config: ModelConfig, L: int) -> Table:

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
 
-__all__ = ["LayerPools", "ServedModel"]
+__all__ = ["LayerPools", "ServedModel", "slot_bytes"]
 
 
 class ServedModel:
@@ -46,12 +48,12 @@ class ServedModel:
 
         Args:
           slots: requests that they have room for.
-          dtype: of the recurrent states.
+          dtype: of the recurrent states; with rings also int8 or float8_e4m3fn, see `serving.make_byte_states`.
           ring: length of the rings for deferred writes; None for none.
           capacity: tokens of a request at most, with its drafts; a model with attention keeps them all.
 
         Raises:
-          ValueError: the model has attention, and there is no capacity.
+          ValueError: the model has attention, and there is no capacity; or states cannot have the dtype.
         """
         layers = zip(self._kinds, self._mixers, strict=True)
         return tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
@@ -129,3 +131,27 @@ class ServedModel:
         model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         return jnp.argmax(model.logits(pick(x)), -1).astype(jnp.int32), new or ()
+
+
+def slot_bytes(
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    ring: int | None = None,
+    capacity: int | None = None,
+) -> int:
+    """Bytes of a slot of a served model, in all layers together; makes no array.
+
+    Args:
+      config: of the model.
+      dtype, ring, capacity: as for `ServedModel.make_pools`.
+
+    Raises:
+      NotImplementedError, ValueError: as `ServedModel` and its `make_pools`.
+    """
+
+    def pools() -> tuple:
+        model = ServedModel(LanguageModel(config, rngs=nnx.Rngs(0)))
+        return model.make_pools(1, dtype=dtype, ring=ring, capacity=capacity)
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pools)))

@@ -14,6 +14,7 @@ from gdn_jax.attention import attend
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.attention import Attention, AttentionCache
+from gdn_jax.serving.kinds import of_dtype
 from gdn_jax.serving.pools import draft_slots
 
 
@@ -21,7 +22,7 @@ class LayerPools(NamedTuple):
     """Contents of the slots for one recurrent layer."""
 
     conv: Float[Array, "slots D W1"]
-    state: Float[Array, "slots HO K V"] | serving.RingPool
+    state: Float[Array, "slots HO K V"] | serving.ByteStates | serving.RingPool
 
 
 class Recurrent:
@@ -37,10 +38,18 @@ class Recurrent:
     def make_pool(
         self, mixer: RecurrentMixer, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
     ) -> LayerPools:
-        """Empty pools of a layer."""
+        """Empty pools of a layer.
+
+        Raises:
+          ValueError: there are no states of the dtype, or they are of 8 bits and there is no ring.
+        """
         del capacity
+        if ring is None and jnp.dtype(dtype).itemsize == 1:
+            raise ValueError(
+                f"dtype: expected 16 bits or more without a ring, whose states each token rounds, got {dtype!r}"
+            )
         conv, state = mixer.init_cache(slots)
-        state = state.astype(dtype)
+        state = of_dtype(state, dtype)
         if ring is not None:
             heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
             state = serving.make_ring_pool(state, length=ring, **heads)

@@ -6,6 +6,7 @@ nothing is sent.
 """
 
 from gdn_jax.serving.batching import QueueFull, Server
+from gdn_jax.serving.byte_states import ByteStates, make_byte_states
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
 from gdn_jax.serving.prompts import prefill, prefill_packed
 from gdn_jax.serving.ring import accept, flush, snapshot
@@ -14,6 +15,7 @@ from gdn_jax.serving.slots import copy_slots, put_slots, take_slots
 from gdn_jax.serving.step import decode, decode_packed, verify
 
 __all__ = [
+    "ByteStates",
     "QueueFull",
     "RingPool",
     "Server",
@@ -25,6 +27,7 @@ __all__ = [
     "decode",
     "decode_packed",
     "flush",
+    "make_byte_states",
     "make_ring_pool",
     "prefill",
     "prefill_packed",

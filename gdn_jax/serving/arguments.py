@@ -52,11 +52,16 @@ def check_scale(scale: Any, dims: Dims) -> float:
 
 def check_pool(pool: Any, shape: tuple[int, ...], letters: str, layer: Any) -> None:
     """Raises ValueError unless the pool is floating and [slots, *shape], or with a layer [slots, layers, *shape]."""
-    axes = "slots" if layer is None else "slots, layers"
-    check_array("pool", pool, (*(None,) * (1 + (layer is not None)), *shape), f"{axes}, {letters}")
+    check_places("pool", pool, shape, letters, layer)
     check_floating("pool", pool)
+
+
+def check_places(name: str, x: Any, shape: tuple[int, ...], letters: str, layer: Any) -> None:
+    """Raises ValueError unless x is [slots, *shape], or with a layer [slots, layers, *shape]."""
+    axes = "slots" if layer is None else "slots, layers"
+    check_array(name, x, (*(None,) * (1 + (layer is not None)), *shape), f"{axes}, {letters}")
     if layer is not None:
-        check_layer(layer, pool.shape[1])
+        check_layer(layer, x.shape[1])
 
 
 def check_layer(layer: Any, layers: int) -> None:

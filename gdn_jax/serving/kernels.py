@@ -105,6 +105,8 @@ class DeferredKernels(DeferredPool):
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import drafts_mma, vectors
 
+        if type(self.checkpoints) is not StatePool:
+            return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
         rings = self._rings()
         reason = vectors.check_supported(*tokens[:3], rings)
         if reason is None and _is_tree(where):
@@ -160,7 +162,7 @@ class DeferredKernels(DeferredPool):
         """The arrays that a kernel changes in place: all but the parents."""
         from pallas_kernels.decode.ring import Rings
 
-        return Rings(*self.arrays[:5])
+        return Rings._make(self.arrays[:5])
 
     def _with(self, rings: Any) -> StatePool:
         """The pool with rings that a kernel has changed."""

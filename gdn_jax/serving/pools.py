@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from gdn_jax.serving import shards
+from gdn_jax.serving import kinds, shards
+from gdn_jax.serving.byte_states import ByteStates
 from gdn_jax.serving.call import Call
 from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.kernels import DeferredKernels, StateKernels, WindowKernels
@@ -16,11 +17,13 @@ from gdn_jax.serving.tokens import Raw
 from gdn_jax.serving.windows import WindowPool
 from gdn_jax.shapes import STATE_LAYOUTS, check_choice
 
-Arrays = Float[Array, "slots *state"] | RingPool
+Arrays = Float[Array, "slots *state"] | ByteStates | RingPool
 """Types of a caller's pool of states."""
 
-KINDS: dict[type, type[StatePool]] = {RingPool: DeferredPool, ChannelRingPool: DeferredPool}
+KINDS = kinds.KINDS
 """Kinds of pools by the type of their arrays; anything else is an array of states."""
+
+KINDS |= {RingPool: DeferredPool, ChannelRingPool: DeferredPool}
 
 BY_KERNELS: dict[type[StatePool], type[StatePool]] = {
     StatePool: StateKernels,
@@ -40,7 +43,7 @@ def opened(arrays: Any, layout: str, null_slot: int | None = None) -> StatePool:
       ValueError: there is no such layout.
     """
     check_choice("state_layout", layout, STATE_LAYOUTS)
-    return KINDS.get(type(arrays), StatePool)(arrays, layout, null_slot)
+    return kinds.opened(arrays, layout, null_slot)
 
 
 def by_kernels(pool: StatePool) -> StatePool:

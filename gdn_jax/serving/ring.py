@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.serving import shards, slots
+from gdn_jax.serving import kinds, shards, slots
 from gdn_jax.serving.arguments import check_integers, check_layer, check_range
 from gdn_jax.serving.call import At, Call, Spans
 from gdn_jax.serving.deferred import Appended, Entry
@@ -28,7 +28,7 @@ from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array,
 
 
 class DeferredPool(StatePool):
-    """The arrays of a `RingPool`: states, and a ring of tokens beside each."""
+    """The arrays of a `RingPool`: states in a pool of any other kind, and a ring of tokens beside each."""
 
     arrays: RingPool
     slot_per_token: ClassVar[bool] = False
@@ -37,17 +37,23 @@ class DeferredPool(StatePool):
     @property
     def names(self) -> Any:  # pyrefly: ignore[bad-override]
         """Names of the arrays' last dimensions."""
-        return self.arrays._make((*("h . .",) * 3, self.arrays.gate_names, "h .", "."))
+        rings = ("h . .", "h . .", self.arrays.gate_names, "h .", ".")
+        return self.arrays._make((self.checkpoints.names, *rings))
+
+    @property
+    def checkpoints(self) -> StatePool:
+        """The pool of the checkpoints."""
+        return kinds.opened(self.arrays.state, self.layout, self.null_slot)
 
     @property
     def states(self) -> Any:
-        """The checkpoints."""
-        return self.arrays.state
+        """The checkpoints as they lie in memory."""
+        return self.checkpoints.states
 
     def check(self, dims: Dims, layer: Any) -> None:
         """Raises ValueError unless checkpoints and rings have the heads and widths of a call."""
-        super().check(dims, layer)
-        check_ring(self.arrays, dims, layer)
+        self.checkpoints.check(dims, layer)
+        check_ring(self.arrays, self.states, dims, layer)
 
     def check_tokens(self, raw: Any) -> None:
         """Raises ValueError for tokens whose decays are not those of the rings."""
@@ -74,7 +80,7 @@ class DeferredPool(StatePool):
 
     def put(self, at: Address, states: Float[Array, "*N HO _ _"]) -> Any:
         """The pool with whole states in some slots, and nothing in their rings."""
-        return self._emptied(at, slots.put(self.states, at, states))
+        return self._emptied(at, self.checkpoints.put(at, states).arrays)
 
     def decode(self, call: Call, raw: Any, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
@@ -96,17 +102,17 @@ class DeferredPool(StatePool):
         ring = append(ring, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
 
         def renew(rows, carry):
-            states, o = carry
+            checkpoints, o = carry
             some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
             take_token = alone(lambda entry, x: x.step(entry.present(), call))
             h, new_o = take_token(some, x)
-            return slots.put(states, read.rows(rows), self.swap(h)), o.at[rows].set(new_o, mode="drop")
+            return checkpoints.put(read.rows(rows), self.swap(h)), o.at[rows].set(new_o, mode="drop")
 
-        carry = (ring.state, out.o[:, 0])
-        states, o = _blocks_of_rows(is_full, self._block(call, raw), renew, carry)
+        carry = (self.holding(ring).checkpoints, out.o[:, 0])
+        checkpoints, o = _blocks_of_rows(is_full, self._block(call, raw), renew, carry)
         is_full = entry.count + 1 >= ring.length  # of padding too
         count, before = jnp.where(is_full, 0, entry.count + 1), jnp.where(is_full, -1, entry.count)
-        ring = put_counts(ring._replace(state=states), read, count, before)
+        ring = put_counts(ring._replace(state=checkpoints.arrays), read, count, before)
         return outputs(o, read.is_slot, raw), self.holding(ring)
 
     def verify(self, call: Call, raw: Any, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
@@ -150,17 +156,18 @@ class DeferredPool(StatePool):
 
     def _entry(self, at: Address, dtype) -> Entry:
         """Slots as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
-        held: RingPool = slots.take(self.arrays, at)
+        rings: Any = {"state": None}  # which their own pool takes out
+        held: RingPool = slots.take(self.arrays._replace(**rings), at)
         real = jnp.arange(held.length) < held.count[:, None]
 
         def cleared(x: Array) -> Array:
             mask = real.reshape(real.shape[0], 1, held.length, *(1,) * (x.ndim - 3))
             return jnp.where(mask, x, 0).astype(dtype)
 
-        state = self.swap(held.state).astype(dtype)
+        state = self.swap(self.checkpoints.take(at)).astype(dtype)
         return self.arrays.entry(state, cleared(held.k), cleared(held.u), cleared(held.g), held.count)
 
-    def _emptied(self, at: Address, states: Array) -> Any:
+    def _emptied(self, at: Address, states: Any) -> Any:
         """The pool with other states, and nothing in the rings of some slots."""
         # The cursors hang on the states, which may come from what they were: XLA copies what is read after it is
         # written.
@@ -170,11 +177,13 @@ class DeferredPool(StatePool):
     def _flush_rows(self, at: Address, block: int) -> Any:
         """The pool with the rings of some slots made part of their checkpoints, so many at a time."""
 
-        def fold(rows, states):
+        def fold(rows, checkpoints):
             some = at.rows(rows)
-            return slots.put(states, some, self.holding(self.arrays._replace(state=states)).take(some))
+            pool = self.holding(self.arrays._replace(state=checkpoints.arrays))
+            return checkpoints.put(some, pool.take(some))
 
-        return self._emptied(at, _blocks_of_rows(at.is_slot, block, fold, self.states))
+        checkpoints = _blocks_of_rows(at.is_slot, block, fold, self.checkpoints)
+        return self._emptied(at, checkpoints.arrays)
 
     def _block(self, call: Call, raw: Any) -> int:
         """Requests that are flushed at a time: as many as fill their rings with a token, on average."""
@@ -209,12 +218,13 @@ def _opened(pool: Any, layout: str, null_slot: int | None, layer: Any) -> Deferr
     check_choice("state_layout", layout, STATE_LAYOUTS)
     if not isinstance(pool, RingPool):
         raise ValueError(f"pool: expected a RingPool, see make_ring_pool, got {type(pool).__name__}")
+    rings = DeferredPool(pool, layout, null_slot)
     check_array(
-        "pool.state", pool.state, (None,) * (4 + (layer is not None)), "slots, layers if any, HO, _, _"
+        "pool.state", rings.states, (None,) * (4 + (layer is not None)), "slots, layers if any, HO, _, _"
     )
     if layer is not None:
-        check_layer(layer, pool.state.shape[1])
-    return DeferredPool(pool, layout, null_slot)
+        check_layer(layer, rings.states.shape[1])
+    return rings
 
 
 def accept(

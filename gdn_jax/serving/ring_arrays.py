@@ -8,8 +8,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.serving import slots
+from gdn_jax.serving import kinds, slots
 from gdn_jax.serving.arguments import check_integers
+from gdn_jax.serving.byte_states import ByteStates
 from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.deferred import Entry
 from gdn_jax.serving.deferred_channels import ChannelEntry
@@ -30,7 +31,7 @@ from gdn_jax.shapes import (
 class RingPool(NamedTuple):
     """A pool with deferred writes. Every array may have an axis of layers after the first, as in `decode`."""
 
-    state: Float[Array, "slots *state"]
+    state: Float[Array, "slots *state"] | ByteStates
     """Checkpoints [slots, HO, K, V], or [slots, HO, V, K], as a pool without a ring."""
     k: Float[Array, "slots *keys"]
     """Keys since the checkpoint [slots, Hk, L, K], normalised, oldest first."""
@@ -98,7 +99,7 @@ def make_cursors(
 
 
 def make_ring_pool(
-    states: Float[Array, "slots *state"],
+    states: Float[Array, "slots *state"] | ByteStates,
     *,
     num_key_heads: int,
     length: int = 16,
@@ -111,6 +112,7 @@ def make_ring_pool(
 
     Args:
       states: [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk"; [slots, layers, ...] for a whole model.
+        Of any floating dtype, or of 8 bits, see `make_byte_states`.
       num_key_heads: Hk.
       length: L, tokens between two writes of a state. 1 writes every token's, as a pool without a ring.
       dtype: of the keys and values in the ring. bfloat16 reads half the bytes and rounds each once.
@@ -124,10 +126,12 @@ def make_ring_pool(
     """
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
     check_flags(trees=trees, channels=channels)
-    check_floating("states", states)
-    if len(states.shape) not in (4, 5):
+    memory = kinds.opened(states, state_layout)
+    memory.check_dtype("states")
+    shape = memory.states.shape
+    if len(shape) not in (4, 5):
         raise ValueError(
-            f"states: expected shape [slots, HO, K, V] or [slots, layers, HO, K, V], got {states.shape}"
+            f"states: expected shape [slots, HO, K, V] or [slots, layers, HO, K, V], got {shape}"
         )
     check_whole("length", length, 1)
     try:
@@ -136,7 +140,7 @@ def make_ring_pool(
         is_floating = False
     if not is_floating:
         raise ValueError(f"dtype: expected a floating dtype, got {dtype!r}")
-    *leading, HO, K, V = states.shape
+    *leading, HO, K, V = shape
     K, V = (K, V) if state_layout == "kv" else (V, K)
     check_whole("num_key_heads", num_key_heads, 1)
     if HO % num_key_heads:
@@ -146,15 +150,15 @@ def make_ring_pool(
         states,
         jnp.zeros((*leading, num_key_heads, length, K), dtype),
         jnp.zeros((*leading, HO, length, V), dtype),
-        jnp.zeros((*leading, HO, length, *kind.gate_widths(K)), accumulation_dtype(states)),
+        jnp.zeros((*leading, HO, length, *kind.gate_widths(K)), accumulation_dtype(memory.states)),
         make_cursors(jnp.zeros(leading, jnp.int32), jnp.full(leading, -1, jnp.int32), HO),
         jnp.full((*leading, length), -1, jnp.int32) if trees else None,
     )
 
 
-def check_ring(pool: RingPool, dims: Dims, layer: Any) -> None:
-    """Raises ValueError unless the ring fits the dimensions of a call."""
-    leading = pool.state.shape[: 1 if layer is None else 2]
+def check_ring(pool: RingPool, states: Any, dims: Dims, layer: Any) -> None:
+    """Raises ValueError unless the ring fits its states and the dimensions of a call."""
+    leading = states.shape[: 1 if layer is None else 2]
     axes, L = "slots" if layer is None else "slots, layers", pool.length
     check_array("pool.k", pool.k, (*leading, dims.Hk, L, dims.K), f"{axes}, Hk, L, K")
     check_array("pool.u", pool.u, (*leading, dims.HO, L, dims.V), f"{axes}, HO, L, V")

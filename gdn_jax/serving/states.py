@@ -21,7 +21,7 @@ from gdn_jax.serving.call import At, Call, Spans
 from gdn_jax.serving.prompt_tokens import Prompts
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.tokens import alone, by_row, walk
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype
+from gdn_jax.shapes import STATE_LAYOUTS, Dims, RuleArrays, accumulation_dtype, check_floating
 
 GRID = 64
 """Tokens of a chunk where bits count: pieces of a prompt that end on multiples of it can have the whole's bits."""
@@ -80,8 +80,17 @@ class StatePool:
 
     def check(self, dims: Dims, layer: Any) -> None:
         """Raises ValueError unless the states have the heads and widths of a call."""
-        widths, letters = ((dims.K, dims.V), "K, V") if self.layout == "kv" else ((dims.V, dims.K), "V, K")
-        check_pool(self.states, (dims.HO, *widths), f"HO, {letters}", layer)
+        check_pool(self.states, *self.state_shape(dims), layer)
+
+    def state_shape(self, dims: Dims) -> tuple[tuple[int, int, int], str]:
+        """The shape of a slot's states in a call, and the names of its axes."""
+        if self.layout == STATE_LAYOUTS[0]:
+            return (dims.HO, dims.K, dims.V), "HO, K, V"
+        return (dims.HO, dims.V, dims.K), "HO, V, K"
+
+    def check_dtype(self, name: str) -> None:
+        """Raises ValueError, by that name of the arrays, unless a pool may have their dtype."""
+        check_floating(name, self.arrays)
 
     def check_tokens(self, raw: Any) -> None:
         """Raises ValueError for tokens of a rule whose numbers the pool does not hold."""
