@@ -63,9 +63,10 @@ def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
 def show_ledger(console: Console) -> int:
     """Prints all entries; returns the exit status."""
     table = Table("entry", "paper", "claim", "runs", "confirmed numbers", box=None)
+    table.columns[0].no_wrap = True  # it is what one types
     for name, entry in LEDGER.items():
         runs = grid.count(sweep_of(name, ReproduceOptions()))
-        known = sum(x.percent is not None for x in entry.published)
+        known = sum(x.value is not None for x in entry.published)
         where = f"{entry.paper}, {entry.where}"
         table.add_row(name, where, entry.claim, str(runs), f"{known} of {len(entry.published)}")
     console.print(table)
@@ -109,12 +110,16 @@ def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]]
     scales = report.stored_options(config).sweep.scales
     percent = about.metric == "accuracy"
     digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
-    heads = ["rule", f"there, {unit if percent else '%'}", "asked there", "scale", f"best run here, {unit}"]
+    heads = ["rule", f"there, {entry.unit}", "asked there", "scale", f"best run here, {unit}"]
     heads += [f"mean here, {unit}", "learned", "asked here"]
     bold = 4 if entry.best_run else 5
     table = Table(*(f"[bold]{head}" if i == bold else head for i, head in enumerate(heads)), box=None)
     for published in entry.published:
-        there = "not confirmed" if published.percent is None else f"{published.percent:.1f}"
+        there = (
+            "not confirmed"
+            if published.value is None
+            else f"{published.value:.{1 if entry.unit == '%' else 2}f}"
+        )
         cells, size = [published.rule, there, published.at], published.here[small]
         made = [x for x in records if x["mixer"] == published.mixer]
         if not made:

@@ -140,7 +140,7 @@ class Words:
 
     def config_names(self) -> str:
         """Names of all files of options."""
-        return ", ".join(sorted(path.stem for path in (self.results.root / "configs").iterdir()))
+        return ", ".join(f"`{path.stem}`" for path in sorted((self.results.root / "configs").iterdir()))
 
     def gains(self, name: str) -> tuple[float, ...]:
         """The gains of a comparison, seed by seed."""
