@@ -49,18 +49,23 @@ class RuleAxes(NamedTuple):
         """Names of the dimensions of o and the final states, and of their cotangents."""
         return self.inputs.v, self.inputs.initial_state
 
-    def shard(self, x: RuleArrays, shards: int) -> RuleArrays:
-        """Shapes of one of so many shards, of which rows give as many as they can."""
+    def shard(self, x: Any, shards: int, operands: Any = None) -> Any:
+        """Shapes of one of so many shards, of which rows give as many as they can.
+
+        Args:
+          x: a record of arrays.
+          operands: names of their dimensions; None for `inputs`.
+        """
         rows = math.gcd(self.sizes["b"], shards)
         parts = {"b": rows, "h": math.gcd(self.sizes["h"], shards // rows)}
 
-        def one(y, names: str):
-            if y is None:
+        def one(y, names: str | None):
+            if y is None or names is None:
                 return None
             shape = [n // parts.get(name, 1) for n, name in zip(y.shape, names.split(), strict=True)]
             return jax.ShapeDtypeStruct(shape, y.dtype)
 
-        return RuleArrays._make(map(one, x, self.inputs))
+        return type(x)._make(map(one, x, self.inputs if operands is None else operands))
 
 
 def on_shards(

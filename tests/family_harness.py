@@ -49,9 +49,14 @@ def options_of(case) -> dict:
     return {name: getattr(case.call, name) for name in ("scale", "use_qk_l2norm", "state_layout")}
 
 
-def evaluate(case, x, implementation: str) -> dict[str, np.ndarray]:
+def evaluate(case, x, implementation: str, C: int | None = None) -> dict[str, np.ndarray]:
+    """Outputs and gradients of the public call by name.
+
+    Args:
+      C: tokens of a chunk; None for `chunk_size`.
+    """
     given = tuple(name for name in PRIMALS if getattr(x, name) is not None)
-    options = {**options_of(case), "chunk_size": chunk_size(case), "implementation": implementation}
+    options = {**options_of(case), "chunk_size": C or chunk_size(case), "implementation": implementation}
     primals = [getattr(x, name) for name in given]
     call = _compiled(tuple(sorted(options.items())), given)
     (o, final), gradients = call(primals, (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)

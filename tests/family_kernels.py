@@ -83,3 +83,13 @@ def same_bits(a: Any, b: Any) -> bool:
         np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
+
+
+def random_call(T: int, gate: str, heads: int = 4, seed: int = 0):
+    """Arguments of `delta_rule` with widths of 128."""
+    rng = np.random.default_rng(seed)
+    q, k = (jnp.asarray(unit(rng, 1, T, heads, 128), jnp.bfloat16) for _ in range(2))
+    v = jnp.asarray(rng.standard_normal((1, T, heads, 128)), jnp.bfloat16)
+    g = jnp.asarray(gates(gate, seed, (1, T, heads, 128)))
+    beta = jnp.asarray(rng.uniform(0, 1, (1, T, heads)), jnp.float32)
+    return q, k, v, g, beta

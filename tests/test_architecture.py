@@ -77,6 +77,7 @@ ROOMS: dict[str, set[str]] = {
         "partitioning",
         "reference",
         "chunks",
+        "mosaic",
         "xla",
         "ops",
         "pallas_kernels.device",

@@ -245,7 +245,8 @@ KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
     "layer.swiglu_product", "layer.swiglu_cotangents", "layer.weight_gradient", "layer.embedding",
-    "layer.cross_entropy", "layer.logit_cotangents",
+    "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs",
+    "forward.channel_outputs", "forward.channel_transitions", "backward.channel_gradients",
 )  # fmt: skip
 
 LOWERED = Counter()
@@ -299,12 +300,26 @@ def no_launch(monkeypatch):
         (dict(T=200, B=8, heads=(8, 8, 8)), "heads"),
         (dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 412, 188, 3396)), "heads"),
         (dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),  # run as a batch
+        (dict(T=4096, B=8, heads=(8, 8, 16), channels=True), "rows and heads"),
+        pytest.param(
+            dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 3396), channels=True),
+            "heads",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda x: x if isinstance(x, str) else "x".join(map(str, (x["B"], x["T"]))),
+    ids=lambda x: (
+        x
+        if isinstance(x, str)
+        else "x".join(f"{n}" for n in (x["B"], x["T"], *("channels",) * ("channels" in x)))
+    ),
 )
 @pytest.mark.usefixtures("no_launch")
 def test_real_compositions_run_on_the_shards(options, placement, shardy):
     """The compositions of the real kernels on shapes of the shards, with the residuals that they keep."""
+    options = dict(options)
+    rule, channels = gdn_jax.gated_delta_rule, ()
+    if options.pop("channels", False):  # a decay of each
+        rule, channels = gdn_jax.delta_rule, (64,)
     case = cases.Case("real", K=64, V=64, **options)
     T, B, (Hq, Hk, HV) = case.T, case.B, case.heads
     N = len(case.lengths) if case.lengths else B
@@ -315,14 +330,15 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, where))
 
     q, k, v = (array((B, T, H, 64), jnp.bfloat16, tokens) for H in (Hq, Hk, HV))
-    gate, state = array((B, T, HV), jnp.float32, tokens), array((N, HV, 64, 64), jnp.float32, states)
+    g, beta = (array((B, T, HV, *widths), jnp.float32, tokens) for widths in (channels, ()))
+    state = array((N, HV, 64, 64), jnp.float32, states)
 
     def call(*a):
         rest = dict(initial_state=a[5], cu_seqlens=cu, use_qk_l2norm=True)
-        return gdn_jax.gated_delta_rule(*a[:5], **rest, implementation="mosaic_gpu")
+        return rule(*a[:5], **rest, implementation="mosaic_gpu")
 
     with meshes.partitioner(shardy):
-        compiled = value_and_gradients(call).lower((q, k, v, gate, gate, state), (v, state)).compile()
+        compiled = value_and_gradients(call).lower((q, k, v, g, beta, state), (v, state)).compile()
     assert not traffic(compiled.as_text()).count
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from meshes import mesh_of, spec
 from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw_pool, fresh
 from tolerances import assert_close, bound
 
 from gdn_jax import serving
 from gdn_jax.checks import family_oracle
+from gdn_jax.serving.call import interpreted
 
 STATE_F32 = 1e-5
 N, SLOTS, LENGTH = 3, np.array([3, 0, 4]), 5
@@ -420,10 +422,51 @@ def test_a_ring_is_made_for_its_gates(no_type_checks):
 
 
 def test_kernels_are_refused(no_type_checks):
-    x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
-    with pytest.raises(
-        NotImplementedError, match="'mosaic_gpu': there is no kernel for a decay of each channel"
-    ):
-        serving.decode(
-            *(y[:, 0] for y in x[:5]), pool, **x.options, read_slots=SLOTS, implementation="mosaic_gpu"
-        )
+    """Several tokens, strengths apart and rings, each with its reason."""
+    pool, kernels = jnp.asarray(draw_pool(6)), dict(implementation="mosaic_gpu")
+
+    def refused(reason: str):
+        return pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {reason}")
+
+    x, one = draw("KDA", 1), np.ones(N, int)
+    token, tokens = ([y if T > 1 else y[:, 0] for y in x[:5]] for T in (1, 2))
+    with refused("there is no kernel of several tokens with a decay of each channel"):
+        spans = dict(state_slots=SLOTS[:, None], num_accepted_tokens=one)
+        serving.verify(*tokens, pool, **x.options, **spans, **kernels)
+    ring = serving.make_ring_pool(pool, num_key_heads=HK, channels=True)
+    with refused("there is no kernel of a ring with a decay of each channel"):
+        serving.decode(*token, ring, **x.options, read_slots=SLOTS, **kernels)
+    apart = draw("GDN-2", 1)
+    with refused("there is no kernel of a token for erase and write apart"):
+        token = (y[:, 0] for y in apart[:5])
+        serving.decode(*token, pool, w=apart.w[:, 0], **apart.options, read_slots=SLOTS, **kernels)
+
+
+@pytest.mark.parametrize("bias", ["channel", pytest.param("head", marks=pytest.mark.slow)])
+def test_a_token_by_the_kernel(bias):
+    """Interpreted, from the packed channels of a convolution: outputs and pool of plain JAX, padding and all."""
+    rng, heads, width = np.random.default_rng(0), 2, 32
+    N, slots = 3, np.array([3, -1, 0], np.int32)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    channels = (width,) if bias == "channel" else ()
+    token = (
+        normal(N, 4 * width + heads * width, dtype=jnp.bfloat16),
+        normal(N, heads, *channels),
+        normal(N, heads),
+    )
+    gates = dict(A_log=normal(heads), dt_bias=normal(heads, *channels), lower_bound=-5.0)
+    pool = normal(5, heads, width, width)
+
+    def decode(by):
+        return serving.decode_packed(*token, jnp.array(pool), **gates, read_slots=slots, implementation=by)
+
+    want = decode("xla")
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        got = decode("mosaic_gpu")
+    assert_close(np.asarray(want[0], np.float64), np.asarray(got[0], np.float64), bound("o", "bfloat16"))
+    assert not np.asarray(got[0], np.float64)[1].any()
+    assert_close(np.asarray(want[1])[slots[::2]], np.asarray(got[1])[slots[::2]], STATE_F32)
+    assert_others_stay(pool, got[1], slots[::2])

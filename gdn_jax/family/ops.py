@@ -82,8 +82,8 @@ def delta_rule(
       scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
         `gated_delta_rule`.
       implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
-        supports the call on this device. For gates or strengths of each channel "mosaic_gpu" computes the forward,
-        for K to 128; its derivative is that of the chunked form in plain JAX.
+        supports the call on this device. For gates or strengths of each channel "mosaic_gpu" takes K to 128; in
+        float16 its derivative is that of the chunked form in plain JAX.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in
@@ -121,7 +121,7 @@ def delta_rule(
         call = Call(use_qk_l2norm, state_layout, implementation, chunk_size)
         return _on_shards(forms.rule, call, results, x, scale)
     x = x._replace(write=None) if is_beta else x
-    kernels_call = mosaic.Call(use_qk_l2norm, state_layout, known, is_beta, expected_shards(x) is not None)
+    kernels_call = mosaic.Call(use_qk_l2norm, state_layout, known, is_beta, expected_shards(x))
     return _on_shards(mosaic.rule, kernels_call, results, x, scale)
 
 

@@ -40,13 +40,20 @@ class ChannelRaw(NamedTuple):
     A_log: Array | None
     f_bias: Array
     """The caller's dt_bias [HO, K]."""
+    qkv: Array | None = None
+    """See `Raw.qkv`."""
 
     gates = "gates of each channel, or erase and write apart"
-    no_kernel = "there is no kernel for a decay of each channel, or for erase and write apart"
+
+    @property
+    def no_kernel(self) -> str | None:
+        """Why no kernel takes such tokens, whatever the pool."""
+        apart = self.write is not None or self.erase.shape[-1] > 1
+        return "there is no kernel of a token for erase and write apart" if apart else None
 
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""
-        q, k, v, f, erase, write, A_log, f_bias = self
+        q, k, v, f, erase, write, A_log, f_bias, _ = self
         dims = token_dims(q, k, v, letters=letters, state_layout=state_layout)
 
         def check(name: str, x: Any, leading: tuple[int, ...], width: int, axes: str) -> None:
@@ -79,6 +86,12 @@ class ChannelRaw(NamedTuple):
         erase = gates.write_strength(erase, allow_neg_eigval=call.allow_neg_eigval)
         write = erase if self.write is None else gates.write_strength(self.write.astype(dtype))
         return ChannelTokens(q, k, v, g, erase, write)
+
+    def with_token_axis(self) -> "ChannelRaw":
+        """One token of every request, see `Raw.with_token_axis`."""
+        q, k, v, f, erase = (x[:, None] for x in self[:5])
+        write, qkv = (None if x is None else x[:, None] for x in (self.write, self.qkv))
+        return ChannelRaw(q, k, v, f, erase, write, self.A_log, self.f_bias, qkv)
 
 
 class ChannelTokens(NamedTuple):
@@ -132,4 +145,4 @@ def raw_tokens(
     def channels(x: Any, axes: int = heads) -> Any:
         return x if has_channels(x, axes) or not hasattr(x, "shape") else x[..., None]
 
-    return ChannelRaw(q, k, v, channels(a), channels(b), channels(w), A_log, channels(dt_bias, 1))
+    return ChannelRaw(q, k, v, channels(a), channels(b), channels(w), A_log, channels(dt_bias, 1), qkv)

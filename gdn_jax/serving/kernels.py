@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import ops
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
+from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.ring import DeferredPool
 from gdn_jax.serving.ring_arrays import RingPool, drop, put_parents
 from gdn_jax.serving.slots import Address
@@ -24,33 +25,76 @@ from gdn_jax.serving.windows import Channels, WindowPool
 from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 
 
+class HeadGates:
+    """The kernels of tokens with one gate a head."""
+
+    no_drafts = no_ring = None
+    """Why no kernel takes several tokens at once, and why none takes a ring."""
+
+    @staticmethod
+    def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
+        """Outputs and the pool behind one token.
+
+        Args:
+          x: the tokens' record, [B, 1, ...].
+          q, k, v: arrays of channels in which they lie.
+          options: of `step_of_channels`.
+        """
+        from pallas_kernels.decode.step import step_of_channels
+
+        return step_of_channels(q, k, v, x.a, x.b, pool, A_log=x.A_log, dt_bias=x.dt_bias, **options)
+
+
+class ChannelGates:
+    """The kernels of tokens with a decay of each channel."""
+
+    no_drafts = "there is no kernel of several tokens with a decay of each channel"
+    no_ring = "there is no kernel of a ring with a decay of each channel"
+
+    @staticmethod
+    def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
+        """See `HeadGates.token`."""
+        from pallas_kernels.decode.channel_step import channel_step
+
+        *axes, K = *x.f.shape[:-1], x.k.shape[-1]
+        f, bias = jnp.broadcast_to(x.f, (*axes, K)), jnp.broadcast_to(x.f_bias, (axes[-1], K))
+        gates: dict[str, Any] = dict(A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
+        return channel_step(q, k, v, f, x.erase[..., 0], pool, **gates, **options)
+
+
+TOKENS: dict[type, type[HeadGates] | type[ChannelGates]] = {Raw: HeadGates, ChannelRaw: ChannelGates}
+"""The kernels of tokens by the type of their record."""
+
+
 class StateKernels(StatePool):
     """A `StatePool` by kernels that read and write states in their slots."""
 
     is_opaque: ClassVar[bool] = True
 
-    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+    def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import step
 
         reason = step.check_supported(*tokens[:3], self.arrays, is_tree=_is_tree(where))
+        if isinstance(where, Spans):
+            reason = TOKENS[type(tokens)].no_drafts or reason
         return reason or _gates_reason(tokens) or _reason(self)
 
-    def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def decode(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
-        from pallas_kernels.decode.step import Channels, step_of_channels
+        from pallas_kernels.decode.step import Channels
 
         (Hq, Hk, HV), K = (x.shape[-2] for x in raw[:3]), raw.k.shape[-1]
         x, first = raw.with_token_axis(), Channels()
         q, k, v = (y.reshape(*y.shape[:2], -1) for y in x[:3])
         if x.qkv is not None:
             q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
-        heads: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first}
-        options = heads | _gates(raw) | _options(call, self)
+        options: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first} | _options(call, self)
+        token = TOKENS[type(raw)].token
 
         def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
             slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
-            o, arrays = step_of_channels(q, k, v, x.a, x.b, pool.arrays, **slots, **options, layer=layer)
+            o, arrays = token(call, x, q, k, v, pool.arrays, **slots, **options, layer=layer)
             return o[:, 0], pool.holding(arrays)
 
         return _in_slots(self, at, run)
@@ -101,10 +145,12 @@ class StateKernels(StatePool):
 class DeferredKernels(DeferredPool):
     """A `DeferredPool` by kernels that read and append to rings in their slots."""
 
-    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+    def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import drafts_mma, vectors
 
+        if reason := TOKENS[type(tokens)].no_ring:
+            return reason
         if type(self.checkpoints) is not StatePool:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
         rings = self._rings()
@@ -252,7 +298,7 @@ def _is_tree(where: At | Spans) -> bool:
     return isinstance(where, Spans) and where.parents is not None
 
 
-def _gates_reason(raw: Raw) -> str | None:
+def _gates_reason(raw: Raw | ChannelRaw) -> str | None:
     wide = accumulation_dtype(*raw) != jnp.float32
     return "a gate is float64; the kernels compute in float32" if wide else None
 

@@ -5,8 +5,6 @@
 The part in brackets runs where the forward cut the sequences into segments and that pays here too, as in
 `backward.rule`. What `chunks.pairs` made for the forward is not made again.
 
-No GPU has run it yet, and no call reaches it: see `docs/devices.md`.
-
 Memory while it runs: as of `backward.rule`, and gradients of q and k for each output head.
 """
 

@@ -11,8 +11,6 @@ The decay scales rows of the state, so the sums over the state that was read are
 Inputs (GMEM): as for `step`, but a [N, 1, HV K] and dt_bias [HV K].
 Grid, hardware, limits: those of `step`; one token.
 Source: Kimi Team, "Kimi Linear", section 3; the gates are those of fla's `fused_kda_gate`, and its bounded form.
-
-No GPU has run it yet, and no call reaches it: see `docs/devices.md`.
 """
 
 import functools
