@@ -13,12 +13,15 @@ HEARTBEAT_SECONDS = 20
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def join() -> None:
+def join() -> str | None:
     """Joins the other processes of this run, where the environment says that there are some.
 
     Under SLURM, where a job has more than one task, JAX finds all it needs. Elsewhere each process is given
     JAX_COORDINATOR_ADDRESS, the host and port of the first one, JAX_NUM_PROCESSES, and its number in JAX_PROCESS_ID.
     To be called before anything asks for devices.
+
+    Returns:
+      The host of the first process, where it was given.
 
     Raises:
       ValueError: some of these variables are set, but not all, or the numbers are none.
@@ -37,8 +40,10 @@ def join() -> None:
             )
         options = dict(coordinator_address=address, num_processes=int(number), process_id=int(index))
         jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    elif int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        return address.rpartition(":")[0]
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    return None
 
 
 def leave(status: int) -> NoReturn:

@@ -8,11 +8,12 @@ import contextlib
 import shlex
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from flax import nnx
@@ -25,7 +26,7 @@ from gdn_jax.commands.files import write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
 from gdn_jax.commands.versions import versions
-from gdn_jax.parallel import processes
+from gdn_jax.parallel import lifeline, processes
 from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import check_same_data, make_task
 from gdn_jax.tasks.task import Task
@@ -48,9 +49,10 @@ def train(options: TrainOptions, console: Console) -> int:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
     options_lib.check(options)
+    host = None
     if options.run.mesh is not None:
         try:
-            processes.join()
+            host = processes.join()
         except ValueError as error:
             raise RunError(str(error)) from error
     compiled = keep_compiled(options.run.compilation_cache)
@@ -58,18 +60,37 @@ def train(options: TrainOptions, console: Console) -> int:
         text = f"compiled programs are kept in {compiled}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     placement = Placement.on(options.run.mesh)
+    again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
     try:
-        if options.run.mesh is not None and not processes.is_first():
-            return _follow(options, placement)
-        return _lead(options, placement, console)
+        with lifeline.held(host, partial(_lost, again)) as problem:
+            if problem is not None:
+                _say(f"no connection to the first process ({problem}): the death of one is noticed later")
+            if options.run.mesh is not None and not processes.is_first():
+                return _follow(options, placement)
+            return _lead(options, placement, console)
     except Exception as error:
         if jax.process_count() == 1:
             raise
         # The ordinary end would wait for the others, which may be gone or wait for this one.
-        _tell(
-            error, shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
-        )
+        _ending.acquire()
+        _tell(error, again)
         processes.leave(1)
+
+
+_ending = threading.Lock()
+"""Is taken by the thread that ends this process of several, and that alone says why."""
+
+
+def _say(text: str) -> None:
+    """Prints a line of this process of several."""
+    print(f"gdn: process {jax.process_index()}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def _lost(again: str, index: int) -> NoReturn:
+    """Ends this process because another one has died, before JAX does."""
+    _ending.acquire()
+    _say(f"process {index} of the run is gone; what was saved is kept; continue with: {again}")
+    processes.leave(1)
 
 
 def _tell(error: Exception, again: str) -> None:
@@ -80,7 +101,7 @@ def _tell(error: Exception, again: str) -> None:
         reason += f"; continue with: {again}"
     elif not isinstance(error, RunError):
         traceback.print_exception(error)
-    print(f"gdn: process {jax.process_index()}: {printable(reason)}", file=sys.stderr)
+    _say(reason)
 
 
 def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
