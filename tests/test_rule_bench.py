@@ -113,7 +113,7 @@ def kernels_everywhere(monkeypatch):
 
     monkeypatch.setattr(passes, "gated_delta_rule", rule)
     supported = dict.fromkeys(("mosaic_gpu", "chunked", "recurrent"))
-    monkeypatch.setattr(rule_bench, "supported_implementations", lambda *_, **__: supported)
+    monkeypatch.setattr(passes, "supported", lambda *_: supported)
     for module in (rule_bench, kernel_bench):
         monkeypatch.setattr(module, "no_kernels", lambda: None)
     monkeypatch.setattr(measure, "measure", lambda *_: Timing(1.0, 0.9, 1.2))
@@ -338,6 +338,47 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     reasons = {peer.name: peers.missing(peer) for peer in peers.PEERS}
     assert reasons["FlashQLA"] == "not installed (tilelang not found)"
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
+
+
+def test_a_decay_of_each_channel():
+    """Both kinds of gates, by the clock; the kernels' reason is told."""
+    bench = RuleBenchmark(
+        gates=("uniform", "mixed"),
+        heads=(2, 2),
+        width=8,
+        lengths=(5, 3),
+        passes=("training",),
+        repeats=2,
+        calls=1,
+    )
+    status, text, _ = run(dataclasses.replace(bench, implementations=("chunked", "mosaic_gpu")))
+    assert status == 0
+    assert [line["row"] for line in cells(text)] == [
+        f"2,2 5+3 D=8 {kind} channels" for kind in ("uniform", "mixed")
+    ]
+    assert "mosaic_gpu cannot run: the default device is a cpu" in " ".join(text.split())
+
+
+def test_rows_of_channels(kernels_everywhere):
+    """The sizes that others have timed, with each kind of gates; half of the mixed channels hardly decay."""
+    rows, dtype, _ = RuleBenchmark(
+        gates=("uniform", "mixed"), passes=("forward",), rows=("16,16 1x4096",)
+    ).plan()
+    names = [row.name for row, _ in rows]
+    assert names == ["16,16 1x4096 uniform channels", "16,16 1x4096 mixed channels"] and dtype == "bfloat16"
+    uniform, mixed = (
+        bench_rows.inputs(Row(1, 2, (6,), width=8, gates=kind)).g for kind in ("uniform", "mixed")
+    )
+    assert uniform.shape == mixed.shape == (1, 6, 2, 8)
+    assert (uniform < 0).all() and (uniform >= np.log(0.5)).all()
+    assert (mixed[..., ::2] < -1).all() and (mixed[..., 1::2] > -1e-3).all() and (mixed < 0).all()
+    forward = Row(64, 64, (8192,), gates="uniform")
+    assert round(bench_rows.floor_ms(forward, "forward"), 3) == 0.190
+    takes = [
+        [peer.name for peer in peers.PEERS if peer.takes(row)]
+        for row in (forward, forward._replace(gates="head"))
+    ]
+    assert takes == [["fla", "jax-linear-attention"], [*bench_rows.PEERS, "jax-linear-attention"]]
 
 
 @pytest.mark.parametrize("what", ["forward", "training"])

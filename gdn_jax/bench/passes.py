@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax import gated_delta_rule
+from gdn_jax import delta_rule, gated_delta_rule, supported_implementations
 from gdn_jax.bench import measure
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Result, wrong
@@ -20,6 +20,9 @@ from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
 from gdn_jax.training.kernels import no_kernels
+
+IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
+"""Implementations of the rule, fastest first."""
 
 
 class Part(NamedTuple):
@@ -54,9 +57,8 @@ def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[
 
     def rule(tokens, state, cu_seqlens):
         borders = cu_seqlens if known is None else known
-        return gated_delta_rule(
-            *tokens, initial_state=state, cu_seqlens=borders, implementation=implementation
-        )
+        public = gated_delta_rule if tokens[3].ndim == 3 else delta_rule
+        return public(*tokens, initial_state=state, cu_seqlens=borders, implementation=implementation)
 
     return steps(what, rule, x, cu_seqlens)
 
@@ -92,6 +94,23 @@ def named(what: str, results: tuple) -> dict[str, Any]:
     first = (first,) if what == "forward" else first
     names = {"forward": STATES, "backward": GRADIENTS, "training": NAMES}[what]
     return dict(zip(names, (*first, last), strict=True))
+
+
+def supported(x: Inputs, cu_seqlens: jax.Array | None) -> dict[str, str | None]:
+    """Why each implementation cannot run a call on these inputs; None where it can."""
+    options = dict(initial_state=x.initial_state, cu_seqlens=cu_seqlens)
+    if x.g.ndim == 3:
+        return supported_implementations(*x.tokens, **options)
+    reasons: dict[str, str | None] = {}
+    for name in IMPLEMENTATIONS:
+        try:
+            jax.eval_shape(
+                lambda tokens, name=name: delta_rule(*tokens, implementation=name, **options), x.tokens
+            )
+            reasons[name] = None
+        except NotImplementedError as error:
+            reasons[name] = str(error).removeprefix(f"implementation {name!r}: ")
+    return reasons
 
 
 def reference(row: Row, what: str, x: Inputs) -> dict[str, np.ndarray]:

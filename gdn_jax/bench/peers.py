@@ -1,4 +1,4 @@
-"""Other libraries' gated delta rule on the same inputs.
+"""Other libraries' gated delta rule, and theirs with a decay of each channel, on the same inputs.
 
 They are looked for when asked and never needed. PyTorch with FlashQLA (flash_qla), flash-linear-attention (fla) and
 FlashInfer (flashinfer) is timed as replays of a CUDA graph; arrays pass without a copy (DLPack), and a first call
@@ -55,6 +55,13 @@ def _fla(x: Arguments) -> tuple[Any, Any]:
     return _chunks("fla.ops.gated_delta_rule", x)
 
 
+def _fla_channels(x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by flash-linear-attention's Kimi Delta Attention, or by FlashKDA if it calls that."""
+    return import_module("fla.ops.kda").chunk_kda(
+        *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
+    )
+
+
 def _flashinfer(x: Arguments) -> tuple[Any, Any]:
     """o and the final state by FlashInfer, which has no batch axis and its states [N, HV, V, K]; g is exp(g)."""
     o, final = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule(
@@ -79,10 +86,12 @@ class Peer(NamedTuple):
     """exp(g) instead of g."""
     v_first: bool = False
     """States [N, HV, V, K]."""
+    gates: tuple[str, ...] = ("head",)
+    """Kinds of gates that it takes, see `Row.gates`."""
 
     def takes(self, row: Row) -> bool:
         """Whether it can run a row."""
-        return True
+        return row.gates in self.gates
 
     def measure(self, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
         """Times it on a GPU; returns also its results on the heads that are compared, by the names of `accuracy`."""
@@ -140,10 +149,11 @@ class JaxPeer(NamedTuple):
     modules: tuple[str, ...]
     rule: Callable[[Row, Any, jax.Array], tuple[jax.Array, jax.Array]]
     has_backward: bool = True
+    gates: tuple[str, ...] = ("head",)
 
     def takes(self, row: Row) -> bool:
         """See `Peer.takes`."""
-        return len(set(row.lengths)) == 1
+        return row.gates in self.gates and len(set(row.lengths)) == 1
 
     def measure(self, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
         """See `Peer.measure`."""
@@ -155,11 +165,11 @@ class JaxPeer(NamedTuple):
         return measure(lambda: program(*args), repeats), found
 
 
-def _jla(row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _jla(kind: str, row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """o and the final state by jax-linear-attention's kernels, which have no packed sequences with states of each."""
     q, k, v, g, beta = (x.reshape(len(row.lengths), row.lengths[0], *x.shape[2:]) for x in tokens)
     o, final = import_module("jla.ops").linear_attention(
-        *("gated_deltanet", q, k, v),
+        *(kind, q, k, v),
         g=g,
         beta=beta,
         initial_state=state,
@@ -169,11 +179,14 @@ def _jla(row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]
     return o.reshape(1, -1, *o.shape[2:]), final
 
 
+CHANNELS = ("uniform", "mixed")
 PEERS = (
     Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), partial(_chunks, "flash_qla")),
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
-    JaxPeer("jax-linear-attention", ("jla",), _jla),
+    Peer("fla", ("torch", "triton", "fla"), _fla_channels, gates=CHANNELS),
+    JaxPeer("jax-linear-attention", ("jla",), partial(_jla, "kda"), gates=CHANNELS),
+    JaxPeer("jax-linear-attention", ("jla",), partial(_jla, "gated_deltanet")),
 )
 """Libraries, those of `rows.PEERS` first."""
 

@@ -2,7 +2,8 @@
 
 Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, g = logsigmoid(normal) / 16 in float32
 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
-multiplies zeros runs faster.
+multiplies zeros runs faster. With a decay of each channel g is one of two kinds: "uniform", exp(g) uniform from 1/2
+to 1, and "mixed", slow and fast channels as in trained models, half of a head's at some -5 a token and half at -1e-4.
 """
 
 import functools
@@ -25,6 +26,10 @@ MEMORY_BYTES = 4.3e12
 """Reached by one H200 in a second: dense products in 16 bits, and bytes copied (both directions counted)."""
 
 
+GATES = ("head", "uniform", "mixed")
+"""A decay of each head, and the two kinds of decays of each channel."""
+
+
 class Row(NamedTuple):
     """One problem size. Several lengths are sequences packed into one row."""
 
@@ -37,6 +42,8 @@ class Row(NamedTuple):
     """K = V."""
     decay: bool = True
     """Whether any head decays."""
+    gates: str = "head"
+    """One of `GATES`."""
 
     @property
     def name(self) -> str:
@@ -49,7 +56,8 @@ class Row(NamedTuple):
         else:
             lengths = "+".join(map(str, self.lengths)) if count < 4 else f"{total} in {count} uneven"
         width = "" if self.width == 128 else f" D={self.width}"
-        return f"{self.Hk},{self.HV} {lengths}{width}{'' if self.decay else ' no decay'}"
+        channels = "" if self.gates == "head" else f" {self.gates} channels"
+        return f"{self.Hk},{self.HV} {lengths}{width}{'' if self.decay else ' no decay'}{channels}"
 
     @property
     def cu_seqlens(self) -> np.ndarray | None:
@@ -131,8 +139,25 @@ BACKWARD = [
 equal lengths, which were timed like the forward; the smaller where both are known."""
 
 
-def table_rows(parts: tuple[str, ...], passes: tuple[str, ...]) -> list[tuple[Row, str]]:
+CHANNELS = [
+    Row(64, 64, (8192,)),
+    Row(16, 16, (4096,)),
+    Row(12, 12, (2048,)),
+    Row(16, 16, (8192,)),
+    Row(24, 24, (8192,)),
+    Row(12, 12, (2048,) * 4),
+    Row(16, 16, (2048,) * 8),
+]
+"""Sizes for which others have published times with a decay of each channel, on other GPUs."""
+
+
+def table_rows(
+    parts: tuple[str, ...], passes: tuple[str, ...], gates: tuple[str, ...] = ("head",)
+) -> list[tuple[Row, str]]:
     """The rows of the tables above whose names contain one of the parts (all, without parts), with each pass.
+
+    Args:
+      gates: kinds out of `GATES`.
 
     Raises:
       RunError: there is no such row.
@@ -141,12 +166,19 @@ def table_rows(parts: tuple[str, ...], passes: tuple[str, ...]) -> list[tuple[Ro
         # Published times of the backward say nothing about forward and backward together.
         (row._replace(published=()) if what == "training" else row, what)
         for what in passes
-        for row in (FORWARD if what == "forward" else BACKWARD)
+        for kind in gates
+        for row in _rows(what, kind)
         if any(part in row.name for part in parts or ("",))
     ]
     if not found:
         fail("rows", f"parts of names such as {FORWARD[0].name}", " ".join(parts))
     return found
+
+
+def _rows(what: str, gates: str) -> list[Row]:
+    if gates != "head":
+        return [row._replace(gates=gates) for row in CHANNELS]
+    return FORWARD if what == "forward" else BACKWARD
 
 
 class Inputs(NamedTuple):
@@ -184,8 +216,14 @@ def _inputs(row: Row, dtype: str, seed) -> Inputs:
         x = normal(i, 1, T, row.Hk, D)
         return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
 
-    decays = (jnp.arange(row.HV) % 4 != 3) & row.decay
-    g = jnp.where(decays, jax.nn.log_sigmoid(normal(3, 1, T, row.HV)) / 16, 0.0)
+    channels = 1, T, row.HV, D
+    if row.gates == "uniform":
+        g = jnp.log(jax.random.uniform(keys[3], channels, minval=0.5, maxval=1.0))
+    elif row.gates == "mixed":
+        g = jnp.where(jnp.arange(D) % 2 == 0, -5.0, -1e-4) * jnp.exp(0.2 * normal(3, *channels))
+    else:
+        decays = (jnp.arange(row.HV) % 4 != 3) & row.decay
+        g = jnp.where(decays, jax.nn.log_sigmoid(normal(3, 1, T, row.HV)) / 16, 0.0)
     state = (N, row.HV, D, D)
     return Inputs(
         q=unit(0),
@@ -204,7 +242,8 @@ def floor_ms(row: Row, what: str) -> float:
 
     Products of a chunk of C tokens and a value head: forward 3 of 2 C K V (k S, q S, k^T v') and 2 of 2 C C V (A
     times values, P v'), and q k^T and k k^T, 2 C C K each, once for a key head; backward 8 and 10 such products, the
-    fewest that are known. Bytes: arguments and results once each, states in float32.
+    fewest that are known. With a decay of each channel q k^T and k k^T are those of a value head. Bytes: arguments
+    and results once each, gates and states in float32.
 
     Args:
       what: "forward", "backward" or "training", which is the sum of both.
@@ -212,11 +251,13 @@ def floor_ms(row: Row, what: str) -> float:
     if what == "training":
         return floor_ms(row, "forward") + floor_ms(row, "backward")
     T, N, D = sum(row.lengths), len(row.lengths), row.width
-    states = 4 * N * row.HV * D * D
+    states, pairs, gates = 4 * N * row.HV * D * D, row.Hk, 2
+    if row.gates != "head":
+        pairs, gates = row.HV, 1 + D
     if what == "forward":
-        flops = T * (row.HV * (6 * D * D + 4 * CHUNK * D) + row.Hk * 4 * CHUNK * D)
-        size = T * (2 * D * (2 * row.Hk + 2 * row.HV) + 4 * 2 * row.HV) + 2 * states
+        flops = T * (row.HV * (6 * D * D + 4 * CHUNK * D) + pairs * 4 * CHUNK * D)
+        size = T * (2 * D * (2 * row.Hk + 2 * row.HV) + 4 * gates * row.HV) + 2 * states
     else:
         flops = T * row.HV * (16 * D * D + 20 * CHUNK * D)
-        size = T * (2 * D * (4 * row.Hk + 3 * row.HV) + 4 * 4 * row.HV) + 3 * states
+        size = T * (2 * D * (4 * row.Hk + 3 * row.HV) + 4 * 2 * gates * row.HV) + 3 * states
     return max(flops / TENSOR_FLOPS, size / MEMORY_BYTES) * 1e3

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Literal
 
-from gdn_jax import supported_implementations
 from gdn_jax.bench import passes, peers
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width
@@ -39,6 +38,9 @@ class RuleBenchmark(Benchmark):
     rows: tuple[str, ...] = ()
     """Only the rows of the table whose name contains one of these, as in "16,32 1x". On a GPU that the kernels do not
     run on they are the table's only rows."""
+    gates: Annotated[tuple[Literal["head", "uniform", "mixed"], ...], Distinct] = ("head",)
+    """A decay of each head; or of each channel, all drawn alike, or slow and fast channels mixed. The decays of each
+    channel have a table of their own."""
     implementations: tuple[Literal["mosaic_gpu", "chunked", "recurrent"], ...] = ()
     """Implementations to time. If none is named: the fastest that runs for the table, else all (no "recurrent" on a
     GPU)."""
@@ -75,18 +77,23 @@ class RuleBenchmark(Benchmark):
         """Rows with their passes, the dtype and the implementations."""
         fastest = "chunked" if no_kernels() else "mosaic_gpu"
         if self.is_table and (self.rows or fastest == "mosaic_gpu"):
-            rows = bench_rows.table_rows(self.rows, self.passes)
+            rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
             return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths
         row = Row(*self.heads or (4, 4), lengths, width=64 if self.width is None else self.width)
         every = ("mosaic_gpu", "chunked") if on_gpu() else ("mosaic_gpu", "chunked", "recurrent")
-        return [(row, what) for what in self.passes], self.dtype or "float32", self.implementations or every
+        kinds = [row._replace(gates=gates) for gates in self.gates]
+        return (
+            [(row, what) for what in self.passes for row in kinds],
+            self.dtype or "float32",
+            self.implementations or every,
+        )
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """A case for each row and pass."""
         rows, dtype, implementations = self.plan()
         for peer in peers.PEERS if self.peers and dtype != "float32" else ():
-            if why := peers.missing(peer):
+            if {*peer.gates} & {*self.gates} and (why := peers.missing(peer)):
                 note(f"{peer.name}: {why}")
         for row, what in rows:
             run = partial(self.time_row, row, what, dtype, implementations, note)
@@ -97,8 +104,7 @@ class RuleBenchmark(Benchmark):
     ) -> Iterator[Result]:
         """Checks and times every implementation and other library on one row."""
         problem = Problem(row, what, dtype, self.seed)
-        x, cu = problem.x, problem.cu_seqlens
-        supported = supported_implementations(*x.tokens, initial_state=x.initial_state, cu_seqlens=cu)
+        supported = passes.supported(problem.x, problem.cu_seqlens)
         for name in implementations:
             if supported[name] is not None:
                 note(f"{row.name}: {name} cannot run: {supported[name]}")
