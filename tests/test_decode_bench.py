@@ -44,7 +44,7 @@ def test_trees_are_timed(tmp_path, capsys):
     path = tmp_path / "decode.json"
     words = "--pools float32 --dtype float32 --batches 3 --tokens 4 --deferred 1 16 --drafts tree"
     assert run(*words.split(), "--json", str(path)) == 0
-    assert "tokens 4, pool float32, write 16, batch 3, drafts tree: " in capsys.readouterr().err
+    assert "tokens 4, pool float32, write 16, batch 3, drafts tree, gates head: " in capsys.readouterr().err
     at_once, ring = json.loads(path.read_text())[
         "results"
     ]  # in a second a step of three requests, or five of them
@@ -73,11 +73,13 @@ def test_what_the_kernels_cannot_take_is_a_line_of_its_own(capsys):
     lines = "--pools float32 --batches 1 --deferred 1 --tokens 1 --implementations mosaic_gpu xla"
     assert run(*lines.split()) == 1
     out = " ".join(capsys.readouterr().out.split())
-    refused = "FAILED by mosaic_gpu, tokens 1, pool float32, write 1, batch 1, drafts chain: raised "
+    refused = (
+        "FAILED by mosaic_gpu, tokens 1, pool float32, write 1, batch 1, drafts chain, gates head: raised "
+    )
     assert (
         refused + "NotImplementedError: implementation 'mosaic_gpu': K = 16, V = 16; the kernel takes" in out
     )
-    assert "| xla | 1 | float32 | 1 | 1 | chain |" in out
+    assert "| xla | 1 | float32 | 1 | 1 | chain | head |" in out
 
 
 def test_inputs_are_those_of_the_seed():
@@ -86,3 +88,9 @@ def test_inputs_are_those_of_the_seed():
     first, same = (decode_bench.draw(options, line) for _ in range(2))
     for a, b in zip((*first.tokens, *first[1:]), (*same.tokens, *same[1:]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_decay_of_each_channel(capsys):
+    """Its tokens are the family's, in a pool; wrong ones would not be timed."""
+    assert run(*"--gates channel --pools float32 --batches 3 --deferred 1 --tokens 1".split()) == 0
+    assert "chain | channel |" in capsys.readouterr().out

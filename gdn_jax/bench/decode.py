@@ -21,7 +21,7 @@ from gdn_jax import serving
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Case, Result, wrong
 from gdn_jax.bench.serving import BOUNDS, BYTE_BOUNDS, DTYPES, ServingBenchmark
-from gdn_jax.checks import oracle
+from gdn_jax.checks import family_oracle, oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
@@ -38,6 +38,7 @@ class Line(NamedTuple):
     write: int
     batch: int
     drafts: str = "chain"
+    gates: str = "head"
 
     @property
     def parents(self) -> np.ndarray:
@@ -87,6 +88,8 @@ class DecodeBenchmark(ServingBenchmark):
         tuple[Literal["float32", "bfloat16", "int8", "float8_e4m3fn"], ...], Distinct
     ] = ("float32", "bfloat16")
     """dtypes of the pool of states; those of 8 bits with deferred writes alone."""
+    gates: Annotated[tuple[Literal["head", "channel"], ...], Distinct] = ("head",)
+    """A decay of each head, or of each channel."""
     implementations: tuple[Literal["mosaic_gpu", "xla"], ...] = ()
     """Implementations to time, "mosaic_gpu" for the kernels. If none is named: the one that runs unasked."""
 
@@ -99,9 +102,18 @@ class DecodeBenchmark(ServingBenchmark):
             fail("deferred", "more than 1 for a pool of 8 bits", " ".join(map(str, self.deferred)))
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
-        """A case for each implementation, tokens of a step, dtype of the pool, length of the ring, batch, drafts."""
+        """A case for each implementation, tokens of a step, dtype of the pool, length of the ring, batch, drafts and
+        kind of gates."""
         implementations = self.implementations or (None,)
-        sizes = (implementations, self.tokens, self.pools, self.deferred, self.batches, self.drafts)
+        sizes = (
+            implementations,
+            self.tokens,
+            self.pools,
+            self.deferred,
+            self.batches,
+            self.drafts,
+            self.gates,
+        )
         for line in itertools.starmap(Line, itertools.product(*sizes)):
             if line.tokens > 1 or line.drafts == self.drafts[0]:  # one token alone follows no other
                 yield Case(line._asdict(), partial(self.time_line, line))
@@ -173,9 +185,10 @@ def draw(options: ServingBenchmark, line: Line) -> Problem:
         x = rng.standard_normal((batch, line.steps * line.tokens, *shape), np.float32)
         return x.astype(DTYPES[options.dtype])
 
-    tokens = (normal(Hk, D), normal(Hk, D), normal(HV, D), normal(HV), normal(HV))
+    channels = (HV, D) if line.gates == "channel" else (HV,)
+    tokens = (normal(Hk, D), normal(Hk, D), normal(HV, D), normal(*channels), normal(HV))
     A_log = np.log(rng.uniform(0.1, 16, HV)).astype(np.float32)
-    dt_bias = rng.uniform(-6, -2, HV).astype(np.float32)
+    dt_bias = rng.uniform(-6, -2, channels).astype(np.float32)
     states = rng.standard_normal((batch, HV, D, D), np.float32)
     if line.pool in BYTE_BOUNDS:  # such as the pool holds
         states = np.asarray(decoded(serving.make_byte_states(jnp.asarray(states), dtype=line.pool)))
@@ -192,10 +205,15 @@ def _error(x: Problem, line: Line, periods: list[np.ndarray], state_layout: str)
     o = np.concatenate([y[rows, accepted] for y in periods], 1)
     tokens = (y[rows, accepted].astype(np.float64) for y in x.tokens)
     q, k, v, a, b = (np.tile(y, (1, 2, *(1,) * (y.ndim - 2))) for y in tokens)
-    g = -np.exp(x.A_log.astype(np.float64)) * np.logaddexp(a + x.dt_bias, 0)
-    options = {"use_qk_l2norm": True, "state_layout": state_layout}
+    rate = np.exp(x.A_log.astype(np.float64)).reshape(-1, *(1,) * (x.dt_bias.ndim - 1))
+    g, beta = -rate * np.logaddexp(a + x.dt_bias, 0), 1 / (1 + np.exp(-b))
     states = x.states[x.slots[rows[:, 0]]]
-    want, _ = oracle.forward(q, k, v, g, 1 / (1 + np.exp(-b)), initial_state=states, **options)
+    options = {"use_qk_l2norm": True, "state_layout": state_layout, "initial_state": states}
+    if line.gates == "head":
+        want, _ = oracle.forward(q, k, v, g, beta, **options)
+    else:
+        zeros = dict(do=np.zeros(v.shape), dh_T=np.zeros(states.shape))
+        want = family_oracle.evaluate(q, k, v, g, beta, **options, **zeros)["o"]
     return worst_ratio(want, o, 2)
 
 
@@ -208,6 +226,7 @@ def _pool(options: ServingBenchmark, line: Line, x: Problem) -> tuple[Any, np.nd
             "length": line.write,
             "dtype": DTYPES[options.dtype],
             "trees": line.drafts == "tree",
+            "channels": line.gates == "channel",
         }
         return serving.make_ring_pool(states, state_layout=options.state_layout, **ring), x.slots
     if line.tokens == 1:
