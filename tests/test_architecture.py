@@ -62,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
         "partitioning",
         "conv",
         "reference",
+        "family",
         "pallas_kernels.device",
         "pallas_kernels.layer",
         "pallas_kernels.decode",

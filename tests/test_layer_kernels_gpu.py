@@ -15,7 +15,7 @@ from layer_kernels import check_one_operation
 from gdn_jax import losses
 from gdn_jax.fused import embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from pallas_kernels.layer.weight_gradient import weight_gradient
 
@@ -253,12 +253,13 @@ def test_norm_of_a_few_rows(rows):
     close(expected_n, n, "n")
 
 
+@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention])
 @pytest.mark.parametrize("B", [1, 3, 64])
-def test_tokens_of_a_layer(B):
+def test_tokens_of_a_layer(B, kind):
     """Ten tokens in a loop, whose kernel changes states where they lie, and one whose caller keeps the cache: near
     the plain layer, and the same bits in every call."""
     sizes = dict(num_heads=2, num_v_heads=4, head_dim=128, expand_v=1.0)
-    layers = [GatedDeltaNet(256, **sizes, implementation=i, rngs=nnx.Rngs(0)) for i in (None, "recurrent")]
+    layers = [kind(256, **sizes, implementation=i, rngs=nnx.Rngs(0)) for i in (None, "recurrent")]
     draw = draws(B)
     cache = GatedDeltaNetCache(draw(B, 1024, 3), draw(B, 4, 128, 128))
     xs = draw(10, B, 1, 256)
@@ -286,9 +287,10 @@ def test_tokens_of_a_layer(B):
         close(np.asarray(like), x, "results", sums=1e-5)
 
 
-def test_generation_is_that_of_the_plain_model():
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "kda"])
+def test_generation_is_that_of_the_plain_model(mixer):
     """The likeliest tokens of float32 models with and without kernels, of one row and of several."""
-    options = dict(vocab_size=64, hidden_size=256, num_layers=2, num_heads=2, head_dim=128, expand_v=1.0)
+    options = dict(mixer=mixer, vocab_size=64, hidden_size=256, num_layers=2, num_heads=2, head_dim=128, expand_v=1.0)
     models = [
         LanguageModel(ModelConfig(**options, dtype="float32", implementation=i), rngs=nnx.Rngs(0))
         for i in (None, "recurrent")

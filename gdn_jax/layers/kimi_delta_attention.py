@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 
+import jax
 from flax import nnx
 from jaxtyping import Array
 
 from gdn_jax import blocks
+from gdn_jax.fused import channel_token
+from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
+from gdn_jax.layers.recurrent import RecurrentCache
 
 
 class KimiDeltaAttention(ChannelDecayMixer):
@@ -45,3 +49,25 @@ class KimiDeltaAttention(ChannelDecayMixer):
         """See `ChannelDecayMixer.strengths`: beta of each head."""
         del w
         return write_strength(b, allow_neg_eigval=self.allow_neg_eigval), None, None
+
+    def _by_kernels(self, x, cache, segment_ids, return_cache):
+        """`__call__` of one token of every row by `fused.channel_token`; None where its kernels do not take it."""
+        del segment_ids, return_cache
+        if cache is None or x.shape[1] > 1 or self.conv_weight is None or not is_whole(x, *cache):
+            return None
+        gates = channel_token.ChannelGates(self.num_heads, self.lower_bound, self.allow_neg_eigval)
+        if jax.eval_shape(self.raw_gates, x)[2] is not None:  # what is written is not what is erased
+            return None
+        if not channel_token.has_kernels(jax.eval_shape(self._token, x, cache), gates, self.implementation):
+            return None
+        o, *after = channel_token.mix_channel_token(self._token(x, cache), gates)
+        return self.rule_output(o[:, None], x), RecurrentCache(*after)
+
+    def _token(self, x, cache) -> channel_token.ChannelToken:
+        """Arrays that `mix_channel_token` takes."""
+        f, b, _ = self.raw_gates(x)
+        group = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
+        channels = self.project_qkv(x) if group is None else group(x)
+        A_log = None if self.A_log is None else self.A_log[...]
+        gates = f[:, 0], b[:, 0], *self.filters(), A_log, self.dt_bias[...]
+        return channel_token.ChannelToken(channels[:, 0], *gates, *cache)

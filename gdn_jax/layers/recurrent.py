@@ -260,7 +260,7 @@ class RecurrentMixer(nnx.Module):
         self.conv_weight = None if weight is None else nnx.Param(weight)
         self.conv_bias = None if zeros is None else nnx.Param(zeros)
 
-    def _by_kernels(self, x, cache, segment_ids, return_cache):
+    def _by_kernels(self, x, cache, segment_ids, return_cache) -> Any:
         """`__call__` of whole rows by kernels that join its parts; None where there are none or they cannot."""
         del x, cache, segment_ids, return_cache
         return None

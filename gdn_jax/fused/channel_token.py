@@ -1,0 +1,136 @@
+"""The step of generation with a decay of each channel: one token of every row on states that kernels change in place.
+
+It is to Kimi Delta Attention what `fused.token.mix_token` is to the gated delta rule.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.conv import causal_conv1d_update
+from gdn_jax.family.definition import recurrent_step
+from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.fused.kernels import fused_op, usable
+from gdn_jax.fused.short_conv import split_normalized
+from gdn_jax.gates import l2norm, write_strength
+from gdn_jax.shapes import split_heads
+
+
+class ChannelToken(NamedTuple):
+    """Arrays that `mix_channel_token` takes."""
+
+    channels: Float[Array, "B C"]
+    """Products of the layer's input: q, k and v before the convolution, then any others."""
+    f: Float[Array, "B HV K"]
+    """Raw input of each channel's decay."""
+    b: Float[Array, "B HV"]
+    """Raw input of the strengths."""
+    weight: Float[Array, "D W"]
+    """Filters of the convolution, of the D channels of q, k and v."""
+    bias: Float[Array, " D"] | None
+    A_log: Float[Array, " HV"] | None
+    dt_bias: Float[Array, "HV K"]
+    conv_state: Float[Array, "B D W1"]
+    """Inputs before the token, oldest first."""
+    state: Float[Array, "B HV K V"]
+    """States of the rule before the token."""
+
+
+class ChannelGates(NamedTuple):
+    """What the gates and the heads of a layer are, besides its arrays."""
+
+    H: int
+    """Heads of q, and of k."""
+    lower_bound: float | None
+    """The strongest log decay of the bounded gate; None for the other gate, see `channel_log_decay`."""
+    allow_neg_eigval: bool = False
+    """Whether beta = 2 sigmoid(b)."""
+
+
+def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | None) -> bool:
+    """Whether the kernels take a call of `mix_channel_token`, from the shapes of its arrays.
+
+    Args:
+      token: arrays for which `fused.token.is_whole` is true.
+      implementation: as for `fused.token.has_kernel`.
+    """
+    from pallas_kernels.decode import conv_update, step
+
+    if any(x is not None and x.dtype == jnp.float64 for x in token):
+        return False
+    (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
+    q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
+    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    return usable("the step of a token", implementation, reason or step.check_supported(q, q, v, token.state))
+
+
+def mix_channel_token(
+    token: ChannelToken, gates: ChannelGates
+) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
+    """One token of every row by two kernels, which change both states where they lie.
+
+        [q | k | v] = silu(conv(channels));   q and k to unit length;   beta = sigmoid(b)
+        g = channel_log_decay(f, A_log, dt_bias, lower_bound)
+        S <- Diag(exp(g)) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
+
+    A loop that carries the states has them changed where they lie; elsewhere XLA copies them. The result can be
+    differentiated once, in reverse.
+
+    Args:
+      token: arrays for which `has_kernels` is true.
+      gates: heads and gates of the layer.
+
+    Returns:
+      o in the channels' dtype, and both states after the token in their dtypes. Numerics: float32, rounded behind the
+      convolution and at the end.
+    """
+    return _mix(gates, token)
+
+
+def _by_kernels(gates: ChannelGates, token: ChannelToken):
+    from pallas_kernels.decode.channel_step import channel_step
+    from pallas_kernels.decode.conv_update import conv_update
+    from pallas_kernels.decode.step import Channels
+
+    everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
+    qkv, conv_state = conv_update(token.channels, token.conv_state, token.weight, token.bias, **everywhere)
+    (HV, K), H = token.state.shape[1:3], gates.H
+    options: dict[str, Any] = {
+        "A_log": token.A_log,
+        "dt_bias": token.dt_bias,
+        "lower_bound": gates.lower_bound,
+    }
+    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K), "scale": K**-0.5}
+    options |= {"allow_neg_eigval": gates.allow_neg_eigval} | everywhere
+    qkv, f, b = qkv[:, None], token.f[:, None], token.b[:, None]
+    o, state = channel_step(qkv, qkv, qkv, f, b, token.state, **options)
+    return o[:, 0], conv_state, state
+
+
+def _plain(gates: ChannelGates, token: ChannelToken):
+    """The operation in plain JAX, for its derivative."""
+    D = token.weight.shape[0]
+    qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
+    (B, HV, K, V), H = token.state.shape, gates.H
+    q, k, v = split_normalized(qkv, H, K, normalize=False)
+    q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
+    g = channel_log_decay(token.f, token.A_log, token.dt_bias, gates.lower_bound)
+    beta = write_strength(token.b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
+    arrays = q, k, v.reshape(B, HV, V).astype(jnp.float32), g, beta, beta
+    S, *arrays = (split_heads(x, 1, (H, HV)) for x in (token.state.astype(jnp.float32), *arrays))
+    S, o = recurrent_step(S, *arrays, scale=K**-0.5)
+    o = o.reshape(B, HV, V).astype(token.channels.dtype)
+    return o, conv_state, S.reshape(token.state.shape).astype(token.state.dtype)
+
+
+def _forward(gates: ChannelGates, token: ChannelToken):
+    return _by_kernels(gates, token), token
+
+
+def _backward(gates: ChannelGates, token: ChannelToken, cotangents):
+    return jax.vjp(lambda token: _plain(gates, token), token)[1](cotangents)
+
+
+_mix = fused_op(_forward, _backward)

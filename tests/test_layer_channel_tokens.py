@@ -1,0 +1,96 @@
+"""One token of a layer with a decay of each channel by kernels, without a GPU: interpreted, differentiated, and left
+to plain JAX where they do not take it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from fused_harness import close, draws
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn_jax.blocks import group_projections
+from gdn_jax.fused import channel_token
+from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache, kimi_delta_attention
+from gdn_jax.models import inference
+from pallas_kernels.decode import channel_step, conv_update
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+SIZES = dict(num_heads=2, num_v_heads=4, head_dim=32)
+OPTIONS = {
+    "softplus": dict(conv_bias=True),
+    "bound": dict(gate="lower_bound", use_A_log=False, allow_neg_eigval=True, output_gate_rank=None),
+}
+
+
+def layer_of(kind=KimiDeltaAttention, implementation=None, **options):
+    return kind(64, **SIZES, **options, implementation=implementation, rngs=nnx.Rngs(0))
+
+
+def inputs(B=3):
+    draw = draws(0)
+    return draw(B, 1, 64), RecurrentCache(draw(B, 256, 3), draw(B, 4, 32, 32))
+
+
+def believe_in_kernels(monkeypatch) -> list[str]:
+    """The kernels take every token that they can, interpreted; which of them were called."""
+    monkeypatch.setattr(channel_token, "usable", lambda part, implementation, reason: reason is None)
+    monkeypatch.setattr(kimi_delta_attention, "is_whole", lambda *arrays: True)
+    calls = []
+
+    def told(name, kernel, *args, **options):
+        calls.append(name)
+        return kernel(*args, interpret=INTERPRET, **options)
+
+    for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
+        monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "grouped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grouped", "apart"]
+)
+def test_token_of_a_layer(name, grouped, monkeypatch):
+    """It is that of the plain layer, also where the projections are one product, as in generation."""
+    x, cache = inputs()
+    expected = layer_of(implementation="chunked", **OPTIONS[name])(x, cache=cache)
+    layer = layer_of(**OPTIONS[name])
+    if grouped:
+        group_projections(layer, inference.GROUPS[0], layer.head_v_dim)
+    calls = believe_in_kernels(monkeypatch)
+    y, after = layer(x, cache=cache)
+    assert calls == ["conv_update", "channel_step"]
+    close(expected[0], y, "y")
+    close(expected[1].state, after.state, "state")
+    np.testing.assert_array_equal(expected[1].conv, after.conv)
+
+
+@pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
+def test_derivative(name, monkeypatch):
+    """With respect to parameters, input and cache, with the operation's plain form in the kernels' place."""
+    x, cache = inputs()
+    weights = draws(1)(3, 1, 64), draws(2)(3, 4, 32, 32)
+    graphdef, params = nnx.split(layer_of(**OPTIONS[name]))
+
+    def loss(params, x, cache):
+        y, after = nnx.merge(graphdef, params)(x, cache=cache)
+        return (y * weights[0]).sum() + (after.state * weights[1]).sum() + after.conv.sum()
+
+    gradients = jax.grad(loss, (0, 1, 2))
+    expected = jax.jit(gradients)(params, x, cache)
+    monkeypatch.setattr(channel_token, "usable", lambda *_: True)
+    monkeypatch.setattr(kimi_delta_attention, "is_whole", lambda *arrays: True)
+    monkeypatch.setattr(channel_token, "_by_kernels", channel_token._plain)
+    got = jax.jit(lambda *args: gradients(*args))(params, x, cache)
+    for want, y in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
+        close(np.asarray(want), y, "gradient")
+
+
+def test_what_erases_nothing_runs_in_plain_jax(monkeypatch):
+    """The kernel erases what it writes."""
+    calls = believe_in_kernels(monkeypatch)
+    y, _ = layer_of(GatedLinearAttention)(*inputs()[:1], cache=inputs()[1])
+    assert not calls and bool(jnp.isfinite(y).all())
