@@ -154,6 +154,21 @@ def test_one_known_sequence_is_cut_as_the_forward_cut_it():
     assert (out.dq.shape, out.dg.shape, out.dh_0.shape) == (tokens.shape, gates.shape, state)
 
 
+def test_cotangents_have_the_shapes_of_the_arguments():
+    """Of strengths apart too, for which values are made for every output head."""
+    case = next(case for case in family_cases.TABLE if case.name == "seven-tokens")
+    x = family_cases.inputs(case, "bfloat16")
+    call, given = family_kernels.call(case, x)
+
+    def both(given, do, dh_T):
+        arrays, dims = mosaic.prepared(call, given, normalize=False)
+        residuals = channel_rule.forward(arrays, dims, scale=call.scale)[2]
+        return mosaic.gradients(call, given, residuals, (do, dh_T))
+
+    out = jax.eval_shape(both, given, jnp.asarray(x.do), jnp.asarray(x.dh_T))
+    assert [(y.shape, y.dtype) for y in out[:7]] == [(y.shape, y.dtype) for y in given[:7]]
+
+
 def test_refusals():
     assert backward.check_supported(jnp.bfloat16) is None
     assert "q, k and v are float16" in str(backward.check_supported(jnp.float16))

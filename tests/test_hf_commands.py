@@ -153,6 +153,7 @@ def test_costs_are_those_of_the_model(config):
         pytest.param("qwen3-next-80b-a3b", 79.67e9, 3.875e9, marks=pytest.mark.slow),
         ("olmo-hybrid-7b", 7.431e9, 7.431e9),
         ("kimi-linear-48b-a3b", 49.12e9, 3.484e9),
+        ("ling-3.0-tiny", 7.893e9, 1.382e9),
     ],
 )
 def test_published_sizes(name, total, active):

@@ -10,6 +10,7 @@ from gdn_jax.models.config import (
     ModelConfig,
     SigmoidRouting,
 )
+from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
 
 def _qwen(num_heads: int, num_kv_heads: int, *, head_dim: int = 256, theta: float = 1e7) -> AttentionConfig:
@@ -105,6 +106,23 @@ _KIMI_LINEAR = ModelConfig(
     scale_embedding=False,
 )
 
+_LING_TINY = ModelConfig(
+    vocab_size=157184,
+    hidden_size=1536,
+    num_layers=24,
+    num_heads=16,
+    head_dim=128,
+    expand_v=1.0,
+    intermediate_size=4608,
+    mixer=KimiDelta(gate="lower_bound", lower_bound=-5.0, gate_rank=None, output_gate_rank=None),
+    layer_types=("kda", "kda", "kda", "attention") * 6,
+    attention=LatentAttentionConfig(16, 128, 64, 128, 512, q_rank=256, rope_theta=6e6, head_gate=True),
+    experts=ExpertsConfig(128, 8, 512, 512, shared_gate=False, routing=SigmoidRouting(8, 4, 2.5)),
+    dense_layers=(0,),
+    norm_eps=1e-6,
+    scale_embedding=False,
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-small": dataclasses.replace(
         _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), tie_embeddings=True
@@ -130,6 +148,7 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "olmo-hybrid-7b": _OLMO,
     "kimi-linear-48b-a3b": _KIMI_LINEAR,
+    "ling-3.0-tiny": _LING_TINY,
     "kda-small": dataclasses.replace(_RECURRENT, mixer="kda"),
     "kda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="kda"),
     "gated-delta-net-2-small": dataclasses.replace(_RECURRENT, mixer="gated_delta_net_2"),
@@ -141,6 +160,6 @@ PRESETS: dict[str, ModelConfig] = {
 """Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
 
 Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid), of torchtitan (the
-other Qwen3.5 models) and of the released checkpoint (Kimi-Linear-48B-A3B). Those of the other mixers are
-this project's, with the sizes of its Gated DeltaNets.
+other Qwen3.5 models) and of released checkpoints (Kimi-Linear-48B-A3B, Ling-3.0-tiny). Those of the other mixers
+are this project's, with the sizes of its Gated DeltaNets.
 """

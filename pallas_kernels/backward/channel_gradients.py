@@ -297,6 +297,7 @@ def channel_gradients(
         memory=memory(config, K, V, k.dtype, erases=e is not None, packed=visits is not None),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
+        reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )
     return ChannelGradients._make(results.get(name) for name in ChannelGradients._fields)

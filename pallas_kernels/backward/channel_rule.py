@@ -192,7 +192,7 @@ def _run(
         sum_heads(sums.dq, dims.Hq)[:, :T, :, :K],
         sum_heads(sums.dk, dims.Hk)[:, :T, :, :K],
         None if sums.de is None else sums.de[:, :T, :, :K],
-        sum_heads(walked.dv, dims.HV)[:, :T, :, :V],
+        sum_heads(walked.dv, x.v.shape[2])[:, :T, :, :V],
         sums.dg[:, :T, :, :K].astype(x.g.dtype),
         dbeta,
         dh_0,
