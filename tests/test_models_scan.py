@@ -25,7 +25,9 @@ def deep(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat, masked", [("none", True), ("rule", True), ("full", False)])
+@pytest.mark.parametrize(
+    "remat, masked", [pytest.param("none", True, marks=pytest.mark.crossed), ("rule", True), ("full", False)]
+)
 def test_a_scan_over_blocks_changes_nothing(remat, masked):
     row, results = jnp.asarray(tokens(2, 16)), []
     mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
