@@ -35,6 +35,8 @@ MISSED = {
     ("channels-fast-and-slow", "bfloat16", "dv"): 5.2e-3,
     ("erase-and-write-a-channel", "bfloat16", "dv"): 5.6e-3,
     ("write-0", "bfloat16", "dk"): 8.17e-3,
+    ("no-state-no-strengths", "bfloat16", "dv"): 6.59e-3,
+    ("gate-of-a-head-erase-a-channel", "float16", "o"): 6.38e-4,
     ("channels-zero", "float16", "final_state"): 6.77e-4,
     ("channels-fast-and-slow", "float16", "final_state"): 7.72e-4,
     ("channels-beta-0-at-some", "float16", "final_state"): 6.93e-4,

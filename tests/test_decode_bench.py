@@ -93,4 +93,4 @@ def test_inputs_are_those_of_the_seed():
 def test_a_decay_of_each_channel(capsys):
     """Its tokens are the family's, in a pool; wrong ones would not be timed."""
     assert run(*"--gates channel --pools float32 --batches 3 --deferred 1 --tokens 1".split()) == 0
-    assert "chain | channel |" in capsys.readouterr().out
+    assert "drafts chain, gates channel: " in capsys.readouterr().err

@@ -290,7 +290,9 @@ def test_tokens_of_a_layer(B, kind):
 @pytest.mark.parametrize("mixer", ["gated_delta_net", "kda"])
 def test_generation_is_that_of_the_plain_model(mixer):
     """The likeliest tokens of float32 models with and without kernels, of one row and of several."""
-    options = dict(mixer=mixer, vocab_size=64, hidden_size=256, num_layers=2, num_heads=2, head_dim=128, expand_v=1.0)
+    options = dict(
+        mixer=mixer, vocab_size=64, hidden_size=256, num_layers=2, num_heads=2, head_dim=128, expand_v=1.0
+    )
     models = [
         LanguageModel(ModelConfig(**options, dtype="float32", implementation=i), rngs=nnx.Rngs(0))
         for i in (None, "recurrent")

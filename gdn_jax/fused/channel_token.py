@@ -39,7 +39,7 @@ class ChannelToken(NamedTuple):
 
 
 class ChannelGates(NamedTuple):
-    """What the gates and the heads of a layer are, besides its arrays."""
+    """The heads and gates of a layer, besides its arrays."""
 
     H: int
     """Heads of q, and of k."""
