@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import hf_checkpoints
@@ -97,6 +98,21 @@ def test_info_of_a_preset_says_how_long_fresh_weights_remember(capsys):
     assert (
         status == 0 and "8.26 tokens, 8.66 by the decay of a middle head alone, 177 by erasing alone" in out
     )
+
+
+@pytest.mark.slow
+def test_info_of_a_mesh(capsys):
+    """On 8 devices an eighth of every matrix; what does not divide is refused."""
+    status, out, _ = run(capsys, "info", "qwen3.5-small", "--mesh", "data=8,sharded")
+    numbers = sum(costs.parameters(PRESETS["qwen3.5-small"]).values())
+    kept = float(re.search(r"all, without activations +│ +([0-9.]+) MiB", out)[1])
+    assert status == 0 and "a device of data=8,sharded, float32" in out
+    assert 16 * numbers / 8 <= kept * 2**20 < 16 * numbers / 8 * 1.02  # vectors are whole on each
+    _, out, _ = run(capsys, "info", "qwen3.5-small", "--mesh", "data=8")
+    assert f"{16 * numbers / 2**20:.4g} MiB" in out
+    for mesh, message in (("head=3", "head: expected a divisor"), ("data=8,heads=3", "got 'heads=3'")):
+        status, _, err = run(capsys, "info", "qwen3.5-small", "--mesh", mesh)
+        assert status == 1 and "--mesh: " in err and message in err
 
 
 def test_stop_tokens(tmp_path):

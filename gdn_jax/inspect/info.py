@@ -20,10 +20,12 @@ from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.models.config import ModelConfig, period_of
-from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, title
+from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, shapes, title
 from gdn_jax.models.mixers.mixer import MixerCosts, Start
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import slot_bytes
+from gdn_jax.parallel import sharding
+from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training.load import open_run
@@ -38,6 +40,8 @@ class InfoOptions:
     """Tokens of a sequence."""
     batch: Annotated[int, Positive] = 1
     """Sequences side by side, each with a cache."""
+    mesh: str | None = None
+    """What each device of a mesh would hold in training, as in data=8,sharded; see docs/parallel.md."""
 
 
 ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."
@@ -80,6 +84,8 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
             soft_wrap=True,
         )
     console.print(_parameters(config))
+    if options.mesh is not None:
+        console.print(_on_a_mesh(config, options))
     console.print(_cache(config, options))
     for line in _slots(config):
         console.print(line, highlight=False, soft_wrap=True)
@@ -145,6 +151,25 @@ def _parameters(config: ModelConfig) -> Table:
         table.add_row(
             "that a token meets", f"{active_parameters(config):,}", f"{active_parameters(config) / total:.1%}"
         )
+    return table
+
+
+def _on_a_mesh(config: ModelConfig, options: InfoOptions) -> Table:
+    """Makes the table of what training keeps on each device; asks for no devices."""
+    assert options.mesh is not None
+    try:
+        shape = MeshShape.parse(options.mesh)
+        sharding.check(config, shape, shape.data, options.context)
+        numbers = sharding.numbers_of_a_device(shapes(config), shape)
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(f"--mesh: {str(error).removeprefix('mesh: ')}") from error
+    table = Table(title=f"a device of {shape}, float32", title_justify="left")
+    for name in ("kept", "bytes"):
+        table.add_column(name, justify="left" if name == "kept" else "right")
+    kept = {"parameters": 1, "their gradients": 1, "two moments of AdamW": 2}
+    for name, times in kept.items():
+        table.add_row(name, _bytes(4 * times * numbers))
+    table.add_row("all, without activations", _bytes(4 * sum(kept.values()) * numbers), style="bold")
     return table
 
 

@@ -17,12 +17,17 @@ def count(params: PyTree) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
 
 
+def shapes(config: ModelConfig) -> PyTree:
+    """Shapes and dtypes of the parameters, a pytree with the names of the modules; makes no array."""
+    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
+    return nnx.to_pure_dict(state)
+
+
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
     parts = ("embedding", config.mixer.title, *ATTENTION_TYPES, "SwiGLU", "experts", "norms", "head")
     counts = dict.fromkeys(parts, 0)
-    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
-    for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state)):
+    for path, leaf in jax.tree.leaves_with_path(shapes(config)):
         names = [getattr(key, "key", key) for key in path]
         counts[_part(config, names)] += count(leaf)
     return {part: number for part, number in counts.items() if number}

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, MeshShape
+from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD, MeshShape
 
 _OUTPUTS = {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "gate_proj", "up_proj"}
 _OUTPUTS |= {"f_proj", "f_b_proj", "w_proj", "g_b_proj", "q_b_proj", "kv_b_proj"}
@@ -75,6 +75,24 @@ def parameter_specs(params: Any, shape: MeshShape) -> Any:
       shape: of the mesh.
     """
     return jax.tree_util.tree_map_with_path(lambda path, x: _spec(path, x.shape, shape), params)
+
+
+def numbers_of_a_device(params: Any, shape: MeshShape) -> int:
+    """Returns how many numbers of the parameters each device holds.
+
+    Args:
+      params, shape: as for `parameter_specs`.
+
+    Raises:
+      ValueError: a dimension does not divide, as `parameter_specs`.
+    """
+    sizes = {name: getattr(shape, name) for name in AXES}
+
+    def local(x, spec: PartitionSpec) -> int:
+        return math.prod(x.shape) // math.prod(sizes[axis] for axis in spec if axis is not None)
+
+    leaves = jax.tree.map(local, params, parameter_specs(params, shape))
+    return sum(jax.tree.leaves(leaves))
 
 
 def state_shardings(optimizer: Any, params: Any, mesh: Mesh, shape: MeshShape) -> Any:
