@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gdn_jax.findings import claims, verdicts
+from gdn_jax.findings.ledger import LEDGER
 from gdn_jax.findings.pages import OLDER, Pages
 from gdn_jax.findings.records import Results
 from gdn_jax.findings.verdicts import Outcome
@@ -198,7 +199,8 @@ def facts():
         said |= {n for x in values if isinstance(x, str) for n in re.findall(r"\d+", x)}
         said |= {f"{100 * x:.{digits}f}" for x in RUNS.about(name).baselines.values() for digits in (0, 1)}
     sources = [claim["source"] for claim in CONTENT["claims"] if claim["source"]]
-    return said | {n for x in sources for text in (*x.values(),) for n in NUMBER.findall(text)}
+    said |= {n for x in sources for text in (*x.values(),) for n in NUMBER.findall(text)}
+    return said | {n for name in LEDGER for n in NUMBER.findall(name)}
 
 
 def texts(content):

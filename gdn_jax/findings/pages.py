@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gdn_jax.findings import claims
+from gdn_jax.findings.ledger import LEDGER
 from gdn_jax.findings.records import Results
+from gdn_jax.findings.reproduce import beside
 from gdn_jax.findings.verdicts import NOT_TESTED, Outcome, compare
 from gdn_jax.findings.words import Words
 from gdn_jax.training.mixers import MIXERS
@@ -59,6 +61,8 @@ class Pages:
                 blocks.append(self.words.fill(block))
             elif "table" in block:
                 blocks.append(self._sweep_table(block["table"]))
+            elif "ledger" in block:
+                blocks += self._entry(block["ledger"], block["sweep"])
             elif "tables" in block:
                 blocks += [self._sweep_table(name) for name in self.results.matching(block["tables"])]
             else:
@@ -121,6 +125,17 @@ class Pages:
         said = f"All of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
         is_older = "stored_in" in self.results.folder(name)[0]
         return "\n".join(rows) + f"\n\n{said}" + (f" {OLDER}" if is_older else "")
+
+    def _entry(self, name: str, sweep: str) -> list[str]:
+        """An entry of the ledger: the paper's setting and ours, and its numbers beside those of a sweep."""
+        entry = LEDGER[name]
+        said = (
+            f"`gdn reproduce {name}`: [{entry.paper}]({entry.url}), {entry.where}. There: {entry.setting}. "
+            f"Here: {entry.differs}."
+        )
+        config, lines = self.results.folder(sweep)
+        link = f"All of it: [{sweep}](../{sweep}/table.md), [figure](../{sweep}/figure.png)."
+        return [said, table(*beside(entry, config, lines, small=False)), link]
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""

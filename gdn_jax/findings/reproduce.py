@@ -100,8 +100,10 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
     return 0
 
 
-def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]], small: bool) -> Table:
-    """Makes the table of an entry's numbers beside those of finished runs.
+def beside(
+    entry: Entry, config: dict[str, Any], records: list[dict[str, Any]], small: bool
+) -> tuple[list[str], list[list[str]]]:
+    """Makes the heads and rows of a table: an entry's numbers beside those of finished runs.
 
     Our number is that of the best run by validation loss where the paper shows its best one, and else the mean of
     the runs that have learned something, at the best learning rate; both stand there.
@@ -112,18 +114,15 @@ def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]]
     digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
     heads = ["rule", f"there, {entry.unit}", "asked there", "scale", f"best run here, {unit}"]
     heads += [f"mean here, {unit}", "learned", "asked here"]
-    bold = 4 if entry.best_run else 5
-    table = Table(*(f"[bold]{head}" if i == bold else head for i, head in enumerate(heads)), box=None)
+    rows = []
     for published in entry.published:
-        there = (
-            "not confirmed"
-            if published.value is None
-            else f"{published.value:.{1 if entry.unit == '%' else 2}f}"
-        )
+        there = "not confirmed"
+        if published.value is not None:
+            there = f"{published.value:.{1 if entry.unit == '%' else 2}f}"
         cells, size = [published.rule, there, published.at], published.here[small]
         made = [x for x in records if x["mixer"] == published.mixer]
         if not made:
-            table.add_row(*cells, "", "no such mixer" if published.mixer is None else "not run", "", "", "")
+            rows.append([*cells, "", "no such mixer" if published.mixer is None else "not run", "", "", ""])
             continue
         for scale in scales:
             runs = [x for x in made if x["scale"] == scale]
@@ -137,5 +136,15 @@ def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]]
             score = best[f"test_{about.metric}"][str(size)]
             shown = "diverged" if score is None else f"{factor * score:.{digits}f}"
             count = f"{len(learned.losses)} of {len(row.losses)}"
-            table.add_row(*cells, str(scale), shown, mean, count, f"{size} {about.axis}")
+            rows.append([*cells, str(scale), shown, mean, count, f"{size} {about.axis}"])
+    return heads, rows
+
+
+def compared(entry: Entry, config: dict[str, Any], records: list[dict[str, Any]], small: bool) -> Table:
+    """The table of `beside` for a console; the number that the paper's own is like has a bold head."""
+    heads, rows = beside(entry, config, records, small)
+    bold = 4 if entry.best_run else 5
+    table = Table(*(f"[bold]{head}" if i == bold else head for i, head in enumerate(heads)), box=None)
+    for row in rows:
+        table.add_row(*row)
     return table
