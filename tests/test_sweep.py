@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import types
 
 import numpy as np
 import pytest
@@ -75,10 +77,21 @@ def test_folder(finished):
     assert "mean validation loss" in table and "0.9 ln 2 = 0.624 nats" in table
 
 
-def test_curves(finished, tmp_path):
-    """Validation of every kind of sequences on the way, which changes nothing of the runs."""
-    out = tmp_path / "run"
-    assert start(out, "--curve-every", "2", "--mixers", "mamba2") == 0
+def test_curves(finished, tmp_path, monkeypatch):
+    """Validation of every kind of sequences on the way, which changes nothing of the runs.
+
+    The first one compiles, here for 250 seconds: that says nothing of how long the steps will take.
+    """
+    out, score, compiling = tmp_path / "run", program.Program.score, []
+
+    def slow_at_first(self, *arguments):
+        compiling.append(0 if compiling else 250)
+        return score(self, *arguments)
+
+    monkeypatch.setattr(program.Program, "score", slow_at_first)
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(compiling))
+    monkeypatch.setattr(sweep, "time", clock)
+    assert start(out, "--curve-every", "2", "--mixers", "mamba2", "--max-minutes", "10") == 0
     plain = records(finished)
     for run, record in records(out).items():
         curve = record.pop("curve")

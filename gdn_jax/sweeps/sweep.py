@@ -146,23 +146,22 @@ class Sweep:
         if begin + self.longest > self.end:
             return False
         total, every = self.options.sweep.steps, self.options.sweep.curve_every
-        curve, compiled = summary.Curve(), begin
+        curve, stepping = summary.Curve(), 0.0  # seconds of all steps but the first, which compiles
         reporter.group(group[:count])
         runs = start(group)
-        step, stride = 0, 1  # the first step compiles
+        step, stride = 0, 1
         while step < total:
             mark = time.monotonic()
             last = min(step + stride, total, *([step + every - step % every] if every else []))
             runs = program.advance(runs, step, last)
-            seconds = (time.monotonic() - mark) / (last - step)
-            stride = 2 if step == 0 else max(1, min(4 * stride, int(_SLICE / seconds)))
+            seconds = time.monotonic() - mark
+            stepping += seconds if step else 0.0
+            stride = 2 if step == 0 else max(1, min(4 * stride, int(_SLICE * (last - step) / seconds)))
             step = last
             reporter.step(step)
             if every and step % every == 0:
                 curve.add(step, program.score(runs, self.kinds))
-            now = time.monotonic()
-            compiled = now if step == 1 else compiled
-            late = step > 1 and now + (total - step) * (now - compiled) / (step - 1) > self.end
+            late = step > 1 and time.monotonic() + (total - step) * stepping / (step - 1) > self.end
             if asked.is_set() or (late and _TOLD < step / total < _WORTH_FINISHING):
                 return False
         scores = program.score(runs, self.sets)
