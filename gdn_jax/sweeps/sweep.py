@@ -69,7 +69,7 @@ class Sweep:
         self.commit = commit()
         limit = options.sweep.max_minutes
         self.end = math.inf if limit is None else time.monotonic() + 60 * limit
-        self.longest = 0.0  # seconds of a group so far
+        self.longest = 0.0  # seconds that a group takes once it is compiled
         size = options.sweep.batch_size
         sets = {"val": task.val_batches(size)} | {str(n): x for n, x in task.test_batches(size).items()}
         lengths = [batch.tokens.shape[1] for batches in sets.values() for batch in batches]
@@ -165,7 +165,7 @@ class Sweep:
             if asked.is_set() or (late and _TOLD < step / total < _WORTH_FINISHING):
                 return False
         scores = program.score(runs, self.sets)
-        self.longest = seconds = time.monotonic() - begin
+        seconds, self.longest = time.monotonic() - begin, stepping
         for r, run in enumerate(group[:count]):
             metric = self.task.metric
             values = {name: self.task.metrics(*score[r])[metric] for name, score in scores.items()}
