@@ -38,7 +38,7 @@ from gdn_jax.shapes import (
     rule_dims,
 )
 
-IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
+IMPLEMENTATIONS = (*mosaic.KERNELS, "chunked", "recurrent")
 """Names of the implementations, fastest first."""
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -107,8 +107,9 @@ def gated_delta_rule(
       state_layout: "kv" for states [K, V], "vk" for [V, K] (FlashInfer's k-last, fla's `state_v_first`).
       chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent"; on a CPU the chunked form computes
         long rows in chunks of at most 32).
-      implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
-        supports the call on this device.
+      implementation: "recurrent", "chunked", "mosaic_gpu" (the kernels for compute capability 9.0) or "mosaic_mma"
+        (those for 8.0, 8.6, 8.9 and 12.0, K and V to 128, which run on 9.0 too), run exactly or refused; None for the
+        fastest that supports the call on this device.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is),
@@ -124,12 +125,12 @@ def gated_delta_rule(
     check_flags(use_qk_l2norm=use_qk_l2norm)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
-    by_kernels = implementation == "mosaic_gpu"
+    by_kernels = implementation in mosaic.KERNELS
     known = known_lengths(cu_seqlens, dims.T, always=by_kernels)
     x = _checked_values(x, dims)
     results = RuleAxes.of(x).outputs
     if by_kernels:
-        call = mosaic.Call(use_qk_l2norm, state_layout, known, expected_shards(x))
+        call = mosaic.Call(use_qk_l2norm, state_layout, known, expected_shards(x), kernels=implementation)
         return _on_shards(mosaic.rule, call, results, x, scale)
     return _on_shards(
         xla.rule, xla.Call(use_qk_l2norm, state_layout, implementation, chunk_size), results, x, scale
@@ -309,11 +310,10 @@ def check_scale(scale: Any, dims: Dims) -> Number | jax.Array:
 
 
 def _supported(dims: Dims, x: RuleArrays, chunk_size: int) -> dict[str, str | None]:
-    packed = x.cu_seqlens is not None
-    reason = mosaic.check_supported(
-        dims, x.q, x.g, x.beta, x.initial_state, chunk_size=chunk_size, packed=packed
-    )
-    return {"mosaic_gpu": reason, "chunked": None, "recurrent": None}
+    options: dict[str, Any] = dict(chunk_size=chunk_size, packed=x.cu_seqlens is not None)
+    arrays = x.q, x.g, x.beta, x.initial_state
+    reasons = {name: mosaic.check_supported(name, dims, *arrays, **options) for name in mosaic.KERNELS}
+    return {**reasons, "chunked": None, "recurrent": None}
 
 
 def known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None:

@@ -96,7 +96,7 @@ def test_supported_implementations():
     """Names, fastest first, each with None or a reason; and what it says is what happens."""
     x = arguments()
     supported = gdn_jax.supported_implementations(**x)
-    assert list(supported) == ["mosaic_gpu", "chunked", "recurrent"]
+    assert list(supported) == ["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
     assert supported["chunked"] is None and supported["recurrent"] is None
     for implementation, reason in supported.items():
         if reason is None:
@@ -106,7 +106,8 @@ def test_supported_implementations():
                 gdn_jax.gated_delta_rule(**x, implementation=implementation)
             assert reason in str(error.value)
     if jax.default_backend() == "cpu":  # the device comes before what other arguments could mend
-        assert supported["mosaic_gpu"] == "the default device is a cpu; the kernels need an NVIDIA GPU"
+        for name in ("mosaic_gpu", "mosaic_mma"):
+            assert supported[name] == "the default device is a cpu; the kernels need an NVIDIA GPU"
 
 
 def test_default_implementation():
@@ -200,7 +201,7 @@ ERRORS = {
     "implementation": (
         dict(implementation="triton"),
         "implementation",
-        "'mosaic_gpu', 'chunked', 'recurrent'",
+        "'mosaic_gpu', 'mosaic_mma', 'chunked', 'recurrent'",
         "triton",
     ),
     "cu-rows": (dict(cu_seqlens=np.array([0, 5]), initial_state=None), "cu_seqlens", "B = 1", "B = 2"),

@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
-    "mosaic": {
+    "kernel_sets": {
         "shapes",
         "gates",
         "partitioning",
@@ -55,6 +55,14 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.device",
         "pallas_kernels.work",
         *KERNELS,
+    },
+    "mosaic": {
+        "shapes",
+        "gates",
+        "partitioning",
+        "kernel_sets",
+        "pallas_kernels.forward",
+        "pallas_kernels.backward",
     },
     "xla": {"shapes", "gates", "segments", "reference", "chunked"},
     "ops": {"shapes", "partitioning", "mosaic", "xla"},
@@ -66,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "partitioning",
         "reference",
         "chunks",
-        "mosaic",
+        "kernel_sets",
         "xla",
         "ops",
         "pallas_kernels.device",
@@ -195,7 +203,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }
-CALLERS = ("mosaic", "fused", "losses", "family", "parallel", "serving")
+CALLERS = ("kernel_sets", "mosaic", "fused", "losses", "family", "parallel", "serving")
 """Rooms that call kernels."""
 DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel"}
 """Rooms with derivatives of their own: over kernels, and over what is sent between devices."""

@@ -47,25 +47,23 @@ def arrays_of(x: cases.Inputs) -> RuleArrays:
 CASES = [
     (
         cases.Case(
-            "packed, fast and slow heads, queries grouped",
+            "packed pairs, fast and slow heads, queries grouped",
             T=40,
             B=1,
             heads=(2, 1, 1),
             K=64,
-            V=60,
+            V=100,
             g="by-head",
             beta="some 0",
             lengths=(20, 0, 17),
         ),
         "float16",
-        walk.Config(1, 2),
+        walk.Config(2),
     ),
     pytest.param(
-        cases.Case(
-            "pairs, resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf", state_layout="vk"
-        ),
+        cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf", state_layout="vk"),
         "bfloat16",
-        walk.Config(2),
+        walk.Config(1, 2),
         marks=pytest.mark.slow,
     ),
 ]

@@ -1,10 +1,23 @@
-"""The rule by mma.sync on a GPU of compute capability 9.0, both passes and their repeats: the cases of `mma_on_gpu`,
-in the device's own code and in that of 8.0."""
+"""The rule by mma.sync on a GPU of compute capability 9.0: the cases of `mma_on_gpu` in the device's own code and in
+that of 8.0, and the public call."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import missed
 import mma_on_gpu
+import numpy as np
 import pytest
+from harness import named, truth
+
+import gdn_jax
+from gdn_jax.checks import cases
+from gdn_jax.checks.check import value_and_gradients
 
 pytestmark = pytest.mark.gpu
+
+BY_MMA = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_mma")
 
 
 @pytest.mark.parametrize("as_8_0", [False, True], ids=["", "as 8.0"])
@@ -12,3 +25,79 @@ pytestmark = pytest.mark.gpu
 def test_both_passes(name, dtype, config, as_8_0):
     verdict = mma_on_gpu.checked(name, dtype, config, as_8_0)
     assert verdict.startswith("ok"), verdict
+
+
+TABLE = [case for case in cases.TABLE if case.chunk_size == 64 and max(case.K, case.V) <= 128]
+CALLS = [(case, dtype) for dtype, some in (("bfloat16", TABLE), ("float16", TABLE[::3])) for case in some]
+
+
+@functools.cache
+def both_passes(options: tuple):
+    """The public call and its gradients, compiled once for all cases of the same options and shapes."""
+    return jax.jit(value_and_gradients("mosaic_mma", dict(options)))
+
+
+@pytest.mark.parametrize(("case", "dtype"), CALLS, ids=lambda x: getattr(x, "name", x))
+def test_public_call(case, dtype):
+    """Every case that the kernels take, with all gradients."""
+    x = cases.inputs(case, dtype)
+    call = both_passes(tuple(case.options.items()))
+    got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
+    missed.check(case, dtype, truth(case.options, x), got, missed.MISSED_BY_MMA)
+
+
+@pytest.mark.parametrize("lengths", [(64,) * 4, (72,) * 4, (100, 0, 60)], ids=["chunks", "equal", "uneven"])
+def test_lengths_known_while_tracing(lengths):
+    """cu_seqlens as a constant: sequences of one length run as a batch, with the same numbers."""
+    case = cases.Case("known", T=sum(lengths), B=1, heads=(1, 1, 2), K=64, V=64, lengths=lengths)
+    x = cases.inputs(case, "bfloat16")
+    call = value_and_gradients("mosaic_mma", case.options)
+    got = named(jax.jit(lambda *y: call(*y, x.cu_seqlens, None))(x[:6], (x.do, x.dh_T)))
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+
+
+def test_vmap():
+    """Of rows, with the norm: the numbers of a batch."""
+    case = cases.Case("rows", T=100, B=3, heads=(1, 1, 2), K=128, V=128, keys="any", use_qk_l2norm=True)
+    x = cases.inputs(case, "bfloat16")
+    one = value_and_gradients("mosaic_mma", case.options)
+    apart = jax.tree.map(lambda y: jnp.asarray(y)[:, None], (x[:6], (x.do, x.dh_T)))
+    mapped = jax.jit(jax.vmap(lambda *y: one(*y, None, None)))(*apart)
+    got = named(jax.tree.map(lambda y: y[:, 0], mapped))
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+
+
+def test_garbage_next_door_does_not_leak():
+    """NaN in the padding past cu[-1], and in memory that the outputs are allocated from."""
+    lengths = (0, 1, 64, 300, 0, 640, 63, 129)
+    case = cases.Case("wide-packed", T=1500, B=1, heads=(1, 1, 2), K=128, V=128, lengths=lengths)
+    x = cases.inputs(case, "bfloat16")
+    arrays, end = [jnp.asarray(y) for y in x[:6]], int(x.cu_seqlens[-1])
+    run = jax.jit(lambda arrays: BY_MMA(*arrays[:5], initial_state=arrays[5], cu_seqlens=x.cu_seqlens))
+    expected = run(arrays)
+    arrays[:5] = [y.at[:, end:].set(jnp.nan) for y in arrays[:5]]
+    poison = jnp.full((256, 1024, 1024), jnp.nan)
+    poison.block_until_ready()
+    del poison  # the allocator hands this memory out next
+    jax.tree.map(np.testing.assert_array_equal, expected, run(arrays))
+
+
+def test_tokens_of_no_strength_leave_the_state_alone():
+    """30,000 of them, bit for bit."""
+    case = cases.Case("strengths", T=30_000, B=1, heads=(1, 1, 2), K=128, V=128, g="zero", beta="0")
+    x = cases.inputs(case, "bfloat16")
+    _, final = jax.jit(lambda *y: BY_MMA(*y[:5], initial_state=y[5]))(*x[:6])
+    np.testing.assert_array_equal(final, x.initial_state)
+
+
+def test_repeats_are_equal():
+    """A hundred, of both passes on rows of many heads."""
+    case = cases.Case("repeats", T=1000, B=2, heads=(4, 4, 8), K=128, V=128)
+    x = jax.device_put(cases.inputs(case, "bfloat16"))
+    run = both_passes(())
+    first = run(x[:6], (x.do, x.dh_T), None, None)
+    different = jax.jit(
+        lambda a, b: sum(jnp.any(y != z) for y, z in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    )
+    count = sum(different(first, run(x[:6], (x.do, x.dh_T), None, None)) for _ in range(100))
+    assert int(count) == 0

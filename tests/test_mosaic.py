@@ -12,6 +12,8 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 from gdn_jax import mosaic
 from gdn_jax.checks import cases, oracle
 from gdn_jax.shapes import RuleArrays
+from pallas_kernels.ampere import backward as mma_backward
+from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.chunks import inverse
@@ -37,10 +39,18 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(backward, "backward", run_backward)
 
 
-def value_and_gradients(case: cases.Case, x: cases.Inputs) -> dict:
+@pytest.fixture
+def mma_interpreted(monkeypatch):
+    """Both rules by mma.sync in the interpreter."""
+    for module, name in ((mma_rule, "forward"), (mma_backward, "backward")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
+
+
+def value_and_gradients(case: cases.Case, x: cases.Inputs, known: bool = False, **how) -> dict:
     """Outputs and gradients of `mosaic.rule` by name; outside jit, for inside the interpreter hangs."""
     arrays = RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8]))
-    static = mosaic.Call(case.use_qk_l2norm, case.state_layout, None)
+    lengths = x.cu_seqlens.astype(np.int64).tobytes() if known else None
+    static = mosaic.Call(case.use_qk_l2norm, case.state_layout, lengths, **how)
     scale = case.K**-0.5 if case.scale is None else case.scale
 
     def call(*primals):
@@ -71,3 +81,33 @@ def test_public_gradient(case):
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
     for name, y in value_and_gradients(case, x).items():
         assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.Case(
+            "seam-equal-lengths", use_qk_l2norm=True, keys="any", **TINY | dict(T=32, lengths=(16, 16))
+        ),
+        pytest.param(
+            cases.Case("seam-scale-20-vk", scale=20.0, state_layout="vk", **TINY), marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.usefixtures("mma_interpreted")
+def test_public_gradient_by_mma(case):
+    """Against the oracle: through the L2 norm, where known lengths make rows of sequences; another scale."""
+    x = cases.inputs(case, "bfloat16")
+    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    for name, y in value_and_gradients(case, x, case.lengths is not None, kernels="mosaic_mma").items():
+        assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
+
+
+def test_the_norm_comes_before_kernels_without_one(monkeypatch):
+    """Where no derivative is asked for."""
+    monkeypatch.setattr(mma_rule, "forward", lambda x, **how: (x.q, x.k.swapaxes(1, 2), None))
+    q, k = (scale * jnp.ones((1, 3, 1, 16), jnp.bfloat16) for scale in (2, 3))
+    call = mosaic.Call(True, "kv", None, kernels="mosaic_mma")
+    for got in mosaic.rule(call, RuleArrays(q, k, q, None, None, None, None, None), 1.0):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), 0.25)

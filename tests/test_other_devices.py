@@ -1,4 +1,4 @@
-"""Devices that the kernels in use do not run on: every call in plain JAX, without an error, with one reason."""
+"""Devices that not all kernels run on: every call by what the device has, without an error, with one reason."""
 
 import types
 import warnings
@@ -15,45 +15,104 @@ from gdn_jax.bench import measure
 from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.training import kernels, peak
+from pallas_kernels.tools.compiling import lowering_for
 
-REASON = "compute capability 8.9; the kernels in use need 9.0"
+REASON = "compute capability {}; these kernels need 9.0"
+MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9, 9.0 or 12.0"
+
+
+def pretend(monkeypatch, capability: str) -> None:
+    """JAX's default device says that it is a GPU of this compute capability."""
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA card")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
 
 
 @pytest.fixture
 def rtx_4090(monkeypatch):
-    """JAX's default device says that it is one."""
-    devices = [
-        types.SimpleNamespace(platform="gpu", compute_capability="8.9", device_kind="NVIDIA GeForce RTX 4090")
-    ]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    """JAX's default device has compute capability 8.9, and warnings are errors."""
+    pretend(monkeypatch, "8.9")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
-def tokens(*, B=2, T=64, D=64):
+def tokens(*, B=2, T=64, D=64, dtype=jnp.bfloat16):
     """q, k, v, g and beta of a call."""
-    return *[jnp.ones((B, T, 2, D), jnp.bfloat16)] * 3, *[jnp.zeros((B, T, 2))] * 2
+    return *[jnp.ones((B, T, 2, D), dtype)] * 3, *[jnp.zeros((B, T, 2))] * 2
 
 
 def kernels_of(function, *arguments) -> int:
-    """Kernels of ours in a function of arguments."""
-    return str(jax.make_jaxpr(function)(*arguments)).count("mosaic_gpu")
+    """Kernels of ours in a function of arguments, traced anew: JAX remembers functions, and not for which device."""
+    return str(jax.make_jaxpr(lambda *x: function(*x))(*arguments)).count("mpmd_map")
 
 
-def test_the_rule_says_why(rtx_4090):
-    x = tokens()
-    assert gdn_jax.supported_implementations(*x) == {
-        "mosaic_gpu": REASON,
-        "chunked": None,
-        "recurrent": None,
-    }
-    with pytest.raises(NotImplementedError, match=REASON):
-        jax.eval_shape(partial(gdn_jax.gated_delta_rule, implementation="mosaic_gpu"), *x)
-    assert not kernels_of(gdn_jax.gated_delta_rule, *x)
+def test_which_kernels_a_device_gets(monkeypatch):
+    """By its compute capability, with the reason where there are none."""
+    for capability, mma in {
+        "7.5": False,
+        "8.0": True,
+        "8.6": True,
+        "8.9": True,
+        "10.0": False,
+        "12.0": True,
+    }.items():
+        pretend(monkeypatch, capability)
+        assert gdn_jax.supported_implementations(*tokens()) == {
+            "mosaic_gpu": REASON.format(capability),
+            "mosaic_mma": None if mma else MMA_REASON.format(capability),
+            "chunked": None,
+            "recurrent": None,
+        }
+    pretend(monkeypatch, "9.0")
+    assert set(gdn_jax.supported_implementations(*tokens()).values()) == {None}
 
 
-def test_layers_and_serving_run_in_plain_jax(rtx_4090):
+def test_the_rule_by_mma(rtx_4090):
+    """Unasked and by its name; what its kernels do not take is XLA's, and other kernels are refused."""
+    x, rule = tokens(), gdn_jax.gated_delta_rule
+    assert kernels_of(rule, *x) == kernels_of(partial(rule, implementation="mosaic_mma"), *x) == 2
+    with pytest.raises(NotImplementedError, match=REASON.format("8.9")):
+        jax.eval_shape(partial(rule, implementation="mosaic_gpu"), *x)
+    for other, reason in ((tokens(D=256), "up to 128"), (tokens(dtype=jnp.float32), "float32")):
+        assert reason in str(gdn_jax.supported_implementations(*other)["mosaic_mma"])
+        assert not kernels_of(rule, *other)
+    channels = *x[:3], jnp.zeros((2, 64, 2, 64))
+    assert not kernels_of(gdn_jax.delta_rule, *channels)
+    with pytest.raises(
+        NotImplementedError, match="'mosaic_mma': its kernels have no gates or strengths of each"
+    ):
+        jax.eval_shape(partial(gdn_jax.delta_rule, implementation="mosaic_mma"), *channels)
+
+
+def test_hopper_runs_both(monkeypatch):
+    """Its own unasked, and by name those by mma.sync."""
+    pretend(monkeypatch, "9.0")
+    x, rule = tokens(), gdn_jax.gated_delta_rule
+    assert kernels_of(rule, *x) == kernels_of(partial(rule, implementation="mosaic_gpu"), *x) == 3
+    assert kernels_of(partial(rule, implementation="mosaic_mma"), *x) == 2
+
+
+@pytest.mark.parametrize(
+    "capability",
+    ["8.9", *(pytest.param(capability, marks=pytest.mark.slow) for capability in ("8.0", "8.6", "12.0"))],
+)
+def test_public_call_lowers(capability, monkeypatch):
+    """Under jit with its gradients and the norm, for each capability."""
+    pretend(monkeypatch, capability)
+
+    def loss(*x):
+        o, state = gdn_jax.gated_delta_rule(*x, use_qk_l2norm=True)
+        return o.astype(jnp.float32).sum() + state.sum()
+
+    with lowering_for(capability):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*tokens(T=70))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("prepare", "outputs", "states", "adjoints", "gradients"):
+        assert f"mma_{kernel}_mosaic_gpu" in text
+
+
+def test_layers_and_serving(rtx_4090):
+    """The rule by mma.sync, both passes, and all else in plain JAX."""
     graphdef, parameters = nnx.split(
         GatedDeltaNet(128, num_heads=2, head_dim=64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
@@ -61,28 +120,34 @@ def test_layers_and_serving_run_in_plain_jax(rtx_4090):
     def loss(parameters, x):
         return nnx.merge(graphdef, parameters)(x)[0].astype(jnp.float32).sum()
 
-    assert not kernels_of(jax.grad(loss), parameters, jnp.ones((2, 64, 128), jnp.bfloat16))
+    assert kernels_of(jax.grad(loss), parameters, jnp.ones((2, 64, 128), jnp.bfloat16)) == 5
     (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
     assert not kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool)
 
 
-def test_benchmarks_time_the_plain_forms(rtx_4090, monkeypatch, capsys):
+def test_benchmarks_time_what_runs(rtx_4090, monkeypatch, capsys):
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     monkeypatch.setattr("gdn_jax.bench.rule.on_gpu", lambda: True)
     benchmark = RuleBenchmark(rows=("16,32 1x32768",), passes=("forward",))
     benchmark.check()
     rows, dtype, implementations = benchmark.plan()
     assert {(row.lengths, what) for row, what in rows} == {((32768,), "forward")}
-    assert (dtype, implementations) == ("bfloat16", ("chunked",))
+    assert (dtype, implementations) == ("bfloat16", ("mosaic_mma",))
     assert peak.of_device(peak.PEAK_FLOPS) is None
     assert cli.main(["bench", "kernels"]) != 0
-    assert REASON in capsys.readouterr().err
+    assert REASON.format("8.9") in capsys.readouterr().err
 
 
-def test_training_says_why(rtx_4090, monkeypatch):
+def test_training_says_why(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels.note() == f"note: plain JAX, without kernels: {REASON}"
+    pretend(monkeypatch, "8.9")
+    told = f"note: the rule by the kernels of mosaic_mma, all else in plain JAX: {REASON.format('8.9')}"
+    assert kernels.note() == told
+    pretend(monkeypatch, "7.5")
+    assert kernels.note() == f"note: plain JAX, without kernels: {REASON.format('7.5')}"
+    pretend(monkeypatch, "9.0")
+    assert kernels.note() is None
     monkeypatch.undo()
     assert kernels.note() is None
 

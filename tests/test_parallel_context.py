@@ -20,6 +20,7 @@ from gdn_jax.parallel import context, context_conv, exchange
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.shapes import Dims, RuleArrays
+from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.chunks import inverse
@@ -293,6 +294,24 @@ def test_arguments_are_checked(options, message):
     x = np.ones((1, 4, 1, 2), np.float32)
     with pytest.raises(ValueError, match=message):
         jax.jit(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x, x, x)
+
+
+def test_kernels_that_hand_over_no_states(monkeypatch):
+    """By name they are refused; unasked the chunked form runs where a device has no others."""
+    monkeypatch.setattr(mma_rule, "device_reason", lambda: None)
+    mesh, x = mesh_of((2,), ("context",)), jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+
+    def traced(**how):
+        def f(x):
+            return context.gated_delta_rule(x, x, x, axis_name="context", by="states", **how)[0]
+
+        return str(jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x))
+
+    with pytest.raises(
+        NotImplementedError, match="'mosaic_mma': states are handed over by 'mosaic_gpu', 'chunked'"
+    ):
+        traced(implementation="mosaic_mma")
+    assert "mpmd_map" not in traced()
 
 
 # The kernels inside, without a GPU.

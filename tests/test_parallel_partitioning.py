@@ -30,6 +30,7 @@ from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
+from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.layer import weight_gradient
 
@@ -245,8 +246,8 @@ KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
     "layer.swiglu_product", "layer.swiglu_cotangents", "layer.weight_gradient", "layer.embedding",
-    "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs",
-    "forward.channel_outputs", "forward.channel_transitions", "backward.channel_gradients",
+    "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
+    "forward.channel_transitions", "backward.channel_gradients", "ampere.prepare", "ampere.walk", "ampere.gradients",
 )  # fmt: skip
 
 LOWERED = Counter()
@@ -286,6 +287,7 @@ def no_launch(monkeypatch):
     for module in KERNEL_MODULES:
         monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{module}"), "launch", launch)
     monkeypatch.setattr(device_launch, "device_reason", lambda: None)
+    monkeypatch.setattr(mma_rule, "device_reason", lambda: None)
     jax.clear_caches()  # of what was traced with other kernels
     yield
     jax.clear_caches()
@@ -293,17 +295,22 @@ def no_launch(monkeypatch):
 
 @partitioners
 @pytest.mark.parametrize(
-    ("options", "placement"),
+    ("kernels", "options", "placement"),
     [
-        (dict(T=4096, B=8, heads=(8, 8, 16)), "rows"),  # cut into segments
-        (dict(T=4096, B=8, heads=(8, 8, 16)), "rows and heads"),
-        (dict(T=200, B=8, heads=(8, 8, 8)), "heads"),
-        (dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 412, 188, 3396)), "heads"),
-        (dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),  # run as a batch
-        (dict(T=4096, B=8, heads=(8, 8, 16), channels=True), "rows and heads"),
+        ("mosaic_gpu", dict(T=4096, B=8, heads=(8, 8, 16)), "rows"),  # cut into segments
+        ("mosaic_gpu", dict(T=4096, B=8, heads=(8, 8, 16)), "rows and heads"),
+        ("mosaic_gpu", dict(T=200, B=8, heads=(8, 8, 8)), "heads"),
+        ("mosaic_gpu", dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 412, 188, 3396)), "heads"),
+        ("mosaic_gpu", dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),  # run as a batch
+        ("mosaic_gpu", dict(T=4096, B=8, heads=(8, 8, 16), channels=True), "rows and heads"),
         pytest.param(
-            dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 3396), channels=True),
-            "heads",
+            *("mosaic_gpu", dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 3396), channels=True), "heads"),
+            marks=pytest.mark.slow,
+        ),
+        ("mosaic_mma", dict(T=200, B=8, heads=(8, 8, 16)), "rows and heads"),
+        ("mosaic_mma", dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),
+        pytest.param(
+            *("mosaic_mma", dict(T=500, B=1, heads=(8, 8, 8), lengths=(200, 256)), "heads"),
             marks=pytest.mark.slow,
         ),
     ],
@@ -314,7 +321,7 @@ def no_launch(monkeypatch):
     ),
 )
 @pytest.mark.usefixtures("no_launch")
-def test_real_compositions_run_on_the_shards(options, placement, shardy):
+def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy):
     """The compositions of the real kernels on shapes of the shards, with the residuals that they keep."""
     options = dict(options)
     rule, channels = gdn_jax.gated_delta_rule, ()
@@ -335,7 +342,7 @@ def test_real_compositions_run_on_the_shards(options, placement, shardy):
 
     def call(*a):
         rest = dict(initial_state=a[5], cu_seqlens=cu, use_qk_l2norm=True)
-        return rule(*a[:5], **rest, implementation="mosaic_gpu")
+        return rule(*a[:5], **rest, implementation=kernels)
 
     with meshes.partitioner(shardy):
         compiled = value_and_gradients(call).lower((q, k, v, g, beta, state), (v, state)).compile()

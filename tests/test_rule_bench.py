@@ -112,8 +112,9 @@ def kernels_everywhere(monkeypatch):
         return gdn_jax.gated_delta_rule(*args, implementation="recurrent", cu_seqlens=cu, **options)
 
     monkeypatch.setattr(passes, "gated_delta_rule", rule)
-    supported = dict.fromkeys(("mosaic_gpu", "chunked", "recurrent"))
+    supported = dict.fromkeys(("mosaic_gpu", "mosaic_mma", "chunked", "recurrent"))
     monkeypatch.setattr(passes, "supported", lambda *_: supported)
+    monkeypatch.setattr(rule_bench, "rule_implementation", lambda: "mosaic_gpu")
     for module in (rule_bench, kernel_bench):
         monkeypatch.setattr(module, "no_kernels", lambda: None)
     monkeypatch.setattr(measure, "measure", lambda *_: Timing(1.0, 0.9, 1.2))
@@ -323,7 +324,7 @@ def test_calls_of_the_clock_go_on_from_the_last_state(monkeypatch):
 def test_default_is_one_row_where_the_kernels_do_not_run():
     rows, dtype, implementations = RuleBenchmark().plan()
     assert rows == [(Row(4, 4, (2048,), width=64), what) for what in ("forward", "training")]
-    assert dtype == "float32" and implementations == ("mosaic_gpu", "chunked", "recurrent")
+    assert dtype == "float32" and implementations == ("mosaic_gpu", "mosaic_mma", "chunked", "recurrent")
 
 
 def test_unknown_part_of_a_row(kernels_everywhere):

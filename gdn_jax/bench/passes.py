@@ -21,7 +21,7 @@ from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling,
 from gdn_jax.commands.errors import one_line
 from gdn_jax.training.kernels import no_kernels
 
-IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
+IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_mma", "chunked", "recurrent")
 """Implementations of the rule, fastest first."""
 
 

@@ -20,7 +20,12 @@ from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
-from gdn_jax.training.kernels import no_kernels
+from gdn_jax.training.kernels import no_kernels, rule_implementation
+
+Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
+
+PLAIN = ("chunked", "recurrent")
+"""Implementations without kernels. They do not look at known lengths."""
 
 PEER_SLACK = 4.0
 """Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""
@@ -41,7 +46,7 @@ class RuleBenchmark(Benchmark):
     gates: Annotated[tuple[Literal["head", "uniform", "mixed"], ...], Distinct] = ("head",)
     """A decay of each head; or of each channel, all drawn alike, or slow and fast channels mixed. The decays of each
     channel have a table of their own."""
-    implementations: tuple[Literal["mosaic_gpu", "chunked", "recurrent"], ...] = ()
+    implementations: tuple[Implementation, ...] = ()
     """Implementations to time. If none is named: the fastest that runs for the table, else all (no "recurrent" on a
     GPU)."""
     heads: Annotated[tuple[int, int] | None, Positive] = None
@@ -75,13 +80,14 @@ class RuleBenchmark(Benchmark):
 
     def plan(self) -> tuple[list[tuple[Row, str]], str, tuple[str, ...]]:
         """Rows with their passes, the dtype and the implementations."""
-        fastest = "chunked" if no_kernels() else "mosaic_gpu"
-        if self.is_table and (self.rows or fastest == "mosaic_gpu"):
+        of_channels = "chunked" if no_kernels() else "mosaic_gpu"
+        fastest = rule_implementation() if self.gates == ("head",) else of_channels
+        if self.is_table and (self.rows or fastest not in PLAIN):
             rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
             return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths
         row = Row(*self.heads or (4, 4), lengths, width=64 if self.width is None else self.width)
-        every = ("mosaic_gpu", "chunked") if on_gpu() else ("mosaic_gpu", "chunked", "recurrent")
+        every = ("mosaic_gpu", "mosaic_mma", "chunked", *(() if on_gpu() else ("recurrent",)))
         kinds = [row._replace(gates=gates) for gates in self.gates]
         return (
             [(row, what) for what in self.passes for row in kinds],
@@ -113,7 +119,7 @@ class RuleBenchmark(Benchmark):
             return
         measured = self.time_peers(problem, note) if self.peers and dtype != "float32" else {}
         for name in runnable:
-            for lengths, known, traced in problem.borders(name == "mosaic_gpu"):
+            for lengths, known, traced in problem.borders(name not in PLAIN):
                 about = {"row": row.name, "pass": what, "by": name, "lengths": lengths}
                 make = partial(passes.call, what, name, problem.x, known, traced)
                 yield problem.beside(problem.timed(about, make, self.calls, self.repeats), measured)

@@ -31,7 +31,7 @@ from gdn_jax.training.placement import Placement
 STEPS = 4
 """Steps of one measurement."""
 
-RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients", "channel_")
+RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients", "channel_", "mma_")
 KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
     (

@@ -18,7 +18,7 @@ from gdn_jax import gates, xla
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.family import forms
 from gdn_jax.family.arrays import Arrays, array_names, rule_axes
-from gdn_jax.mosaic import GATES_NAME, OUTPUT_NAME
+from gdn_jax.kernel_sets.call import GATES_NAME, OUTPUT_NAME
 from gdn_jax.partitioning import RuleAxes, on_shards
 from gdn_jax.shapes import Dims, Scale, accumulation_dtype, rule_dims
 

@@ -81,9 +81,8 @@ def delta_rule(
       write: strength of what is written [B, T, HO] or [B, T, HO, V]; None for 1.
       scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
         `gated_delta_rule`.
-      implementation: "recurrent", "chunked" or "mosaic_gpu", run exactly or refused; None for the fastest that
-        supports the call on this device. For gates or strengths of each channel "mosaic_gpu" takes K to 128; in
-        float16 its derivative is that of the chunked form in plain JAX.
+      implementation: as for `gated_delta_rule`. For gates or strengths of each channel "mosaic_mma" is refused, and
+        "mosaic_gpu" takes K to 128; in float16 its derivative is that of the chunked form in plain JAX.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in
@@ -337,6 +336,8 @@ def check_call(
     scale, reason = check_scale(scale, dims), None
     if implementation in (None, "mosaic_gpu"):
         reason = mosaic.check_supported(dims, x, chunk_size=chunk_size)
+    elif implementation not in IMPLEMENTATIONS:
+        reason = "its kernels have no gates or strengths of each channel"
     if implementation is None:
         return dims, scale, IMPLEMENTATIONS[0 if reason is None else 1]
     if reason is not None:

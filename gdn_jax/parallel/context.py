@@ -42,6 +42,18 @@ from gdn_jax.shapes import (
 )
 
 
+def _plain(chunk_size: int, implementation: str) -> Callable[..., Plain]:
+    return partial(Plain, chunk_size=chunk_size, implementation=implementation)
+
+
+FORMS: dict[str, Callable[[int, str], Callable[..., Plain | Kernels]]] = {
+    "mosaic_gpu": lambda chunk_size, implementation: Kernels,
+    "chunked": _plain,
+    "recurrent": _plain,
+}
+"""Implementation -> what makes its form for a chunk size and the implementation's name."""
+
+
 def gated_delta_rule(
     q: Queries,
     k: Keys,
@@ -72,12 +84,14 @@ def gated_delta_rule(
       o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
 
     Raises:
-      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where heads cannot be exchanged.
+      ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where heads cannot be exchanged;
+        NotImplementedError where by states a form is named that hands over none, "mosaic_mma".
 
     Numerics: by states those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole
       devices are merged in float32. Differentiable once, in reverse.
     """
     arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
+    asked = implementation
     dims, scale, implementation = check_call(arrays, scale, state_layout, chunk_size, implementation)
     devices = lax.axis_size(axis_name)
     if by is None:
@@ -98,10 +112,14 @@ def gated_delta_rule(
             chunk_size=chunk_size,
             implementation=implementation,
         )
-    form = partial(Plain, chunk_size=chunk_size, implementation=implementation)
-    if implementation == "mosaic_gpu":
-        form = Kernels
-    form = partial(form, use_qk_l2norm=use_qk_l2norm)
+    if implementation not in FORMS:
+        if asked is not None:
+            names = ", ".join(map(repr, FORMS))
+            raise NotImplementedError(
+                f"implementation {asked!r}: states are handed over by {names}; by='heads' runs the others"
+            )
+        implementation = "chunked"
+    form = partial(FORMS[implementation](chunk_size, implementation), use_qk_l2norm=use_qk_l2norm)
     return by_states(form, arrays, dims, axis_name=axis_name, scale=scale, state_layout=state_layout)
 
 

@@ -1,4 +1,4 @@
-"""Whether the kernels run on this device, and what a user is told where a GPU is left without them."""
+"""Which kernels run on this device, and what a user is told where a GPU is left without some."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,26 @@ import jax.numpy as jnp
 from gdn_jax import supported_implementations
 
 
-def no_kernels() -> str | None:
-    """Returns why the kernels cannot run on this device; None if they can."""
+def _supported() -> dict[str, str | None]:
     any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
-    return supported_implementations(any_call, any_call, any_call)["mosaic_gpu"]
+    return supported_implementations(any_call, any_call, any_call)
+
+
+def no_kernels() -> str | None:
+    """Returns why the kernels of "mosaic_gpu" and of layers cannot run on this device; None if they can."""
+    return _supported()["mosaic_gpu"]
+
+
+def rule_implementation() -> str:
+    """Returns the name of the implementation of the rule that runs unasked on this device, in 16 bits."""
+    return next(name for name, reason in _supported().items() if reason is None)
 
 
 def note() -> str | None:
-    """Returns the line about a GPU that the kernels do not run on; None on any other device."""
+    """Returns the line about a GPU that lacks kernels; None on any other device."""
     reason = no_kernels() if jax.default_backend() == "gpu" else None
-    return None if reason is None else f"note: plain JAX, without kernels: {reason}"
+    if reason is None:
+        return None
+    if (name := rule_implementation()) == "chunked":
+        return f"note: plain JAX, without kernels: {reason}"
+    return f"note: the rule by the kernels of {name}, all else in plain JAX: {reason}"

@@ -26,7 +26,7 @@ from gdn_jax.tasks.options import (
     TokensOptions,
 )
 
-Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu"]
+Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu", "mosaic_mma"]
 Later = fields.Mark("Runs of earlier versions have not stored it, and had the default.")
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
 _MOST_LAYERS = 10_000
@@ -226,7 +226,7 @@ class ModelOptions(SizeOptions):
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
                 if getattr(self, name) != wanted and self.mixer == "gated_delta_net":
                     fail(name, f"{wanted} in a {self.model}", getattr(self, name))
-        if self.implementation == "mosaic_gpu" and self.rule not in ("gated_delta", "delta"):
+        if self.implementation.startswith("mosaic") and self.rule not in ("gated_delta", "delta"):
             fail(
                 "implementation", f"auto with the rule {self.rule}, which has no kernels", self.implementation
             )

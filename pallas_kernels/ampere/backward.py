@@ -16,7 +16,7 @@ from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
 from pallas_kernels.ampere.gradients import Gradients, gradients
 from pallas_kernels.ampere.rows import Rows
-from pallas_kernels.ampere.rule import Residuals, padded_states, spread, tables_of
+from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
 from pallas_kernels.ampere.states import factors, states
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.backward.gradients import MAX_LIFT, join_dbeta
@@ -57,8 +57,12 @@ def backward(
 
     Numerics: as `backward.rule.backward`, but that write strengths below 2^-20 lose digits in dv and dh_0 in float16.
     """
-    static = _Static(float(scale), state_layout == "kv", config, interpret)
-    return compiled(_run, interpret)(static, x, tables_of(x), residuals, cotangents)
+    static, (B, T) = _Static(float(scale), state_layout == "kv", config, interpret), x.dims[:2]
+    x, do = batched(x), cotangents.do
+    cotangents = cotangents._replace(do=do.reshape(*x.q.shape[:2], *do.shape[2:]))
+    out = compiled(_run, interpret)(static, x, tables_of(x), residuals, cotangents)
+    tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
+    return Cotangents._make((*tokens, out.dh_0))
 
 
 def _lift(g2_cum: Float[Array, "chunks HO C"], rows: Rows) -> Float[Array, "chunks HO"]:

@@ -18,11 +18,21 @@ from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Rows
 from pallas_kernels.ampere.states import factors, outputs
 from pallas_kernels.ampere.walk import Config
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import capability_reason, compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.refusals import refusal
-from pallas_kernels.work.tables import ChunkTables, borders, chunk_tables, known_lengths
+from pallas_kernels.work.tables import (
+    ChunkTables,
+    as_rows,
+    borders,
+    chunk_tables,
+    common_length,
+    known_lengths,
+)
+
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "12.0")
+"""Compute capabilities that the kernels were compiled for, without spilled registers."""
 
 MOST_NUMBERS = 2**31
 """Numbers of an array up to which the kernels count."""
@@ -36,6 +46,11 @@ class Residuals(NamedTuple):
     beta: Float[Array, "B NT HO C"]
     t: Float[Array, "B NT HO C C"]
     p: Float[Array, "B NT HO C C"]
+
+
+def device_reason() -> str | None:
+    """Why JAX's default device cannot run these kernels; None if it can."""
+    return capability_reason("the kernels by mma.sync", CAPABILITIES)
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
@@ -66,6 +81,12 @@ class _Static(NamedTuple):
     interpret: Any
 
 
+def batched(x: RuleArrays) -> RuleArrays:
+    """The call with packed sequences as rows of a batch, where they are known to have one length."""
+    known = known_lengths(x.cu_seqlens)
+    return x if known is None or not common_length(known, x.dims.T) else as_rows(x, x.dims.N)
+
+
 def tables_of(x: RuleArrays) -> ChunkTables | None:
     """Places of packed tokens; None where rows are not packed."""
     if x.cu_seqlens is None:
@@ -85,19 +106,25 @@ def forward(
     """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
 
     Args: those of gdn_jax.gated_delta_rule.
-      x: q and k are normalised already where they are to be.
+      x: q and k are normalised already where they are to be. Where the values of cu_seqlens are known while tracing,
+        the tables cost nothing at run time, and sequences of equal lengths run as a batch.
       scale: a number within `forward.rule.FOLDED_SCALES`.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      o in q's dtype, the final states in float32, and the residuals.
+      o in q's dtype, the final states in float32, and the residuals (of the batch, where sequences run as one).
 
     Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
     """
-    static = _Static(float(scale), state_layout == "kv", config, interpret)
-    return compiled(_run, interpret)(static, x._replace(cu_seqlens=None), tables_of(x))
+    static, shape = (
+        _Static(float(scale), state_layout == "kv", config, interpret),
+        (*x.q.shape[:2], x.dims.HO),
+    )
+    x = batched(x)
+    o, final, kept = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), tables_of(x))
+    return o.reshape(*shape, -1), final, kept
 
 
 def spread(x: jax.Array, rows: Rows) -> jax.Array:

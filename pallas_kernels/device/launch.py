@@ -149,12 +149,24 @@ def _jitted(run: Callable[..., Any], static: int) -> Callable[..., Any]:
 
 
 def device_reason() -> str | None:
-    """Why JAX's default device cannot run the kernels; None if it can."""
+    """Why JAX's default device cannot run kernels by wgmma and bulk copies; None if it can."""
+    return capability_reason("these kernels", ("9.0",))
+
+
+def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None:
+    """Why JAX's default device cannot run kernels; None if it can.
+
+    Args:
+      kernels: what the reason calls them.
+      capabilities: compute capabilities that they run on.
+    """
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
     capability = str(getattr(device, "compute_capability", None))
-    return None if capability == "9.0" else f"compute capability {capability}; the kernels in use need 9.0"
+    *some, last = capabilities
+    needed = f"{', '.join(some)} or {last}" if some else last
+    return None if capability in capabilities else f"compute capability {capability}; {kernels} need {needed}"
 
 
 def grid_index() -> jax.Array:

@@ -119,8 +119,14 @@ FAULTS = (
     ),
     Fault(
         "an RTX 4090 is given kernels of Hopper",
-        'return None if capability == "9.0" else',
-        'return None if capability >= "8.0" else',
+        'capability_reason("these kernels", ("9.0",))',
+        'capability_reason("these kernels", ("8.9", "9.0"))',
         "tests/test_other_devices.py",
+    ),
+    Fault(
+        "the kernels by mma.sync get keys that are not normalised",
+        "            x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))\n",
+        "            x = x._replace(q=gates.l2norm(x.q))\n",
+        "tests/test_mosaic.py::test_the_norm_comes_before_kernels_without_one",
     ),
 )

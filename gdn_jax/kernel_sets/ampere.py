@@ -1,0 +1,80 @@
+"""The kernels by mma.sync and cp.async, for compute capability 8.0, 8.6, 8.9, 9.0 and 12.0: "mosaic_mma"."""
+
+from typing import Any
+
+from gdn_jax import gates
+from gdn_jax.kernel_sets.call import (
+    Call,
+    Cotangents,
+    OutputCotangents,
+    Residuals,
+    as_gates,
+    as_inverse,
+)
+from gdn_jax.partitioning import RuleAxes
+from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays
+
+
+class Ampere:
+    """The set of that name; `Residuals` are those of `pallas_kernels.ampere.rule`. Rows are never cut."""
+
+    name = "mosaic_mma"
+
+    def device_reason(self) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.ampere import rule
+
+        return rule.device_reason()
+
+    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.ampere import rule
+
+        return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
+
+    def forward(self, call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+        """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""
+        from pallas_kernels.ampere import rule
+
+        if call.use_qk_l2norm:
+            x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))
+        return rule.forward(call.arrays(x), scale=call.scale, state_layout=call.state_layout)
+
+    def backward(
+        self, call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents
+    ) -> Cotangents:
+        """See `KernelSet`."""
+        from pallas_kernels.ampere import backward
+
+        options = dict(scale=call.scale, state_layout=call.state_layout)
+        return backward.backward(call.arrays(x), residuals, cotangents, **options)
+
+    def settled(self, call: Call, x: RuleArrays) -> Call:
+        """See `KernelSet`."""
+        del x
+        return call
+
+    def settled_by(self, call: Call, residuals: Residuals) -> Call:
+        """See `KernelSet`."""
+        del residuals
+        return call
+
+    def pack(self, residuals: Residuals) -> Residuals:
+        """See `KernelSet`."""
+        return residuals
+
+    def unpack(self, call: Call, arrays: Residuals) -> Residuals:
+        """See `KernelSet`."""
+        del call
+        return arrays
+
+    def axes(self, axes: RuleAxes, arrays: Residuals) -> Residuals:
+        """See `KernelSet`. The chunks of each row lie along an axis of their own."""
+        squares = axes.inputs.initial_state.replace("h", ". h")
+        vectors = squares.removesuffix(" .")
+        return arrays._replace(g2_cum=vectors, beta=vectors, t=squares, p=squares)
+
+    def named(self, residuals: Residuals) -> Residuals:
+        """See `KernelSet`."""
+        g2_cum, beta, t, p = residuals
+        return residuals._make((as_gates(g2_cum), as_gates(beta), as_inverse(t), as_inverse(p)))
