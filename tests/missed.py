@@ -52,8 +52,15 @@ MISSED = {
 }
 """(case, dtype, output or gradient): error on an H200."""
 
-MISSED_BY_MMA: dict[tuple[str, str, str], float] = {}
-"""The same of the kernels by mma.sync."""
+MISSED_BY_MMA = {
+    **{miss: error for miss, error in MISSED.items() if miss[:2] in (
+        ("beta-2-no-decay", "bfloat16"), ("repeated-keys-beta-2", "bfloat16"), ("beta-2", "float16"),
+        ("K1-V1", "bfloat16"), ("scale-0", "bfloat16"),
+    )},
+    ("scale-0", "float16", "dh_0"): 1.74e-3,
+}  # fmt: skip
+"""The same of the kernels by mma.sync on an H100: to 2 % those of the others, or less, and one that these were not
+asked for. Float16 was run in every third case."""
 
 CEILING = 1.25
 """What a miss may grow by: errors are the same at every repeat, and differ a little between compilers."""

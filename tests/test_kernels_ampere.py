@@ -24,13 +24,12 @@ from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.ampere import adjoints, backward, gradients, prepare, rule, states, walk
 from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.device import mma
+from pallas_kernels.device.launch import NUM_SMS, SMALL_MEMORY
 from pallas_kernels.device.memory import REDUCTION_BYTES, smem_bytes
 from pallas_kernels.work import tables
 
 ROOT = pathlib.Path(__file__).parent.parent
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-SMALL_MEMORY = 101_376
-"""Bytes of shared memory of a CTA on compute capability 8.6, 8.9 and 12.0."""
 
 
 def arrays_of(x: cases.Inputs) -> RuleArrays:
@@ -163,6 +162,21 @@ def test_shared_memory_of_small_gpus(K):
         forwards = walk.memory(config, K, bf16, states.OUTPUT_TILES, states.KEYS)
         backwards = walk.memory(config, K, bf16, adjoints.TILES, adjoints.KEYS, vectors=adjoints.VECTORS)
         assert max(smem_bytes(forwards), smem_bytes(backwards)) <= SMALL_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("walks", "memory", "expected"),
+    [
+        (NUM_SMS // 2, 232_448, walk.Config(1, 2)),
+        (NUM_SMS // 2, SMALL_MEMORY, walk.Config(1)),
+        (NUM_SMS // 2 + 1, 232_448, walk.Config(1)),
+        (NUM_SMS, 232_448, walk.Config(2)),
+    ],
+)
+def test_the_choice_of_a_walk(walks, memory, expected, monkeypatch):
+    """By how many there are, and a second slot where the device has the memory."""
+    monkeypatch.setattr(walk, "shared_memory", lambda: memory)
+    assert walk.Config.default(128, walks, lambda _: 116_000) == expected
 
 
 KERNELS = ["mma_prepare", "mma_outputs", "mma_states", "mma_adjoints", "mma_gradients"]

@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, shared_memory, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, along_columns, zeros
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, load_state, transposed
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, load_state, smem_bytes, transposed
 from pallas_kernels.device.mma import SWIZZLE, MmaDevice
 
 ROWS = 64
@@ -46,11 +46,21 @@ class Config:
     """1 fits into the 99 KB of compute capability 8.6, 8.9 and 12.0 at K = V = 128, 2 does not."""
 
     @classmethod
-    def default(cls, V: int, walks: int) -> "Config":
-        """The configuration for a number of (sequence, output head) to walk over: two warpgroups a CTA where the CTAs
-        then still are as many as the SMs of a large GPU."""
-        pairs = V // (2 * ROWS)
-        return cls(2 if V % (2 * ROWS) == 0 and walks * pairs >= NUM_SMS else 1)
+    def default(cls, V: int, walks: int, bytes_of: Callable[["Config"], int]) -> "Config":
+        """The configuration for a number of (sequence, output head) to walk over.
+
+        Two warpgroups a CTA where the CTAs then still are as many as the SMs of a large GPU. Where CTAs of one are no
+        more than these, two slots if the device has the memory: (16, 64) 1x32768 takes 1.83 ms with them and 2.06
+        without (H100, 2026-11-25; 2.75 with two warpgroups).
+
+        Args:
+          bytes_of: shared memory of a CTA of a configuration.
+        """
+        tiles = V // ROWS
+        if tiles % 2 == 0 and walks * tiles // 2 >= NUM_SMS:
+            return cls(2)
+        wide = cls(1, 2)
+        return wide if walks * tiles <= NUM_SMS and bytes_of(wide) <= shared_memory() else cls(1)
 
 
 class Sizes(NamedTuple):
@@ -214,10 +224,12 @@ def start(
     kv_layout: bool,
     config: Config | None,
     interpret: Any,
+    most_slots: int = 2,
 ) -> dict[str, jax.Array]:
     """Launches a walk.
 
     Args:
+      most_slots: slots of early tiles, at most, where config is None.
       arrays: by name: the tiles' sources, tokens as [places, heads, width] and squares as [chunks, HO, C, C], factors
         [chunks, HO, vectors C] and first_chunk.
       states: other inputs, by name.
@@ -225,7 +237,19 @@ def start(
     (chunks, HO), K = arrays["t"].shape[:2], arrays["k"].shape[2]
     V = next(arrays[name].shape[2] for name in ("v", "do") if name in arrays)
     sequences = arrays["first_chunk"].shape[0] - 1
-    config = config or Config.default(V, sequences * HO)
+    vectors, interpreted = arrays["factors"].shape[2] // CHUNK, interpret is not None
+    make_memory = functools.partial(
+        memory,
+        K=K,
+        dtype=arrays["k"].dtype,
+        early=early,
+        late=late,
+        vectors=vectors,
+        interpreted=interpreted,
+    )
+    if config is None:
+        config = Config.default(V, sequences * HO, lambda config: smem_bytes(make_memory(config)))
+        config = dataclasses.replace(config, early_slots=min(config.early_slots, most_slots))
     if V % (ROWS * config.warpgroups):
         raise ValueError(
             f"config.warpgroups: expected a divisor of {V // ROWS} row tiles, got {config.warpgroups}"
@@ -233,14 +257,13 @@ def start(
     heads = {key: arrays[key].shape[1] for key in ("q", "k", "v", "do") if key in arrays}
     sizes = Sizes(heads, HO, K, V, V // (ROWS * config.warpgroups), chunks, scale, kv_layout)
     flat = {key: x if key == "first_chunk" else _flat(key, x) for key, x in arrays.items()}
-    interpreted, vectors = interpret is not None, arrays["factors"].shape[2] // CHUNK
     static = dict(config=config, sizes=sizes, is_backwards=is_backwards, interpreted=interpreted)
     return launch(
         name,
         functools.partial(_body, body, **static),
         inputs=flat | dict(states),
         outputs=outputs,
-        memory=memory(config, K, arrays["k"].dtype, early, late, vectors=vectors, interpreted=interpreted),
+        memory=make_memory(config),
         ctas=sequences * HO * sizes.tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,

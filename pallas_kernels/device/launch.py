@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.memory import CLUSTER, Memory
+from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
@@ -167,6 +167,18 @@ def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None
     *some, last = capabilities
     needed = f"{', '.join(some)} or {last}" if some else last
     return None if capability in capabilities else f"compute capability {capability}; {kernels} need {needed}"
+
+
+SMALL_MEMORY = 101_376
+"""Bytes of shared memory of a CTA on compute capability 8.6, 8.9 and 12.0."""
+
+SHARED_MEMORY = {"8.0": 166_912, "9.0": SMEM_LIMIT}
+"""The same of compute capabilities that have more."""
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a CTA may have on JAX's default device; the least of all where that is no GPU."""
+    return SHARED_MEMORY.get(str(getattr(jax.devices()[0], "compute_capability", None)), SMALL_MEMORY)
 
 
 def grid_index() -> jax.Array:
