@@ -1,5 +1,7 @@
 """The decode kernel with a decay for each key channel: near the family's oracle when interpreted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
+from gdn_jax import serving
 from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.family.gates import channel_log_decay
@@ -68,6 +71,72 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log):
     assert_close(want, found[list(written)], BOUNDS[pool_dtype][0]["final_state"], "pool")
     untouched = [s for s in range(8) if s not in written]
     np.testing.assert_array_equal(found[untouched], np.asarray(x["pool"], np.float64)[untouched])
+
+
+TREE = [[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]]
+
+
+def drafts(pool_dtype, kv_layout, parents, *, sizes=None, N=3, interpret=None):
+    """Four drafts of each request, of which the second has two: outputs and pools of the kernel and of plain JAX."""
+    Hq, Hk, HV, K, V = sizes or SIZES.values()
+    T, keys = 4, iter(jax.random.split(jax.random.key(5), 9))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
+
+    tokens = (
+        normal(N, T, Hq, K),
+        normal(N, T, Hk, K),
+        normal(N, T, HV, V),
+        4 * normal(N, T, HV, K),
+        normal(N, T, HV),
+    )
+    gates = dict(
+        A_log=normal(HV, dtype=jnp.float32), dt_bias=normal(HV, K, dtype=jnp.float32), lower_bound=None
+    )
+    state = (K, V) if kv_layout else (V, K)
+    pool = normal(4 * N + 1, HV, *state, dtype=pool_dtype)
+    slots = jnp.asarray(np.random.default_rng(0).permutation(4 * N).reshape(N, T).astype(np.int32))
+    num_tokens = jnp.asarray(np.where(np.arange(N) == 1, 2, T).astype(np.int32))
+    parents = None if parents is None else jnp.asarray(np.resize(parents, (N, T)), jnp.int32)
+    rest = dict(num_tokens=num_tokens, parents=parents)
+    spans = rest | dict(state_slots=slots, num_accepted_tokens=jnp.full(N, 3, jnp.int32))
+    layout = "kv" if kv_layout else "vk"
+    want = serving.verify(
+        *tokens, jnp.array(pool), **gates, **spans, state_layout=layout, implementation="xla"
+    )
+    q, k, v = (x.reshape(N, T, -1) for x in tokens[:3])
+    options = rest | dict(
+        heads=(Hq, Hk, HV), scale=K**-0.5, kv_layout=kv_layout, null_slot=None, interpret=interpret
+    )
+    options |= dict(read_slots=slots[:, 2], write_slots=slots)
+    run = functools.partial(channel_step, **gates, **options)
+    got = (run if interpret else jax.jit(run))(q, k, v, *tokens[3:], pool)
+    return want, got, pool, slots
+
+
+@pytest.mark.parametrize(
+    ("pool_dtype", "kv_layout", "parents"),
+    [
+        ("bfloat16", True, TREE),
+        pytest.param("float32", True, None, marks=pytest.mark.slow),
+        pytest.param("float32", False, TREE, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts(pool_dtype, kv_layout, parents):
+    """Outputs and states of chains and trees are those of plain JAX."""
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    assert_drafts_are_right(pool_dtype, *drafts(pool_dtype, kv_layout, parents, interpret=interpret))
+
+
+def assert_drafts_are_right(pool_dtype, want, got, pool, slots):
+    """Near plain JAX's; what nobody wrote keeps its bits."""
+    (o, after), (o_, after_) = ([np.asarray(y, np.float64) for y in pair] for pair in (want, got))
+    assert_close(o, o_, BOUNDS["bfloat16"][0]["o"], "o")
+    written = np.delete(np.asarray(slots).ravel(), [6, 7])  # but the second request's padding
+    assert_close(after[written], after_[written], BOUNDS[pool_dtype][0]["final_state"], "pool")
+    others = np.setdiff1d(np.arange(len(pool)), written)
+    np.testing.assert_array_equal(after_[others], np.asarray(pool, np.float64)[others])
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_kernels_channel_step import TREE, assert_drafts_are_right, drafts
 from tolerances import assert_close
 
 from gdn_jax import serving
@@ -101,3 +102,11 @@ def test_packed_channels_of_a_convolution():
     other = serving.decode_packed(qkv, a, b, jnp.array(states), **options)
     for x, y in zip(one, other, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("parents", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("kv_layout", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts(dtype, kv_layout, parents):
+    """Four tokens of each request: outputs and states of plain JAX."""
+    assert_drafts_are_right(dtype, *drafts(dtype, kv_layout, parents, sizes=(16, 16, 32, 128, 128), N=24))

@@ -33,10 +33,10 @@ class HeadGates:
 
     @staticmethod
     def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
-        """Outputs and the pool behind one token.
+        """Outputs and the pool behind a few tokens.
 
         Args:
-          x: the tokens' record, [B, 1, ...].
+          x: the tokens' record, [B, T, ...].
           q, k, v: arrays of channels in which they lie.
           options: of `step_of_channels`.
         """
@@ -99,16 +99,14 @@ class StateKernels(StatePool):
 
         return _in_slots(self, at, run)
 
-    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+    def verify(self, call: Call, raw: Raw | ChannelRaw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. No request reads what another writes."""
-        from pallas_kernels.decode.step import step
-
         start, after = self.span(spans)
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
-        o, arrays = step(
-            *raw[:5], self.arrays, **at, **_gates(raw), **_options(call, self), layer=spans.layer
-        )
+        at |= {"heads": tuple(x.shape[-2] for x in raw[:3]), "layer": spans.layer} | _options(call, self)
+        q, k, v = (x.reshape(*x.shape[:2], -1) for x in raw[:3])
+        o, arrays = TOKENS[type(raw)].token(call, raw, q, k, v, self.arrays, **at)
         return o, self.holding(arrays)
 
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
@@ -242,10 +240,6 @@ class WindowKernels(WindowPool):
         return _in_slots(self, at, run)
 
 
-def _gates(raw: Raw) -> dict[str, Any]:
-    return {"A_log": raw.A_log, "dt_bias": raw.dt_bias}
-
-
 def _options(call: Call, pool: StatePool) -> dict[str, Any]:
     """Options that the kernels of decode and verify have in common."""
     return {
@@ -289,7 +283,7 @@ def _int32_or_none(x: Any) -> Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def _parents(raw: Raw, spans: Spans) -> Array | None:
+def _parents(raw: Raw | ChannelRaw, spans: Spans) -> Array | None:
     """Parents for a kernel, to which one token alone follows no other."""
     return _int32_or_none(spans.parents) if raw.q.shape[1] > 1 else None
 

@@ -1,4 +1,4 @@
-"""One token of every running request with a decay for each key channel, by the kernel of `step`.
+"""A few tokens of every running request with a decay for each key channel, by the kernel of `step`.
 
     S <- Diag(exp(g)) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
@@ -8,12 +8,11 @@ The decay scales rows of the state, so the sums over the state that was read are
 
     y = S^T (alpha k),  z = S^T (alpha q),  u = beta (v - rk y),  o = scale rq (z + rk (q . k) u)
 
-Inputs (GMEM): as for `step`, but a [N, 1, HV K] and dt_bias [HV K].
-Grid, hardware, limits: those of `step`; one token.
+Inputs (GMEM): as for `step`, but a [N, T, HV K] and dt_bias [HV K].
+Grid, hardware, limits: those of `step`.
 Source: Kimi Team, "Kimi Linear", section 3; the gates are those of fla's `fused_kda_gate`, and its bounded form.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode.step import ALONE, Channels, Cta, step_of_channels
-from pallas_kernels.decode.tiles import Norms, Tile, load, softplus, write_strength
+from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, softplus, vector_layout, write_strength
+from pallas_kernels.device.memory import Buffer, Memory, store_any
 
 LARGEST_EXPONENT = 80.0
 """Sizes of exp(A_log) x that a sigmoid can tell from infinity, and of x that its logarithm needs."""
@@ -53,6 +53,14 @@ class ChannelTile(Tile):
         o = (self.sizes.scale * rq) * (z + (rk * qk) * u)
         return again(S).astype(jnp.float32) * self.over_v(alpha) + self.over_v(k) * self.over_k(rk * u), o
 
+    def follow(
+        self, S: jax.Array, k: jax.Array, v: jax.Array, alpha: jax.Array, beta: jax.Array, rk: jax.Array
+    ) -> jax.Array:
+        """The state of `update` after a token whose output is not asked for."""
+        (y,) = self.products(S, [alpha * k])
+        u = beta * (v - rk * y)
+        return S * self.over_v(alpha) + self.over_v(k) * self.over_k(rk * u)
+
 
 class ChannelCta(Cta):
     """A warpgroup's tile and tokens, with a gate of each key channel."""
@@ -63,11 +71,31 @@ class ChannelCta(Cta):
         super().__init__(*arguments, **static)
         self.lower_bound = lower_bound
 
+    @classmethod
+    def gate_memory(cls, sizes: Sizes, T: int) -> Memory:
+        """See `Cta.gate_memory`."""
+        return {"decays": Buffer((T, sizes.K))}
+
+    def keep_decay(self, t: Any, alpha: jax.Array) -> None:
+        """See `Cta.keep_decay`."""
+        store_any(self.smem.decays.at[t], alpha)
+
+    def kept_decay(self, t: Any) -> jax.Array:
+        """See `Cta.kept_decay`."""
+        return load(self.smem.decays.at[t], self.tile.k_layout)
+
+    def gates_to_keep(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """`gates`, with every warp having the decays whole."""
+        return self._gates(t, vector_layout(self.sizes.K))
+
     def gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
         """exp(g) along the tile, and beta."""
+        return self._gates(t, self.tile.k_layout)
+
+    def _gates(self, t: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
         gmem, K, head = self.gmem, self.sizes.K, self.head
-        a = load(gmem.a.at[self.row, t, pl.ds(self.first.a + head * K, K)], self.tile.k_layout)
-        bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], self.tile.k_layout)
+        a = load(gmem.a.at[self.row, t, pl.ds(self.first.a + head * K, K)], layout)
+        bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], layout)
         x = a.astype(jnp.float32) + bias.astype(jnp.float32)
         alpha = jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
         return alpha, write_strength(gmem.b[self.row, t, self.first.b + head], self.sizes.allow_neg_eigval)
@@ -88,11 +116,11 @@ def log_decays(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> jax
 
 
 def channel_step(
-    q: Float[Array, "N 1 Cq"],
-    k: Float[Array, "N 1 Ck"],
-    v: Float[Array, "N 1 Cv"],
-    a: Float[Array, "N 1 HV K"],
-    b: Float[Array, "N 1 HV"],
+    q: Float[Array, "N T Cq"],
+    k: Float[Array, "N T Ck"],
+    v: Float[Array, "N T Cv"],
+    a: Float[Array, "N T HV K"],
+    b: Float[Array, "N T HV"],
     pool: Float[Array, "slots *layers HV rows columns"],
     *,
     A_log: Float[Array, " HV"] | None,
@@ -100,8 +128,8 @@ def channel_step(
     lower_bound: float | None,
     first: Channels = ALONE,
     **options: Any,
-) -> tuple[Float[Array, "N 1 HV V"], Float[Array, "slots *layers HV rows columns"]]:
-    """A token of N requests, and the pool with the states after it; all other slots keep their bits.
+) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
+    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
 
     Args:
       q, k, v, b, pool, first: as for `step_of_channels`.
@@ -109,12 +137,9 @@ def channel_step(
       A_log: rate of each head; None for 0.
       dt_bias: bias of each channel.
       lower_bound: the strongest log decay of the bounded gate, below 0; None for the other gate.
-      options: of `step_of_channels`, but those of several tokens.
+      options: of `step_of_channels`.
     """
-    assert q.shape[1] == 1, f"one token, got {q.shape[1]}"
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
-    kind = functools.partial(ChannelCta, lower_bound=lower_bound)
     gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias.reshape(-1))
-    return step_of_channels(
-        q, k, v, a.reshape(*a.shape[:2], -1), b, pool, first=first, kind=kind, **gates, **options
-    )
+    gates |= dict(kind=ChannelCta, settings=dict(lower_bound=lower_bound))
+    return step_of_channels(q, k, v, a.reshape(*a.shape[:2], -1), b, pool, first=first, **gates, **options)

@@ -27,7 +27,6 @@ Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -207,6 +206,23 @@ class Cta:
         channel = self.first.v + self.head * self.sizes.V + self.entries.start
         return self.gmem.v.at[self.row, t, pl.ds(channel, self.config.block)]
 
+    @classmethod
+    def gate_memory(cls, sizes: Sizes, T: int) -> Memory:
+        """Shared memory for the decays of several tokens, beside their scalars."""
+        return {}
+
+    def keep_decay(self, t: Any, alpha: jax.Array) -> None:
+        """Stores exp(g) of token t in shared memory."""
+        self.smem.scalars[t, 0] = jnp.float32(alpha)
+
+    def kept_decay(self, t: Any) -> jax.Array:
+        """exp(g) of token t from shared memory."""
+        return self.smem.scalars[t, 0]
+
+    def gates_to_keep(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """`gates`, for shared memory."""
+        return self.gates(t)
+
     def gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
         """exp(g) and beta of token t."""
         gmem, first, row, head = self.gmem, self.first, self.row, self.head
@@ -268,14 +284,21 @@ def _prepare(cta: Cta, group: jax.Array) -> None:
     smem, whole = cta.smem, vector_layout(cta.sizes.K)
     numbers = [jnp.minimum(group * GROUP + i, cta.T - 1) for i in range(min(GROUP, cta.T))]
     found = [
-        (load(cta.q(t), whole), load(cta.k(t), whole), load(cta.v(t), cta.tile.v_layout), *cta.gates(t))
+        (
+            load(cta.q(t), whole),
+            load(cta.k(t), whole),
+            load(cta.v(t), cta.tile.v_layout),
+            *cta.gates_to_keep(t),
+        )
         for t in numbers
     ]
     for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
         q, k, v = (y.astype(jnp.float32) for y in vectors)
         for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
             store_any(ref.at[t], y)
-        for i, y in enumerate((alpha, beta, *cta.tile.norms(q, k))):
+        norms = cta.tile.norms(q, k)
+        cta.keep_decay(t, alpha)
+        for i, y in enumerate((beta, *norms), 1):
             smem.scalars[t, i] = jnp.float32(y)
 
 
@@ -297,7 +320,8 @@ def _state_before(cta: Cta, t: jax.Array) -> jax.Array:
     smem, tile, path = cta.smem, cta.tile, _ancestors(cta, t)
 
     def follow(s, S):
-        alpha, beta, _, rk, _ = (smem.scalars[s, i] for i in range(SCALARS))
+        alpha = cta.kept_decay(s)
+        beta, _, rk, _ = (smem.scalars[s, i] for i in range(1, SCALARS))
         k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
         return tile.follow(S, k, v, alpha, beta, rk)
 
@@ -315,7 +339,8 @@ def _token(cta: Cta, t: jax.Array, S: jax.Array) -> jax.Array:
         follows = gmem.parents[cta.row, t] == t - 1
         S = lax.cond(follows, lambda S: S, lambda _: _state_before(cta, t), S)
     to = cta.write_slot(t)
-    alpha, beta, *norms = (smem.scalars[t, i] for i in range(SCALARS))
+    alpha = cta.kept_decay(t)
+    beta, *norms = (smem.scalars[t, i] for i in range(1, SCALARS))
     q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
     v = load(smem.v.at[t], tile.v_layout)
     S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
@@ -335,7 +360,7 @@ def _verify(cta: Cta) -> None:
     lax.fori_loop(0, cta.count, functools.partial(_token, cta), S.astype(jnp.float32))
 
 
-def _body(gmem: Any, smem: Any, kind: Callable[..., Cta], **static: Any) -> None:
+def _body(gmem: Any, smem: Any, kind: type[Cta], **static: Any) -> None:
     cta = kind(gmem, smem, **static)
     is_slot = cta.sizes.slots.is_slot(cta.slot)
     if cta.T == 1 and gmem.num_tokens is None:
@@ -385,7 +410,8 @@ def step_of_channels(
     parents: Int[Array, "N T"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
-    kind: Callable[..., Cta] = Cta,
+    kind: type[Cta] = Cta,
+    settings: dict[str, Any] | None = None,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
@@ -408,7 +434,7 @@ def step_of_channels(
         was read. None: each follows the one before.
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
-      kind: makes the `Cta`, which knows the decay.
+      kind, settings: the `Cta` that knows the decay, and what it is made with.
       interpret: parameters of Pallas' interpreter, None to compile.
       options: as for `Sizes.of`.
 
@@ -423,6 +449,8 @@ def step_of_channels(
     config = config or Config.default(K, V, pool.dtype, sizes.kv_layout, T)
     assert parents is None or 1 < T <= MAX_TREE
     static: Any = dict(sizes=sizes, config=config, first=first, interpreted=interpret is not None)
+    static |= settings or {}
+    room = memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype)
     inputs = dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
     inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents)
     results = launch(
@@ -431,7 +459,7 @@ def step_of_channels(
         inputs=inputs | dict(layer=layer_input(layer)),
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},
-        memory=memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype),
+        memory={**room, **kind.gate_memory(sizes, T)} if room else room,
         ctas=N * HV * (V // config.block),
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
