@@ -235,12 +235,12 @@ def joined_call(pool="f32") -> Call:
     return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", **gates)
 
 
-def channel_step_call(layout="kv", pool="f32", bounded=False) -> Call:
-    """`channel_step` on a pool of eight states, which is in place."""
+def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False) -> Call:
+    """`channel_step` of T tokens on a pool of eight states, which is in place."""
     known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv", lower_bound=-5.0 if bounded else None)
-    tokens = "bf16[4,1,256] bf16[4,1,256] bf16[4,1,512] bf16[4,1,4,128] bf16[4,1,4]"
+    tokens = f"bf16[4,{T},256] bf16[4,{T},256] bf16[4,{T},512] bf16[4,{T},4,128] bf16[4,{T},4]"
     gates = dict(A_log="f32[4]", dt_bias="f32[4,128]")
-    slots = dict(read_slots="i32[4]", write_slots="i32[4,1]")
+    slots = dict(read_slots="i32[4]", write_slots=f"i32[4,{T}]", parents=f"i32[4,{T}]" if tree else "-")
     return call(partial(channel_step, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
 
 
@@ -273,6 +273,7 @@ MAKERS: dict[str, Callable[..., Call]] = {
     "decode of channels": joined_call,
     "decode by channels": channel_step_call,
     "verify": step_call,
+    "verify by channels": channel_step_call,
     "decode deferred": partial(ring_call, deferred),
     "verify on a ring": partial(ring_call, drafts),
     "verify on a ring by tensor cores": partial(ring_call, drafts_mma),
@@ -314,13 +315,14 @@ mma, pairs; mma, kv, float16, packed, K 64, V 64
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
-channels, backwards; channels, backwards, packed, segments, half, erase
+channels, backwards; channels, backwards, packed; channels, backwards, packed, segments, half, erase
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
 decode by channels; decode by channels, bfloat16; decode by channels, vk, bounded
 decode by channels, vk, bfloat16, bounded
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
+verify by channels, T 4; verify by channels, T 8, tree, bfloat16; verify by channels, T 8, vk, tree
 decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16
 verify on a ring, T 4; verify on a ring, T 4, vk
 verify on a ring by tensor cores, T 2, bfloat16; verify on a ring by tensor cores, T 4, bfloat16
