@@ -20,6 +20,7 @@ from gdn_jax.fused.kernels import FEW_ROWS, kernels_run
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
+from gdn_jax.products import times
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -228,8 +229,8 @@ class SwiGLU(nnx.Module):
 
     def _product(self, x, gate, up):
         x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, self.gate_proj.kernel[...].dtype))
-        down = self.down_proj.kernel[...]
-        return swiglu_on_mesh(x, gate, up, down, implementation=self.implementation)
+        down, product = self.down_proj.kernel[...], self.gate_proj.dot_general
+        return swiglu_on_mesh(x, gate, up, down, product=product, implementation=self.implementation)
 
 
 class ProjectionGroup(nnx.Module):
@@ -287,6 +288,13 @@ def width_of(linear: Projection) -> int:
     return linear.out_features if isinstance(linear, nnx.Linear) else linear.stop - linear.start
 
 
+def set_product(part: nnx.Module, product: Any) -> None:
+    """Makes the projections of a module multiply by a product of `gdn_jax.products`, in place."""
+    for _, inner in nnx.iter_modules(part):
+        if isinstance(inner, nnx.Linear):
+            inner.dot_general = product
+
+
 def add_bias(linear: nnx.Linear, bias: Float[Array, " F"]) -> None:
     """Gives a projection that has none a bias, in place.
 
@@ -305,7 +313,7 @@ def products(x: Float[Array, "*S D"], linears: Sequence[Projection]) -> tuple[Fl
         results = []
         for linear, (kernel, bias) in zip(own, weights, strict=True):
             dtype = linear.dtype or jnp.promote_types(x.dtype, kernel.dtype)
-            y = x.astype(dtype) @ kernel.astype(dtype)
+            y = times(linear.dot_general, x.astype(dtype), kernel.astype(dtype))
             results.append(y if bias is None else y + bias.astype(dtype))
         return tuple(results)
 
@@ -333,7 +341,10 @@ def shared_products(
     own = [[linear for linear in group if isinstance(linear, nnx.Linear)] for group in groups]
     kernels = [jnp.concatenate([linear.kernel[...] for linear in group], axis=1) for group in own]
     dtype = dtype or jnp.promote_types(x.dtype, kernels[0].dtype)
-    ys = [x.astype(dtype) @ kernel.astype(dtype) for kernel in kernels]
+    ys = [
+        times(group[0].dot_general, x.astype(dtype), kernel.astype(dtype))
+        for group, kernel in zip(own, kernels, strict=True)
+    ]
     return [_with_biases(y, group) for y, group in zip(ys, own, strict=True)]
 
 

@@ -28,6 +28,7 @@ KERNELS = (
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
     "shapes": set(),
+    "products": {"shapes"},
     "gates": {"shapes"},
     "packing": {"shapes"},
     "segments": {"shapes"},
@@ -83,6 +84,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "fused": {
         "shapes",
+        "products",
         "gates",
         "partitioning",
         "conv",
@@ -95,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
     "losses": {"shapes", "partitioning", "fused", "pallas_kernels.layer"},
     "parallel": {
         "shapes",
+        "products",
         "gates",
         "losses",
         "partitioning",
@@ -121,14 +124,26 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.decode",
     },
     "adapters": {"shapes", "gdn_jax", "parallel", "serving"},
-    "blocks": {"shapes", "fused", "parallel"},
+    "blocks": {"shapes", "products", "fused", "parallel"},
     "small_layer": {"shapes", "gates", "ops"},
     "rules": {"shapes", "gates", "packing", "segments", "attention", "chunks", "fused", "ops", "parallel"},
     "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
     "plots": {"analysis"},
-    "layers": {"shapes", "gates", "conv", "fused", "ops", "parallel", "family", "rules", "blocks"},
+    "layers": {
+        "shapes",
+        "products",
+        "gates",
+        "conv",
+        "fused",
+        "ops",
+        "parallel",
+        "family",
+        "rules",
+        "blocks",
+    },
     "models": {
         "shapes",
+        "products",
         "gates",
         "attention",
         "chunks",

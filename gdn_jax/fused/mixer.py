@@ -12,7 +12,7 @@ is, instead of three and their sum.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from gdn_jax.fused.kernels import fused_op, kernels_run
 from gdn_jax.fused.norms import gated_norm_gradients, gated_norm_kernel
 from gdn_jax.fused.short_conv import KeyHeads, filtered, filtered_gradients
 from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.products import PLAIN, times
 
 
 class Mixer(NamedTuple):
@@ -40,6 +41,8 @@ class Mixer(NamedTuple):
     """The compute dtype."""
     rule: Callable[..., tuple[Array, Array | None]]
     """From q, k, v, g, beta and `segment_ids` to outputs and final states, or None."""
+    product: Any = PLAIN
+    """How projections are multiplied, of `gdn_jax.products`."""
 
     @property
     def before(self) -> int:
@@ -121,6 +124,8 @@ def mix(
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B conv_dim W1"], Float[Array, "B HV K V"] | None]:
     """Mixes the tokens of whole rows; the module docstring has the equations.
 
+    Where the product is not the plain one, the projection down is an operation of its own, which reads y.
+
     The results can be differentiated once, in reverse.
 
     Args:
@@ -132,9 +137,12 @@ def mix(
     Returns:
       y in the compute dtype, the last inputs of the convolution, and the rule's final states.
     """
-    c = x.astype(mixer.dtype) @ weights.inputs.astype(mixer.dtype)
+    c = times(mixer.product, x.astype(mixer.dtype), weights.inputs.astype(mixer.dtype))
     _, *others, output = weights
-    y, state = _mix(mixer, c, *others, output.astype(mixer.dtype), segment_ids)
+    output, is_plain = output.astype(mixer.dtype), mixer.product is PLAIN
+    y, state = _mix(mixer, c, *others, output if is_plain else None, segment_ids)
+    if not is_plain:
+        y = times(mixer.product, y.reshape(*y.shape[:2], -1), output)
     conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
     return y, conv_state, state
 
@@ -144,8 +152,8 @@ class _Saved(NamedTuple):
 
     convolution: tuple[Array, Array, Array | None]
     """All channels, filters and where segments begin."""
-    gated_norm: tuple[Array, Array, Array]
-    """Outputs of the rule, weight of the norm and projection."""
+    gated_norm: tuple[Array, Array, Array | None]
+    """Outputs of the rule, weight of the norm and, if it is multiplied here, projection."""
     through_rule: Callable[..., tuple[Array, ...]] | None
 
 

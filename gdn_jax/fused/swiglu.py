@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.fused.kernels import FEW_ROWS, fused_op, run, token_axes, usable
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
+from gdn_jax.products import PLAIN, times
 from gdn_jax.shapes import accumulation_dtype
 
 MANY_ROWS = 4096
@@ -28,6 +30,7 @@ def swiglu(
     up_kernel: Float[Array, "D F"],
     down_kernel: Float[Array, "F E"],
     *,
+    product: Any = PLAIN,
     implementation: str | None = None,
 ) -> Float[Array, "*S E"]:
     """(silu(x @ gate_kernel) * (x @ up_kernel)) @ down_kernel.
@@ -47,6 +50,7 @@ def swiglu(
       x: input [.., D], any floating dtype.
       gate_kernel, up_kernel: projections [D, F], any floating dtype, used in x's.
       down_kernel: projection [F, E], likewise.
+      product: how they are multiplied, of `gdn_jax.products`. Only in the dtype of x do kernels multiply, too.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
         "recurrent" do not. "mosaic_gpu" is None with a warning where more than `FEW_ROWS` rows have none.
 
@@ -56,9 +60,13 @@ def swiglu(
     """
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
     F, E = down_kernel.shape
-    in_products = _check_products(x, F, E) is None
+    is_plain = product is PLAIN
+    in_products = is_plain and _check_products(x, F, E) is None
     reason = None if in_products else _check_supported(x, F)
     if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
+        if not is_plain:
+            branches = times(product, x, side_by_side(gate_kernel, up_kernel, _group(False)))
+            return times(product, _gated_by_kernel(branches), down_kernel)
         group = _group(in_products)
         weight = side_by_side(gate_kernel, up_kernel, group)
         down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
@@ -66,8 +74,14 @@ def swiglu(
         operands = names, ". .", ". ."
         f = partial(_swiglu, in_products)
         return on_explicit_shards(f, (x, weight, down_kernel), operands, names, sizes)
-    gate, up = (checkpoint_name(x @ w, BRANCHES_NAME) for w in (gate_kernel, up_kernel))
-    return gated(gate, up) @ down_kernel
+    gate, up = (checkpoint_name(times(product, x, w), BRANCHES_NAME) for w in (gate_kernel, up_kernel))
+    return times(product, gated(gate, up), down_kernel)
+
+
+def _gated_by_kernel(branches: Float[Array, "*S F2"]) -> Float[Array, "*S F"]:
+    """The product of branches that lie `side_by_side`."""
+    names, sizes = _axes(False, branches, branches.shape[-1] // 2)
+    return on_explicit_shards(_gated, (branches,), (names,), names, sizes)
 
 
 def gated(gate: Float[Array, "*S F"], up: Float[Array, "*S F"]) -> Float[Array, "*S F"]:
@@ -197,3 +211,18 @@ def _derivatives(_, branches, dh):
 
 
 _swiglu = fused_op(_forward, _backward)
+
+
+def _gated_forward(_, branches):
+    names, sizes = _axes(False, branches, branches.shape[-1] // 2)
+    branches = checkpoint_name(branches, BRANCHES_NAME)
+    return run(_product, None, (branches,), (names,), names, sizes), (branches,)
+
+
+def _gated_backward(_, saved, dh):
+    (branches,) = saved
+    names, sizes = _axes(False, branches, branches.shape[-1] // 2)
+    return (run(_derivatives, None, (branches, dh), (names,) * 2, names, sizes),)
+
+
+_gated = partial(fused_op(_gated_forward, _gated_backward), None)

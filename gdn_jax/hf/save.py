@@ -31,7 +31,7 @@ COMPANIONS = (
 )
 """Files of a checkpoint that are copied from the one that was loaded."""
 
-ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "remat", "scan_layers"}
+ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "remat", "scan_layers", "matmul"}
 """Fields of a ModelConfig that no checkpoint holds."""
 
 

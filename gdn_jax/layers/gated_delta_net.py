@@ -245,7 +245,8 @@ class GatedDeltaNet(RecurrentMixer):
         *before, gate, output = (linear.kernel[...] for linear in linears)
         dtype = self.dtype or jnp.promote_types(x.dtype, gate.dtype)
         heads = self._key_heads(), self.num_v_heads, self.head_v_dim
-        sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, self._rule())
+        rule, product = self._rule(), self.q_proj.dot_general
+        sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, rule, product)
         filters, bias = self.conv_weight[...], self.b_proj.bias
         if not mixer.has_kernels(sizes, x, filters, self.implementation):
             return None

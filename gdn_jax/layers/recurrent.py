@@ -23,6 +23,7 @@ from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import logit
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
+from gdn_jax.products import PLAIN
 from gdn_jax.shapes import accumulation_dtype, check_array, check_type
 
 
@@ -244,7 +245,7 @@ class RecurrentMixer(nnx.Module):
         """The output projection of norm(o, gate, ..), one of those in `fused.norms`."""
         weight = self.o_norm.scale(jnp.float32)
         options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
-        if isinstance(self.o_proj, nnx.Linear):
+        if isinstance(self.o_proj, nnx.Linear) and self.o_proj.dot_general is PLAIN:
             return norm(o, gate, weight, self.o_proj.kernel[...], **options)
         return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
 

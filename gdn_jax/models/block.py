@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream
+from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.window import WindowAttention
+from gdn_jax.products import PRODUCTS
 
 
 def arithmetic(config: ModelConfig) -> dict[str, Any]:
@@ -49,7 +50,9 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
         assert e is not None
         mlp = Experts(config.hidden_size, e, **arithmetic(config), **weights)
     reordered = a is not None and a.reordered_norm
-    return (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
+    block = (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
+    set_product(block, PRODUCTS[config.matmul])
+    return block
 
 
 def _attention(config: ModelConfig, a: AttentionConfig, **options: Any) -> Attention:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from gdn_jax.layers.options import check_positive
 from gdn_jax.models.mixers.mixer import Mixer
 from gdn_jax.models.mixers.table import TOKEN_MIXERS
+from gdn_jax.products import PRODUCTS
 from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")
@@ -240,6 +241,10 @@ class ModelConfig:
         was not measured, so it is off by default. A call with a cache, or with `around`, walks block by block in any
         case.
 
+      matmul: how the projections of blocks are multiplied in training, a name of `gdn_jax.products.PRODUCTS`:
+        "default", in the compute dtype; "float8", in 8 bits, with the cotangents in E5M2; "float8_e4m3", with them in
+        E4M3. Not the output projection, routers and experts, and nothing in a model for inference.
+
     Raises:
       ValueError: names the field, what was expected and what came.
     """
@@ -274,6 +279,7 @@ class ModelConfig:
     scan_layers: bool = False
     mixer: Any = TOKEN_MIXERS[DEFAULT_MIXER]
     window_attention: AttentionConfig | None = None
+    matmul: str = "default"
 
     def __post_init__(self):
         for name in ("dtype", "residual_dtype", "weight_dtype"):
@@ -297,6 +303,7 @@ class ModelConfig:
         check_choice("residual_dtype", self.residual_dtype, DTYPES)
         check_choice("weight_dtype", self.weight_dtype, DTYPES)
         check_choice("remat", self.remat, REMAT)
+        check_choice("matmul", self.matmul, tuple(PRODUCTS))
         check_choice("scan_layers", self.scan_layers, (True, False))
         self._check_layers()
 

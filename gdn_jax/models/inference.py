@@ -4,28 +4,31 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.blocks import RMSNorm, group_projections
+from gdn_jax.blocks import RMSNorm, group_projections, set_product
 from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.parallel.head_shards import splits_heads
+from gdn_jax.products import PLAIN
 
 
 def for_inference(model: LanguageModel) -> LanguageModel:
     """A copy whose products find their weights in the compute dtype, as they would round them at every call.
 
     Norms find theirs in float32, in which they read them: a compiler would widen 16-bit ones for every token. Its
-    logits are those of the model, bit for bit. Low-rank changes are merged. Where a tied output projection would be
-    rounded, the copy has one of its own; the embedding stays as it is, since the residual stream begins with it. What
-    needs no conversion is shared with the model. The copy is neither for training nor for saving.
+    logits are those of the model, bit for bit, unless that multiplies in 8 bits: the copy never does. Low-rank
+    changes are merged. Where a tied output projection would be rounded, the copy has one of its own; the embedding
+    stays as it is, since the residual stream begins with it. What needs no conversion is shared with the model. The
+    copy is neither for training nor for saving.
 
     Args:
       model: the model; may be traced.
     """
     model = nnx.clone(model)
     merge_lora(model)
+    set_product(model, PLAIN)
     dtype = jnp.dtype(model.config.dtype)
     for _, part in nnx.iter_modules(model):
         if isinstance(part, nnx.Linear):

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.products import times
 
 
 class LoRAParam(nnx.Param):
@@ -40,6 +41,7 @@ class LoRALinear(nnx.Linear):
         # Not that of nnx.Linear, which makes a weight: here it is a property, for those who read it.
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
+        self.dot_general = base.dot_general
         self.scale = scale
         init = nnx.initializers.lecun_normal()
         self.a = LoRAParam(init(rngs.params(), (base.in_features, rank), jnp.float32))
@@ -60,7 +62,7 @@ class LoRALinear(nnx.Linear):
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S E"]:
         """The projection of x."""
         dtype = self.base.dtype or jnp.promote_types(x.dtype, self.base.param_dtype)
-        y = x.astype(dtype) @ self.kernel.astype(dtype)
+        y = times(self.dot_general, x.astype(dtype), self.kernel.astype(dtype))
         return y if self.base.bias is None else y + self.base.bias[...].astype(dtype)
 
     def merged(self) -> nnx.Linear:

@@ -25,6 +25,7 @@ from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
+from gdn_jax.products import PLAIN
 
 
 def splits_heads() -> bool:
@@ -71,6 +72,7 @@ def swiglu_on_mesh(
     up_kernel: Float[Array, "D F"],
     down_kernel: Float[Array, "F E"],
     *,
+    product: Any = PLAIN,
     implementation: str | None = None,
 ) -> Float[Array, "*S E"]:
     """`gdn_jax.fused.swiglu.swiglu`, on a mesh too.
@@ -81,10 +83,10 @@ def swiglu_on_mesh(
     sizes, kernels = axes_set(), (gate_kernel, up_kernel, down_kernel)
     F = gate_kernel.shape[1]
     if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
-        return swiglu(x, *kernels, implementation=implementation)
+        return swiglu(x, *kernels, product=product, implementation=implementation)
 
     def local(x, kernels):
-        y = swiglu(*vary_alike((x, *kernels)), implementation=implementation)
+        y = swiglu(*vary_alike((x, *kernels)), product=product, implementation=implementation)
         return lax.psum(y, HEAD)
 
     tokens = _tokens(sizes, x)

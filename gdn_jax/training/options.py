@@ -104,6 +104,9 @@ class SizeOptions:
     """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
     remat: Literal["none", "rule", "full"] = "none"
     """Parts of a block that the backward pass computes again to save memory: none, all but the rule, or all."""
+    matmul: Literal["default", "float8", "float8_e4m3"] = "default"
+    """How projections are multiplied: in the compute dtype, or in 8 bits, with cotangents in E5M2 (float8) or in E4M3
+    (float8_e4m3). 8 bits are meant for GPUs of compute capability 9.0."""
 
     def config_values(self) -> dict[str, Any]:
         """Returns the fields of a `gdn_jax.models.ModelConfig` that options set; what is "auto" is left out."""
