@@ -93,7 +93,7 @@ def test_default_tiles(K, V, pool_dtype, kv_layout, block):
 @pytest.mark.usefixtures("interpreted")
 def test_tiles_are_brought_near(monkeypatch, pool_dtype):
     """There are more warpgroups than run at once, as on an H200 with many states; some of them are padding."""
-    monkeypatch.setattr(step, "NUM_SMS", 1)
+    monkeypatch.setattr(cta, "NUM_SMS", 1)
     case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype)
     x = pool_steps.draw(case)
     pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.decode.step import ALONE, Channels, Cta, step_of_channels
+from pallas_kernels.decode.cta import ALONE, Channels, Cta
+from pallas_kernels.decode.step import step_of_channels
 from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, softplus, vector_layout, write_strength
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 
