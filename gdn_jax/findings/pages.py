@@ -11,8 +11,6 @@ from gdn_jax.findings.verdicts import NOT_TESTED, Outcome, compare
 from gdn_jax.findings.words import Words
 from gdn_jax.training.mixers import MIXERS
 
-OLDER = "A seed draws other weights since these runs, so their command gives other numbers today."
-
 
 class Pages:
     """Makes the pages of a folder of results.
@@ -123,8 +121,7 @@ class Pages:
                 break
             rows.append(line)
         said = f"All of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
-        is_older = "stored_in" in self.results.folder(name)[0]
-        return "\n".join(rows) + f"\n\n{said}" + (f" {OLDER}" if is_older else "")
+        return "\n".join(rows) + f"\n\n{said}"
 
     def _entry(self, name: str, sweep: str) -> list[str]:
         """An entry of the ledger: the paper's setting and ours, and its numbers beside those of a sweep."""
@@ -164,8 +161,6 @@ class Pages:
             seconds = sum(line["wall"]["seconds"] for line in lines)
             device = config["versions"]["device"]
             made = ", ".join(f"`{commit}`" for commit in self.results.commits(name)) or "not named"
-            if "stored_in" in config:
-                made = f"until `{config['stored_in']}`"
             rows.append(
                 [
                     f"[{name}]({name}/table.md)",

@@ -51,7 +51,7 @@ class Results:
         return self._read[name]
 
     def commits(self, name: str) -> list[str]:
-        """The commits that the runs of a folder name. Older runs name none, nor do those made outside a checkout."""
+        """The commits that the runs of a folder name; those made outside a checkout name none."""
         found = {line.get("commit") for line in self.folder(name)[1]}
         return sorted({commit[:7] for commit in found if commit is not None})
 

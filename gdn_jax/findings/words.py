@@ -1,6 +1,6 @@
 """Text of the page with numbers in it that are computed from the runs.
 
-    {= mean("parity/full", "delta_net", 512) | 1}     a number with so many digits behind the point
+    {= mean("parity/full_far", "delta_net", 512) | 1}     a number with so many digits behind the point
     {at least min(seeds(...)) | 0}                    "at least" and the number rounded down
     {at most max(seeds(...)) | 0}                     "at most" and the number rounded up
     {= told("start")}                                 words
