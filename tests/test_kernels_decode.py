@@ -19,6 +19,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from pallas_kernels.decode import (
+    cta,
     deferred,
     drafts,
     drafts_mma,
