@@ -36,9 +36,9 @@ class Float8:
     """
 
     operands: DTypeLike = jnp.float8_e4m3fn
-    """Of activations and weights."""
+    """The dtype of activations and weights."""
     cotangents: DTypeLike = jnp.float8_e5m2
-    """Of the results' cotangents."""
+    """The dtype of the results' cotangents."""
 
     def __call__(
         self,

@@ -174,7 +174,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "sweeps": {"plots", "gdn_jax", "models", "commands", "tasks", "training"},
     "findings": {"analysis", "commands", "tasks", "training", "sweeps"},
-    "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training"},
+    "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training", "parallel"},
     "bench": {
         "gdn_jax",
         "shapes",
@@ -220,8 +220,8 @@ OUTSIDE: dict[str, set[str]] = {
 }
 CALLERS = ("kernel_sets", "mosaic", "fused", "losses", "family", "parallel", "serving")
 """Rooms that call kernels."""
-DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel"}
-"""Rooms with derivatives of their own: over kernels, and over what is sent between devices."""
+DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel", "products"}
+"""Rooms with derivatives of their own: over kernels, what is sent between devices, and products in 8 bits."""
 # Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
 INSIDE_FUNCTIONS = {
     *((name, part) for name in CALLERS for part in (*KERNEL_PARTS, *KERNELS)),

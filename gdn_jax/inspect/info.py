@@ -41,7 +41,7 @@ class InfoOptions:
     batch: Annotated[int, Positive] = 1
     """Sequences side by side, each with a cache."""
     mesh: str | None = None
-    """What each device of a mesh would hold in training, as in data=8,sharded; see docs/parallel.md."""
+    """A mesh, as in data=8,sharded: tells what each of its devices would hold in training; see docs/parallel.md."""
 
 
 ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."

@@ -30,6 +30,9 @@ def held(host: str | None, lost: Callable[[int], None]) -> Iterator[str | None]:
 
     Yields:
       Why this process could not connect, None if it could. It goes on without: JAX notices a dead process later.
+
+    Raises:
+      ValueError: the first process' address is longer than 256 bytes.
     """
     if jax.process_count() == 1:
         yield None
