@@ -375,7 +375,7 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
 
 
 def test_commit(tmp_path, monkeypatch):
-    """Of the repository that the package lies in, with a mark where a file has changed; without one, GDN_COMMIT."""
+    """Of the repository that the package lies in, with a mark where a file has changed; GDN_COMMIT stands above it."""
     package = tmp_path / "gdn_jax" / "commands"
     package.mkdir(parents=True)
     file = package / "versions.py"
@@ -383,8 +383,6 @@ def test_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "__file__", str(file))
     monkeypatch.delenv("GDN_COMMIT", raising=False)
     assert versions.commit() is None
-    monkeypatch.setenv("GDN_COMMIT", "feed")
-    assert versions.commit() == "feed"
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -399,6 +397,8 @@ def test_commit(tmp_path, monkeypatch):
     assert len(head) == 40 and versions.commit() == head
     file.write_text("changed")
     assert versions.commit() == head + "+"
+    monkeypatch.setenv("GDN_COMMIT", "feed")
+    assert versions.commit() == "feed"
 
 
 @pytest.mark.parametrize("task", sweep_options.PRESETS)

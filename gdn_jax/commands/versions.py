@@ -32,12 +32,14 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Returns the commit of the repository of this package, with a "+" where a file of it has changed since.
 
-    Where there is no repository, as in a copy of its files on another machine: what GDN_COMMIT in the environment
-    says, None without it.
+    What GDN_COMMIT in the environment says stands in its place: for a copy of the files on another machine, which has
+    no repository or that of another time. None without either.
     """
+    if said := os.environ.get("GDN_COMMIT"):
+        return said
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists() or (git := shutil.which("git")) is None:
-        return os.environ.get("GDN_COMMIT")
+        return None
 
     def ask(*words: str) -> str:
         answer = subprocess.run([git, "-C", str(folder), *words], capture_output=True, text=True, check=False)
