@@ -375,7 +375,7 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
 
 
 def test_commit(tmp_path, monkeypatch):
-    """Of the repository that the package lies in, with a mark where a file has changed; GDN_COMMIT stands above it."""
+    """Of the repository that the package lies in, with a mark where a file has changed; GDN_COMMIT is above it."""
     package = tmp_path / "gdn_jax" / "commands"
     package.mkdir(parents=True)
     file = package / "versions.py"
