@@ -34,16 +34,15 @@ def pytest_report_header():
     return None if CHECKS_SHAPES else "beartype is not installed: annotations are NOT checked at run time"
 
 
-def _no_hopper() -> str | None:
-    """Why this machine can't run the GPU kernels, or None."""
+def _no_gpu(*capabilities: str) -> str | None:
+    """Why this machine can't run a test that needs a GPU of one of these compute capabilities, or None."""
+    needed = f"needs an NVIDIA GPU of compute capability {' or '.join(capabilities)}"
     try:
         gpu = jax.devices("gpu")[0]
     except RuntimeError:
-        return "needs an NVIDIA GPU of compute capability 9.0, JAX sees none"
+        return f"{needed}, JAX sees none"
     capability = getattr(gpu, "compute_capability", None)
-    return (
-        None if capability == "9.0" else f"needs an NVIDIA GPU of compute capability 9.0, found {capability}"
-    )
+    return None if capability in capabilities else f"{needed}, found {capability}"
 
 
 LONG = (
@@ -73,9 +72,9 @@ on this list."""
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}.py": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and (reason := _no_hopper()):
-        for item in gpu_items:
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker and (reason := _no_gpu(*(marker.args or ("9.0",)))):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -1,12 +1,12 @@
-"""Checks and times the kernels by mma.sync on a GPU, in some 200 seconds.
+"""Checks and times the kernels by mma.sync on a GPU, in some 300 seconds.
 
     python tests/mma_on_gpu.py [--seconds N] [--out FILE]
 
-Run it from the repository's root, with this folder's parent on PYTHONPATH. Every kernel is compiled twice: as JAX
-lowers it for the device, and "as 8.0", the code of an A100, which later GPUs run too. First come cases of the table
-against the float64 oracle, both passes: errors as parts of their bounds, and whether 20 repeats have the same bits.
-Then times of the sizes of the table of `gdn bench rule`, beside the kernels in use where the device has them and the
-chunked form. Each line is written when it is known, also to FILE; what the time does not allow is named. Ends with 1
+Run it from the repository's root, with this folder's parent on PYTHONPATH. First come two cases of the table, against
+the float64 oracle, both passes: errors as parts of their bounds, and whether 20 repeats have the same bits. Then
+times of sizes of the table of `gdn bench rule`, beside the kernels of Hopper where the device has them and the
+chunked form. Then the other cases and configurations, and all of it "as 8.0", in the code of an A100, which later
+GPUs run too. Each line is written when it is known, also to FILE; what the time does not allow is named. Ends with 1
 if a line failed.
 """
 
@@ -48,6 +48,9 @@ TIMES = [
     (BOTH, (16, 32), (1, 32768)),
     (FORWARD, (2, 8), (1, 32768)),
 ]
+FIRST = 2
+"""Checks before the first time."""
+
 CONFIGS = {
     "": None,
     ", 1 warpgroup": walk.Config(1),
@@ -133,7 +136,7 @@ def timed(what: str, heads: tuple[int, int], shape: tuple[int, int], by: str, as
 def main() -> None:
     """Runs everything in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=200.0, help="nothing is started after so many")
+    parser.add_argument("--seconds", type=float, default=300.0, help="nothing is started after so many")
     parser.add_argument("--out", default="mma_on_gpu.txt", help="file that every line is added to")
     options = parser.parse_args()
     started, device = time.time(), jax.devices()[0]
@@ -161,18 +164,25 @@ def main() -> None:
         say("there is no GPU")
         sys.exit(1)
     builds = {"": False} if capability == "8.0" else {"": False, ", as 8.0": True}
-    for name, dtype, config in CHECKS:
-        for build, as_8_0 in builds.items():
-            attempt(f"{name}, {dtype}, {config}{build}", partial(checked, name, dtype, config, as_8_0))
     others = ("mosaic_gpu", "chunked") if capability == "9.0" else ("chunked",)
-    for what, heads, shape in TIMES:
-        row = f"{what}, heads {heads}, rows {shape}"
-        for config in CONFIGS:
-            attempt(f"{row}, mma.sync{config}", partial(timed, what, heads, shape, config))
-        if len(builds) > 1:
-            attempt(f"{row}, mma.sync, as 8.0", partial(timed, what, heads, shape, "", True))
-        for by in others:
-            attempt(f"{row}, {by}", partial(timed, what, heads, shape, by))
+
+    def check(build: str, cases: list[tuple]) -> None:
+        for name, dtype, config in cases:
+            attempt(f"{name}, {dtype}, {config}{build}", partial(checked, name, dtype, config, builds[build]))
+
+    def measure(ways: tuple[str, ...], as_8_0: bool = False) -> None:
+        for what, heads, shape in TIMES:
+            for by in ways:
+                name = f"{what}, heads {heads}, rows {shape}, {by if by in others else 'mma.sync' + by}"
+                attempt(name + ", as 8.0" * as_8_0, partial(timed, what, heads, shape, by, as_8_0))
+
+    check("", CHECKS[:FIRST])
+    measure(("", *others))
+    check("", CHECKS[FIRST:])
+    measure(tuple(CONFIGS)[1:])
+    if len(builds) > 1:
+        check(", as 8.0", CHECKS)
+        measure(("",), as_8_0=True)
     if failed:
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 

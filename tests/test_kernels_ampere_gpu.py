@@ -1,5 +1,4 @@
-"""The rule by mma.sync on a GPU of compute capability 9.0: the cases of `mma_on_gpu` in the device's own code and in
-that of 8.0, and the public call."""
+"""The rule by mma.sync on a GPU: the public call, and cases of `mma_on_gpu` in the device's code and that of 8.0."""
 
 import functools
 
@@ -14,8 +13,9 @@ from harness import named, truth
 import gdn_jax
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import value_and_gradients
+from pallas_kernels.ampere import rule as mma_rule
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(*mma_rule.CAPABILITIES)
 
 BY_MMA = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_mma")
 

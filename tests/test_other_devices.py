@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -112,7 +113,7 @@ def test_public_call_lowers(capability, monkeypatch):
 
 
 def test_layers_and_serving(rtx_4090):
-    """The rule by mma.sync, both passes, and all else in plain JAX."""
+    """The rule by mma.sync, both passes and prompts, and all else in plain JAX."""
     graphdef, parameters = nnx.split(
         GatedDeltaNet(128, num_heads=2, head_dim=64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
@@ -122,6 +123,11 @@ def test_layers_and_serving(rtx_4090):
 
     assert kernels_of(jax.grad(loss), parameters, jnp.ones((2, 64, 128), jnp.bfloat16)) == 5
     (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
+    borders, slots = np.array([0, 20, 64]), np.arange(2)
+    prompts = [y[:1] for y in tokens()]
+    assert (
+        kernels_of(lambda *x: serving.prefill(*x[:5], borders, x[5], read_slots=slots), *prompts, pool) == 2
+    )
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
     assert not kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool)
 

@@ -130,7 +130,7 @@ def _staircase(at: Any, rises: Any, size: int) -> Any:
 
 def known_lengths(cu_seqlens) -> np.ndarray | None:
     """cu_seqlens as int64 in NumPy where its values are known while tracing, else None."""
-    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
+    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer | jax.ShapeDtypeStruct):
         return None
     return np.asarray(cu_seqlens).astype(np.int64)
 
