@@ -6,7 +6,7 @@ write where others read: the kernels of a token read and write at once.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import ops
+from gdn_jax.serving.byte_states import BytePool, ByteStates
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
 from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.ring import DeferredPool
@@ -140,6 +141,20 @@ class StateKernels(StatePool):
         return o, self.holding(places.reshape(self.arrays.shape))
 
 
+class Checkpoints(NamedTuple):
+    """How the kernels of rings take the arrays of a kind of checkpoints: numbers, and scales or None."""
+
+    apart: Callable[[Any], tuple[Any, Any]]
+    together: Callable[[Any, Any], Any]
+
+
+CHECKPOINTS: dict[type[StatePool], Checkpoints] = {
+    StatePool: Checkpoints(lambda states: (states, None), lambda states, _: states),
+    BytePool: Checkpoints(lambda states: (states.codes, states.scale), ByteStates),
+}
+"""Kinds of checkpoints that these kernels take."""
+
+
 class DeferredKernels(DeferredPool):
     """A `DeferredPool` by kernels that read and append to rings in their slots."""
 
@@ -149,12 +164,12 @@ class DeferredKernels(DeferredPool):
 
         if reason := TOKENS[type(tokens)].no_ring:
             return reason
-        if type(self.checkpoints) is not StatePool:
+        if type(self.checkpoints) not in CHECKPOINTS:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
         rings = self._rings()
-        reason = vectors.check_supported(*tokens[:3], rings)
+        kv_layout = self.layout == STATE_LAYOUTS[0]
+        reason = vectors.check_supported(*tokens[:3], rings, kv_layout=kv_layout)
         if reason is None and _is_tree(where):
-            kv_layout = self.layout == STATE_LAYOUTS[0]
             reason = drafts_mma.check_supported(tokens.q, tokens.v, rings, kv_layout=kv_layout)
             reason = reason and f"a tree of drafts on a ring: {reason}"
         return reason or _gates_reason(tokens) or _reason(self)
@@ -206,11 +221,15 @@ class DeferredKernels(DeferredPool):
         """The arrays that a kernel changes in place: all but the parents."""
         from pallas_kernels.decode.ring import Rings
 
-        return Rings._make(self.arrays[:5])
+        states, *rings = self.arrays[:5]
+        numbers, scale = CHECKPOINTS[type(self.checkpoints)].apart(states)
+        return Rings._make((numbers, *rings, scale))
 
     def _with(self, rings: Any) -> StatePool:
         """The pool with rings that a kernel has changed."""
-        return self.holding(RingPool._make((*rings, self.arrays.parents)))
+        numbers, *rings, scale = rings
+        states = CHECKPOINTS[type(self.checkpoints)].together(numbers, scale)
+        return self.holding(RingPool._make((states, *rings, self.arrays.parents)))
 
 
 class WindowKernels(WindowPool):

@@ -9,7 +9,8 @@ in a second passage of the state through shared memory, which begins with the ch
 
 Inputs (GMEM): q [N, 1, Hq, K], k [N, 1, Hk, K], v [N, 1, HV, V] bfloat16, float16 or float32; a, b [N, 1, HV] of any
 floating dtype; A_log, dt_bias [HV]; read_slots [N] int32.
-In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16; ring_k [slots, Hk, L, K],
+In place (GMEM): state [slots, HV, K, V], or [slots, HV, V, K], float32 or bfloat16, or codes of 8 bits with scale
+[slots, HV, rows] float32, see `codes`; ring_k [slots, Hk, L, K],
 ring_u [slots, HV, L, V] bfloat16 or float32; ring_g [slots, HV, L] float32; cursors [slots, HV, 2] int32.
 Outputs (GMEM): o [N, 1, HV, V] in v's dtype.
 Grid: `walk`, a value head to a warpgroup. With a token's inputs it loads what the states after it need first, so that
@@ -23,7 +24,8 @@ Shared memory: `memory`.
 | u_arrived | the copy of the values of a unit's ring    | that warpgroup, before it reads them      |
 
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
-Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32; L = 16.
+Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32; L = 16. Rows of codes are taken whole:
+with [K, V] V is 32, 64, 96 or 128.
 """
 
 import dataclasses
@@ -99,9 +101,9 @@ def _fold(
             cta.wait_for_copy(n)
 
         row = c * shape.rows
-        target, chunk = at.state.at[pl.ds(row, shape.rows)], cta.chunks.at[lax.rem(n, stages)]
-        new = add_tokens(chunk, row, decay, keys, values, cta.sizes.kv_layout, cta.dev, tall=True)
-        store_any(target, new)
+        target, chunk = at.state.some(row, shape.rows), cta.chunk(lax.rem(n, stages))
+        tokens = decay, keys, values, cta.sizes.kv_layout, cta.dev
+        add_tokens(cta.numbers, chunk, (target,), row, *tokens, tall=True)
         # All warps have read the chunk, and after the last one the tokens.
         plgpu.commit_smem()
         comes_again = p < missing

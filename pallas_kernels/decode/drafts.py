@@ -88,10 +88,8 @@ def _flush(cta: Cta, at: Unit, decay: jax.Array, chunk: Any, row: jax.Array) -> 
     # A few rows at once, as the sums of products are in registers, too.
     rows = max(FLUSHED_ROWS, row_slices(cta.shape.columns).rows)
     for r in range(0, cta.shape.rows, rows):
-        some = chunk.at[pl.ds(r, rows)]
-        new = add_tokens(some, row + r, decay, keys, values, cta.sizes.kv_layout, cta.dev)
-        store_any(at.state.at[pl.ds(row + r, rows)], new)
-        store_any(some, new)
+        some, tokens = chunk.some(r, rows), (decay, keys, values, cta.sizes.kv_layout, cta.dev)
+        add_tokens(cta.numbers, some, (at.state.some(row + r, rows), some), row + r, *tokens)
     plgpu.commit_smem()
 
 

@@ -76,7 +76,7 @@ def _flush(cta: Cta, i: jax.Array, at: Unit, held: Held) -> None:
             store_any(part, new.astype(part.dtype))
     plgpu.commit_smem()
     for c in range(cta.num_chunks):
-        plgpu.copy_smem_to_gmem(cta.chunks.at[cta.stage_of(i, c)], at.state.at[rows_of(c)])
+        plgpu.copy_smem_to_gmem(cta.chunks.at[cta.stage_of(i, c)], at.state.numbers.at[rows_of(c)])
 
 
 def _read_state(cta: Cta, i: jax.Array) -> list[jax.Array]:

@@ -49,3 +49,5 @@ class Rings(NamedTuple):
     """Log decays since."""
     cursors: Int[Array, "slots *layers HV 2"]
     """Count and before of every ring, each value head's its slot's."""
+    scale: Float[Array, "slots *layers HV rows"] | None = None
+    """Scales of states in 8 bits, one for each row, float32."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode.codes import Floats, Rows
 from pallas_kernels.decode.ring import LENGTH
 from pallas_kernels.decode.tiles import (
     ACCESS_BYTES,
@@ -161,7 +162,9 @@ class Ring:
 
 
 def add_tokens(
-    source: Any,
+    numbers: Floats,
+    source: Rows,
+    targets: tuple[Rows, ...],
     first: jax.Array,
     decay: jax.Array,
     keys: Any,
@@ -169,37 +172,41 @@ def add_tokens(
     kv_layout: bool,
     device: Device,
     tall: bool = False,
-) -> jax.Array:
-    """decay source + sum_j keys_j values_j^T for some rows of a state, in its dtype.
+) -> None:
+    """Writes decay source + sum_j keys_j values_j^T for some rows of a state to memory.
 
     Args:
-      source: the rows in memory, of [K, block] or [block, K].
+      numbers: how they lie there.
+      source: the rows, of [K, block] or [block, K].
+      targets: where they are written.
       first: number of the first row in the state.
       keys, values: [tokens, K] and [tokens, block] in shared memory, float32, which all warps have written.
       tall: whether rows of 128 columns are taken in the tall layout.
     """
-    size = source.shape
+    size = source.numbers.shape
     tall = tall and size[1] == 4 * WARP
     layout, here = tall_layout(size[0]) if tall else row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
-    S = load(source, layout)
-    S = (device.widen(S, layout) if tall else S.astype(jnp.float32)) * decay
+    S = numbers.widened(load(source.numbers, layout), layout, device if tall else None)
+    S = numbers.times(S, decay, source, layout)
     for j in range(keys.shape[0]):
         along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
         S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)
-    return S.astype(source.dtype)
+    numbers.put(S, layout, *targets)
 
 
 class Products:
     """x^T S of vectors x [K] in shared memory, from the chunks of a state one after the other.
 
     Args:
+      numbers: how states lie in memory.
       sums: shared memory that nothing else uses between `start` and the last `of_token`.
       tall: whether rows of 128 columns, of states [K, V], are taken in the tall layout.
     """
 
     def __init__(
         self,
+        numbers: Floats,
         sizes: Sizes,
         shape: Shape,
         sums: Any,
@@ -210,6 +217,7 @@ class Products:
         tall: bool,
     ):
         self.kv, self.shape, self.v_layout = sizes.kv_layout, shape, v_layout
+        self.numbers = numbers
         self.sums, self.vectors, self.device = sums, vectors, device
         self.tall = tall and self.kv and shape.columns == 4 * WARP
         # With states [V, K] a sum goes over lanes: few of them, as far as the vectors leave registers.
@@ -227,18 +235,21 @@ class Products:
         zeros = jnp.zeros((rows, self.shape.columns), jnp.float32)
         return [plgpu.layout_cast(zeros, layout) for _ in range(self.count)]
 
-    def add(self, chunk: Any, first_row: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
+    def add(self, chunk: Rows, first_row: jax.Array, carry: list[jax.Array]) -> list[jax.Array]:
         rows, layout = self.slices
         for i in range(0, self.shape.rows, rows):
-            s = load(chunk.at[pl.ds(i, rows)], layout)
-            s = self.device.widen(s, layout) if self.tall else s.astype(jnp.float32)
+            some = chunk.some(i, rows)
+            s = load(some.numbers, layout)
+            s = self.numbers.widened(s, layout, self.device if self.tall else None)
             here = pl.ds(first_row + i, rows)
             if self.kv:
                 x = [load(self.vectors.at[j, here], layout.reduce(1)) for j in range(self.count)]
+                x = self.numbers.scaled(x, some, layout)
                 carry = [c + s * spread(y, s.shape, 0, layout) for c, y in zip(carry, x, strict=True)]
             else:
                 for j, x in enumerate(carry):
-                    store_any(self.sums.at[j, here], jnp.sum(s * spread(x, s.shape, 1, layout), axis=1))
+                    sums = [jnp.sum(s * spread(x, s.shape, 1, layout), axis=1)]
+                    store_any(self.sums.at[j, here], *self.numbers.scaled(sums, some, layout))
         return carry
 
     def of_token(self, t: int, carry: list[jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -65,17 +65,20 @@ REDUCTION_BYTES = 4096
 """Shared memory for sums over warps."""
 
 
-def check_supported(q, k, v, pool, *, is_tree: bool = False) -> str | None:
+def check_supported(
+    q, k, v, pool, *, is_tree: bool = False, dtypes: tuple[str, ...] = POOL_DTYPES
+) -> str | None:
     """Why the kernel cannot take a call, from its arrays or their shapes; None if it can.
 
     Args:
       is_tree: whether the tokens are given parents.
+      dtypes: of states that a kernel takes.
     """
     if is_tree and q.shape[1] > MAX_TREE:
         return f"a tree of {q.shape[1]} drafts; the kernel takes trees of at most {MAX_TREE}"
     (Hq, K), (Hk, _), (HV, V) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
-    if jnp.dtype(pool.dtype).name not in POOL_DTYPES:
-        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(POOL_DTYPES)}"
+    if jnp.dtype(pool.dtype).name not in dtypes:
+        return f"the pool is {jnp.dtype(pool.dtype).name}; the kernel takes {' and '.join(dtypes)}"
     if not q.dtype == k.dtype == v.dtype or jnp.dtype(q.dtype).itemsize > 4:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernel takes one dtype of at most 32 bits"
     if K % GRANULE or V % GRANULE or not 0 < K <= MAX_K:

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import step, walk
+from pallas_kernels.decode.codes import NUMBERS
 from pallas_kernels.decode.ring import LENGTH, Rings
 from pallas_kernels.decode.ring_products import Held, Products, Ring, Shape, row_slices
 from pallas_kernels.decode.tiles import (
@@ -46,6 +47,12 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
+
+STATE_DTYPES = step.POOL_DTYPES
+"""Dtypes of states without scales."""
+
+CODE_DTYPES = tuple(name for name in NUMBERS if name not in STATE_DTYPES)
+"""Dtypes of states in 8 bits, which have a scale for each row."""
 
 RING_DTYPES = ("float32", "bfloat16")
 """Dtypes of keys and values in a ring."""
@@ -70,9 +77,13 @@ class Config:
         return cls(next(n for n in (128, 96, 64, GRANULE) if V % n == 0))
 
 
-def check_supported(q, k, v, rings: Rings) -> str | None:
-    """Why the kernels cannot take a call, from its arrays or their shapes; None if they can."""
-    state, ring_k, ring_u, ring_g, _ = rings
+def check_supported(q, k, v, rings: Rings, *, kv_layout: bool = True) -> str | None:
+    """Why the kernels cannot take a call, from its arrays or their shapes; None if they can.
+
+    Args:
+      kv_layout: whether states are [K, V]. It matters for codes alone, whose rows are taken whole.
+    """
+    state, ring_k, ring_u, ring_g, _, scale = rings
     length = ring_u.shape[-2]
     if length != LENGTH:
         return f"the ring holds {length} tokens; the kernel is written for {LENGTH}"
@@ -82,7 +93,10 @@ def check_supported(q, k, v, rings: Rings) -> str | None:
         return f"the ring's log decays are {ring_g.dtype}; the kernel takes float32"
     if q.ndim == 4 and q.shape[1] > LENGTH:
         return f"{q.shape[1]} tokens; the ring holds {LENGTH}"
-    return step.check_supported(q, k, v, state)
+    V, dtypes = v.shape[-1], STATE_DTYPES if scale is None else CODE_DTYPES
+    if scale is not None and kv_layout and V % GRANULE == 0 and Config.default(V).block != V:
+        return f"rows of states in 8 bits have V = {V} numbers; the kernel takes 32, 64, 96 or 128, whole"
+    return step.check_supported(q, k, v, state, dtypes=dtypes)
 
 
 def rows_of_sums(sizes: Sizes, config: Config, T: int) -> int:
@@ -99,12 +113,15 @@ def vector_memory(sizes: Sizes, config: Config, T: int) -> dict[str, Any]:
 def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> dict[str, Any]:
     """Shared memory for chunks of states: as many stages as there is room for beside the others."""
     W, shape = config.warpgroups, Shape.of(sizes, config.block, config.chunk_bytes, jnp.dtype(dtype).itemsize)
+    numbers = NUMBERS[jnp.dtype(dtype).name]
     stage = Buffer((W, shape.rows, shape.columns), dtype)
-    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // stage.bytes
+    beside = sum(part.bytes for part in numbers.memory(W, 1, shape.rows).values() if part is not None)
+    room = (SMEM_LIMIT - ALIGNMENT - smem_bytes(others, REDUCTION_BYTES)) // (stage.bytes + beside)
     stages = min(config.stages, shape.chunks, room)
     return {
         "state": Buffer((W, stages, shape.rows, shape.columns), dtype),
-        "arrived": Barriers(1, W * stages),
+        "arrived": Barriers(numbers.copies, W * stages),
+        **numbers.memory(W, stages, shape.rows),
     }
 
 
@@ -124,7 +141,7 @@ class Cta(walk.Cta):
         self.vectors, self.weights = smem.vectors.at[self.wg], smem.weights.at[self.wg]
         layout = column_layout(block)
         self.products = Products(
-            sizes, self.shape, sums.at[self.wg], self.vectors, 2 * T, layout, self.dev, tall
+            self.numbers, sizes, self.shape, sums.at[self.wg], self.vectors, 2 * T, layout, self.dev, tall
         )
 
     def copy_chunk(self, i: jax.Array, c: jax.Array, copies: jax.Array, slot: jax.Array) -> None:

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.decode.codes import NUMBERS, Rows
 from pallas_kernels.decode.ring import BEFORE, COUNT, Rings, Tokens
 from pallas_kernels.decode.tiles import Sizes, Tile, column_layout
 from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
@@ -54,6 +55,7 @@ class Cta:
         self.dev = Device(interpreted)
         self.wg = warpgroup_index()
         self.chunks, self.stages = smem.state.at[self.wg], smem.state.shape[1]
+        self.numbers = NUMBERS[jnp.dtype(gmem.state.dtype).name]
         self.tile = Tile(sizes, config.block, gmem.state.dtype.itemsize)
         self.along_v = column_layout(config.block).reduce(0)
         self.N = gmem.read_slots.shape[0]
@@ -99,16 +101,28 @@ class Cta:
         def _():
             _, head, entries = self.where(i)
             pairs = [(c, stage_of(c)) for c in chunks]
-            state = self.tile.state(self.gmem.state, self.place(slot), head, entries)
+            state = self.rows_of(self.place(slot), head, entries)
             for c, stage in pairs:
-                rows = state.at[pl.ds(c * size, size)]
+                rows = state.some(c * size, size)
                 arrived = self.smem.arrived.at[self.wg * self.stages + stage]
-                plgpu.copy_gmem_to_smem(rows, self.chunks.at[stage], arrived)
+                self.numbers.copy(rows, self.chunk(stage), arrived)
 
-    def wait(self, stage: jax.Array) -> Any:
+    def rows_of(self, place: jax.Array, head: jax.Array, entries: Any) -> Rows:
+        """The tile of a head in the pool."""
+        state, scale = self.tile.state(self.gmem.state, place, head, entries), self.gmem.scale
+        if scale is None:
+            return Rows(state)
+        return Rows(state, scale.at[place, head] if self.sizes.kv_layout else scale.at[place, head, entries])
+
+    def chunk(self, stage: jax.Array) -> Rows:
+        """The chunk in a stage."""
+        scale = getattr(self.smem, "scale", None)
+        return Rows(self.chunks.at[stage], None if scale is None else scale.at[self.wg, stage])
+
+    def wait(self, stage: jax.Array) -> Rows:
         """The chunk in a stage, once it has arrived."""
         plgpu.barrier_wait(self.smem.arrived.at[self.wg * self.stages + stage])
-        return self.chunks.at[stage]
+        return self.chunk(stage)
 
     def present(self, row: jax.Array) -> Any:
         """How many of a row's T tokens are real."""
@@ -131,7 +145,7 @@ class Unit:
         self.q_head = lax.div(self.head, self.sizes.HV // self.sizes.Hq)
         self.k_head = lax.div(self.head, self.sizes.HV // self.sizes.Hk)
         place = cta.place(slot)
-        self.state = cta.tile.state(gmem.state, place, self.head, self.entries)
+        self.state = cta.rows_of(place, self.head, self.entries)
         self.ring_k, self.ring_g = gmem.ring_k.at[place, self.k_head], gmem.ring_g.at[place, self.head]
         self.ring_u = gmem.ring_u.at[place, self.head, :, self.entries]
         self.cursors = gmem.cursors.at[place, self.head]
@@ -216,11 +230,14 @@ def launch_walk(
         functools.partial(body, **static, interpreted=interpret is not None),
         inputs=tokens._asdict() | spans | dict(layer=layer_input(layer)),
         outputs={"o": jax.ShapeDtypeStruct(v.shape, v.dtype)},
-        updated={key: one_for_all_layers(x, layer) for key, x in rings._asdict().items()},
+        updated={
+            key: None if x is None else one_for_all_layers(x, layer) for key, x in rings._asdict().items()
+        },
         memory=memory,
         ctas=ctas,
         warpgroups=config.warpgroups,
         auto_barriers=False,
         interpret=interpret,
     )
-    return results["o"], Rings(*(results[key].reshape(x.shape) for key, x in rings._asdict().items()))
+    after = (None if x is None else results[key].reshape(x.shape) for key, x in rings._asdict().items())
+    return results["o"], Rings._make(after)

@@ -44,6 +44,7 @@ from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import packed_items, row_items
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
+DTYPES |= {"i8": "int8", "f8": "float8_e4m3fn"}
 
 
 class Call(NamedTuple):
@@ -249,6 +250,7 @@ def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
     N, tokens = _tokens(T)
     x = Tokens(*shapes(f"{tokens} f32[4] f32[4]"))
     rings = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
+    rings += " f32[8,4,128]" if pool in ("i8", "f8") else ""
     arrays = dict(read_slots=f"i32[{N}]") | ({} if T == 1 else dict(accepted=f"i32[{N}]"))
     options: dict[str, Any] = {} if kernel is drafts_mma else dict(kv_layout=layout == "kv")
     options |= dict(drafts=Drafts(T)) if kernel is drafts else {}
@@ -286,6 +288,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed": dict(packed=True, N=3),
     "pool": dict(packed=True, N=3, layout="kv", pool="f32"),
     "bfloat16": dict(pool="bf16"),
+    "int8": dict(pool="i8"),
+    "float8": dict(pool="f8"),
     "float16": dict(dtype="f16"),
     "kv": dict(layout="kv"),
     "vk": dict(layout="vk"),
@@ -324,7 +328,8 @@ verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; 
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
 verify by channels, T 4; verify by channels, T 8, tree, bfloat16; verify by channels, T 8, vk, tree
 decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16
-verify on a ring, T 4; verify on a ring, T 4, vk
+decode deferred, int8; decode deferred, vk, int8; decode deferred, float8
+verify on a ring, T 4; verify on a ring, T 4, vk; verify on a ring, T 4, int8; verify on a ring, T 4, vk, int8
 verify on a ring by tensor cores, T 2, bfloat16; verify on a ring by tensor cores, T 4, bfloat16
 verify on a ring by tensor cores, T 8, bfloat16; verify on a ring by tensor cores, T 16, bfloat16
 """
