@@ -187,12 +187,15 @@ def test_rules_look_alike_everywhere():
 
 @pytest.mark.parametrize("trigram", [1.5, 3.5])
 def test_figure_of_losses(tmp_path, monkeypatch, trigram):
-    """A simple method above every loss is in the caption alone, with its loss; one among them is a line."""
-    figures = []
+    """A simple method above every loss is in the caption alone, with its loss; one among them is a line.
+
+    What runs start with has panels of its own.
+    """
+    figures, starts = [], [summary.Start(write_start=x) for x in (0.5, 0.06)]
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
     figure_lib.draw_sweep(
         tmp_path / "figure.png",
-        [summary.Row("mamba2", 0.1, {4: [2.0, 2.1], 16: [1.0, 1.1]})],
+        [summary.Row("mamba2", 0.1, {4: [2.0, 2.1], 16: [1.0, 1.1]}, start=x) for x in starts],
         axis="bytes",
         label="bits per byte",
         trained=8,
@@ -201,7 +204,9 @@ def test_figure_of_losses(tmp_path, monkeypatch, trigram):
         percent=False,
     )
     [figure] = figures
-    [axes], [legend] = figure.axes, figure.legends
+    [axes, other], [legend] = figure.axes, figure.legends
+    assert [x.get_title() for x in (axes, other)] == ["write start 0.5", "write start 0.06"]
+    assert len(axes.lines) == len(other.lines)
     lines = [line.get_ydata()[0] for line in axes.lines if len({*line.get_ydata()}) == 1]
     said = legend.get_title().get_text()
     assert lines == ([1.5] if trigram == 1.5 else [])

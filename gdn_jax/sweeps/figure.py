@@ -68,20 +68,25 @@ def draw_sweep(
         alone: a line there would press the curves together.
       percent: scores are fractions, drawn in %.
       along: name and value by scale of what the models differ in: it is then along the axis, with a panel for each
-        size of the test. None: one panel, with the sizes of the tests along the axis.
+        size of the test. None: the sizes of the tests are, with a panel for each start.
       answers: see `Row.learned`.
     """
     if along is None:
         below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to so many {axis}"
-        curves = [(row.mixer, row.scores) for row in rows]
-        panels = [Panel("", below, curves, (trained, "largest in training"), chance)]
+        panels = []
+        for start in dict.fromkeys(row.start for row in rows):
+            curves = [(row.mixer, row.scores) for row in rows if row.start == start]
+            title = ", ".join(start.names())
+            panels.append(Panel(title, below, curves, (trained, "largest in training"), chance))
     else:
         name, values = along
         panels = [
             Panel(f"{n} {axis}", name, _over_scales(rows, values, n), chance=chance) for n in rows[0].scores
         ]
     learned = (
-        {} if along is not None or answers is None else {row.mixer: k_of_n(row, answers) for row in rows}
+        {}
+        if along is not None or answers is None or len(panels) > 1
+        else {row.mixer: k_of_n(row, answers) for row in rows}
     )
     draw_panels(path, panels, label=label, caption=caption, percent=percent, learned=learned)
 
