@@ -422,22 +422,18 @@ def test_a_ring_is_made_for_its_gates(no_type_checks):
 
 
 def test_kernels_are_refused(no_type_checks):
-    """Several tokens, strengths apart and rings, each with its reason."""
+    """Strengths apart and rings, each with its reason."""
     pool, kernels = jnp.asarray(draw_pool(6)), dict(implementation="mosaic_gpu")
 
     def refused(reason: str):
         return pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {reason}")
 
-    x, one = draw("KDA", 1), np.ones(N, int)
-    token, tokens = ([y if T > 1 else y[:, 0] for y in x[:5]] for T in (1, 2))
-    with refused("there is no kernel of several tokens with a decay of each channel"):
-        spans = dict(state_slots=SLOTS[:, None], num_accepted_tokens=one)
-        serving.verify(*tokens, pool, **x.options, **spans, **kernels)
+    x = draw("KDA", 1)
     ring = serving.make_ring_pool(pool, num_key_heads=HK, channels=True)
     with refused("there is no kernel of a ring with a decay of each channel"):
-        serving.decode(*token, ring, **x.options, read_slots=SLOTS, **kernels)
+        serving.decode(*(y[:, 0] for y in x[:5]), ring, **x.options, read_slots=SLOTS, **kernels)
     apart = draw("GDN-2", 1)
-    with refused("there is no kernel of a token for erase and write apart"):
+    with refused("there is no kernel for erase and write apart"):
         token = (y[:, 0] for y in apart[:5])
         serving.decode(*token, pool, w=apart.w[:, 0], **apart.options, read_slots=SLOTS, **kernels)
 

@@ -49,7 +49,7 @@ class ChannelRaw(NamedTuple):
     def no_kernel(self) -> str | None:
         """Why no kernel takes such tokens, whatever the pool."""
         apart = self.write is not None or self.erase.shape[-1] > 1
-        return "there is no kernel of a token for erase and write apart" if apart else None
+        return "there is no kernel for erase and write apart" if apart else None
 
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""

@@ -29,8 +29,8 @@ from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 class HeadGates:
     """The kernels of tokens with one gate a head."""
 
-    no_drafts = no_ring = None
-    """Why no kernel takes several tokens at once, and why none takes a ring."""
+    no_ring = None
+    """Why no kernel takes a ring."""
 
     @staticmethod
     def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
@@ -49,7 +49,6 @@ class HeadGates:
 class ChannelGates:
     """The kernels of tokens with a decay of each channel."""
 
-    no_drafts = "there is no kernel of several tokens with a decay of each channel"
     no_ring = "there is no kernel of a ring with a decay of each channel"
 
     @staticmethod
@@ -77,8 +76,6 @@ class StateKernels(StatePool):
         from pallas_kernels.decode import step
 
         reason = step.check_supported(*tokens[:3], self.arrays, is_tree=_is_tree(where))
-        if isinstance(where, Spans):
-            reason = TOKENS[type(tokens)].no_drafts or reason
         return reason or _gates_reason(tokens) or _reason(self)
 
     def decode(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
