@@ -6,6 +6,7 @@ write where others read: the kernels of a token read and write at once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -33,17 +34,11 @@ class HeadGates:
     """Why no kernel takes a ring."""
 
     @staticmethod
-    def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
-        """Outputs and the pool behind a few tokens.
-
-        Args:
-          x: the tokens' record, [B, T, ...].
-          q, k, v: arrays of channels in which they lie.
-          options: of `step_of_channels`.
-        """
+    def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
+        """`step_of_channels` with the gates of some tokens, whose record is [B, T, ...]."""
         from pallas_kernels.decode.step import step_of_channels
 
-        return step_of_channels(q, k, v, x.a, x.b, pool, A_log=x.A_log, dt_bias=x.dt_bias, **options)
+        return partial(step_of_channels, a=x.a, b=x.b, A_log=x.A_log, dt_bias=x.dt_bias)
 
 
 class ChannelGates:
@@ -52,14 +47,14 @@ class ChannelGates:
     no_ring = "there is no kernel of a ring with a decay of each channel"
 
     @staticmethod
-    def token(call: Call, x: Any, q: Any, k: Any, v: Any, pool: Any, **options: Any) -> tuple[Array, Array]:
-        """See `HeadGates.token`."""
+    def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
+        """See `HeadGates.kernel`."""
         from pallas_kernels.decode.channel_step import channel_step
 
         *axes, K = *x.f.shape[:-1], x.k.shape[-1]
         f, bias = jnp.broadcast_to(x.f, (*axes, K)), jnp.broadcast_to(x.f_bias, (axes[-1], K))
         gates: dict[str, Any] = dict(A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
-        return channel_step(q, k, v, f, x.erase[..., 0], pool, **gates, **options)
+        return partial(channel_step, a=f, b=x.erase[..., 0], **gates)
 
 
 TOKENS: dict[type, type[HeadGates] | type[ChannelGates]] = {Raw: HeadGates, ChannelRaw: ChannelGates}
@@ -88,11 +83,12 @@ class StateKernels(StatePool):
         if x.qkv is not None:
             q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
         options: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first} | _options(call, self)
-        token = TOKENS[type(raw)].token
+        options |= {"q": q, "k": k, "v": v}
+        kernel = TOKENS[type(raw)].kernel(call, x)
 
         def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
             slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
-            o, arrays = token(call, x, q, k, v, pool.arrays, **slots, **options, layer=layer)
+            o, arrays = kernel(pool=pool.arrays, **slots, **options, layer=layer)
             return o[:, 0], pool.holding(arrays)
 
         return _in_slots(self, at, run)
@@ -104,7 +100,7 @@ class StateKernels(StatePool):
         at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
         at |= {"heads": tuple(x.shape[-2] for x in raw[:3]), "layer": spans.layer} | _options(call, self)
         q, k, v = (x.reshape(*x.shape[:2], -1) for x in raw[:3])
-        o, arrays = TOKENS[type(raw)].token(call, raw, q, k, v, self.arrays, **at)
+        o, arrays = TOKENS[type(raw)].kernel(call, raw)(q=q, k=k, v=v, pool=self.arrays, **at)
         return o, self.holding(arrays)
 
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
