@@ -173,6 +173,24 @@ def test_experts_are_their_definition(normalise):
     assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
 
 
+def test_few_tokens_read_their_experts_alone():
+    """The same outputs and gradients as among many tokens, which read all experts."""
+    layer = Experts(12, ExpertsConfig(12, 2, 8, 6), rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    x = normal(9, 12)
+
+    def outputs(params, x):
+        return nnx.merge(graphdef, params)(x)[:2]
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(outputs(params, x)))
+
+    programs = [str(jax.make_jaxpr(outputs)(params, y)) for y in (x, x[:2], x[:3])]
+    assert ["ragged_dot" in program for program in programs] == [True, False, True]
+    results = [(outputs(params, y), jax.grad(loss)(params, y)) for y in (x, x[:2])]
+    jax.tree.map(lambda a, b: assert_close(a, b, F32), *results)
+
+
 def test_experts_are_chosen_by_scores_in_float32():
     """Two experts whose scores are one number in bfloat16."""
     layer = Experts(2, ExpertsConfig(2, 1, 8, 6, True), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -76,7 +76,9 @@ class Experts(nnx.Module):
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
         weights, chosen = self.route(rows)
-        y = self._mixture(rows, weights, chosen)
+        # Weights that are gathered are read, written and read again.
+        few = 3 * chosen.size <= self.config.num_experts
+        y = (self._mixture_of_few if few else self._mixture)(rows, weights, chosen)
         shared = self.shared(rows).astype(y.dtype)
         if self.shared_gate is not None:
             shared = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))[:, None] * shared
@@ -116,6 +118,14 @@ class Experts(nnx.Module):
         gate, up = jnp.split(jax.lax.ragged_dot(x, self.gate_up[...].astype(dtype), sizes), 2, axis=-1)
         y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...].astype(dtype), sizes)
         y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        return jnp.sum(weights[..., None] * y, axis=1)
+
+
+    def _mixture_of_few(self, rows, weights, chosen):
+        """The same sum from copies of the chosen experts alone: `ragged_dot` reads all of them, on a GPU and a CPU."""
+        gate_up, down = (w[...][chosen].astype(rows.dtype) for w in (self.gate_up, self.down))
+        gate, up = jnp.split(jnp.einsum("nd,nkdf->nkf", rows, gate_up), 2, axis=-1)
+        y = jnp.einsum("nkf,nkfd->nkd", jax.nn.silu(gate) * up, down)
         return jnp.sum(weights[..., None] * y, axis=1)
 
 
