@@ -5,6 +5,7 @@ The sets of kernels lie in `kernel_sets`. The kernels of what stands around the 
 mathematics: the factor of the output where the kernels cannot hold it, and the derivative of the L2 norm.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,14 +64,17 @@ def rule(call: Call, x: RuleArrays, scale: Scale) -> tuple[Outputs, AnyStates]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rule(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates]:
-    return _forward(call, x)[:2]
+    return _forward(call)(call, x)[:2]
 
 
-def _forward(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
-    """Outputs, final states and residuals of the kernels, on the shards of the arguments."""
+def _forward(call: Call) -> Callable[[Call, RuleArrays], tuple[Outputs, AnyStates, Residuals]]:
+    """The function that gives outputs, final states and residuals of a call, on the shards of its arguments."""
+    return KERNELS[call.kernels].forward if call.shards is None else _forward_on_shards
+
+
+def _forward_on_shards(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+    assert call.shards is not None
     kernels = KERNELS[call.kernels]
-    if call.shards is None:
-        return kernels.forward(call, x)
     axes = RuleAxes.of(x)
     static = kernels.settled(call._replace(shards=None), axes.shard(x, call.shards))
 
@@ -82,8 +86,9 @@ def _forward(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
 
 
 def _forward_on_shard(call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Any]:
-    o, final, residuals = _forward(call, x)
-    return o, final, KERNELS[call.kernels].pack(residuals)
+    kernels = KERNELS[call.kernels]
+    o, final, residuals = kernels.forward(call, x)
+    return o, final, kernels.pack(residuals)
 
 
 def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -95,7 +100,7 @@ def _rule_fwd(call: Call, x: RuleArrays):
     if call.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
         q, k = _normalized(x.q, x.k)
         plain, call = x._replace(q=q, k=k), call._replace(use_qk_l2norm=False)
-    o, final, residuals = _forward(call, plain)
+    o, final, residuals = _forward(call)(call, plain)
     residuals = KERNELS[call.kernels].named(residuals)
     return (checkpoint_name(o, OUTPUT_NAME), final), (x, residuals)
 

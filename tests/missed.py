@@ -66,9 +66,12 @@ CEILING = 1.25
 """What a miss may grow by: errors are the same at every repeat, and differ a little between compilers."""
 
 
-def misses(case: Case, dtype: str, expected: dict, got: dict, known: dict = MISSED) -> list[str]:
-    """What is wrong with the outputs and gradients in `got`, one line each, all of them; known: of these kernels."""
-    lines = []
+def misses(case: Case, dtype: str, expected: dict, got: dict, known: dict | None = None) -> list[str]:
+    """What is wrong with the outputs and gradients in `got`, one line each, all of them.
+
+    known: the misses of these kernels, None for `MISSED`.
+    """
+    lines, known = [], MISSED if known is None else known
     for name, y in got.items():
         reference = expected[name]
         if reference is None or y is None:
@@ -92,7 +95,7 @@ def misses(case: Case, dtype: str, expected: dict, got: dict, known: dict = MISS
     return lines
 
 
-def check(case: Case, dtype: str, expected: dict, got: dict, known: dict = MISSED) -> None:
+def check(case: Case, dtype: str, expected: dict, got: dict, known: dict | None = None) -> None:
     """Fails with all `misses` of a case."""
     wrong = misses(case, dtype, expected, got, known)
     assert not wrong, "\n" + "\n".join(wrong)

@@ -62,8 +62,9 @@ CONFIGS = {
 def both_passes(options: dict[str, Any], primals, cotangents, cu_seqlens):
     """Outputs and gradients of the kernels by mma.sync."""
     x = RuleArrays(*primals, cu_seqlens, None)
+    backwards = {name: option for name, option in options.items() if name != "segment_chunks"}
     o, final, residuals = rule.forward(x, **options)
-    return o, final, *backward.backward(x, residuals, OutputCotangents(*cotangents), **options)
+    return o, final, *backward.backward(x, residuals, OutputCotangents(*cotangents), **backwards)
 
 
 def made(function: Callable[..., Any], arguments: tuple, as_8_0: bool) -> Callable[[], Any]:

@@ -21,7 +21,8 @@ from tolerances import assert_close, head_axis, tolerance
 from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.shapes import Dims, RuleArrays
-from pallas_kernels.ampere import adjoints, backward, gradients, prepare, rule, states, walk
+from pallas_kernels.ampere import adjoints, backward, gradients, prepare, rule, segments, states, walk
+from pallas_kernels.ampere.rows import Rows
 from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.device import mma
 from pallas_kernels.device.launch import NUM_SMS, SMALL_MEMORY
@@ -55,31 +56,70 @@ CASES = [
             g="by-head",
             beta="some 0",
             lengths=(20, 0, 17),
+            state_layout="vk",
         ),
         "float16",
-        walk.Config(2),
+        dict(config=walk.Config(2)),
     ),
     pytest.param(
-        cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf", state_layout="vk"),
+        cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf"),
         "bfloat16",
-        walk.Config(1, 2),
+        dict(config=walk.Config(1, 2), segment_chunks=0),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        cases.Case("three segments", T=130, B=2, heads=(1, 1, 1), K=60, V=64),
+        "bfloat16",
+        dict(segment_chunks=1),
         marks=pytest.mark.slow,
     ),
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype", "config"), CASES, ids=lambda x: getattr(x, "name", ""))
-def test_both_passes_in_the_interpreter(case, dtype, config):
+@pytest.mark.parametrize(("case", "dtype", "how"), CASES, ids=lambda x: getattr(x, "name", ""))
+def test_both_passes_in_the_interpreter(case, dtype, how):
     x = cases.inputs(case, dtype)
     truth = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
     arrays, static = arrays_of(x), dict(scale=case.K**-0.5, state_layout=case.state_layout)
-    static |= dict(config=config, interpret=INTERPRET)
-    o, final, residuals = rule.forward(arrays, **static)
+    static |= dict(config=how.get("config"), interpret=INTERPRET)
+    o, final, residuals = rule.forward(arrays, segment_chunks=how.get("segment_chunks"), **static)
     cotangents = OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T))
     results = o, final, *backward.backward(arrays, residuals, cotangents, **static)
     for name, primal, got in zip(NAMES, (x.q, x.initial_state, *x[:6]), results, strict=True):
         assert got.dtype == primal.dtype
         assert_close(truth[name], np.asarray(got), tolerance(name, dtype), name, head_axis(name))
+
+
+def test_states_between_segments():
+    """Every state is the one before, changed by its segment; cotangents go back by the transposed maps."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 3, 1, 2, 4), (2, 3, 1, 4, 4), (2, 1, 2, 4)
+    e, m, first = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    states, back = segments.joined(first, e, m), segments.joined_backwards(first, e, m)
+    np.testing.assert_array_equal(states[:, 0], first)
+    np.testing.assert_array_equal(back[:, 2], first)
+    for s in (0, 1):
+        np.testing.assert_allclose(states[:, s + 1], states[:, s] @ m[:, s] + e[:, s], rtol=1e-5, atol=1e-5)
+        expected = back[:, s + 1] @ m[:, s + 1].swapaxes(-1, -2) + e[:, s + 1]
+        np.testing.assert_allclose(back[:, s], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(segments.joined(None, e, m), segments.joined(0 * first, e, m))
+
+
+def test_rows_are_cut_where_heads_are_few():
+    """Into as many segments as fill the SMs once, all but the last of one length; packed rows are not."""
+
+    def dims(**sizes):
+        return Dims(**dict(B=1, T=32768, N=1, Hq=2, Hk=2, HV=8, HO=8, K=128, V=128) | sizes)
+
+    assert segments.choose(dims(), packed=False, sms=132) == 64  # of 512 chunks
+    assert (
+        segments.choose(dims(HO=64), packed=False, sms=132) == 0
+    )  # two of a length cost more than they save
+    assert segments.choose(dims(T=256), packed=False, sms=132) == segments.choose(dims(), packed=True) == 0
+    for chunks, length in ((10, 9), (9, 4), (16, 5), (7, 7)):
+        even = segments.even(chunks, length)
+        assert -(-chunks // even) == -(-chunks // length) and segments.even(chunks, even) == even
+    np.testing.assert_array_equal(segments.first_chunks(Rows(2, 300, None), 2), [0, 2, 4, 5, 7, 9, 10])
 
 
 @pytest.mark.parametrize("N", [1, 40])
@@ -182,15 +222,30 @@ def test_the_choice_of_a_walk(walks, memory, expected, monkeypatch):
 KERNELS = ["mma_prepare", "mma_outputs", "mma_states", "mma_adjoints", "mma_gradients"]
 
 
+CUT_KERNELS = [
+    "mma_prepare",
+    "mma_ends",
+    "mma_ends 2",
+    "mma_outputs",
+    "mma_adjoints",
+    "mma_states",
+    "mma_adjoints 2",
+]
+CUT_KERNELS += ["mma_gradients"]
+"""Kernels of a row that is cut into segments."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "capability", "also"),
+    ("call", "kernels", "capability", "also"),
     [
-        ("mma, pairs", "8.0", ("8.6", "8.9")),
-        ("mma, kv, float16, packed, K 64, V 64", "12.0", ()),
+        ("mma, pairs", KERNELS, "8.0", ("8.6", "8.9")),
+        ("mma, kv, float16, packed, K 64, V 64", KERNELS, "12.0", ()),
+        ("mma, segments", CUT_KERNELS, "8.6", ()),
     ],
+    ids=["pairs", "packed", "segments"],
 )
-def test_no_registers_are_spilled(call, capability, also):
+def test_no_registers_are_spilled(call, kernels, capability, also):
     """Compiled for every generation, where gcc and ptxas are.
 
     `pallas_kernels.tools.compiling` fetches the compiler plugin of the installed jax through pip, once for a machine.
@@ -206,7 +261,7 @@ def test_no_registers_are_spilled(call, capability, also):
         pytest.skip("the compiler of JAX's CUDA plugin is not here, and pip could not fetch it")
     assert done.returncode == 0, done.stderr
     found = [re.fullmatch(rf"{call}: (.*?) +(\d+) +(\d+) +(\d+) *", x) for x in done.stdout.splitlines()[1:]]
-    names = [f"{kernel}{generation}" for kernel in KERNELS for generation in ("", *(f", {x}" for x in also))]
+    names = [f"{kernel}{generation}" for kernel in kernels for generation in ("", *(f", {x}" for x in also))]
     assert [line[1] for line in found if line] == names, done.stdout
     assert all(line[3] == line[4] == "0" for line in found if line), done.stdout
 

@@ -12,7 +12,9 @@ from harness import named, truth
 
 import gdn_jax
 from gdn_jax.checks import cases
+from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.checks.check import value_and_gradients
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere import rule as mma_rule
 
 pytestmark = pytest.mark.gpu(*mma_rule.CAPABILITIES)
@@ -53,6 +55,27 @@ def test_lengths_known_while_tracing(lengths):
     x = cases.inputs(case, "bfloat16")
     call = value_and_gradients("mosaic_mma", case.options)
     got = named(jax.jit(lambda *y: call(*y, x.cu_seqlens, None))(x[:6], (x.do, x.dh_T)))
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+
+
+@pytest.mark.parametrize("segment_chunks", [1, 4, 0])
+def test_segments(segment_chunks):
+    """Both passes without decay, so that the map of every segment counts; of one chunk, of several, and none."""
+    case = cases.Case("segments", T=700, B=2, heads=(1, 1, 2), K=128, V=128, g="zero", state_layout="vk")
+    x = cases.inputs(case, "bfloat16")
+    options = dict(scale=case.K**-0.5, state_layout="vk", segment_chunks=segment_chunks)
+    arguments = jax.tree.map(jnp.asarray, (x[:6], (x.do, x.dh_T), None))
+    results = mma_on_gpu.made(functools.partial(mma_on_gpu.both_passes, options), arguments, False)()
+    got = dict(zip(NAMES, map(np.asarray, results), strict=True))
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+
+
+def test_few_heads_are_cut():
+    """By the public call, which chooses segments for these."""
+    case = cases.Case("few heads", T=6000, B=1, heads=(1, 1, 1), K=64, V=128)
+    x = cases.inputs(case, "bfloat16")
+    assert mma_rule.chosen_segment(RuleArrays(*x[:6], None, None))
+    got = named(both_passes(tuple(case.options.items()))(x[:6], (x.do, x.dh_T), None, None))
     missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
 
 

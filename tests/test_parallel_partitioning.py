@@ -307,7 +307,7 @@ def no_launch(monkeypatch):
             *("mosaic_gpu", dict(T=8192, B=1, heads=(8, 8, 8), lengths=(100, 3396), channels=True), "heads"),
             marks=pytest.mark.slow,
         ),
-        ("mosaic_mma", dict(T=200, B=8, heads=(8, 8, 16)), "rows and heads"),
+        ("mosaic_mma", dict(T=4096, B=8, heads=(8, 8, 16)), "rows and heads"),  # cut into segments
         ("mosaic_mma", dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),
         pytest.param(
             *("mosaic_mma", dict(T=500, B=1, heads=(8, 8, 8), lengths=(200, 256)), "heads"),

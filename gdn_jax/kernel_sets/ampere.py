@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from gdn_jax import gates
 from gdn_jax.kernel_sets.call import (
     Call,
@@ -10,13 +12,14 @@ from gdn_jax.kernel_sets.call import (
     Residuals,
     as_gates,
     as_inverse,
+    as_states,
 )
 from gdn_jax.partitioning import RuleAxes
 from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays
 
 
 class Ampere:
-    """The set of that name; `Residuals` are those of `pallas_kernels.ampere.rule`. Rows are never cut."""
+    """The set of that name; `Residuals` are those of `pallas_kernels.ampere.rule`."""
 
     name = "mosaic_mma"
 
@@ -38,7 +41,8 @@ class Ampere:
 
         if call.use_qk_l2norm:
             x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))
-        return rule.forward(call.arrays(x), scale=call.scale, state_layout=call.state_layout)
+        options = dict(scale=call.scale, state_layout=call.state_layout)
+        return rule.forward(call.arrays(x), segment_chunks=call.segment_chunks, **options)
 
     def backward(
         self, call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents
@@ -50,9 +54,10 @@ class Ampere:
         return backward.backward(call.arrays(x), residuals, cotangents, **options)
 
     def settled(self, call: Call, x: RuleArrays) -> Call:
-        """See `KernelSet`."""
-        del x
-        return call
+        """See `KernelSet`. All shards are cut as is best for those that are expected."""
+        from pallas_kernels.ampere import rule
+
+        return call._replace(segment_chunks=rule.chosen_segment(call.arrays(x)))
 
     def settled_by(self, call: Call, residuals: Residuals) -> Call:
         """See `KernelSet`."""
@@ -72,9 +77,10 @@ class Ampere:
         """See `KernelSet`. The chunks of each row lie along an axis of their own."""
         squares = axes.inputs.initial_state.replace("h", ". h")
         vectors = squares.removesuffix(" .")
-        return arrays._replace(g2_cum=vectors, beta=vectors, t=squares, p=squares)
+        return arrays._make((vectors, vectors, *[squares] * 4))
 
     def named(self, residuals: Residuals) -> Residuals:
         """See `KernelSet`."""
-        g2_cum, beta, t, p = residuals
-        return residuals._make((as_gates(g2_cum), as_gates(beta), as_inverse(t), as_inverse(p)))
+        g2_cum, beta, t, p, *of_segments = residuals
+        made = as_gates(g2_cum), as_gates(beta), as_inverse(t), as_inverse(p)
+        return residuals._make((*made, *jax.tree.map(as_states, of_segments)))

@@ -12,8 +12,8 @@ at 2^-24. Write strengths are in P and Dr. It is the walk of `backward.chain`.
 Inputs (GMEM): q [places, Hq K], k [places, Hk K], do [places, HO V], t and p [chunks HO C, C], factors = (D, Dr,
 2^G_0 repeated, nothing) [chunks HO, 4 C] f32, dh_T [N, HO, V, K] or [.., K, V] f32 (optional), first_chunk [N + 1]
 int32.
-Outputs (GMEM): dh [chunks HO V, K], the cotangent behind each chunk, dv [places, HO V], both in k's dtype, and dh_0
-[N, HO, V, K] or [.., K, V] f32.
+Outputs (GMEM): dh [chunks HO V, K], the cotangent behind each chunk, dv [places, HO V], both in k's dtype (or none of
+them), and dh_0 [N, HO, V, K] or [.., K, V] f32.
 Threads, barriers, hardware, limits: `ampere.walk`. Shared memory: `walk.memory`, 98 KB at K = V = 128.
 Source: adjoint of Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10.
 """
@@ -50,12 +50,14 @@ def _step(cta: Cta, i, dh: jax.Array) -> jax.Array:
     dev, gmem, q_tile, k_tile = cta.dev, cta.gmem, cta.slot("q", i), cta.slot("k", i)
     nothing = zeros((ROWS, CHUNK), jnp.float32)
     rounded = dh.astype(cta.dtype)
-    dev.store(gmem.dh.at[cta.states_of(i)], rounded)
+    if gmem.dh is not None:
+        dev.store(gmem.dh.at[cta.states_of(i)], rounded)
     late = dev.add_transposed(nothing, dev.left(rounded), k_tile)
     do_t = plgpu.load(cta.own_columns("do", i), layout=WGMMA)
     z = dev.add(late * cta.factor(1, i), dev.left(do_t), cta.slot("p", i))
     dv = dev.add(nothing, dev.left(z.astype(cta.dtype)), cta.slot("t", i))
-    dev.store_transposed(gmem.dv.at[cta.tokens_of(i)], dv.astype(cta.dtype))
+    if gmem.dv is not None:
+        dev.store_transposed(gmem.dv.at[cta.tokens_of(i)], dv.astype(cta.dtype))
     d = cta.factor(0, i)
     read = dev.left((do_t.astype(jnp.float32) * (d * cta.sizes.scale)).astype(cta.dtype))
     written = dev.left((dv * -d).astype(cta.dtype))
@@ -74,8 +76,8 @@ def _adjoints(cta: Cta) -> None:
 class Adjoints(NamedTuple):
     """Results of `adjoints`."""
 
-    dh: Float[Array, "chunks HO V K"]
-    dv: Float[Array, "places HO V"]
+    dh: Float[Array, "chunks HO V K"] | None
+    dv: Float[Array, "places HO V"] | None
     dh_0: Float[Array, "N HO _ _"] | None
 
 
@@ -92,6 +94,7 @@ def adjoints(
     scale: float,
     kv_layout: bool,
     with_dh_0: bool = True,
+    only_dh_0: bool = False,
     config: Config | None = None,
     interpret: Any = None,
 ) -> Adjoints:
@@ -101,6 +104,7 @@ def adjoints(
       factors: of `adjoint_factors`.
       dh_T: cotangents of the final states, float32, None for zeros.
       with_dh_0: whether the cotangents of the initial states are written.
+      only_dh_0: whether nothing else is.
     """
     (places, HO, V), (chunks, K), N = do.shape, (t.shape[0], k.shape[2]), first_chunk.shape[0] - 1
     dh_0 = jax.ShapeDtypeStruct((N, HO, *((K, V) if kv_layout else (V, K))), jnp.float32)
@@ -110,8 +114,8 @@ def adjoints(
         {"q": q, "k": k, "do": do, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
         {"dh_T": dh_T},
         {
-            "dh": jax.ShapeDtypeStruct((chunks * HO * V, K), k.dtype),
-            "dv": jax.ShapeDtypeStruct((places, HO * V), k.dtype),
+            "dh": None if only_dh_0 else jax.ShapeDtypeStruct((chunks * HO * V, K), k.dtype),
+            "dv": None if only_dh_0 else jax.ShapeDtypeStruct((places, HO * V), k.dtype),
             "dh_0": dh_0 if with_dh_0 else None,
         },
         early=TILES,
@@ -123,5 +127,7 @@ def adjoints(
         interpret=interpret,
         most_slots=1,  # a second one is no faster: 1.79 and 1.82 ms at (16, 32) 1x32768 (H100, 2026-11-25)
     )
+    if only_dh_0:
+        return Adjoints(None, None, results["dh_0"])
     dh, dv = results["dh"].reshape(chunks, HO, V, K), results["dv"].reshape(places, HO, V)
     return Adjoints(dh, dv, results.get("dh_0"))

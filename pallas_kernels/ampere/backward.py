@@ -2,6 +2,8 @@
 
     states (the walk forwards again)  ->  adjoints (the walk backwards)  ->  gradients (all chunks in parallel)
 
+Rows that the forward cut are walked in the same segments; adjoints then runs twice.
+
 Memory while it runs: both states at every chunk, 2 K V of q's dtype for each head and 64 tokens, w and dv, V each for
 each token and head, and dq and dk of every output head.
 """
@@ -17,6 +19,7 @@ from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
 from pallas_kernels.ampere.gradients import Gradients, gradients
 from pallas_kernels.ampere.rows import Rows
 from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
+from pallas_kernels.ampere.segments import first_chunks, joined_backwards, of_layout
 from pallas_kernels.ampere.states import factors, states
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.backward.gradients import MAX_LIFT, join_dbeta
@@ -88,26 +91,27 @@ def _run(
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
     dims, (do, dfinal) = x.dims, cotangents
-    g2_cum, strengths, t, p = (y.reshape(-1, *y.shape[2:]) for y in residuals)
+    g2_cum, strengths, t, p = (y.reshape(-1, *y.shape[2:]) for y in residuals[:4])
     rows, dtype, kv_layout = Rows(dims.B, dims.T, tables), x.k.dtype, static.kv_layout
     q, k, v, do = (spread(y, rows) for y in (*x[:3], do.astype(dtype)))
     h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (x.initial_state, dfinal))
     first_chunk = jnp.asarray(rows.first_chunk)
-    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret, kv_layout=kv_layout)
+    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
+    walked = q, k, do, t, p, adjoint_factors(g2_cum, strengths)
+    starts, m = residuals.starts, residuals.m
+    if starts is not None and m is not None:
+        first_chunk = jnp.asarray(first_chunks(rows, -(-residuals.t.shape[1] // starts.shape[1])))
+        e = adjoints(
+            *walked, None, first_chunk, scale=static.scale, kv_layout=False, only_dh_0=True, **both
+        ).dh_0
+        assert e is not None
+        after = joined_backwards(of_layout(dh_T, kv_layout), e.reshape(starts.shape), m)
+        (h_0, dh_T), kv_layout = (y.reshape(-1, *y.shape[2:]) for y in (starts, after)), False
+    both |= dict(kv_layout=kv_layout)
     h, w = states(k, v, t, factors(g2_cum, strengths), h_0, first_chunk, **both)
-    back = adjoints(
-        q,
-        k,
-        do,
-        t,
-        p,
-        adjoint_factors(g2_cum, strengths),
-        dh_T,
-        first_chunk,
-        scale=static.scale,
-        with_dh_0=h_0 is not None,
-        **both,
-    )
+    wanted = x.initial_state is not None
+    back = adjoints(*walked, dh_T, first_chunk, scale=static.scale, with_dh_0=wanted, **both)
+    assert back.dh is not None and back.dv is not None
     is_float16, factor = dtype == jnp.float16, mantissa(strengths, dtype)
     sums = gradients(
         q,
@@ -132,8 +136,12 @@ def _run(
         dg = rows.by_token(_gate_gradient(sums, g2_cum))
         dg = jnp.where(has_no_past(x, x.cu_seqlens), 0.0, dg).astype(x.g.dtype)
     if x.initial_state is not None and back.dh_0 is not None:
-        shape = (dims.K, dims.V) if kv_layout else (dims.V, dims.K)
-        dh_0 = back.dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)
+        dh_0 = back.dh_0
+        if starts is not None:
+            dh_0 = dh_0.reshape(starts.shape)[:, 0]
+            dh_0 = dh_0.swapaxes(-1, -2) if static.kv_layout else dh_0
+        shape = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
+        dh_0 = dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)
     return Cotangents(
         _of_heads(sums.dq, rows, dims.Hq, dims.K),
         _of_heads(sums.dk, rows, dims.Hk, dims.K),

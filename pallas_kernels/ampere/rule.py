@@ -1,6 +1,8 @@
 """The forward of the gated delta rule by mma.sync: composition of the kernels and padding. No device code.
 
-    prepare (T and P of all chunks in parallel)  ->  outputs (the walk)
+    prepare (T and P of all chunks in parallel)  ->  [ends  ->  segments]  ->  outputs (the walk)
+
+The part in brackets runs only where heads are so few that walks would leave most SMs idle.
 
 Gates and vectors of a chunk are made in plain JAX: they are few numbers. What belongs to other places than tokens is
 zeros; see `rows`.
@@ -14,9 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, Outputs, RuleArrays, changes_segment
+from pallas_kernels.ampere import segments
 from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Rows
-from pallas_kernels.ampere.states import factors, outputs
+from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import capability_reason, compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
@@ -46,6 +49,10 @@ class Residuals(NamedTuple):
     beta: Float[Array, "B NT HO C"]
     t: Float[Array, "B NT HO C C"]
     p: Float[Array, "B NT HO C C"]
+    starts: Float[Array, "B S HO V K"] | None
+    """States before each segment, transposed and padded; None where rows are not cut."""
+    m: Float[Array, "B S HO K K"] | None
+    """Maps of states over each segment, see `segments`."""
 
 
 def device_reason() -> str | None:
@@ -77,6 +84,8 @@ class _Static(NamedTuple):
 
     scale: float
     kv_layout: bool
+    segment_chunks: int
+    """0 for rows that are not cut."""
     config: Config | None
     interpret: Any
 
@@ -85,6 +94,15 @@ def batched(x: RuleArrays) -> RuleArrays:
     """The call with packed sequences as rows of a batch, where they are known to have one length."""
     known = known_lengths(x.cu_seqlens)
     return x if known is None or not common_length(known, x.dims.T) else as_rows(x, x.dims.N)
+
+
+def chosen_segment(x: RuleArrays) -> int:
+    """Chunks of a segment that `forward` chooses for a call, 0 for rows that are not cut."""
+    dims, known = x.dims, known_lengths(x.cu_seqlens)
+    length = None if known is None else common_length(known, dims.T)
+    if length:  # as `batched`
+        return segments.choose(dims._replace(B=dims.N, T=length), packed=False)
+    return segments.choose(dims, packed=x.cu_seqlens is not None)
 
 
 def tables_of(x: RuleArrays) -> ChunkTables | None:
@@ -100,6 +118,7 @@ def forward(
     *,
     scale: float,
     state_layout: str = "kv",
+    segment_chunks: int | None = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Outputs, Float[Array, "N HO _ _"], Residuals]:
@@ -109,6 +128,8 @@ def forward(
       x: q and k are normalised already where they are to be. Where the values of cu_seqlens are known while tracing,
         the tables cost nothing at run time, and sequences of equal lengths run as a batch.
       scale: a number within `forward.rule.FOLDED_SCALES`.
+      segment_chunks: chunks of a segment, 0 for rows that are not cut; None for a choice from the shapes. Packed rows
+        are never cut.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
 
@@ -118,11 +139,12 @@ def forward(
     Numerics: operands of products rounded to q's dtype (float16 inside the inverse), sums, gates and states in
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
     """
-    static, shape = (
-        _Static(float(scale), state_layout == "kv", config, interpret),
-        (*x.q.shape[:2], x.dims.HO),
-    )
-    x = batched(x)
+    shape, x = (*x.q.shape[:2], x.dims.HO), batched(x)
+    if segment_chunks is None or x.cu_seqlens is not None:
+        segment_chunks = chosen_segment(x)
+    elif segment_chunks:
+        segment_chunks = segments.even(-(-x.dims.T // CHUNK), segment_chunks)
+    static = _Static(float(scale), state_layout == "kv", segment_chunks, config, interpret)
     o, final, kept = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), tables_of(x))
     return o.reshape(*shape, -1), final, kept
 
@@ -158,19 +180,29 @@ def _run(static: _Static, x: RuleArrays, tables: ChunkTables | None):
     q, k, v = (spread(y, rows) for y in x[:3])
     g2_cum, beta = _gates(x, rows)
     prepared = prepare(q, k, g2_cum, beta, scale=static.scale, interpret=static.interpret)
-    o, final = outputs(
-        q,
-        k,
-        v,
-        *prepared,
-        factors(g2_cum, beta),
-        padded_states(x.initial_state, dims, kv_layout),
-        jnp.asarray(rows.first_chunk),
-        scale=static.scale,
-        kv_layout=kv_layout,
-        config=static.config,
-        interpret=static.interpret,
-    )
-    K, V = (dims.K, dims.V) if kv_layout else (dims.V, dims.K)
-    kept = Residuals._make(y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
-    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], kept
+    vectors, h_0 = factors(g2_cum, beta), padded_states(x.initial_state, dims, kv_layout)
+    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
+    first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None
+    if static.segment_chunks:
+        first_chunk = jnp.asarray(segments.first_chunks(rows, static.segment_chunks))
+        h_0 = segments.of_layout(h_0, kv_layout)
+        starts, m = _starts(k, v, prepared.t, vectors, h_0, first_chunk, dims.B, both)
+        h_0, kv_layout = starts.reshape(-1, *starts.shape[2:]), False
+    both |= dict(scale=static.scale, kv_layout=kv_layout)
+    o, final = outputs(q, k, v, *prepared, vectors, h_0, first_chunk, **both)
+    if static.segment_chunks:
+        final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
+        final = final.swapaxes(-1, -2) if static.kv_layout else final
+    K, V = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
+    kept = (y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
+    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], Residuals._make((*kept, starts, m))
+
+
+def _starts(k, v, t, vectors, h_0, first_chunk, B: int, both) -> tuple[jax.Array, jax.Array]:
+    """States before each segment and maps over each, [B, S, ..], from initial states [B, HO, V, K]."""
+    (places, _, K), HO, N = k.shape, t.shape[1], first_chunk.shape[0] - 1
+    identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (N, HO, K, K))
+    e = ends(k, v, t, vectors, None, first_chunk, **both)
+    m = ends(k, jnp.zeros_like(v, shape=(places, 1, K)), t, vectors, identity, first_chunk, **both)
+    e, m = (y.reshape(B, -1, *y.shape[1:]) for y in (e, m))
+    return segments.joined(h_0, e, m), m

@@ -1,4 +1,4 @@
-"""The walk forwards: outputs and final states, or the states at the borders of chunks for a backward.
+"""The walk forwards: outputs and final states, the final states alone, or those at chunks' borders for a backward.
 
 With the state transposed, h [V, K], and for one chunk (all of it float32 but the operands of products)
 
@@ -10,8 +10,8 @@ token i writes is beta_i times column i of W. Order and rounding of the products
 Inputs (GMEM): q [places, Hq K] (outputs only), k [places, Hk K], v [places, HV V], t and p (outputs only) [chunks HO
 C, C], factors = (D, Dr) [chunks HO, 2 C] f32, h_0 [N, HO, V, K] or [.., K, V] f32 (optional), first_chunk [N + 1]
 int32.
-Outputs (GMEM): o [places, HO V] and the final states [N, HO, V, K] or [.., K, V] f32; or h [chunks HO V, K], the
-state before each chunk, and w [places, HO V], W transposed, in k's dtype.
+Outputs (GMEM): o [places, HO V] (or not) and the final states [N, HO, V, K] or [.., K, V] f32; or h [chunks HO V, K],
+the state before each chunk, and w [places, HO V], W transposed, in k's dtype.
 Threads, barriers, hardware, limits: `ampere.walk`. Shared memory: `walk.memory`, 81 KB at K = V = 128.
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed.
 """
@@ -66,6 +66,11 @@ def _step(cta: Cta, i, h: jax.Array) -> jax.Array:
 
 def _outputs(cta: Cta) -> None:
     h = cta.walk(_step, cta.read(cta.gmem.h_0), OUTPUT_TILES, KEYS)
+    store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
+
+
+def _ends(cta: Cta) -> None:
+    h = cta.walk(_step, cta.read(cta.gmem.h_0), STATE_TILES, KEYS)
     store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
 
 
@@ -135,6 +140,39 @@ def outputs(
         interpret=interpret,
     )
     return Outputs(results["o"].reshape(places, HO, V), results["final"])
+
+
+def ends(
+    k: Float[Array, "places Hk K"],
+    v: Float[Array, "places HV V"],
+    t: Float[Array, "chunks HO C C"],
+    factors: Float[Array, "chunks HO C2"],
+    h_0: Float[Array, "N HO V K"] | None,
+    first_chunk: Int[Array, " N1"],
+    *,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "N HO V K"]:
+    """The final states alone.
+
+    Args: those of `outputs`.
+    """
+    V, HO, K, N = v.shape[2], t.shape[1], k.shape[2], first_chunk.shape[0] - 1
+    final = jax.ShapeDtypeStruct((N, HO, V, K), jnp.float32)
+    return start(
+        "mma_ends",
+        _ends,
+        {"k": k, "v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
+        {"h_0": h_0},
+        {"o": None, "final": final, "h": None, "w": None},
+        early=STATE_TILES,
+        late=KEYS,
+        is_backwards=False,
+        scale=1.0,
+        kv_layout=False,
+        config=config,
+        interpret=interpret,
+    )["final"]
 
 
 def states(

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, shared_memory, warpgroup_index
+from pallas_kernels.device.launch import grid_index, launch, num_sms, shared_memory, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, along_columns, zeros
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, load_state, smem_bytes, transposed
 from pallas_kernels.device.mma import SWIZZLE, MmaDevice
@@ -49,18 +49,18 @@ class Config:
     def default(cls, V: int, walks: int, bytes_of: Callable[["Config"], int]) -> "Config":
         """The configuration for a number of (sequence, output head) to walk over.
 
-        Two warpgroups a CTA where the CTAs then still are as many as the SMs of a large GPU. Where CTAs of one are no
+        Two warpgroups a CTA where the CTAs then still are as many as the device's SMs. Where CTAs of one are no
         more than these, two slots if the device has the memory: (16, 64) 1x32768 takes 1.83 ms with them and 2.06
         without (H100, 2026-11-25; 2.75 with two warpgroups).
 
         Args:
           bytes_of: shared memory of a CTA of a configuration.
         """
-        tiles = V // ROWS
-        if tiles % 2 == 0 and walks * tiles // 2 >= NUM_SMS:
+        tiles, sms = V // ROWS, num_sms()
+        if tiles % 2 == 0 and walks * tiles // 2 >= sms:
             return cls(2)
         wide = cls(1, 2)
-        return wide if walks * tiles <= NUM_SMS and bytes_of(wide) <= shared_memory() else cls(1)
+        return wide if walks * tiles <= sms and bytes_of(wide) <= shared_memory() else cls(1)
 
 
 class Sizes(NamedTuple):

@@ -169,6 +169,11 @@ def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None
     return None if capability in capabilities else f"compute capability {capability}; {kernels} need {needed}"
 
 
+def num_sms() -> int:
+    """Streaming multiprocessors of JAX's default device, NUM_SMS where it does not say. Only speed depends on it."""
+    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
+
+
 SMALL_MEMORY = 101_376
 """Bytes of shared memory of a CTA on compute capability 8.6, 8.9 and 12.0."""
 

@@ -141,12 +141,13 @@ def mma_call(**options: Any) -> Call:
     Args:
       options: those of `rule_call`, of whose last ones warpgroups and early_slots are `ampere.walk.Config`'s.
     """
+    cut = options.pop("segment_chunks", 0)
     config = {name: options.pop(name) for name in ("warpgroups", "early_slots") if name in options}
     known = walk.Config(**config) if config else None
     static: dict[str, Any] = dict(scale=0.1, state_layout=options.get("layout", "vk"), config=known)
 
     def run(x: RuleArrays):
-        o, final, residuals = mma_rule.forward(x, **static)
+        o, final, residuals = mma_rule.forward(x, segment_chunks=cut, **static)
         cotangents = backward.OutputCotangents(o, None if x.initial_state is None else final)
         return o, final, mma_backward.backward(x, residuals, cotangents, **static)
 
@@ -315,7 +316,7 @@ rule, float16, segments, half; rule, open; rule, open, packed; rule, pool; rule,
 rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16, half
 rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
 rule, pool, bfloat16, vk, segments
-mma, pairs; mma, kv, float16, packed, K 64, V 64
+mma, pairs; mma, kv, float16, packed, K 64, V 64; mma, segments
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16

@@ -56,7 +56,7 @@ class Program(NamedTuple):
 def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> Program:
     """A program; where the forms are kernels it has what they take."""
     implementation = str(rng.choice(implementations))
-    by_kernels = implementation == "mosaic_gpu"
+    by_kernels = implementation.startswith("mosaic")
     family = bool(rng.random() < 0.3) and not by_kernels
     dtypes = (
         ("bfloat16", "float16") if by_kernels else ("float32", "float32", "bfloat16", "float16", "float64")

@@ -4,7 +4,8 @@
 
 Prints every finding with the seed that repeats it, and a summary; the status is 1 where anything was found. The legal
 calls, to which those over pools come, take a quarter of a second each on two cores, and the illegal ones a
-millisecond. On a GPU of compute capability 9.0 the implementation "mosaic_gpu" runs the kernels.
+millisecond. On a GPU of compute capability 9.0 the implementation "mosaic_gpu" runs the kernels, and there and on the
+others that have them "mosaic_mma" those by mma.sync, which no pool has.
 """
 
 import argparse
@@ -39,13 +40,12 @@ def main() -> int:
     parser.add_argument("--legal", type=int, default=1000, help="calls of the rule and its family")
     parser.add_argument("--served", type=int, default=300, help="calls over pools")
     parser.add_argument("--illegal", type=int, default=500)
-    parser.add_argument("--implementation", choices=["plain", "mosaic_gpu"], default="plain")
+    parser.add_argument("--implementation", choices=["plain", "mosaic_gpu", "mosaic_mma"], default="plain")
     o = parser.parse_args()
-    by_kernels = o.implementation == "mosaic_gpu"
-    forms = ("mosaic_gpu",) if by_kernels else ("chunked", "recurrent")
+    forms = ("chunked", "recurrent") if o.implementation == "plain" else (o.implementation,)
     found = _run("illegal", illegal(o.seed, o.illegal))
     found += _run("legal", legal(o.seed, o.legal, forms))
-    found += _run("served", served(o.seed, o.served, by_kernels))
+    found += _run("served", served(o.seed, o.served, o.implementation == "mosaic_gpu"))
     return min(found, 1)
 
 
