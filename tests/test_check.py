@@ -36,6 +36,7 @@ def tables(text: str) -> list[list[list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_printed(small, capsys):
     """A row for every case, dtype and implementation, in the order of its header; a reason for what did not run."""
     assert check.main([]) == 0

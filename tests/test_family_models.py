@@ -220,7 +220,16 @@ def test_a_training_step_of_04b_traces(preset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["kda", "gated_delta_net_2", "gated_delta_product"])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "kda",
+        *(
+            pytest.param(name, marks=pytest.mark.crossed)
+            for name in ("gated_delta_net_2", "gated_delta_product")
+        ),
+    ],
+)
 def test_a_run_resumes_bit_for_bit(mixer, tmp_path):
     """Bytes: a run in one go, and the same one resumed from its first checkpoint; an older version's file opens. One
     mixer's samples are longer than a byte, which takes a program more."""

@@ -75,6 +75,7 @@ def test_a_saved_checkpoint_is_the_one_that_was_loaded(model, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_a_model_of_our_own_is_written(model, tmp_path):
     own = LanguageModel(model.config, rngs=nnx.Rngs(1))
     save_hf(own, tmp_path / "own")
@@ -87,6 +88,7 @@ def test_a_model_of_our_own_is_written(model, tmp_path):
 WINDOW = AttentionConfig(2, 1, 8, rotary_dim=8, window=5)
 
 
+@pytest.mark.slow
 def test_a_window_attends_as_its_definition_says_in_any_pieces():
     """Against float64 softmax over the last five tokens; pieces of 1, 7, 2 and 9 tokens, one row with padding."""
     layer = WindowAttention(16, WINDOW, rngs=nnx.Rngs(0))

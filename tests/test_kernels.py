@@ -289,10 +289,12 @@ def check(case, config, dtype="bfloat16"):
     assert_close(final, np.asarray(got_final), tolerance("final_state", dtype), "final state", 1)
 
 
-QUICK = ("one tile, kv padded, grouped queries", "packed in segments", "segment ids")
+QUICK = ("one tile, kv padded, grouped queries", "segment ids")
 
 
-@pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK, ("normalised, packed", "segments")))
+@pytest.mark.parametrize(
+    ("case", "config"), harness.tiers(CASES, QUICK, ("packed in segments", "normalised, packed", "segments"))
+)
 def test_forward_in_the_interpreter(case, config, monkeypatch):
     monkeypatch.setattr(
         forward_rule, "known_lengths", lambda cu_seqlens: None

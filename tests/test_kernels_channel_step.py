@@ -118,7 +118,7 @@ def drafts(pool_dtype, kv_layout, parents, *, sizes=None, N=3, interpret=None):
 @pytest.mark.parametrize(
     ("pool_dtype", "kv_layout", "parents"),
     [
-        ("bfloat16", True, TREE),
+        pytest.param("bfloat16", True, TREE, marks=pytest.mark.slow),
         pytest.param("float32", True, None, marks=pytest.mark.slow),
         pytest.param("float32", False, TREE, marks=pytest.mark.slow),
     ],

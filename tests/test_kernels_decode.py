@@ -189,6 +189,7 @@ def in_place(f, pool, *arguments) -> str:
 IN_PLACE = ("stablehlo.custom_call", "stablehlo.reshape", "stablehlo.scatter", "stablehlo.case", "call")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 def test_pools_are_updated_in_place():
     """Plain, with slots of its own to write, of a whole model, drafts, and on a ring."""

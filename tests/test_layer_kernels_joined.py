@@ -75,6 +75,7 @@ def plain_kernels(monkeypatch):
         monkeypatch.setattr(mixer, name, function)
 
 
+@pytest.mark.slow
 def test_one_operation_is_the_layer(monkeypatch):
     """Results and all gradients, also through both states, beside the layer in parts; alone and behind a norm, whose
     scale the projections take over."""

@@ -365,7 +365,10 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [None, (20, 65, 71)], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param(None, id="rows", marks=pytest.mark.crossed), pytest.param((20, 65, 71), id="packed")],
+)
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_interpreted(lengths):
     """Two devices one after the other, outside of jit, where the interpreter hangs; what travels is handed over."""

@@ -132,6 +132,7 @@ def test_a_layer_by_kernels_multiplies_so(monkeypatch):
         assert rms_ratio(np.asarray(like), np.asarray(y)) < 0.02
 
 
+@pytest.mark.slow
 def test_a_model():
     """All projections of its blocks, in both passes, and neither the output projection nor a copy for inference."""
     config = ModelConfig(num_layers=2, hidden_size=32, head_dim=16, dtype="bfloat16", matmul="float8")

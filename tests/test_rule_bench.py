@@ -341,6 +341,7 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
 
 
+@pytest.mark.slow
 def test_a_decay_of_each_channel():
     """Both kinds of gates, by the clock; the kernels' reason is told."""
     bench = RuleBenchmark(

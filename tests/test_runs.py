@@ -65,6 +65,7 @@ def test_run_folder(finished):
     assert traces <= 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     original = BytesTask.train_batch
@@ -204,6 +205,7 @@ def test_resume_with_other_options_or_data(folder, finished, tmp_path, capsys):
     assert tree(out) == before
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another(finished, tmp_path, capsys):
     """Its options are those of the other one, its batches are not; it resumes without the other one."""
     first, out = tmp_path / "first", tmp_path / "second"

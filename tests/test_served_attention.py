@@ -24,6 +24,7 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_pieces_a_token_and_drafts_give_the_likeliest_tokens():
     """Of slots that held NaN; the window is shorter than the prompts, and drafts fill the pool to its last token."""
     model, rng = LanguageModel(CONFIG, rngs=nnx.Rngs(0)), np.random.default_rng(0)

@@ -74,6 +74,7 @@ def test_decode(dtype, layout):
     np.testing.assert_allclose(want_o[:, 0], o, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_drafts_prompts_and_copies():
     """Of a model's layer, with slots to read and to write: outputs and states are those of float32 states."""
     x, results = draw(3, 4), []

@@ -134,7 +134,13 @@ def test_controls():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [1024, 16], ids=["all logits", "logits at the queries"])
+@pytest.mark.parametrize(
+    "large",
+    [
+        pytest.param(1024, id="all logits", marks=pytest.mark.crossed),
+        pytest.param(16, id="logits at the queries"),
+    ],
+)
 def test_turns_in_one_program(monkeypatch, large):
     """Steps whose shapes take turns, in one compiled loop and two runs at a time, are those of `gdn train`."""
     monkeypatch.setattr(program, "_LARGE_VOCABULARY", large)
@@ -186,6 +192,7 @@ def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
     assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
 
 
+@pytest.mark.slow
 def test_sets_with_the_same_sequences_are_read_once():
     """Each counts by its own weights, also a set that has a batch twice; batches of a shape have as many weights."""
     tokens, weights = np.arange(6).reshape(2, 3), np.eye(2, 3, dtype=np.float32)
