@@ -315,6 +315,31 @@ def assert_forks_are_right(case: Case, call: Callable[..., tuple]) -> None:
         assert (before == after).all(), f"{case.name}: another slot changed"
 
 
+def assert_codes_are_right(case: Case, call: Callable[..., tuple]) -> None:
+    """Rings beside states in 8 bits, by call(x, pool) and by plain JAX: outputs and states are the same but for the
+    rounding of a code. One slot is flushed, all others keep their bits. A row of zeros is one."""
+    counts = [15, 0, 3]
+    x = draw_ring(dataclasses.replace(case, pool_dtype="float32"), counts)
+    x["state"] = serving.make_byte_states(x["state"].at[:, :, 3].set(0), dtype=case.pool_dtype)
+    pool = ring_pool(case, x)
+    want_o, want = jax.jit(partial(serve_ring, case, implementation="xla"))(x, pool)
+    o, got = call(x, pool)
+    assert_close(
+        np.asarray(want_o).astype(np.float64), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], case.name
+    )
+    np.testing.assert_array_equal(want.cursors, got.cursors)
+    flushed = np.asarray(x["read_slots"])[:1]
+    for before, after in zip(pool.state, got.state, strict=True):
+        before, after = (np.delete(np.asarray(y), flushed, 0).view(np.uint8) for y in (before, after))
+        np.testing.assert_array_equal(before, after)
+    np.testing.assert_allclose(want.state.scale, got.state.scale, rtol=1e-5)
+    assert (np.asarray(got.state.scale) != np.asarray(pool.state.scale))[flushed].any()
+    one = {"int8": 1, "float8_e4m3fn": 32}[case.pool_dtype]  # the step between codes, at most
+    codes = (np.asarray(y.state.codes)[flushed].astype(np.float32) for y in (want, got))
+    difference = np.abs(np.subtract(*codes))
+    assert difference.max() <= one and (difference > 0).mean() < 0.01
+
+
 def assert_trees_on_a_ring_are_right(run: Callable, steps: int, **sizes) -> None:
     """Step after step of trees, of which some tokens are accepted, by run(call, x, pool), beside plain JAX. What
     lies behind the tokens of a ring is not a number."""

@@ -82,6 +82,13 @@ def test_what_the_kernels_cannot_take_is_a_line_of_its_own(capsys):
     assert "| xla | 1 | float32 | 1 | 1 | chain | head |" in out
 
 
+def test_states_in_eight_bits_are_for_rings(capsys):
+    assert run("--pools", "int8", "--deferred", "1", "4", "--tokens", "1") == 1
+    assert "--deferred: expected more than 1 for a pool of 8 bits" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 def test_inputs_are_those_of_the_seed():
     options = decode_bench.DecodeBenchmark(heads=(1, 2), width=4)
     line = decode_bench.Line(None, 1, "bfloat16", 2, 3)

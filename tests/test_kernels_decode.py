@@ -278,28 +278,7 @@ BYTE_CASES = [
 @pytest.mark.parametrize("case", harness.tiers(BYTE_CASES, ("bytes", "bytes-drafts"), ("bytes-drafts-vk",)))
 @pytest.mark.usefixtures("interpreted")
 def test_states_in_eight_bits_beside_a_ring(case):
-    """Outputs and states of plain JAX, but for the rounding of a code, of which one slot is flushed; all other slots
-    keep their bits. A row of zeros is one."""
-    counts = [15, 0, 3]
-    x = pool_steps.draw_ring(dataclasses.replace(case, pool_dtype="float32"), counts)
-    x["state"] = serving.make_byte_states(x["state"].at[:, :, 3].set(0), dtype=case.pool_dtype)
-    pool = pool_steps.ring_pool(case, x)
-    want_o, want = jax.jit(partial(pool_steps.serve_ring, case, implementation="xla"))(x, pool)
-    o, got = pool_steps.serve_ring(case, x, pool, **KERNELS)
-    assert_close(
-        np.asarray(want_o).astype(np.float64), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], case.name
-    )
-    np.testing.assert_array_equal(want.cursors, got.cursors)
-    flushed = np.asarray(x["read_slots"])[:1]
-    for before, after in zip(pool.state, got.state, strict=True):
-        before, after = (np.delete(np.asarray(y), flushed, 0).view(np.uint8) for y in (before, after))
-        np.testing.assert_array_equal(before, after)
-    np.testing.assert_allclose(want.state.scale, got.state.scale, rtol=1e-5)
-    assert (np.asarray(got.state.scale) != np.asarray(pool.state.scale))[flushed].any()
-    one = {"int8": 1, "float8_e4m3fn": 32}[case.pool_dtype]  # the step between codes, at most
-    codes = (np.asarray(y.state.codes)[flushed].astype(np.float32) for y in (want, got))
-    difference = np.abs(np.subtract(*codes))
-    assert difference.max() <= one and (difference > 0).mean() < 0.01
+    pool_steps.assert_codes_are_right(case, lambda x, pool: pool_steps.serve_ring(case, x, pool, **KERNELS))
 
 
 @pytest.mark.slow

@@ -195,6 +195,13 @@ def test_rings_that_are_written_where_others_are_read(kv_layout, pool_dtype):
     pool_steps.assert_forks_are_right(case, call)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("kv_layout", "T"), [(True, 1), (False, 1), (True, 4), (False, 3)])
+def test_states_in_eight_bits_beside_a_ring(kv_layout, T, dtype):
+    case = Case("codes", T=T, heads=HEADS, kv_layout=kv_layout, pool_dtype=dtype)
+    pool_steps.assert_codes_are_right(case, jax.jit(partial(pool_steps.serve_ring, case, **KERNELS)))
+
+
 @pytest.mark.parametrize(("case", "counts"), DRAFT_CASES, ids=lambda x: getattr(x, "name", ""))
 def test_verify_on_a_ring(case, counts):
     x = pool_steps.draw_ring(case, counts)

@@ -120,7 +120,6 @@ class Experts(nnx.Module):
         y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
         return jnp.sum(weights[..., None] * y, axis=1)
 
-
     def _mixture_of_few(self, rows, weights, chosen):
         """The same sum from copies of the chosen experts alone: `ragged_dot` reads all of them, on a GPU and a CPU."""
         gate_up, down = (w[...][chosen].astype(rows.dtype) for w in (self.gate_up, self.down))
