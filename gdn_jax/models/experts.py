@@ -121,7 +121,7 @@ class Experts(nnx.Module):
         return jnp.sum(weights[..., None] * y, axis=1)
 
     def _mixture_of_few(self, rows, weights, chosen):
-        """The same sum from copies of the chosen experts alone: `ragged_dot` reads all of them, on a GPU and a CPU."""
+        """The same sum from copies of the chosen experts alone, where `ragged_dot` would read all of them."""
         gate_up, down = (w[...][chosen].astype(rows.dtype) for w in (self.gate_up, self.down))
         gate, up = jnp.split(jnp.einsum("nd,nkdf->nkf", rows, gate_up), 2, axis=-1)
         y = jnp.einsum("nkf,nkfd->nkd", jax.nn.silu(gate) * up, down)
