@@ -31,14 +31,17 @@ class Float8:
     """Products of operands in 8 bits.
 
     Numerics: a number in E4M3 is rounded by at most 2^-4 of itself, one in E5M2 by 2^-3; numbers below 2^-15 of the
-    largest one (E4M3, of 2^-6 to 448) or 2^-30 (E5M2) lose more. Sums are those of the device's products, in
-    float32 or, on a GPU of compute capability 9.0, of a few bits less. The result is rounded once to x's dtype.
+    largest one (E4M3, of 2^-6 to 448) or 2^-30 (E5M2) lose more. Sums are in float32, but those of the forward on a
+    GPU of compute capability 9.0, which may have some bits less. The result is rounded once to x's dtype.
     """
 
     operands: DTypeLike = jnp.float8_e4m3fn
     """The dtype of activations and weights."""
     cotangents: DTypeLike = jnp.float8_e5m2
     """The dtype of the results' cotangents."""
+    gradient_sums: lax.Precision = lax.Precision.HIGHEST
+    """Precision of the gradients' sums. The default leaves them to the tensor cores of a GPU, which keep some bits
+    less, and a weight's gradient is a sum over all tokens."""
 
     def __call__(
         self,
@@ -112,11 +115,14 @@ def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Scaled:
     return Scaled((x.astype(wide) * scale).astype(dtype), scale)
 
 
-def _product(x: Scaled, y: Scaled, dims: Any, dtype: DTypeLike) -> Array:
+def _product(
+    x: Scaled, y: Scaled, dims: Any, dtype: DTypeLike, precision: lax.Precision | None = None
+) -> Array:
     """The product of two scaled arrays over pairs of their axes, rounded once to a dtype."""
     # Before it is divided by the scales a result may be larger than any number of float16.
     wide = jnp.promote_types(dtype, jnp.bfloat16)
-    z = lax.dot_general(x.values, y.values, (dims, ((), ())), preferred_element_type=wide)
+    options: Any = dict(precision=precision, preferred_element_type=wide)
+    z = lax.dot_general(x.values, y.values, (dims, ((), ())), **options)
     # One factor, which XLA makes a factor of the product itself (docs/log/training.md).
     return (z * (1 / x.scale * (1 / y.scale)).astype(wide)).astype(dtype)
 
@@ -135,8 +141,8 @@ def _forward(policy, x, w):
 def _backward(policy, saved, dy):
     x8, w8 = saved
     dy8, rows = rounded(dy, policy.cotangents), tuple(range(dy.ndim - 1))
-    dx = _product(dy8, w8, ((dy.ndim - 1,), (1,)), dy.dtype)
-    return dx, _product(x8, dy8, (rows, rows), dy.dtype)
+    dx = _product(dy8, w8, ((dy.ndim - 1,), (1,)), dy.dtype, policy.gradient_sums)
+    return dx, _product(x8, dy8, (rows, rows), dy.dtype, policy.gradient_sums)
 
 
 _float8.defvjp(_forward, _backward)

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.tiles import load, spread
 from pallas_kernels.device.memory import Buffer, Memory, store_any
-from pallas_kernels.device.operations import Device
 
 ROUNDER = 1.5 * 2**23
 """A float32 number that is added to numbers of at most 2^22 and subtracted again has rounded them to whole ones."""
@@ -49,13 +48,13 @@ class Floats:
         """Starts the copies of rows to shared memory."""
         plgpu.copy_gmem_to_smem(source.numbers, target.numbers, barrier)
 
-    def widened(self, x: jax.Array, layout: Any, device: Device, tall: bool) -> jax.Array:
+    def widened(self, x: jax.Array, layout: Any, device: Any) -> jax.Array:
         """Numbers of rows as they were loaded, in float32: the state, or codes.
 
         Args:
-          tall: whether the layout is the tall one, in which pairs of 16-bit neighbours are widened at once.
+          device: by which pairs of neighbours are widened; None: as the compiler does it.
         """
-        return device.widen(x, layout) if tall else x.astype(jnp.float32)
+        return x.astype(jnp.float32) if device is None else device.widen(x, layout)
 
     def scaled(self, x: list[jax.Array], rows: Rows, layout: Any) -> list[jax.Array]:
         """Numbers [rows] that belong to rows, times what makes their codes the state."""
@@ -96,9 +95,9 @@ class Codes(Floats):
         super().copy(source, target, barrier)
         plgpu.copy_gmem_to_smem(source.scale, target.scale, barrier)
 
-    def widened(self, x: jax.Array, layout: Any, device: Device, tall: bool) -> jax.Array:
+    def widened(self, x: jax.Array, layout: Any, device: Any) -> jax.Array:
         """Codes in float32."""
-        del layout, device, tall
+        del layout, device
         return x.astype(jnp.float32)
 
     def scaled(self, x: list[jax.Array], rows: Rows, layout: Any) -> list[jax.Array]:
@@ -127,11 +126,6 @@ class Codes(Floats):
 
 class WholeCodes(Codes):
     """States in 8 bits as whole numbers."""
-
-    def widened(self, x: jax.Array, layout: Any, device: Device, tall: bool) -> jax.Array:
-        """Codes in float32."""
-        del tall
-        return device.widen_bytes(x, layout)
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """See `Codes.rounded`."""

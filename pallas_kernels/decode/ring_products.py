@@ -187,7 +187,7 @@ def add_tokens(
     tall = tall and size[1] == 4 * WARP
     layout, here = tall_layout(size[0]) if tall else row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
-    S = numbers.widened(load(source.numbers, layout), layout, device, tall)
+    S = numbers.widened(load(source.numbers, layout), layout, device if tall else None)
     S = numbers.times(S, decay, source, layout)
     for j in range(keys.shape[0]):
         along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
@@ -240,7 +240,7 @@ class Products:
         for i in range(0, self.shape.rows, rows):
             some = chunk.some(i, rows)
             s = load(some.numbers, layout)
-            s = self.numbers.widened(s, layout, self.device, self.tall)
+            s = self.numbers.widened(s, layout, self.device if self.tall else None)
             here = pl.ds(first_row + i, rows)
             if self.kv:
                 x = [load(self.vectors.at[j, here], layout.reduce(1)) for j in range(self.count)]

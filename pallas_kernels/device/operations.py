@@ -102,10 +102,6 @@ class Device:
             return x.astype(jnp.float32)
         return _widen(x.shape, layout)(x)
 
-    def widen_bytes(self, x, layout: Any) -> jax.Array:
-        """int8 in a layout with fours of neighbours as float32, two instructions a number and no conversion."""
-        return x.astype(jnp.float32) if self.interpreted else _widen_bytes(x.shape, layout)(x)
-
     def sum_of_threads_rows(self, x, layout: Any, summed: Any) -> jax.Array:
         """Sums of x [4 r, columns] over every r rows, which a thread has below each other: [4, columns].
 
@@ -240,35 +236,6 @@ def _widen(shape: tuple[int, int], layout: Any):
         return _registers(values, x)
 
     return widen
-
-
-@functools.cache
-def _widen_bytes(shape: tuple[int, int], layout: Any):
-    """The operation for arrays of a shape.
-
-    A byte b with its sign turned is b + 128, and behind the upper bytes of 2^23 it is the float32 2^23 + 128 + b.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
-    )
-    def widen_bytes(ctx, x):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        values = []
-        for register in x.registers.flat:
-            numbers = ir.VectorType(register.type).shape[0]
-            wide = []
-            for word in _elements(vector.bitcast(ir.VectorType.get((numbers // 4,), i32), register)):
-                turned = arith.xori(word, utils.c(-0x7F7F7F80, i32))
-                for i in range(
-                    4
-                ):  # byte i of the word, and of 2^23 two bytes that are 0 and its uppermost one
-                    bits = utils.prmt(turned, utils.c(0x4B000000, i32), utils.c(0x7540 + i, i32))
-                    wide.append(arith.subf(arith.bitcast(f32, bits), utils.c(2.0**23 + 128, f32)))
-            values.append(vector.from_elements(ir.VectorType.get((numbers,), f32), wide))
-        return _registers(values, x)
-
-    return widen_bytes
 
 
 @functools.cache
