@@ -192,7 +192,11 @@ def test_parameters_on_a_mesh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mixer, mesh", [("kda", "data=2,head=2,context=2"), ("gated_delta_product", "head=2,context=4")]
+    "mixer, mesh",
+    [
+        ("kda", "data=2,head=2,context=2"),
+        pytest.param("gated_delta_product", "head=2,context=4", marks=pytest.mark.crossed),
+    ],
 )
 def test_training_on_a_mesh(mixer, mesh):
     """Three steps on devices of a mesh are those of one device."""

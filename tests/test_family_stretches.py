@@ -78,7 +78,10 @@ def test_stretches_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "lanes"), [("packed", 2), ("packed-vk-erase-a-channel", 1)])
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [pytest.param("packed", 2, marks=pytest.mark.crossed), ("packed-vk-erase-a-channel", 1)],
+)
 def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
     """Three chunks at a time, with sequences over the borders of stretches and lanes: as the whole row, and a NaN
     stays in its sequence."""

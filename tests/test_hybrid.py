@@ -428,7 +428,7 @@ def test_gradients_through_two_attention_layers_by_cudnn():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_a_scan_over_periods_changes_nothing():
     row, results = jnp.asarray(tokens(2, 9)), []
     for scan in (False, True):

@@ -135,7 +135,7 @@ def test_pool_of_a_whole_model(interpreted):
         pool_prompts.assert_right(case, x, o, new[:, 1])
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_slots_of_any_dtype(interpreted):
     """Numbers outside of the pool, and an unsigned -1, are padding: nothing is written, and all outputs are 0."""
     interpreted(segment_chunks=0)

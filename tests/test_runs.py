@@ -411,6 +411,7 @@ def test_lines_that_are_no_lines(copy, capsys):
         assert f"{path}: expected a JSON object with step in line 2, got " in error_line(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lr[1e-3]", "a* b?\n\N{GREEK SMALL LETTER ALPHA}"])
 def test_names_of_run_folders(folder, finished, tmp_path, name):
     """Checkpoints can be read wherever they lie: Orbax looks for their parts by a pattern."""

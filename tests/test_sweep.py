@@ -335,7 +335,7 @@ def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
     assert "| mixer | learning rate | 8 bytes | 24 bytes |" in table and "a state of 32 numbers" in table
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_hybrid_beside_another(folder, tmp_path):
     """Its initial weights are made for themselves, and its parameters are counted."""
     file, out = tmp_path / "config.json", tmp_path / "run"
