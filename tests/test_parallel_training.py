@@ -1,8 +1,10 @@
 """A training step and whole runs on meshes of CPU devices, beside one device."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from meshes import mesh_from
 from gdn_jax import cli
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, SigmoidRouting
-from gdn_jax.parallel import context, processes, sharding
+from gdn_jax.parallel import context, lifeline, processes, sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.tasks.batch import Batch
@@ -369,6 +371,32 @@ def test_a_process_that_dies(tmp_path, folder, victim):
     assert expected in said[0] or "another process of the run is gone" in said[0]
     (out / "lock").unlink(missing_ok=True)
     assert tiny_runs.resume(out, "--max-minutes", "0.0001") == 0
+
+
+def test_a_stranger_on_the_port_is_sent_away():
+    """Whoever does not greet with the secret is not watched, and takes no other's place; a death is told, an end is
+    not."""
+    secret, listener = bytes(range(16)), lifeline._listener()
+    port, lost = listener.getsockname()[1], queue.Queue()
+
+    def joined(greeting):
+        connection = socket.create_connection(("127.0.0.1", port), 10)
+        connection.sendall(greeting)
+        return connection
+
+    stranger = joined(b"GET / HTTP/1.1 and more than twenty bytes")
+    others = [joined(secret + index.to_bytes(4, "big")) for index in (1, 2)]
+    accepted: dict[int, socket.socket] = {}
+    lifeline._accept(listener, secret, accepted, 2)
+    assert sorted(accepted) == [1, 2]
+    with contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+    others[0].sendall(lifeline._FAREWELL)
+    others[1].close()
+    for index, connection in accepted.items():
+        connection.settimeout(10)
+        lifeline._watch(connection, index, lost.put)
+    assert [lost.get_nowait()] == [2] and lost.empty()
 
 
 def test_the_environment_of_several_processes(monkeypatch):

@@ -5,8 +5,10 @@ and the other end is told so. JAX notices too, but ends the process with a trace
 """
 
 import contextlib
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -15,6 +17,9 @@ import numpy as np
 SECONDS = 20.0
 """Time to connect in."""
 _FAREWELL = b"."
+_SECRET_BYTES = 16
+_GREETING_BYTES = _SECRET_BYTES + 4
+"""Bytes that a process sends first: the run's secret, which a stranger on the port does not know, and its number."""
 
 
 @contextlib.contextmanager
@@ -32,26 +37,23 @@ def held(host: str | None, lost: Callable[[int], None]) -> Iterator[str | None]:
       Why this process could not connect, None if it could. It goes on without: JAX notices a dead process later.
 
     Raises:
-      ValueError: the first process' address is longer than 256 bytes.
+      ValueError: the name of the first process' machine is longer than 200 bytes.
     """
     if jax.process_count() == 1:
         yield None
         return
-    listener = (
-        socket.create_server(("", 0), backlog=jax.process_count()) if jax.process_index() == 0 else None
-    )
-    address = _from_first((host or socket.getfqdn(), listener.getsockname()[1]) if listener else None)
-    connections, problem = {}, None
+    listener = _listener() if jax.process_index() == 0 else None
+    port = 0 if listener is None else listener.getsockname()[1]
+    name = (host or socket.getfqdn()).strip("[]")
+    secret, address = _from_first(secrets.token_bytes(_SECRET_BYTES), name, port)
+    connections: dict[int, socket.socket] = {}
+    problem = None
     try:
         if listener is not None:
-            listener.settimeout(SECONDS)
-            for _ in range(jax.process_count() - 1):
-                connection, _ = listener.accept()
-                connection.settimeout(SECONDS)
-                connections[int.from_bytes(_received(connection, 4), "big")] = connection
+            _accept(listener, secret, connections, jax.process_count() - 1)
         else:
-            connection = connections[0] = socket.create_connection(address, SECONDS)
-            connection.sendall(jax.process_index().to_bytes(4, "big"))
+            connections[0] = socket.create_connection(address, SECONDS)
+            connections[0].sendall(secret + jax.process_index().to_bytes(4, "big"))
     except OSError as error:
         problem = f"{address[0]}:{address[1]}: {error}"
     finally:
@@ -66,18 +68,43 @@ def held(host: str | None, lost: Callable[[int], None]) -> Iterator[str | None]:
             connection.sendall(_FAREWELL)
 
 
-def _from_first(address: tuple[str, int] | None) -> tuple[str, int]:
-    """The address that the first process gives, in all of them."""
+def _listener() -> socket.socket:
+    """A port for the other processes, over both versions of the internet protocol where the system has them."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _accept(
+    listener: socket.socket, secret: bytes, connections: dict[int, socket.socket], count: int
+) -> None:
+    """Fills in the connections of so many processes by their numbers; who does not know the secret is sent away."""
+    end = time.monotonic() + SECONDS
+    while len(connections) < count:
+        listener.settimeout(max(0.01, end - time.monotonic()))
+        connection, _ = listener.accept()
+        connection.settimeout(1.0)  # a process greets at once
+        try:
+            greeting = _received(connection, _GREETING_BYTES)
+        except OSError:
+            greeting = b""
+        if greeting[:_SECRET_BYTES] == secret:
+            connections[int.from_bytes(greeting[_SECRET_BYTES:], "big")] = connection
+        else:
+            connection.close()
+
+
+def _from_first(secret: bytes, name: str, port: int) -> tuple[bytes, tuple[str, int]]:
+    """The secret, and the name and the port, of the first process, in all of them."""
     from jax.experimental import multihost_utils
 
-    text = np.zeros(256, np.uint8)
-    if address is not None:
-        given = np.frombuffer(f"{address[0]} {address[1]}".encode(), np.uint8)
-        text[: len(given)] = given
-    host, port = (
-        bytes(np.asarray(multihost_utils.broadcast_one_to_all(text))).rstrip(b"\0").decode().split(" ")
-    )
-    return host, int(port)
+    if len(name.encode()) > 200:
+        raise ValueError(f"host: expected a name of at most 200 bytes, got {name!r}")
+    text, given = np.zeros(256, np.uint8), secret + f"{port} {name}".encode()
+    text[: len(given)] = np.frombuffer(given, np.uint8)
+    found = bytes(np.asarray(multihost_utils.broadcast_one_to_all(text)))
+    number, _, first = found[_SECRET_BYTES:].rstrip(b"\0").decode().partition(" ")
+    return found[:_SECRET_BYTES], (first, int(number))
 
 
 def _received(connection: socket.socket, count: int) -> bytes:
