@@ -1,4 +1,4 @@
-"""Hybrid models: attention and experts against their definitions, caches, padding, packing, sampling, generation."""
+"""Hybrid models: attention against its definition, caches, padding, packing, sampling, generation."""
 
 import dataclasses
 import math
@@ -14,7 +14,6 @@ from gdn_jax.blocks import RMSNorm
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.block import ReorderedBlock, make_block
-from gdn_jax.models.experts import Experts
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.training.steps import compiler_flags
 
@@ -146,57 +145,6 @@ def test_rotation_depends_on_distance_alone():
     np.testing.assert_allclose(score(7, 3), score(14, 10), rtol=1e-4)
     assert np.abs(score(7, 3) - score(7, 4)).min() > 1e-3
     np.testing.assert_array_equal(rotate(q, jnp.full((1, 1), 9), 6, 100.0)[..., 6:], q[..., 6:])
-
-
-@pytest.mark.parametrize("normalise", [True, False])
-def test_experts_are_their_definition(normalise):
-    """A token and an expert at a time; one expert gets no token."""
-    layer = Experts(12, ExpertsConfig(5, 2, 8, 6, normalise), rngs=nnx.Rngs(0))
-    layer.router[...] = layer.router[...].at[:, 3].set(-100 * jnp.sign(jnp.ones(12)))
-    x = jnp.abs(normal(2, 9, 12))
-    f64 = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer)))
-    silu = lambda a: a / (1 + np.exp(-a))  # noqa: E731
-    want = np.zeros((18, 12))
-    for n, row in enumerate(np.asarray(x, np.float64).reshape(18, 12)):
-        scores = np.exp(row @ f64["router"] - np.max(row @ f64["router"]))
-        p = scores / scores.sum()
-        best = np.argsort(p)[-2:]
-        assert 3 not in best
-        for e in best:
-            gate, up = np.split(row @ f64["gate_up"][e], 2)
-            weight = p[e] / (p[best].sum() if normalise else 1)
-            want[n] += weight * (silu(gate) * up) @ f64["down"][e]
-        shared = {name: f64["shared"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down")}
-        y = (silu(row @ shared["gate"]) * (row @ shared["up"])) @ shared["down"]
-        want[n] += y / (1 + np.exp(-row @ f64["shared_gate"]))
-    got = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
-
-
-def test_few_tokens_read_their_experts_alone():
-    """The same outputs and gradients as among many tokens, which read all experts."""
-    layer = Experts(12, ExpertsConfig(12, 2, 8, 6), rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
-    x = normal(9, 12)
-
-    def outputs(params, x):
-        return nnx.merge(graphdef, params)(x)[:2]
-
-    def loss(params, x):
-        return jnp.sum(jnp.sin(outputs(params, x)))
-
-    programs = [str(jax.make_jaxpr(outputs)(params, y)) for y in (x, x[:2], x[:3])]
-    assert ["ragged_dot" in program for program in programs] == [True, False, True]
-    results = [(outputs(params, y), jax.grad(loss)(params, y)) for y in (x, x[:2])]
-    jax.tree.map(lambda a, b: assert_close(a, b, F32), *results)
-
-
-def test_experts_are_chosen_by_scores_in_float32():
-    """Two experts whose scores are one number in bfloat16."""
-    layer = Experts(2, ExpertsConfig(2, 1, 8, 6, True), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer.router[...] = jnp.array([[1.0, 1.0], [0.0, 2.0**-10]])
-    weights, chosen = layer.route(jnp.ones((1, 2), jnp.bfloat16))
-    assert chosen.item() == 1 and weights.dtype == jnp.float32
 
 
 def test_zero_centred_norm():

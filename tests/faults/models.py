@@ -49,7 +49,7 @@ FAULTS = (
         "the router's scores are rounded",
         "self.router[...].astype(rows.dtype)), axis=-1)",
         "self.router[...].astype(rows.dtype)).astype(rows.dtype), axis=-1)",
-        "tests/test_hybrid.py::test_experts_are_chosen_by_scores_in_float32",
+        "tests/test_experts.py::test_experts_are_chosen_by_scores_in_float32",
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
