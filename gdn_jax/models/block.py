@@ -48,7 +48,8 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     mlp = None
     if config.has_experts(layer):
         assert e is not None
-        mlp = Experts(config.hidden_size, e, **arithmetic(config), **weights)
+        options = arithmetic(config) | {"implementation": config.implementation}
+        mlp = Experts(config.hidden_size, e, **options, **weights)
     reordered = a is not None and a.reordered_norm
     block = (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
     set_product(block, PRODUCTS[config.matmul])

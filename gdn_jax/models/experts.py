@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.blocks import Initializer, NoDecayParam, SwiGLU
+from gdn_jax.fused.experts import mixture
 from gdn_jax.models.config import ExpertsConfig
 
 
@@ -21,6 +22,7 @@ class Experts(nnx.Module):
       hidden_size: width of x and the result.
       config: sizes.
       dtype, param_dtype: compute and parameter dtype.
+      implementation: of the experts, see `fused.experts.mixture`.
       kernel_init, out_kernel_init: initialisers of the inner projections, and of those that write the result.
       rngs: source of the initial weights.
 
@@ -38,12 +40,13 @@ class Experts(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
         kernel_init: Initializer | None = None,
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.implementation = dtype, implementation
         init = kernel_init or nnx.initializers.lecun_normal()
         out_init = out_kernel_init or init
 
@@ -76,9 +79,9 @@ class Experts(nnx.Module):
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
         weights, chosen = self.route(rows)
-        # Weights that are gathered are read, written and read again.
-        few = 3 * chosen.size <= self.config.num_experts
-        y = (self._mixture_of_few if few else self._mixture)(rows, weights, chosen)
+        y = mixture(
+            rows, weights, chosen, self.gate_up[...], self.down[...], implementation=self.implementation
+        )
         shared = self.shared(rows).astype(y.dtype)
         if self.shared_gate is not None:
             shared = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))[:, None] * shared
@@ -108,24 +111,6 @@ class Experts(nnx.Module):
         if self.config.normalise:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return weights * routing.factor, chosen
-
-    def _mixture(self, rows, weights, chosen):
-        """Weighted sum over the experts of each token [N, D], float32: all tokens of an expert side by side."""
-        dtype, k = rows.dtype, self.config.per_token
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # pairs (token, choice) by expert
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
-        x = rows[order // k]
-        gate, up = jnp.split(jax.lax.ragged_dot(x, self.gate_up[...].astype(dtype), sizes), 2, axis=-1)
-        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...].astype(dtype), sizes)
-        y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        return jnp.sum(weights[..., None] * y, axis=1)
-
-    def _mixture_of_few(self, rows, weights, chosen):
-        """The same sum from copies of the chosen experts alone, where `ragged_dot` would read all of them."""
-        gate_up, down = (w[...][chosen].astype(rows.dtype) for w in (self.gate_up, self.down))
-        gate, up = jnp.split(jnp.einsum("nd,nkdf->nkf", rows, gate_up), 2, axis=-1)
-        y = jnp.einsum("nkf,nkfd->nkd", jax.nn.silu(gate) * up, down)
-        return jnp.sum(weights[..., None] * y, axis=1)
 
 
 def _dot(x, weight):

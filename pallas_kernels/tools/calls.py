@@ -31,6 +31,8 @@ from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.embedding import embedding_gradient
+from pallas_kernels.layer.expert_product import Config as ExpertConfig
+from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
@@ -393,6 +395,25 @@ CALLS: dict[str, Call] = {
         swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
     ),
     "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
+    "experts, few rows": call(
+        partial(expert_product, config=ExpertConfig.few(64), swiglu=True),
+        "bf16[64,1536] bf16[128,1536,1024] i32[8] i32[1]",
+    ),
+    "experts, few rows, down": call(
+        partial(expert_product, config=ExpertConfig.few(64)), "bf16[512,512] bf16[128,512,1536] i32[8] i32[1]"
+    ),
+    "experts, 128 rows": call(
+        partial(expert_product, config=ExpertConfig.few(128), swiglu=True),
+        "bf16[128,1536] bf16[128,1536,1024] i32[128] i32[1]",
+    ),
+    "experts, many rows": call(
+        partial(expert_product, config=ExpertConfig.many(), swiglu=True),
+        "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",
+    ),
+    "experts, many rows, down": call(
+        partial(expert_product, config=ExpertConfig.many()),
+        "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
+    ),
     "embedding": call(embedding_gradient, "f32[64,1024] i32[64] i32[33]"),
     "cross entropy": call(cross_entropy, "bf16[8192,1024] bf16[32768,1024] i32[8192]"),
     "cotangents of logits": call(logit_cotangents, "bf16[8192,32768] f32[128,8192] i32[8192] f32[8192]"),

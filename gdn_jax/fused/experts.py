@@ -1,0 +1,173 @@
+"""The experts of a mixture: SwiGLUs, of which every token has a few, and the sum of these with its weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.fused.kernels import fused_op, run, usable
+
+FEW = 128
+"""Rows up to which kernels multiply all of them by every expert that one of them has chosen: reading the weights of an
+expert then takes longer than to multiply."""
+
+
+def mixture(
+    rows: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    chosen: Int[Array, "N k"],
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "N D"]:
+    """sum_j weights_j (silu(x A_e) * (x B_e)) W_e with e = chosen_j and [A_e | B_e] = gate_up_e, for every row x.
+
+    The kernels take bfloat16 and float16 with D and F multiples of 64, and read those experts alone that a row has
+    chosen. Rows may be split over devices, or experts, whose parts of the sum are then added. The result can be
+    differentiated once, in reverse; its derivative is that of the plain form.
+
+    The plain form of many rows is `jax.lax.ragged_dot`, which XLA makes a product of all rows with all experts where
+    it has no better form, on GPUs too. That of a few rows copies the weights of their experts.
+
+    Args:
+      rows: inputs, in the dtype in which all is multiplied.
+      weights: of the choices, float32.
+      chosen: numbers of the experts, below E, those of a row all different.
+      gate_up: both branches of every expert side by side.
+      down: their projections down.
+      implementation: as for `fused.kernels.kernels_run`; "mosaic_gpu" warns where the kernels take no such arrays.
+
+    Returns:
+      [N, D] float32 (float64 when a weight is). Numerics: the result of an expert is rounded to the dtype of rows, by
+      kernels and by a plain form of many rows; the sum over them is not.
+    """
+    gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
+    if usable("a mixture of experts", implementation, _reason(rows, gate_up, down)):
+        ids = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
+        return _mixture(None, rows, weights, chosen, gate_up, down, ids)
+    return plain_mixture(rows, weights, chosen, gate_up, down)
+
+
+def plain_mixture(rows, weights, chosen, gate_up, down):
+    """`mixture` without kernels."""
+    # Weights that are gathered are read, written and read again.
+    few = 3 * chosen.size <= gate_up.shape[0]
+    return (_copied if few else _ragged)(rows, weights, chosen, gate_up, down)
+
+
+def _ragged(rows, weights, chosen, gate_up, down):
+    """All tokens of an expert side by side."""
+    k = chosen.shape[1]
+    order = jnp.argsort(chosen.reshape(-1), stable=True)  # pairs (token, choice) by expert
+    sizes = jnp.bincount(chosen.reshape(-1), length=gate_up.shape[0])
+    gate, up = jnp.split(jax.lax.ragged_dot(rows[order // k], gate_up, sizes), 2, axis=-1)
+    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
+    y = y[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.sum(weights[..., None] * y, axis=1)
+
+
+def _copied(rows, weights, chosen, gate_up, down):
+    """From copies of the chosen experts alone, where `ragged_dot` would read all of them."""
+    gate_up, down = gate_up[chosen], down[chosen]
+    gate, up = jnp.split(jnp.einsum("nd,nkdf->nkf", rows, gate_up), 2, axis=-1)
+    y = jnp.einsum("nkf,nkfd->nkd", jax.nn.silu(gate) * up, down)
+    return jnp.sum(weights[..., None] * y, axis=1)
+
+
+def _reason(rows, gate_up, down) -> str | None:
+    """Why the kernels cannot take a call; None if they can."""
+    from pallas_kernels.layer.expert_product import check_supported
+
+    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (rows, gate_up, down)):
+        return "arrays lie on explicit axes of a mesh"
+    if gate_up.shape[2] % 128:
+        return f"experts of {gate_up.shape[2] // 2} inner columns; the kernel takes a multiple of 64"
+    return check_supported(rows, gate_up) or check_supported(down[0], down)
+
+
+class Tiles(NamedTuple):
+    """Rows in tiles, each of one expert."""
+
+    x: Float[Array, "M D"]
+    """The rows of the tiles one behind the other, or those of all tiles, see `expert_product`."""
+    experts: Int[Array, " tiles"]
+    used: Int[Array, "1"]
+    places: Int[Array, "N k"]
+    """Where the result of each choice lies."""
+
+
+def _tiles_of_few(rows, chosen, here, num_experts: int, size: int) -> Tiles:
+    """A tile for each expert that is chosen, and all rows in each."""
+    N, k = chosen.shape
+    x = jnp.pad(rows, ((0, size - N), (0, 0)))
+    if N == 1:  # its experts are all different
+        used, tiles = jnp.full(1, k, jnp.int32), jnp.arange(k, dtype=jnp.int32)
+        return Tiles(x, chosen[0], used, tiles[None] * size)
+    ids = jnp.arange(num_experts, dtype=jnp.int32)
+    of_expert = jnp.any((chosen.reshape(-1, 1) == ids) & here.reshape(-1, 1), axis=0)
+    tile = jnp.cumsum(of_expert, dtype=jnp.int32) - 1
+    numbers = jnp.arange(min(num_experts, N * k), dtype=jnp.int32)[:, None]
+    experts = jnp.sum(jnp.where((tile == numbers) & of_expert, ids, 0), axis=1, dtype=jnp.int32)
+    places = tile[chosen] * size + jnp.arange(N, dtype=jnp.int32)[:, None]
+    return Tiles(x, experts, tile[-1:] + 1, places)
+
+
+def _tiles_of_many(rows, chosen, here, num_experts: int, size: int) -> Tiles:
+    """The rows of an expert side by side, in as many tiles as they fill."""
+    N, k = chosen.shape
+    key = jnp.where(here, chosen, num_experts).reshape(-1)
+    order = jnp.argsort(key, stable=True)
+    among_all = jnp.zeros(N * k, jnp.int32).at[order].set(jnp.arange(N * k, dtype=jnp.int32))
+    count = jnp.bincount(key, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    first = jnp.cumsum(count, dtype=jnp.int32) - count
+    tiles = (count + size - 1) // size
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    most = (N * k + (size - 1) * min(num_experts, N * k)) // size
+    numbers = jnp.arange(most, dtype=jnp.int32)[:, None]
+    experts = jnp.minimum(jnp.sum(numbers >= ends, axis=1, dtype=jnp.int32), num_experts - 1)
+    clipped = jnp.minimum(key, num_experts - 1)
+    places = (ends - tiles)[clipped] * size + among_all - first[clipped]
+    places = jnp.where(here.reshape(-1), places, most * size)
+    tokens = jnp.arange(N * k, dtype=jnp.int32) // k
+    row_of = jnp.zeros(most * size, jnp.int32).at[places].set(tokens, mode="drop")
+    return Tiles(rows[row_of], experts, ends[-1:], places.reshape(N, k))
+
+
+def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
+    """`mixture` by kernels, or where ids are not those of all experts their part of it."""
+    from pallas_kernels.layer.expert_product import Config, expert_product
+
+    num_experts, few = gate_up.shape[0], rows.shape[0] <= FEW
+    chosen = chosen.astype(jnp.int32) - ids[0]
+    here = (chosen >= 0) & (chosen < num_experts)
+    chosen = jnp.clip(chosen, 0, num_experts - 1)
+    config = Config.few(rows.shape[0]) if few else Config.many()
+    make = _tiles_of_few if few else _tiles_of_many
+    tiles = make(rows, chosen, here, num_experts, config.rows)
+    h = expert_product(tiles.x, gate_up, tiles.experts, tiles.used, config=config, swiglu=True)
+    y = expert_product(h, down, tiles.experts, tiles.used, config=config)
+    y = jnp.where(here[..., None], y[tiles.places], 0)
+    return jnp.sum(weights[..., None] * y, axis=1)
+
+
+OPERANDS = "n .", "n .", "n .", "e . .", "e . .", "e"
+"""Names of the dimensions of rows, weights, choices, both projections and the numbers of the experts."""
+
+
+def _forward(_, rows, weights, chosen, gate_up, down, ids):
+    args = rows, weights, chosen, gate_up, down, ids
+    sizes = {"n": rows.shape[0], "e": gate_up.shape[0]}
+    return run(_by_kernels, None, args, OPERANDS, "n . +e", sizes), args[:-1]
+
+
+def _backward(_, saved, dy):
+    rows, weights, chosen, gate_up, down = saved
+    _, pull = jax.vjp(lambda r, w, g, d: plain_mixture(r, w, chosen, g, d), rows, weights, gate_up, down)
+    drows, dweights, dgate_up, ddown = pull(dy)
+    return drows, dweights, None, dgate_up, ddown, None
+
+
+_mixture = fused_op(_forward, _backward)
