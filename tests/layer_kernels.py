@@ -15,6 +15,7 @@ from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     cross_entropy,
     embedding,
+    expert_product,
     gated_norm,
     logit_cotangents,
     norm,
@@ -33,6 +34,7 @@ KERNELS = (
     (swiglu, "swiglu"),
     (swiglu_product, "swiglu_product"),
     (swiglu_cotangents, "swiglu_cotangents"),
+    (expert_product, "expert_product"),
     (weight_gradient, "weight_gradient"),
     (short_conv, "short_conv"),
     (embedding, "embedding_gradient"),

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.fused.kernels import fused_op, run, usable
 
 FEW = 128
-"""Rows up to which kernels multiply all of them by every expert that one of them has chosen: reading the weights of an
-expert then takes longer than to multiply."""
+"""Rows up to which kernels multiply all of them by every expert that one of them has chosen: to read the weights of
+an expert then takes longer than to multiply."""
 
 
 def mixture(

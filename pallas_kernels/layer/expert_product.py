@@ -5,11 +5,11 @@
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
 
 Inputs (GMEM): x [tiles * rows, D], or [rows, D] that all tiles share; w [E, D, N], of x's dtype, bfloat16 or float16;
-experts [tiles] int32, in [0, E); used [1] int32. Output (GMEM): y [tiles * rows, N], or N / 2 columns of a SwiGLU, in
-x's dtype; what is behind the used tiles is not written.
-Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns; those of one tile of
-rows follow one another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that loads.
-Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time.
+experts [tiles] int32, in [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2 columns
+of a SwiGLU; what is behind the used tiles is not written.
+Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns, the items of one
+tile of rows one after another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that
+loads. Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time.
 
 Barriers:
 
@@ -161,9 +161,7 @@ def _load(cta: _Cta) -> None:
             plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, config.rows), depth], smem.x.at[slot], barrier)
             for part in range(cta.parts):
                 columns = pl.ds(part * gmem.y.shape[1] + column, cta.width)
-                plgpu.copy_gmem_to_smem(
-                    gmem.w.at[expert, depth, columns], smem.w.at[slot, part], barrier
-                )
+                plgpu.copy_gmem_to_smem(gmem.w.at[expert, depth, columns], smem.w.at[slot, part], barrier)
             return ()
 
         lax.fori_loop(0, cta.steps, step, ())

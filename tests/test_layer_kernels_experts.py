@@ -1,0 +1,115 @@
+"""The kernel that multiplies rows by their experts, interpreted, and the mixture that is made with it."""
+
+import fused_oracle
+import jax
+import jax.numpy as jnp
+import layer_kernels
+import numpy as np
+import pytest
+from fused_harness import close, draws
+from layer_kernels import INTERPRET
+
+from gdn_jax.fused import experts
+from pallas_kernels.layer import expert_product
+from pallas_kernels.layer.expert_product import Config
+
+
+@pytest.mark.parametrize(
+    ("config", "shared", "swiglu", "dtype"),
+    [
+        (Config(1, 128, 3, ctas=2), True, True, "bfloat16"),
+        (Config(2, 128, 3, ctas=2), False, False, "float16"),
+        pytest.param(Config(2, 256, 2, ctas=3), False, True, "bfloat16", marks=pytest.mark.slow),
+    ],
+    ids=["shared rows", "a ring that wraps", "columns that end in a tile"],
+)
+def test_rows_times_their_experts(config, shared, swiglu, dtype):
+    """Tiles of columns that end beyond the matrix; a tile that is not used is not read, its expert being none."""
+    (D, N, E), draw = (256, 384, 4), draws(0)
+    x = draw((1 if shared else 3) * config.rows, D, dtype=dtype)
+    w = draw(E, D, N, dtype=dtype, scale=D**-0.5)
+    tiles = jnp.array([3, 0, 99], jnp.int32)
+    options = dict(config=config, swiglu=swiglu, interpret=INTERPRET)
+    y = expert_product.expert_product(x, w, tiles, jnp.array([2], jnp.int32), **options)
+    assert y.shape == (3 * config.rows, N // 2 if swiglu else N)
+    for tile, expert in enumerate((3, 0)):
+        rows = slice(tile * config.rows, (tile + 1) * config.rows)
+        want = fused_oracle.wide(x if shared else x[rows]) @ fused_oracle.wide(w[expert])
+        if swiglu:
+            want = fused_oracle.branches(want[:, : N // 2], want[:, N // 2 :])
+        close(want, y[rows], f"tile {tile}")
+
+
+def small_tiles(monkeypatch):
+    calls = layer_kernels.interpret(monkeypatch)
+    few, many = Config(1, 128, 3, ctas=3), Config(1, 128, 2, ctas=3)
+    monkeypatch.setattr(Config, "few", classmethod(lambda cls, rows: few))
+    monkeypatch.setattr(Config, "many", classmethod(lambda cls: many))
+    monkeypatch.setattr(experts, "FEW", 8)
+    return calls
+
+
+def arguments(N, E=6, k=2, D=64, F=64):
+    draw, random = draws(N), np.random.default_rng(N)
+    chosen = np.stack([random.permutation(E - 1)[:k] for _ in range(N)]).astype(np.int32)
+    w = [draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D))]
+    return draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k)), jnp.asarray(chosen), *w
+
+
+@pytest.mark.parametrize("N", [1, 5, 75])
+def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
+    """One row, few and many; an expert that nobody chooses, and one whose rows fill no tile, or more than one."""
+    calls = small_tiles(monkeypatch)
+    args = rows, weights, chosen, gate_up, down = arguments(N)
+    got = experts.mixture(*args)
+    assert calls == {"expert_product": 2}
+    x, g, d = (fused_oracle.wide(y) for y in (rows, gate_up, down))
+    want = np.zeros((N, 64))
+    for n, (es, ws) in enumerate(zip(np.asarray(chosen), np.asarray(weights, np.float64), strict=True)):
+        for e, w in zip(es, ws, strict=True):
+            a, b = np.split(x[n] @ g[e], 2)
+            want[n] += w * (fused_oracle.branches(a, b) @ d[e])
+    close(want, got, "y", 2, dtype="bfloat16")  # h is rounded, and what an expert makes of it
+
+
+def test_parts_of_the_experts_add_up_and_the_derivative_is_the_plain_one(monkeypatch):
+    small_tiles(monkeypatch)
+    for N in (3, 9):
+        args = rows, weights, chosen, gate_up, down = arguments(N)
+        whole = experts.mixture(*args)
+        halves = [
+            experts._by_kernels(
+                None, rows, weights, chosen, gate_up[e], down[e], jnp.arange(6, dtype="int32")[e]
+            )
+            for e in (slice(0, 2), slice(2, 6))
+        ]
+        np.testing.assert_allclose(halves[0] + halves[1], whole, atol=1e-6)
+
+    def gradient(f):
+        def loss(rows, weights, gate_up, down):
+            return jnp.sum(jnp.sin(f(rows, weights, chosen, gate_up, down)))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(rows, weights, gate_up, down)
+
+    got, want = gradient(experts.mixture), gradient(experts.plain_mixture)
+    for name, x, y in zip(("rows", "weights", "gate_up", "down"), want, got, strict=True):
+        close(fused_oracle.wide(x), y, name, 4, dtype="bfloat16")  # the cotangent of a rounded result
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((64, 128, 64), "float32", "x is float32"),
+        ((96, 128, 64), "bfloat16", r"experts \[96, 128\]; the kernel takes multiples of 64"),
+        ((64, 192, 96), "bfloat16", "experts of 96 inner columns; the kernel takes a multiple of 64"),
+    ],
+)
+def test_what_has_no_kernel_says_so(sizes, dtype, reason, monkeypatch):
+    small_tiles(monkeypatch)
+    D, F2, F = sizes
+    shapes = (5, D), (3, D, F2), (3, F, D)
+    args = [jnp.zeros(s, dtype) for s in shapes]
+    with pytest.warns(UserWarning, match=reason):
+        experts.mixture(
+            args[0], jnp.zeros((5, 2)), jnp.zeros((5, 2), int), *args[1:], implementation="mosaic_gpu"
+        )
