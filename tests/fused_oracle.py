@@ -165,19 +165,24 @@ def add_norm_gradients(
     return dx if ds is None else dx + wide(ds), dweight
 
 
-def gated_norm(o: Any, gate: Any, weight: Any, eps: float = 1e-5) -> np.ndarray:
-    """o (mean(o^2) + eps)^(-1/2) weight silu(gate)."""
-    gate = wide(gate)
-    return add_norm(o, None, weight, eps)[1] * gate * sigmoid(gate)
+def gated_norm(o: Any, gate: Any, weight: Any, eps: float = 1e-5, activation: str = "silu") -> np.ndarray:
+    """o (mean(o^2) + eps)^(-1/2) weight f(gate), f SiLU or the sigmoid."""
+    return add_norm(o, None, weight, eps)[1] * _activated(gate, activation)
 
 
 def gated_norm_gradients(
-    o: Any, gate: Any, weight: Any, dy: Any, eps: float = 1e-5
+    o: Any, gate: Any, weight: Any, dy: Any, eps: float = 1e-5, activation: str = "silu"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """do, dgate and dweight."""
     gate, dy = wide(gate), wide(dy)
-    do, dweight = add_norm_gradients(o, weight, None, dy * gate * sigmoid(gate), eps)
-    return do, dy * add_norm(o, None, weight, eps)[1] * silu_slope(gate), dweight
+    do, dweight = add_norm_gradients(o, weight, None, dy * _activated(gate, activation), eps)
+    slope = silu_slope(gate) if activation == "silu" else sigmoid(gate) * (1 - sigmoid(gate))
+    return do, dy * add_norm(o, None, weight, eps)[1] * slope, dweight
+
+
+def _activated(gate: Any, activation: str) -> np.ndarray:
+    gate = wide(gate)
+    return {"silu": gate, "sigmoid": 1.0}[activation] * sigmoid(gate)
 
 
 def gated_projection(o: Any, gate: Any, weight: Any, kernel: Any, eps: float = 1e-5) -> np.ndarray:

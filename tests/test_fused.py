@@ -140,14 +140,17 @@ def test_the_norm_has_the_dtype_of_the_stream_and_its_eps():
     close(fused_oracle.add_norm(x, None, weight, 1e-6)[1], n, "n")
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_norm(dtype):
+def test_gated_norm(dtype, activation):
     draw = draws(3)
     o, gate, dy = (draw(2, 9, 3, 24, dtype=dtype) for _ in range(3))
     weight = draw(24)
-    y, gradients = value_and_vjp(lambda *x: norms.gated_norm(*x, eps=1e-3), dy, o, gate, weight)
-    close(fused_oracle.gated_norm(o, gate, weight, 1e-3), y, "y")
-    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy, 1e-3)
+    y, gradients = value_and_vjp(
+        lambda *x: norms.gated_norm(*x, eps=1e-3, activation=activation), dy, o, gate, weight
+    )
+    close(fused_oracle.gated_norm(o, gate, weight, 1e-3, activation), y, "y")
+    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy, 1e-3, activation)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
         close(a, b, name)
 

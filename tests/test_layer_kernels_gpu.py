@@ -77,14 +77,22 @@ def test_add_norm(D, dtype, y_dtype):
         close(expected_dx, dy, "dy", 2)
 
 
-@pytest.mark.parametrize(("V", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16")])
-def test_gated_norm(V, dtype):
+@pytest.mark.parametrize(
+    ("V", "dtype", "activation"),
+    [
+        (64, "bfloat16", "silu"),
+        (128, "float16", "silu"),
+        (128, "bfloat16", "sigmoid"),
+        (256, "bfloat16", "silu"),
+    ],
+)
+def test_gated_norm(V, dtype, activation):
     draw = draws(V)
     o, gate, dy = (draw(2, 2048, 4, V, dtype=dtype) for _ in range(3))
     weight = draw(V)
-    y, gradients = evaluate(lambda *x: norms.gated_norm(*x), dy, o, gate, weight)
-    close(fused_oracle.gated_norm(o, gate, weight), y, "y")
-    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
+    y, gradients = evaluate(lambda *x: norms.gated_norm(*x, activation=activation), dy, o, gate, weight)
+    close(fused_oracle.gated_norm(o, gate, weight, activation=activation), y, "y")
+    expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy, activation=activation)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
         close(a, b, name)
 

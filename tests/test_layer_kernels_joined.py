@@ -61,12 +61,12 @@ def plain_kernels(monkeypatch):
         D, n = len(weight), dnext.shape[-1]
         return jnp.concatenate([dx[..., :D], dnext, dothers[..., D + n :]], -1), dweight
 
-    def gated(eps, o, heads, weight, projection):
+    def gated(options, o, heads, weight, projection):
         gate = heads[..., -o.shape[-2] :, :]
-        return norms.gated_norm(o, gate, weight, projection, eps=eps, implementation="chunked")
+        return norms.gated_norm(o, gate, weight, projection, **options._asdict(), implementation="chunked")
 
-    def gated_gradients(eps, saved, dy):
-        do, dheads, *others = jax.vjp(functools.partial(gated, eps), *saved)[1](dy)
+    def gated_gradients(options, saved, dy):
+        do, dheads, *others = jax.vjp(functools.partial(gated, options), *saved)[1](dy)
         return do, dheads.at[..., : -do.shape[-2], :].set(jnp.nan), *others
 
     plain = filtered, filtered_gradients, gated, gated_gradients

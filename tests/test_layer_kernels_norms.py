@@ -100,18 +100,19 @@ def test_add_norm_without_a_weight(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("N", "V", "dtype"), [(64, 32, "bfloat16"), (24, 128, "float16"), (16, 256, "bfloat16")]
+    ("N", "V", "dtype", "activation"),
+    [(64, 32, "bfloat16", "silu"), (24, 128, "float16", "sigmoid"), (16, 256, "bfloat16", "silu")],
 )
-def test_gated_norm(N, V, dtype):
+def test_gated_norm(N, V, dtype, activation):
     draw = draws(V)
     o, z, dy = (draw(N, V, dtype=dtype) for _ in range(3))
-    weight = draw(V)
+    weight, how = draw(V), dict(eps=1e-5, activation=activation)
     assert gated_norm.check_supported(o) is None
-    y = gated_norm.gated_norm(o, z, weight, eps=1e-5, interpret=INTERPRET)
-    close(fused_oracle.gated_norm(o, z, weight), y, "y")
-    *got, again = gated_norm.gated_norm_backward(o, z, weight, dy, eps=1e-5, again=True, interpret=INTERPRET)
+    y = gated_norm.gated_norm(o, z, weight, **how, interpret=INTERPRET)
+    close(fused_oracle.gated_norm(o, z, weight, **how), y, "y")
+    *got, again = gated_norm.gated_norm_backward(o, z, weight, dy, **how, again=True, interpret=INTERPRET)
     np.testing.assert_array_equal(again, y)
-    expected = fused_oracle.gated_norm_gradients(o, z, weight, dy)
+    expected = fused_oracle.gated_norm_gradients(o, z, weight, dy, **how)
     for name, a, b in zip(("do", "dz", "dweight"), expected, got, strict=True):
         close(a, b, name)
     assert [x.dtype.name for x in (y, *got)] == [dtype, dtype, dtype, "float32"]

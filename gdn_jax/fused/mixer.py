@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import last_inputs, segment_starts
 from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.norms import gated_norm_gradients, gated_norm_kernel
+from gdn_jax.fused.norms import GatedNorm, gated_norm_gradients, gated_norm_kernel
 from gdn_jax.fused.short_conv import KeyHeads, filtered, filtered_gradients
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.products import PLAIN, times
@@ -175,7 +175,7 @@ def _run(
     gates = c[..., mixer.before : mixer.before + mixer.between]
     inputs = q, k, v, gates, A_log, dt_bias, write_bias
     (o, state), through_rule = jax.vjp(rule, *inputs) if differentiate else (rule(*inputs), None)
-    y = gated_norm_kernel(mixer.eps, o, _heads(mixer, c), norm, output)
+    y = gated_norm_kernel(GatedNorm(mixer.eps), o, _heads(mixer, c), norm, output)
     return (y, state), _Saved((c, filters, fresh), (o, norm, output), through_rule)
 
 
@@ -193,7 +193,7 @@ def _backward(mixer: Mixer, saved: _Saved, cotangents):
     assert saved.through_rule is not None
     o, norm, output = saved.gated_norm
     heads = _heads(mixer, saved.convolution[0])
-    do, dheads, dnorm, doutput = gated_norm_gradients(mixer.eps, (o, heads, norm, output), dy)
+    do, dheads, dnorm, doutput = gated_norm_gradients(GatedNorm(mixer.eps), (o, heads, norm, output), dy)
     dq, dk, dv, dgates, *dparameters = saved.through_rule((do, dstate))
     # So far the last channels alone are written in this array.
     dothers = dgates, dheads.reshape(*dheads.shape[:2], -1)

@@ -84,7 +84,7 @@ def gated_norm(
       weight: [V].
       projection: weight [H V, D], any floating dtype, used in o's.
       eps: added to the mean square.
-      activation: "silu" or "sigmoid", of the gate. There is no kernel for the second.
+      activation: "silu" or "sigmoid", of the gate.
       implementation: as for `add_norm`.
 
     Returns:
@@ -101,8 +101,7 @@ def gated_norm(
         raise ArgumentError("gate", f"the shape of o, {o.shape}", gate.shape)
     check_choice("activation", activation, tuple(_ACTIVATIONS))
     projection = None if projection is None else projection.astype(o.dtype)
-    reason = kernels.check_supported(o) if activation == "silu" else f"{activation}; the kernel takes silu"
-    if usable("the gated norm", implementation, reason):
+    if usable("the gated norm", implementation, kernels.check_supported(o)):
         names, sizes = _head_axes(o, gate)
         result = names
         if projection is not None:
@@ -110,8 +109,9 @@ def gated_norm(
             sizes.pop("h", None)  # the projection sums over it
         operands = (names, names, ".", None if projection is None else ". .")
         args = (o, gate, weight, projection)
-        return on_explicit_shards(partial(_gated_norm, eps), args, operands, result, sizes)
-    return _plain_gated_norm(eps, o, gate, weight, projection, activation)
+        call = partial(_gated_norm, GatedNorm(eps, activation))
+        return on_explicit_shards(call, args, operands, result, sizes)
+    return _plain_gated_norm(GatedNorm(eps, activation), o, gate, weight, projection)
 
 
 def gated_norm_of_channels(
@@ -135,8 +135,8 @@ def gated_norm_of_channels(
     projection = None if projection is None else projection.astype(o.dtype)
     reason = kernels.check_supported(o) or kernels.check_gates(o, channels.shape[-1])
     if usable("the gated norm", implementation, reason):
-        return _gated_norm(eps, o, channels.reshape(*leading, -1, V), weight, projection)
-    return _plain_gated_norm(eps, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
+        return _gated_norm(GatedNorm(eps), o, channels.reshape(*leading, -1, V), weight, projection)
+    return _plain_gated_norm(GatedNorm(eps), o, channels[..., -H * V :].reshape(o.shape), weight, projection)
 
 
 class _Norm(NamedTuple):
@@ -144,6 +144,13 @@ class _Norm(NamedTuple):
 
     eps: float
     dtype: Any
+
+
+class GatedNorm(NamedTuple):
+    """Options of the norm of each head with its gate."""
+
+    eps: float
+    activation: str = "silu"
 
 
 def _norm_axes(x) -> tuple[str, dict[str, int]]:
@@ -203,7 +210,7 @@ _add_norm = fused_op(_add_norm_forward, _add_norm_backward, alone=_run_add_norm,
 
 
 def gated_norm_kernel(
-    eps: float,
+    options: GatedNorm,
     o: Float[Array, "*S H V"],
     gate: Float[Array, "*S G V"],
     weight: Float[Array, " V"],
@@ -211,13 +218,13 @@ def gated_norm_kernel(
 ) -> Float[Array, "*R E"]:
     """`gated_norm` by the kernel, without a derivative; of heads in gate the last H are the gates."""
     names, sizes = _head_axes(o, gate)
-    return _project(run(_kernel, eps, (o, gate, weight), (names, names, "."), names, sizes), projection)
+    return _project(run(_kernel, options, (o, gate, weight), (names, names, "."), names, sizes), projection)
 
 
 def gated_norm_gradients(
-    eps: float, saved: tuple[Array, Array, Array, Array | None], dresult: Float[Array, "*R E"]
+    options: GatedNorm, saved: tuple[Array, Array, Array, Array | None], dresult: Float[Array, "*R E"]
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of <dresult, gated_norm_kernel(eps, *saved)> for o, gate, weight and projection.
+    """Gradients of <dresult, gated_norm_kernel(options, *saved)> for o, gate, weight and projection.
 
     The kernel writes the last H heads of the gradient for `gate`. Others are for the caller to write: until then they
     hold whatever lies in memory.
@@ -228,14 +235,14 @@ def gated_norm_gradients(
     names, sizes = _head_axes(o, gate)
     args, operands = (o, gate, weight, dy), (names, names, ".", names)
     results = (names, names, ". +b +t +h", names if again else None)
-    do, dgate, dweight, y = run(_kernel_backward, (eps, again), args, operands, results, sizes)
+    do, dgate, dweight, y = run(_kernel_backward, (options, again), args, operands, results, sizes)
     dprojection = jnp.einsum("...f,...d->fd", y.reshape(*y.shape[:-2], -1), dresult) if again else None
     return do, dgate, dweight, dprojection
 
 
-def _gated_norm_backward(eps, saved, dresult):
+def _gated_norm_backward(options, saved, dresult):
     """The gradients, of which those of heads that are no gates are zeros."""
-    do, dgate, *others = gated_norm_gradients(eps, saved, dresult)
+    do, dgate, *others = gated_norm_gradients(options, saved, dresult)
     before = dgate.shape[-2] - do.shape[-2]
     if before:
         dgate = jnp.pad(dgate[..., before:, :], ((0, 0),) * (dgate.ndim - 2) + ((before, 0), (0, 0)))
@@ -250,32 +257,32 @@ def _head_axes(o, gate) -> tuple[str, dict[str, int]]:
     return inner_axes(o, kernels.BLOCK, o.shape[2] if o.ndim > 3 else 1)
 
 
-def _kernel(eps, o, gate, weight):
+def _kernel(options, o, gate, weight):
     from pallas_kernels.layer import gated_norm as kernels
 
-    return kernels.gated_norm(_rows(o), _gates(o, gate), weight, eps=eps).reshape(o.shape)
+    return kernels.gated_norm(_rows(o), _gates(o, gate), weight, **options._asdict()).reshape(o.shape)
 
 
 def _kernel_backward(static, o, gate, weight, dy):
     from pallas_kernels.layer import gated_norm as kernels
 
-    eps, again = static
+    options, again = static
     rows = (_rows(o), _gates(o, gate), weight, _rows(dy))
-    do, dgate, dweight, y = kernels.gated_norm_backward(*rows, eps=eps, again=again)
+    do, dgate, dweight, y = kernels.gated_norm_backward(*rows, **options._asdict(), again=again)
     y = None if y is None else y.reshape(o.shape)
     return do.reshape(o.shape), dgate.reshape(gate.shape), dweight, y
 
 
-_gated_norm = fused_op(lambda eps, *args: (gated_norm_kernel(eps, *args), args), _gated_norm_backward)
+_gated_norm = fused_op(lambda options, *args: (gated_norm_kernel(options, *args), args), _gated_norm_backward)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
-def _plain_gated_norm(eps, o, gate, weight, projection, activation="silu"):
+def _plain_gated_norm(options, o, gate, weight, projection):
     wide = accumulation_dtype(o)
-    _, n = add_norm(o, None, weight, eps=eps, dtype=wide, implementation="chunked")
-    return _project((n * _ACTIVATIONS[activation](gate.astype(wide))).astype(o.dtype), projection)
+    _, n = add_norm(o, None, weight, eps=options.eps, dtype=wide, implementation="chunked")
+    return _project((n * _ACTIVATIONS[options.activation](gate.astype(wide))).astype(o.dtype), projection)
 
 
 def _project(y, projection):

@@ -1,7 +1,9 @@
-"""RMSNorm of each head times SiLU of a gate, and its derivative, each in one pass over its arrays.
+"""RMSNorm of each head times an activation f of a gate, and its derivative, each in one pass over its arrays.
 
-    r = (mean(o^2) + eps)^(-1/2),   y = o r w silu(z)                              the mean along a head
-    t = dy silu(z),   do = r (w t - o r mean(w t o r)),   dz = dy o r w silu'(z),   dw = sum of t o r
+    r = (mean(o^2) + eps)^(-1/2),   y = o r w f(z)                                 the mean along a head
+    t = dy f(z),   do = r (w t - o r mean(w t o r)),   dz = dy o r w f'(z),   dw = sum of t o r
+
+The activations are in ACTIVATIONS: SiLU and the sigmoid.
 
 Inputs (GMEM): o, dy [N, V], a row for each token and head; w [V] float32; z [N, V], or the last heads of
 [tokens, heads and others before them, V].
@@ -13,7 +15,8 @@ Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_suppo
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,20 @@ BLOCK = 1024
 """Numbers of a block: 8 a thread. Blocks of 4096 take 16 % more time backward (H200, 2026-11-22)."""
 
 CTAS_PER_SM = 12
+
+
+class Activation(NamedTuple):
+    """An activation f by functions of z and sigmoid(z): f(z), and f'(z)."""
+
+    value: Callable[[jax.Array, jax.Array], jax.Array]
+    slope: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+ACTIVATIONS = {
+    "silu": Activation(lambda z, s: z * s, lambda z, s: s * (1.0 + z * (1.0 - s))),
+    "sigmoid": Activation(lambda z, s: s, lambda z, s: s * (1.0 - s)),
+}
+"""Activations of the gate by name."""
 
 
 def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
@@ -63,7 +80,7 @@ def _gates(z: Any, N: int, first: Any, rows: int) -> Any:
     return z.at[lax.div(first, heads), pl.ds(others + lax.rem(first, heads), rows)]
 
 
-def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
+def _forward(gmem: Any, smem: Any, *, eps: float, activation: Activation) -> None:
     N, V = gmem.o.shape
     rows = BLOCK // V
     w = r.load_along(gmem.w, rows)
@@ -75,13 +92,13 @@ def _forward(gmem: Any, smem: Any, *, eps: float) -> None:
             r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32),
         )
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
-        r.store(gmem.y, first, o * scale * w * (z * r.sigmoid(z)))
+        r.store(gmem.y, first, o * scale * w * activation.value(z, r.sigmoid(z)))
         return carry
 
     r.walk(block, *_blocks(N * V))
 
 
-def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
+def _backward(gmem: Any, smem: Any, *, eps: float, activation: Activation) -> None:
     N, V = gmem.o.shape
     rows = BLOCK // V
     w = r.load_along(gmem.w, rows)
@@ -92,11 +109,11 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         z = r.load_whole(_gates(gmem.z, N, first, rows)).astype(jnp.float32)
         gate = r.sigmoid(z)
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + eps), V)
-        unit, t = o * scale, dy * (z * gate)
+        unit, t = o * scale, dy * activation.value(z, gate)
         through = t * w
         if gmem.y is not None:
-            r.store(gmem.y, first, unit * w * (z * gate))
-        dz = dy * (unit * w) * (gate * (1.0 + z * (1.0 - gate)))
+            r.store(gmem.y, first, unit * w * activation.value(z, gate))
+        dz = dy * (unit * w) * activation.slope(z, gate)
         store_any(_gates(gmem.dz, N, first, rows), dz.astype(gmem.dz.dtype))
         r.store(gmem.do, first, scale * (through - unit * r.spread(r.row_sum(through * unit) / V, V)))
         return dw + t * unit
@@ -111,18 +128,20 @@ def gated_norm(
     weight: Float[Array, " V"],
     *,
     eps: float,
+    activation: str = "silu",
     interpret: Any = None,
 ) -> Float[Array, "N V"]:
-    """RMSNorm of each row of o, times silu(z), in o's dtype.
+    """RMSNorm of each row of o, times the activation of z, in o's dtype.
 
     Args:
       o: rows of all tokens and heads, which `check_supported` accepts.
       z: gates of o's shape; or an array [tokens, G, V] whose last heads they are, if `check_gates` accepts o.
       weight: of the norm.
       eps: added to the mean square.
+      activation: one of ACTIVATIONS.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=2)(eps, interpret, o, z, weight)
+    return compiled(_run_forward, interpret, static=3)(eps, activation, interpret, o, z, weight)
 
 
 def _in_blocks(z: jax.Array, V: int) -> jax.Array:
@@ -130,10 +149,10 @@ def _in_blocks(z: jax.Array, V: int) -> jax.Array:
     return z if z.ndim == 3 else z.reshape(-1, BLOCK // V, V)
 
 
-def _run_forward(eps, interpret, o, z, weight):
+def _run_forward(eps, activation, interpret, o, z, weight):
     return launch(
         "gated_norm",
-        functools.partial(_forward, eps=eps),
+        functools.partial(_forward, eps=eps, activation=ACTIVATIONS[activation]),
         inputs={"o": o, "z": _in_blocks(z, o.shape[1]), "w": weight.astype(jnp.float32)},
         outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
         memory={},
@@ -150,6 +169,7 @@ def gated_norm_backward(
     dy: Float[Array, "N V"],
     *,
     eps: float,
+    activation: str = "silu",
     again: bool = False,
     interpret: Any = None,
 ) -> tuple[Float[Array, "N V"], Any, Float[Array, " V"], Float[Array, "N V"] | None]:
@@ -157,15 +177,15 @@ def gated_norm_backward(
 
     Where z has more heads than gates, nothing is written to theirs in dz, which may hold anything.
     """
-    return compiled(_run_backward, interpret, static=3)(eps, again, interpret, o, z, weight, dy)
+    return compiled(_run_backward, interpret, static=4)(eps, activation, again, interpret, o, z, weight, dy)
 
 
-def _run_backward(eps, again, interpret, o, z, weight, dy):
+def _run_backward(eps, activation, again, interpret, o, z, weight, dy):
     V, ctas = o.shape[1], _blocks(o.size)[1]
     gates = _in_blocks(z, V)
     results = launch(
         "gated_norm_backward",
-        functools.partial(_backward, eps=eps),
+        functools.partial(_backward, eps=eps, activation=ACTIVATIONS[activation]),
         inputs={"o": o, "z": gates, "dy": dy, "w": weight.astype(jnp.float32)},
         outputs={
             "do": jax.ShapeDtypeStruct(o.shape, o.dtype),

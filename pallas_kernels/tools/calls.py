@@ -384,6 +384,12 @@ CALLS: dict[str, Call] = {
     ),
     "gated norm": call(GATED, "bf16[2048,128] bf16[2048,128] f32[128]"),
     "gated norm, joined": call(GATED, "bf16[2048,128] bf16[256,33,128] f32[128]"),
+    "gated norm, sigmoid": call(
+        partial(GATED, activation="sigmoid"), "bf16[2048,128] bf16[2048,128] f32[128]"
+    ),
+    "gated norm, sigmoid, backwards": call(
+        partial(GATED_BACK, activation="sigmoid"), "bf16[2048,128] bf16[2048,128] f32[128] bf16[2048,128]"
+    ),
     "gated norm, backwards": call(GATED_BACK, "bf16[2048,128] bf16[2048,128] f32[128] bf16[2048,128]"),
     "gated norm, backwards, joined": call(
         GATED_BACK, "bf16[2048,128] bf16[256,33,128] f32[128] bf16[2048,128]"

@@ -89,8 +89,8 @@ FAULTS = (
     ),
     Fault(
         "the gate of the norm is rounded",
-        "(n * _ACTIVATIONS[activation](gate.astype(wide)))",
-        "(n * _ACTIVATIONS[activation](gate).astype(wide))",
+        "(n * _ACTIVATIONS[options.activation](gate.astype(wide)))",
+        "(n * _ACTIVATIONS[options.activation](gate).astype(wide))",
         "tests/test_fused.py::test_gated_norm",
     ),
     Fault(
