@@ -13,52 +13,59 @@ from gdn_jax import serving
 from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.family.gates import channel_log_decay
+from pallas_kernels.decode.apart_step import apart_step
 from pallas_kernels.decode.channel_step import channel_step, log_decays
 
 READ, WRITE, NULL = [3, -1, 1, 6, 0], [3, 5, 4, 2, -1], 6
 SIZES = {"Hq": 1, "Hk": 2, "HV": 2, "K": 64, "V": 32}
 
 
-def draw(pool_dtype, kv_layout):
-    """Tokens and a pool; gates are weak in some channels, strong in others."""
+def draw(pool_dtype, kv_layout, apart=False):
+    """Tokens and a pool; gates are weak in some channels, strong in others. apart: strengths of every channel."""
     Hq, Hk, HV, K, V = SIZES.values()
     keys = iter(jax.random.split(jax.random.key(3), 9))
     shapes = {"q": (Hq, K), "k": (Hk, K), "v": (HV, V)}
     x = {n: jax.random.normal(next(keys), (len(READ), 1, *s)).astype(jnp.bfloat16) for n, s in shapes.items()}
     x["a"] = (4 * jax.random.normal(next(keys), (len(READ), 1, HV, K))).astype(jnp.bfloat16)
-    x["b"] = jax.random.normal(next(keys), (len(READ), 1, HV)).astype(jnp.bfloat16)
+    gates = dict(b=(HV, K), w=(HV, V)) if apart else dict(b=(HV,))
+    for name, shape in gates.items():
+        x[name] = jax.random.normal(next(keys), (len(READ), 1, *shape)).astype(jnp.bfloat16)
     state = (K, V) if kv_layout else (V, K)
     x["pool"] = jax.random.normal(next(keys), (8, HV, *state)).astype(pool_dtype)
     return x, jax.random.normal(next(keys), (HV,)), jax.random.normal(next(keys), (HV, K))
 
 
 @pytest.mark.parametrize(
-    ("pool_dtype", "kv_layout", "lower_bound", "use_A_log"),
+    ("pool_dtype", "kv_layout", "lower_bound", "use_A_log", "apart"),
     [
-        ("float32", True, None, True),
-        ("bfloat16", True, -5.0, False),
-        ("float32", False, -5.0, True),
-        ("bfloat16", False, None, True),
+        ("float32", True, None, True, False),
+        ("bfloat16", True, -5.0, False, False),
+        ("float32", False, -5.0, True, False),
+        ("bfloat16", False, None, True, False),
+        ("bfloat16", True, None, True, True),
+        pytest.param("float32", False, -5.0, False, True, marks=pytest.mark.slow),
     ],
 )
-def test_step(pool_dtype, kv_layout, lower_bound, use_A_log):
+def test_step(pool_dtype, kv_layout, lower_bound, use_A_log, apart):
     """Outputs and written slots near the oracle; padding gives 0, and the other slots keep their bits."""
-    x, A_log, dt_bias = draw(pool_dtype, kv_layout)
+    x, A_log, dt_bias = draw(pool_dtype, kv_layout, apart)
     A_log = A_log if use_A_log else None
     flat = [x[n].reshape(len(READ), 1, -1) for n in "qkv"]
-    o, pool = channel_step(
-        *flat, x["a"], x["b"], x["pool"], A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+    strengths = [x[n] for n in "bw" if n in x]
+    o, pool = (apart_step if apart else channel_step)(
+        *flat, x["a"], *strengths, x["pool"], A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         heads=(SIZES["Hq"], SIZES["Hk"], SIZES["HV"]), scale=0.3, kv_layout=kv_layout, null_slot=NULL,
         read_slots=jnp.array(READ, jnp.int32), write_slots=jnp.array(WRITE, jnp.int32)[:, None],
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
+        allow_neg_eigval=apart, interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     real = [i for i, s in enumerate(READ) if s not in (-1, NULL)]
     arrays = {n: np.asarray(x[n], np.float64)[real] for n in "qkv"}
     g = channel_log_decay(x["a"], A_log, dt_bias, lower_bound)
     initial = np.asarray(x["pool"], np.float64)[[READ[i] for i in real]]
-    beta = 1 / (1 + np.exp(-np.asarray(x["b"], np.float64)[real]))
+    beta, *write = (1 / (1 + np.exp(-np.asarray(y, np.float64)[real])) for y in strengths)
+    written = dict(erase=2 * beta, write=write[0]) if apart else dict(beta=beta)
     truth = family_oracle.evaluate(
-        **arrays, g=np.asarray(g, np.float64)[real], beta=beta, scale=0.3, use_qk_l2norm=True,
+        **arrays, **written, g=np.asarray(g, np.float64)[real], scale=0.3, use_qk_l2norm=True,
         initial_state=initial, state_layout="kv" if kv_layout else "vk",
         do=np.zeros((len(real), 1, SIZES["HV"], SIZES["V"])), dh_T=np.zeros_like(initial),
     )  # fmt: skip
@@ -76,7 +83,7 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log):
 TREE = [[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]]
 
 
-def drafts(pool_dtype, kv_layout, parents, *, sizes=None, N=3, interpret=None):
+def drafts(pool_dtype, kv_layout, parents, *, apart=False, sizes=None, N=3, interpret=None):
     """Four drafts of each request, of which the second has two: outputs and pools of the kernel and of plain JAX."""
     Hq, Hk, HV, K, V = sizes or SIZES.values()
     T, keys = 4, iter(jax.random.split(jax.random.key(5), 9))
@@ -89,8 +96,9 @@ def drafts(pool_dtype, kv_layout, parents, *, sizes=None, N=3, interpret=None):
         normal(N, T, Hk, K),
         normal(N, T, HV, V),
         4 * normal(N, T, HV, K),
-        normal(N, T, HV),
+        normal(N, T, HV, *((K,) if apart else ())),
     )
+    w = normal(N, T, HV, V) if apart else None
     gates = dict(
         A_log=normal(HV, dtype=jnp.float32), dt_bias=normal(HV, K, dtype=jnp.float32), lower_bound=None
     )
@@ -103,30 +111,32 @@ def drafts(pool_dtype, kv_layout, parents, *, sizes=None, N=3, interpret=None):
     spans = rest | dict(state_slots=slots, num_accepted_tokens=jnp.full(N, 3, jnp.int32))
     layout = "kv" if kv_layout else "vk"
     want = serving.verify(
-        *tokens, jnp.array(pool), **gates, **spans, state_layout=layout, implementation="xla"
+        *tokens, jnp.array(pool), w=w, **gates, **spans, state_layout=layout, implementation="xla"
     )
     q, k, v = (x.reshape(N, T, -1) for x in tokens[:3])
     options = rest | dict(
         heads=(Hq, Hk, HV), scale=K**-0.5, kv_layout=kv_layout, null_slot=None, interpret=interpret
     )
     options |= dict(read_slots=slots[:, 2], write_slots=slots)
-    run = functools.partial(channel_step, **gates, **options)
-    got = (run if interpret else jax.jit(run))(q, k, v, *tokens[3:], pool)
+    run = functools.partial(apart_step if apart else channel_step, **gates, **options)
+    got = (run if interpret else jax.jit(run))(q, k, v, *tokens[3:], *([w] if apart else []), pool)
     return want, got, pool, slots
 
 
 @pytest.mark.parametrize(
-    ("pool_dtype", "kv_layout", "parents"),
+    ("pool_dtype", "kv_layout", "parents", "apart"),
     [
-        pytest.param("bfloat16", True, TREE, marks=pytest.mark.slow),
-        pytest.param("float32", True, None, marks=pytest.mark.slow),
-        pytest.param("float32", False, TREE, marks=pytest.mark.slow),
+        pytest.param("bfloat16", True, TREE, False, marks=pytest.mark.slow),
+        pytest.param("float32", True, None, False, marks=pytest.mark.slow),
+        pytest.param("float32", False, TREE, False, marks=pytest.mark.slow),
+        pytest.param("float32", True, TREE, True, marks=pytest.mark.slow),
     ],
 )
-def test_drafts(pool_dtype, kv_layout, parents):
+def test_drafts(pool_dtype, kv_layout, parents, apart):
     """Outputs and states of chains and trees are those of plain JAX."""
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    assert_drafts_are_right(pool_dtype, *drafts(pool_dtype, kv_layout, parents, interpret=interpret))
+    results = drafts(pool_dtype, kv_layout, parents, apart=apart, interpret=interpret)
+    assert_drafts_are_right(pool_dtype, *results)
 
 
 def assert_drafts_are_right(pool_dtype, want, got, pool, slots):

@@ -33,14 +33,17 @@ def draw(N: int, heads=HEADS):
     return token, normal(N, HV, D, D, dtype=jnp.float32), gates
 
 
-def truth(token, states, gates, layout):
-    """Outputs [N, HV, V] and states in float64."""
+def truth(token, states, gates, layout, w=None):
+    """Outputs [N, HV, V] and states in float64; w: raw input of what is written, where b is that of erase alone."""
     q, k, v, _, b = (np.asarray(y, np.float64)[:, None] for y in token)
     g = np.asarray(
         channel_log_decay(token[3][:, None], gates["A_log"], gates["dt_bias"], gates["lower_bound"])
     )
+    strengths: dict = dict(beta=1 / (1 + np.exp(-b)))
+    if w is not None:
+        strengths = dict(erase=strengths["beta"], write=1 / (1 + np.exp(-np.asarray(w, np.float64)[:, None])))
     r = family_oracle.evaluate(
-        q, k, v, g=g.astype(np.float64), beta=1 / (1 + np.exp(-b)), use_qk_l2norm=True, state_layout=layout,
+        q, k, v, g=g.astype(np.float64), **strengths, use_qk_l2norm=True, state_layout=layout,
         initial_state=np.asarray(states, np.float64), do=np.zeros(v.shape), dh_T=np.zeros(states.shape),
     )  # fmt: skip
     return r["o"][:, 0], r["final_state"]
@@ -75,6 +78,25 @@ def test_decode(dtype, layout, lower_bound, N):
     assert all(bool(same((o, after), run(token, pool))) for _ in range(20))
 
 
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strengths_apart(dtype, layout):
+    """Erase and write of each channel: outputs, states and repeats."""
+    (*token, b), states, gates = draw(5)
+    rng = np.random.default_rng(0)
+    b, w = (jnp.asarray(rng.standard_normal((*b.shape, D)), jnp.bfloat16) for _ in range(2))
+    gates |= dict(lower_bound=-5.0)
+    pool, slots = states.astype(dtype), np.arange(5, dtype=np.int32)
+    call = partial(serving.decode, **gates, w=w, state_layout=layout, implementation="mosaic_gpu")
+    run = jax.jit(lambda pool: call(*token, b, pool, read_slots=slots))
+    o, after = run(pool)
+    want, last = truth((*token, b), pool.astype(jnp.float32), gates, layout, w)
+    assert_close(want, np.asarray(o, np.float64), BOUNDS["bfloat16"][0]["o"], "o", 1)
+    assert_close(last, np.asarray(after, np.float64), BOUNDS[dtype][0]["final_state"], "pool", 1)
+    same = jax.jit(lambda a, b: jnp.array_equal(a[0], b[0]) & jnp.array_equal(a[1], b[1]))
+    assert all(bool(same((o, after), run(pool))) for _ in range(20))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_past_two_to_the_31(dtype):
     """States of which the last begin past 2^31 entries."""
@@ -104,9 +126,11 @@ def test_packed_channels_of_a_convolution():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["beta", "apart"])
 @pytest.mark.parametrize("parents", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kv_layout", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts(dtype, kv_layout, parents):
+def test_drafts(dtype, kv_layout, parents, apart):
     """Four tokens of each request: outputs and states of plain JAX."""
-    assert_drafts_are_right(dtype, *drafts(dtype, kv_layout, parents, sizes=(16, 16, 32, 128, 128), N=24))
+    sizes = (16, 16, 32, 128, 128)
+    assert_drafts_are_right(dtype, *drafts(dtype, kv_layout, parents, apart=apart, sizes=sizes, N=24))

@@ -422,24 +422,25 @@ def test_a_ring_is_made_for_its_gates(no_type_checks):
 
 
 def test_kernels_are_refused(no_type_checks):
-    """Strengths apart and rings, each with its reason."""
-    pool, kernels = jnp.asarray(draw_pool(6)), dict(implementation="mosaic_gpu")
-
-    def refused(reason: str):
-        return pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {reason}")
-
-    x = draw("KDA", 1)
+    """A ring, with the reason."""
+    x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
     ring = serving.make_ring_pool(pool, num_key_heads=HK, channels=True)
-    with refused("there is no kernel of a ring with a decay of each channel"):
-        serving.decode(*(y[:, 0] for y in x[:5]), ring, **x.options, read_slots=SLOTS, **kernels)
-    apart = draw("GDN-2", 1)
-    with refused("there is no kernel for erase and write apart"):
-        token = (y[:, 0] for y in apart[:5])
-        serving.decode(*token, pool, w=apart.w[:, 0], **apart.options, read_slots=SLOTS, **kernels)
+    reason = "'mosaic_gpu': there is no kernel of a ring with a decay of each channel"
+    with pytest.raises(NotImplementedError, match=reason):
+        options = x.options | dict(read_slots=SLOTS, implementation="mosaic_gpu")
+        serving.decode(*(y[:, 0] for y in x[:5]), ring, **options)
 
 
-@pytest.mark.parametrize("bias", ["channel", pytest.param("head", marks=pytest.mark.slow)])
-def test_a_token_by_the_kernel(bias):
+@pytest.mark.parametrize(
+    ("bias", "strengths"),
+    [
+        ("channel", "beta"),
+        pytest.param("head", "beta", marks=pytest.mark.slow),
+        ("channel", "of channels"),
+        pytest.param("head", "of heads", marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_by_the_kernel(bias, strengths):
     """Interpreted, from the packed channels of a convolution: outputs and pool of plain JAX, padding and all."""
     rng, heads, width = np.random.default_rng(0), 2, 32
     N, slots = 3, np.array([3, -1, 0], np.int32)
@@ -451,9 +452,10 @@ def test_a_token_by_the_kernel(bias):
     token = (
         normal(N, 4 * width + heads * width, dtype=jnp.bfloat16),
         normal(N, heads, *channels),
-        normal(N, heads),
+        normal(N, heads, *((width,) if strengths == "of channels" else ())),
     )
     gates = dict(A_log=normal(heads), dt_bias=normal(heads, *channels), lower_bound=-5.0)
+    gates |= {} if strengths == "beta" else dict(w=normal(*token[2].shape))
     pool = normal(5, heads, width, width)
 
     def decode(by):

@@ -45,12 +45,6 @@ class ChannelRaw(NamedTuple):
 
     gates = "gates of each channel, or erase and write apart"
 
-    @property
-    def no_kernel(self) -> str | None:
-        """Why no kernel takes such tokens, whatever the pool."""
-        apart = self.write is not None or self.erase.shape[-1] > 1
-        return "there is no kernel for erase and write apart" if apart else None
-
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""
         q, k, v, f, erase, write, A_log, f_bias, _ = self

@@ -49,12 +49,16 @@ class ChannelGates:
     @staticmethod
     def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
         """See `HeadGates.kernel`."""
+        from pallas_kernels.decode.apart_step import apart_step
         from pallas_kernels.decode.channel_step import channel_step
 
         *axes, K = *x.f.shape[:-1], x.k.shape[-1]
         f, bias = jnp.broadcast_to(x.f, (*axes, K)), jnp.broadcast_to(x.f_bias, (axes[-1], K))
-        gates: dict[str, Any] = dict(A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
-        return partial(channel_step, a=f, b=x.erase[..., 0], **gates)
+        gates: dict[str, Any] = dict(a=f, A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
+        if x.write is None:  # then what is erased is one number a head, too
+            return partial(channel_step, b=x.erase[..., 0], **gates)
+        strengths = (jnp.broadcast_to(y, (*axes, n)) for y, n in ((x.erase, K), (x.write, x.v.shape[-1])))
+        return partial(apart_step, **dict(zip("bw", strengths, strict=True)), **gates)
 
 
 TOKENS: dict[type, type[HeadGates] | type[ChannelGates]] = {Raw: HeadGates, ChannelRaw: ChannelGates}

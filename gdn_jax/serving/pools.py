@@ -63,7 +63,7 @@ def choose(pool: StatePool, implementation: str | None, tokens: Any, where: Any)
     if implementation == "xla":
         return pool
     fast = by_kernels(pool)
-    reason = tokens.no_kernel or fast.unsupported(tokens, where)
+    reason = fast.unsupported(tokens, where)
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
     return pool if reason else fast

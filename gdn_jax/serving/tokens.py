@@ -43,8 +43,6 @@ class Raw(NamedTuple):
 
     gates = "one gate a head"
     """The gates, in words."""
-    no_kernel = None
-    """Why no kernel takes such tokens, whatever the pool."""
 
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""

@@ -20,9 +20,6 @@ class Channels(NamedTuple):
     bias: Float[Array, " D"] | None
     cu_seqlens: Any = None
 
-    no_kernel = None
-    """Why no kernel takes such tokens, whatever the pool."""
-
 
 class WindowPool(StatePool):
     """An array of windows [slots, D, W - 1]. The one option of its operations is the activation."""

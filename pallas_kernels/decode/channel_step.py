@@ -36,6 +36,14 @@ LARGEST_LOG = 87.0
 class ChannelTile(Tile):
     """A tile whose decay is a vector along K."""
 
+    def erased(self, k: jax.Array, beta: jax.Array) -> jax.Array:
+        """The key whose value is erased."""
+        return k
+
+    def written(self, u: jax.Array, beta: jax.Array) -> jax.Array:
+        """The part of the difference between a value and the erased one that is written."""
+        return beta * u
+
     def update(
         self,
         S: jax.Array,
@@ -48,9 +56,9 @@ class ChannelTile(Tile):
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
     ) -> tuple[jax.Array, jax.Array]:
         """The state after a token, and its output along V, see `Tile.update`; alpha lies along the tile as k does."""
-        y, z = self.products(S.astype(jnp.float32), [alpha * k, alpha * q])
+        y, z = self.products(S.astype(jnp.float32), [alpha * self.erased(k, beta), alpha * q])
         rq, rk, qk = norms()
-        u = beta * (v - rk * y)
+        u = self.written(v - rk * y, beta)
         o = (self.sizes.scale * rq) * (z + (rk * qk) * u)
         return again(S).astype(jnp.float32) * self.over_v(alpha) + self.over_v(k) * self.over_k(rk * u), o
 
@@ -58,8 +66,8 @@ class ChannelTile(Tile):
         self, S: jax.Array, k: jax.Array, v: jax.Array, alpha: jax.Array, beta: jax.Array, rk: jax.Array
     ) -> jax.Array:
         """The state of `update` after a token whose output is not asked for."""
-        (y,) = self.products(S, [alpha * k])
-        u = beta * (v - rk * y)
+        (y,) = self.products(S, [alpha * self.erased(k, beta)])
+        u = self.written(v - rk * y, beta)
         return S * self.over_v(alpha) + self.over_v(k) * self.over_k(rk * u)
 
 
@@ -77,13 +85,14 @@ class ChannelCta(Cta):
         """See `Cta.gate_memory`."""
         return {"decays": Buffer((T, sizes.K))}
 
-    def keep_decay(self, t: Any, alpha: jax.Array) -> None:
-        """See `Cta.keep_decay`."""
+    def keep_gates(self, t: Any, alpha: jax.Array, beta: jax.Array) -> None:
+        """See `Cta.keep_gates`."""
         store_any(self.smem.decays.at[t], alpha)
+        self.smem.scalars[t, 1] = jnp.float32(beta)
 
-    def kept_decay(self, t: Any) -> jax.Array:
-        """See `Cta.kept_decay`."""
-        return load(self.smem.decays.at[t], self.tile.k_layout)
+    def kept_gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """See `Cta.kept_gates`."""
+        return load(self.smem.decays.at[t], self.tile.k_layout), self.smem.scalars[t, 1]
 
     def gates_to_keep(self, t: Any) -> tuple[jax.Array, jax.Array]:
         """`gates`, with every warp having the decays whole."""
@@ -94,12 +103,17 @@ class ChannelCta(Cta):
         return self._gates(t, self.tile.k_layout)
 
     def _gates(self, t: Any, layout: Any) -> tuple[jax.Array, jax.Array]:
+        alpha = self.decays(t, layout)
+        b = self.gmem.b[self.row, t, self.first.b + self.head]
+        return alpha, write_strength(b, self.sizes.allow_neg_eigval)
+
+    def decays(self, t: Any, layout: Any) -> jax.Array:
+        """exp(g) of token t."""
         gmem, K, head = self.gmem, self.sizes.K, self.head
         a = load(gmem.a.at[self.row, t, pl.ds(self.first.a + head * K, K)], layout)
         bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], layout)
         x = a.astype(jnp.float32) + bias.astype(jnp.float32)
-        alpha = jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
-        return alpha, write_strength(gmem.b[self.row, t, self.first.b + head], self.sizes.allow_neg_eigval)
+        return jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
 
 
 def log_decays(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> jax.Array:
@@ -121,13 +135,14 @@ def channel_step(
     k: Float[Array, "N T Ck"],
     v: Float[Array, "N T Cv"],
     a: Float[Array, "N T HV K"],
-    b: Float[Array, "N T HV"],
+    b: Float[Array, "N T Cb"],
     pool: Float[Array, "slots *layers HV rows columns"],
     *,
     A_log: Float[Array, " HV"] | None,
     dt_bias: Float[Array, "HV K"],
     lower_bound: float | None,
     first: Channels = ALONE,
+    kind: type[ChannelCta] = ChannelCta,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
     """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
@@ -138,9 +153,10 @@ def channel_step(
       A_log: rate of each head; None for 0.
       dt_bias: bias of each channel.
       lower_bound: the strongest log decay of the bounded gate, below 0; None for the other gate.
+      kind: the `Cta` that knows the gates.
       options: of `step_of_channels`.
     """
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
     gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias.reshape(-1))
-    gates |= dict(kind=ChannelCta, settings=dict(lower_bound=lower_bound))
+    gates |= dict(kind=kind, settings=dict(lower_bound=lower_bound))
     return step_of_channels(q, k, v, a.reshape(*a.shape[:2], -1), b, pool, first=first, **gates, **options)

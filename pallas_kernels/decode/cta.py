@@ -1,4 +1,4 @@
-"""A CTA of `decode.step`: its warpgroup's tile, where the tokens lie, and how the decay of a head enters."""
+"""A CTA of `decode.step`: its warpgroup's tile, where the tokens lie, and how the gates of a head enter."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -102,18 +102,23 @@ class Cta:
         channel = self.first.v + self.head * self.sizes.V + self.entries.start
         return self.gmem.v.at[self.row, t, pl.ds(channel, self.config.block)]
 
+    def written(self, t: Any, v: jax.Array) -> jax.Array:
+        """v of token t times the part of its write strength that `gates` leaves out."""
+        return v
+
     @classmethod
     def gate_memory(cls, sizes: Sizes, T: int) -> Memory:
-        """Shared memory for the decays of several tokens, beside their scalars."""
+        """Shared memory for the gates of several tokens, beside their scalars."""
         return {}
 
-    def keep_decay(self, t: Any, alpha: jax.Array) -> None:
-        """Stores exp(g) of token t in shared memory."""
+    def keep_gates(self, t: Any, alpha: jax.Array, beta: jax.Array) -> None:
+        """Stores `gates_to_keep` of token t in shared memory."""
         self.smem.scalars[t, 0] = jnp.float32(alpha)
+        self.smem.scalars[t, 1] = jnp.float32(beta)
 
-    def kept_decay(self, t: Any) -> jax.Array:
-        """exp(g) of token t from shared memory."""
-        return self.smem.scalars[t, 0]
+    def kept_gates(self, t: Any) -> tuple[jax.Array, jax.Array]:
+        """`gates` of token t from shared memory."""
+        return self.smem.scalars[t, 0], self.smem.scalars[t, 1]
 
     def gates_to_keep(self, t: Any) -> tuple[jax.Array, jax.Array]:
         """`gates`, for shared memory."""

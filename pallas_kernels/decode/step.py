@@ -141,6 +141,7 @@ def _decode(cta: Cta, x: Vectors) -> None:
 
     alpha, beta = cta.gates(0)
     q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
+    v = cta.written(0, v)
     S, o = cta.tile.update(S, q, k, v, alpha, beta, lambda: cta.tile.norms(q_whole, k_whole), again)
     # Rounded outside of the branch: its registers are free earlier.
     S = S.astype(cta.gmem.pool.dtype)
@@ -163,11 +164,12 @@ def _prepare(cta: Cta, group: jax.Array) -> None:
     ]
     for t, (*vectors, alpha, beta) in zip(numbers, found, strict=True):
         q, k, v = (y.astype(jnp.float32) for y in vectors)
+        v = cta.written(t, v)
         for ref, y in ((smem.q, q), (smem.k, k), (smem.v, v)):
             store_any(ref.at[t], y)
         norms = cta.tile.norms(q, k)
-        cta.keep_decay(t, alpha)
-        for i, y in enumerate((beta, *norms), 1):
+        cta.keep_gates(t, alpha, beta)
+        for i, y in enumerate(norms, 2):
             smem.scalars[t, i] = jnp.float32(y)
 
 
@@ -189,8 +191,8 @@ def _state_before(cta: Cta, t: jax.Array) -> jax.Array:
     smem, tile, path = cta.smem, cta.tile, _ancestors(cta, t)
 
     def follow(s, S):
-        alpha = cta.kept_decay(s)
-        beta, _, rk, _ = (smem.scalars[s, i] for i in range(1, SCALARS))
+        alpha, beta = cta.kept_gates(s)
+        _, rk, _ = (smem.scalars[s, i] for i in range(2, SCALARS))
         k, v = load(smem.k.at[s], tile.k_layout), load(smem.v.at[s], tile.v_layout)
         return tile.follow(S, k, v, alpha, beta, rk)
 
@@ -208,8 +210,8 @@ def _token(cta: Cta, t: jax.Array, S: jax.Array) -> jax.Array:
         follows = gmem.parents[cta.row, t] == t - 1
         S = lax.cond(follows, lambda S: S, lambda _: _state_before(cta, t), S)
     to = cta.write_slot(t)
-    alpha = cta.kept_decay(t)
-    beta, *norms = (smem.scalars[t, i] for i in range(1, SCALARS))
+    alpha, beta = cta.kept_gates(t)
+    norms = [smem.scalars[t, i] for i in range(2, SCALARS)]
     q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
     v = load(smem.v.at[t], tile.v_layout)
     S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
@@ -281,6 +283,7 @@ def step_of_channels(
     config: Config | None = None,
     kind: type[Cta] = Cta,
     settings: dict[str, Any] | None = None,
+    w: Float[Array, "N T Cw"] | None = None,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
@@ -303,7 +306,8 @@ def step_of_channels(
         was read. None: each follows the one before.
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
-      kind, settings: the `Cta` that knows the decay, and what it is made with.
+      kind, settings: the `Cta` that knows the gates, and what it is made with.
+      w: an input more, for a `Cta` that knows it.
       interpret: parameters of Pallas' interpreter, None to compile.
       options: as for `Sizes.of`.
 
@@ -321,7 +325,7 @@ def step_of_channels(
     static |= settings or {}
     room = memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype)
     inputs = dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
-    inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents)
+    inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents, w=w)
     results = launch(
         "decode_step",
         functools.partial(_body, kind=kind, **static),

@@ -20,6 +20,7 @@ from pallas_kernels.ampere import walk
 from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.decode.apart_step import apart_step
 from pallas_kernels.decode.channel_step import channel_step
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
@@ -239,13 +240,16 @@ def joined_call(pool="f32") -> Call:
     return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", **gates)
 
 
-def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False) -> Call:
-    """`channel_step` of T tokens on a pool of eight states, which is in place."""
+def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False, apart=False) -> Call:
+    """`channel_step` or `apart_step` of T tokens on a pool of eight states, which is in place."""
     known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv", lower_bound=-5.0 if bounded else None)
-    tokens = f"bf16[4,{T},256] bf16[4,{T},256] bf16[4,{T},512] bf16[4,{T},4,128] bf16[4,{T},4]"
+    of_channels = f"bf16[4,{T},4,128]"
+    tokens = f"bf16[4,{T},256] bf16[4,{T},256] bf16[4,{T},512] {of_channels} "
+    tokens += f"{of_channels} {of_channels}" if apart else f"bf16[4,{T},4]"
     gates = dict(A_log="f32[4]", dt_bias="f32[4,128]")
     slots = dict(read_slots="i32[4]", write_slots=f"i32[4,{T}]", parents=f"i32[4,{T}]" if tree else "-")
-    return call(partial(channel_step, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
+    kernel = apart_step if apart else channel_step
+    return call(partial(kernel, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
 
 
 def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
@@ -299,6 +303,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no states": dict(state=False),
     "segment ids": dict(ids=True),
     "erase": dict(erase=True),
+    "strengths apart": dict(apart=True),
     "backwards": dict(backwards=True),
     "normalised": dict(norm=True),
     "tree": dict(tree=True),
@@ -326,10 +331,12 @@ channels, backwards; channels, backwards, packed; channels, backwards, packed, s
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
 decode by channels; decode by channels, bfloat16; decode by channels, vk, bounded
-decode by channels, vk, bfloat16, bounded
+decode by channels, vk, bfloat16, bounded; decode by channels, strengths apart
+decode by channels, strengths apart, bfloat16; decode by channels, strengths apart, vk, bfloat16
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
 verify by channels, T 4; verify by channels, T 8, tree, bfloat16; verify by channels, T 8, vk, tree
+verify by channels, T 8, tree, strengths apart; verify by channels, T 8, vk, bfloat16, strengths apart
 decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16
 decode deferred, int8; decode deferred, vk, int8; decode deferred, float8
 verify on a ring, T 4; verify on a ring, T 4, vk; verify on a ring, T 4, int8; verify on a ring, T 4, vk, int8
