@@ -8,7 +8,7 @@ from flax import nnx
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.models import ExpertsConfig
-from gdn_jax.models.experts import Experts
+from gdn_jax.models.experts import Experts, largest
 
 F32 = (
     4 * FLOAT32["o"]
@@ -68,3 +68,13 @@ def test_experts_are_chosen_by_scores_in_float32():
     layer.router[...] = jnp.array([[1.0, 1.0], [0.0, 2.0**-10]])
     weights, chosen = layer.route(jnp.ones((1, 2), jnp.bfloat16))
     assert chosen.item() == 1 and weights.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("shape", "k"), [((3, 7), 7), ((2, 4, 5), 2)])
+def test_the_largest_are_found_by_counting_as_by_sorting(shape, k):
+    """Values and places, with equal numbers, -inf and both zeros."""
+    x = np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32)
+    x[0, 0] = -np.inf
+    x = jnp.asarray(x)
+    for got, want in zip(largest(x, k, True), largest(x, k, False), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import fused_op, run, usable
+from gdn_jax.partitioning import expected_shards
 
 FEW = 128
 """Rows up to which kernels multiply all of them by every expert that one of them has chosen: to read the weights of
@@ -46,8 +47,7 @@ def mixture(
     """
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
     if usable("a mixture of experts", implementation, _reason(rows, gate_up, down)):
-        ids = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
-        return _mixture(None, rows, weights, chosen, gate_up, down, ids)
+        return _mixture(None, rows, weights, chosen, gate_up, down)
     return plain_mixture(rows, weights, chosen, gate_up, down)
 
 
@@ -92,33 +92,33 @@ class Tiles(NamedTuple):
     """Rows in tiles, each of one expert."""
 
     x: Float[Array, "M D"]
-    """The rows of the tiles one behind the other, or those of all tiles, see `expert_product`."""
+    """The rows of the tiles one behind the other, or of one that all tiles share."""
     experts: Int[Array, " tiles"]
     used: Int[Array, "1"]
     places: Int[Array, "N k"]
     """Where the result of each choice lies."""
 
 
-def _tiles_of_few(rows, chosen, here, num_experts: int, size: int) -> Tiles:
+def _tiles_of_few(rows, chosen, num_experts: int, size: int) -> Tiles:
     """A tile for each expert that is chosen, and all rows in each."""
     N, k = chosen.shape
-    x = jnp.pad(rows, ((0, size - N), (0, 0)))
     if N == 1:  # its experts are all different
-        used, tiles = jnp.full(1, k, jnp.int32), jnp.arange(k, dtype=jnp.int32)
-        return Tiles(x, chosen[0], used, tiles[None] * size)
+        experts, tiles = jnp.minimum(chosen[0], num_experts - 1), jnp.arange(k, dtype=jnp.int32)
+        return Tiles(rows, experts, jnp.full(1, k, jnp.int32), tiles[None] * size)
     ids = jnp.arange(num_experts, dtype=jnp.int32)
-    of_expert = jnp.any((chosen.reshape(-1, 1) == ids) & here.reshape(-1, 1), axis=0)
+    of_expert = jnp.any(chosen.reshape(-1, 1) == ids, axis=0)
     tile = jnp.cumsum(of_expert, dtype=jnp.int32) - 1
     numbers = jnp.arange(min(num_experts, N * k), dtype=jnp.int32)[:, None]
     experts = jnp.sum(jnp.where((tile == numbers) & of_expert, ids, 0), axis=1, dtype=jnp.int32)
-    places = tile[chosen] * size + jnp.arange(N, dtype=jnp.int32)[:, None]
-    return Tiles(x, experts, tile[-1:] + 1, places)
+    # One behind the last expert is nobody's, and is given the last tile.
+    places = tile[jnp.minimum(chosen, num_experts - 1)] * size + jnp.arange(N, dtype=jnp.int32)[:, None]
+    return Tiles(rows, experts, tile[-1:] + 1, jnp.maximum(places, 0))
 
 
-def _tiles_of_many(rows, chosen, here, num_experts: int, size: int) -> Tiles:
+def _tiles_of_many(rows, chosen, num_experts: int, size: int) -> Tiles:
     """The rows of an expert side by side, in as many tiles as they fill."""
     N, k = chosen.shape
-    key = jnp.where(here, chosen, num_experts).reshape(-1)
+    key = chosen.reshape(-1)
     order = jnp.argsort(key, stable=True)
     among_all = jnp.zeros(N * k, jnp.int32).at[order].set(jnp.arange(N * k, dtype=jnp.int32))
     count = jnp.bincount(key, length=num_experts + 1)[:num_experts].astype(jnp.int32)
@@ -130,26 +130,27 @@ def _tiles_of_many(rows, chosen, here, num_experts: int, size: int) -> Tiles:
     experts = jnp.minimum(jnp.sum(numbers >= ends, axis=1, dtype=jnp.int32), num_experts - 1)
     clipped = jnp.minimum(key, num_experts - 1)
     places = (ends - tiles)[clipped] * size + among_all - first[clipped]
-    places = jnp.where(here.reshape(-1), places, most * size)
+    places = jnp.where(key < num_experts, places, most * size)
     tokens = jnp.arange(N * k, dtype=jnp.int32) // k
     row_of = jnp.zeros(most * size, jnp.int32).at[places].set(tokens, mode="drop")
     return Tiles(rows[row_of], experts, ends[-1:], places.reshape(N, k))
 
 
 def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
-    """`mixture` by kernels, or where ids are not those of all experts their part of it."""
+    """`mixture` by kernels; where ids are those of some experts, the part of the sum that is theirs."""
     from pallas_kernels.layer.expert_product import Config, expert_product
 
-    num_experts, few = gate_up.shape[0], rows.shape[0] <= FEW
-    chosen = chosen.astype(jnp.int32) - ids[0]
-    here = (chosen >= 0) & (chosen < num_experts)
-    chosen = jnp.clip(chosen, 0, num_experts - 1)
+    num_experts, few, chosen = gate_up.shape[0], rows.shape[0] <= FEW, chosen.astype(jnp.int32)
+    if ids is not None:
+        chosen = chosen - ids[0]
+        chosen = jnp.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     config = Config.few(rows.shape[0]) if few else Config.many()
-    make = _tiles_of_few if few else _tiles_of_many
-    tiles = make(rows, chosen, here, num_experts, config.rows)
-    h = expert_product(tiles.x, gate_up, tiles.experts, tiles.used, config=config, swiglu=True)
-    y = expert_product(h, down, tiles.experts, tiles.used, config=config)
-    y = jnp.where(here[..., None], y[tiles.places], 0)
+    tiles = (_tiles_of_few if few else _tiles_of_many)(rows, chosen, num_experts, config.rows)
+    of_tiles = dict(experts=tiles.experts, used=tiles.used, config=config)
+    h = expert_product(tiles.x, gate_up, **of_tiles, shared=few, swiglu=True)
+    y = expert_product(h, down, **of_tiles)[tiles.places]
+    if ids is not None:
+        y = jnp.where((chosen < num_experts)[..., None], y, 0)
     return jnp.sum(weights[..., None] * y, axis=1)
 
 
@@ -157,17 +158,20 @@ OPERANDS = "n .", "n .", "n .", "e . .", "e . .", "e"
 """Names of the dimensions of rows, weights, choices, both projections and the numbers of the experts."""
 
 
-def _forward(_, rows, weights, chosen, gate_up, down, ids):
-    args = rows, weights, chosen, gate_up, down, ids
+def _forward(_, rows, weights, chosen, gate_up, down):
+    args = rows, weights, chosen, gate_up, down
+    if expected_shards(args) is None:
+        return _by_kernels(None, *args, None), args
     sizes = {"n": rows.shape[0], "e": gate_up.shape[0]}
-    return run(_by_kernels, None, args, OPERANDS, "n . +e", sizes), args[:-1]
+    ids = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
+    return run(_by_kernels, None, (*args, ids), OPERANDS, "n . +e", sizes), args
 
 
 def _backward(_, saved, dy):
     rows, weights, chosen, gate_up, down = saved
     _, pull = jax.vjp(lambda r, w, g, d: plain_mixture(r, w, chosen, g, d), rows, weights, gate_up, down)
     drows, dweights, dgate_up, ddown = pull(dy)
-    return drows, dweights, None, dgate_up, ddown, None
+    return drows, dweights, None, dgate_up, ddown
 
 
 _mixture = fused_op(_forward, _backward)

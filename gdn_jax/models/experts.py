@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.blocks import Initializer, NoDecayParam, SwiGLU
-from gdn_jax.fused.experts import mixture
+from gdn_jax.fused.experts import FEW, mixture
+from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.models.config import ExpertsConfig
 
 
@@ -93,7 +94,7 @@ class Experts(nnx.Module):
         if self.config.routing is not None:
             return self._route_by_sigmoids(rows, self.config.routing)
         probabilities = jax.nn.softmax(_dot(rows, self.router[...].astype(rows.dtype)), axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, self.config.per_token)
+        weights, chosen = largest(probabilities, self.config.per_token, self._counts(rows))
         if self.config.normalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
@@ -102,15 +103,42 @@ class Experts(nnx.Module):
         assert self.router_bias is not None
         scores = jnp.dot(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
         scores = jax.nn.sigmoid(scores)
-        biased = (scores + self.router_bias[...]).reshape(len(rows), routing.groups, -1)
-        _, kept = jax.lax.top_k(jnp.sum(jax.lax.top_k(biased, 2)[0], axis=-1), routing.kept_groups)
-        stays = jnp.any(kept[..., None] == jnp.arange(routing.groups), axis=1)
-        biased = jnp.where(stays[..., None], biased, -jnp.inf).reshape(scores.shape)
-        _, chosen = jax.lax.top_k(biased, self.config.per_token)
+        biased, counts = scores + self.router_bias[...], self._counts(rows)
+        if routing.kept_groups < routing.groups:
+            biased = biased.reshape(len(rows), routing.groups, -1)
+            of_groups = jnp.sum(largest(biased, 2, counts)[0], axis=-1)
+            _, kept = largest(of_groups, routing.kept_groups, counts)
+            stays = jnp.any(kept[..., None] == jnp.arange(routing.groups), axis=1)
+            biased = jnp.where(stays[..., None], biased, -jnp.inf).reshape(scores.shape)
+        _, chosen = largest(biased, self.config.per_token, counts)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.config.normalise:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return weights * routing.factor, chosen
+
+    def _counts(self, rows) -> bool:
+        """Whether the largest scores of rows are found by counting: on a GPU, where a sort is many kernels."""
+        return rows.shape[0] <= FEW and kernels_run(self.implementation)
+
+
+def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array, "*S _"], Int[Array, "*S _"]]:
+    """`jax.lax.top_k`: the k largest numbers of each row and their places, the first of equal ones first.
+
+    Args:
+      x: rows.
+      k: how many, up to n.
+      counts: whether the place of a number is found by counting the larger ones, n^2 comparisons without a sort.
+    """
+    if not counts:
+        values, chosen = jax.lax.top_k(x, k)
+        return values, chosen
+    places = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    other, own = x[..., None, :], x[..., None]
+    before = (other > own) | ((other == own) & (places < places[:, None]))
+    rank = jnp.sum(before, axis=-1, dtype=jnp.int32)
+    is_one = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]  # [.., k, n]
+    chosen = jnp.sum(jnp.where(is_one, places, 0), axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(is_one, x[..., None, :], 0), axis=-1), chosen
 
 
 def _dot(x, weight):

@@ -4,9 +4,9 @@
 
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
 
-Inputs (GMEM): x [tiles * rows, D], or [rows, D] that all tiles share; w [E, D, N], of x's dtype, bfloat16 or float16;
-experts [tiles] int32, in [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2 columns
-of a SwiGLU; what is behind the used tiles is not written.
+Inputs (GMEM): x [tiles * rows, D], or up to [rows, D] that all tiles share; w [E, D, N], of x's dtype, bfloat16 or
+float16; experts [tiles] int32, in [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2
+columns of a SwiGLU; what is behind the used tiles is not written.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns, the items of one
 tile of rows one after another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that
 loads. Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time.
@@ -151,7 +151,7 @@ def _load(cta: _Cta) -> None:
 
     def item(i, _):
         tile, column = cta.place(i)
-        expert, row = gmem.experts[tile], 0 if cta.shared else tile * config.rows
+        expert, row = gmem.experts[tile], tile * (0 if cta.shared else config.rows)
 
         def step(k, _):
             n = i * cta.steps + k
@@ -231,37 +231,39 @@ def expert_product(
     used: Int[Array, "1"],
     *,
     config: Config,
+    shared: bool = False,
     swiglu: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "M1 F"]:
     """The rows of every tile times the weights of its expert, where `check_supported` says so.
 
     Args:
-      x: rows [tiles * config.rows, D], or [config.rows, D], which all tiles then share.
+      x: rows [tiles * config.rows, D], or with shared up to config.rows of them, those of every tile.
       w: weights of all experts.
       experts: the expert of each tile.
       used: how many tiles there are; those behind are not written.
       config: how the work is cut.
+      shared: whether all tiles have the same rows.
       swiglu: whether w holds both branches of a SwiGLU side by side, of whose product y is.
 
     Returns:
       y [tiles * config.rows, N], N / 2 with swiglu, in x's dtype.
     """
-    return compiled(_run, interpret, static=3)(config, swiglu, interpret, x, w, experts, used)
+    return compiled(_run, interpret, static=4)(config, shared, swiglu, interpret, x, w, experts, used)
 
 
-def _run(config, swiglu, interpret, x, w, experts, used):
+def _run(config, shared, swiglu, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
     memory = _memory(config, parts, x.dtype)
     assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
-    assert x.shape[0] in (config.rows, tiles * config.rows), (x.shape, tiles, config)
+    assert x.shape[0] <= config.rows if shared else x.shape[0] == tiles * config.rows, (x.shape, tiles)
     results = launch(
         "expert_product",
         functools.partial(
             _body,
             config=config,
             parts=parts,
-            shared=x.shape[0] == config.rows,
+            shared=shared,
             interpreted=interpret is not None,
         ),
         inputs={"x": x, "w": w, "experts": experts, "used": used},

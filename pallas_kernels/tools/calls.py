@@ -409,14 +409,14 @@ CALLS: dict[str, Call] = {
     ),
     "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
     "experts, few rows": call(
-        partial(expert_product, config=ExpertConfig.few(64), swiglu=True),
-        "bf16[64,1536] bf16[128,1536,1024] i32[8] i32[1]",
+        partial(expert_product, config=ExpertConfig.few(1), shared=True, swiglu=True),
+        "bf16[1,1536] bf16[128,1536,1024] i32[8] i32[1]",
     ),
     "experts, few rows, down": call(
         partial(expert_product, config=ExpertConfig.few(64)), "bf16[512,512] bf16[128,512,1536] i32[8] i32[1]"
     ),
     "experts, 128 rows": call(
-        partial(expert_product, config=ExpertConfig.few(128), swiglu=True),
+        partial(expert_product, config=ExpertConfig.few(128), shared=True, swiglu=True),
         "bf16[128,1536] bf16[128,1536,1024] i32[128] i32[1]",
     ),
     "experts, many rows": call(
