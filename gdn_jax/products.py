@@ -7,10 +7,15 @@ backward pass too, and a GPU that has such products makes them from 8 bits:
     dy8 = E5M2(dy sdy)                               dx = (dy8 w8^T) / (sdy sw),  dw = (x8^T dy8) / (sx sdy)
 
 A scale is a power of two, and that of the operand's own largest number at this call ("current scaling"). Multiplying
-by it and dividing by it rounds nothing. x8 and w8 are what is kept for the backward pass, in half the bytes of x.
+by it and dividing by it rounds nothing. Of activations and cotangents of many tokens some are looked at for it, see
+`SAMPLE`. x8 and w8 are what is kept for the backward pass, in half the bytes of x.
+
+On a GPU of compute capability 9.0 one kernel makes both forms of an operand that its products read: by rows, and by
+columns for the weight's gradient, which is a sum over tokens.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +25,19 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from gdn_jax.partitioning import expected_shards
 from gdn_jax.shapes import accumulation_dtype
+
+SAMPLE = 2048
+"""Tokens that are looked at, at least, for the largest number of activations or cotangents: all of fewer than twice as
+many, else one in so many as leaves that, at most one in 16. To look at all of them would read the array once more."""
+
+COLUMNS = 64
+"""A kernel makes operands of a multiple of so many columns (`pallas_kernels.layer.eight_bits`)."""
+
+ROOM = 3
+"""Powers of two that are left between the largest number of a sample and that of the dtype. What is larger still
+becomes the largest number of the dtype. Room costs no digits but those of the smallest numbers."""
 
 PLAIN = lax.dot_general
 """Products in the dtype of the operands."""
@@ -32,7 +49,10 @@ class Float8:
 
     Numerics: a number in E4M3 is rounded by at most 2^-4 of itself, one in E5M2 by 2^-3; numbers below 2^-15 of the
     largest one (E4M3, of 2^-6 to 448) or 2^-30 (E5M2) lose more. Sums are in float32, but those of the forward on a
-    GPU of compute capability 9.0, which may have some bits less. The result is rounded once to x's dtype.
+    GPU of compute capability 9.0, which may have some bits less. The result is rounded once to x's dtype. Where a
+    sample of tokens makes the scale, numbers more than 2^ROOM times its largest one are cut to the largest of the
+    dtype, and those that lose digits begin ROOM powers of two higher. A NaN or an infinity is NaN, and so is all
+    that a sum with it makes.
     """
 
     operands: DTypeLike = jnp.float8_e4m3fn
@@ -71,7 +91,7 @@ class Float8:
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {value}")
-        return _float8(self, x, w)
+        return _float8(self, by_kernel(x, w), x, w)
 
 
 PRODUCTS: dict[str, Any] = {
@@ -105,14 +125,75 @@ def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Scaled:
 
     An array of zeros has scale 1. One with a NaN or an infinity is NaN as a whole, so that it is seen.
     """
+    scale = _scale(x, dtype, 0)
+    return Scaled((x.astype(accumulation_dtype(x)) * scale).astype(dtype), scale)
+
+
+def _scale(x: Float[Array, "..."], dtype: DTypeLike, room: int) -> Float[Array, ""]:
+    """The largest power of two under which no number is more than the dtype's largest one, less some powers of two."""
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     _, exponent = jnp.frexp(jnp.float32(jnp.finfo(dtype).max) / largest)
     # The inverse of two scales is a number. Beyond it an operand of 10^21 or more is NaN, and is seen.
-    scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 1, -63, 126))  # exp2 would not be a power of two
+    scale = jnp.ldexp(
+        jnp.float32(1), jnp.clip(exponent - 1 - room, -63, 126)
+    )  # exp2 would not be a power of two
     scale = jnp.where(largest > 0, scale, 1)
-    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-    wide = accumulation_dtype(x)
-    return Scaled((x.astype(wide) * scale).astype(dtype), scale)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def sample(x: Float[Array, "M D"]) -> Float[Array, "N D"]:
+    """The tokens that a scale is made of."""
+    return x[:: _every(len(x))]
+
+
+def scale_of_sample(x: Float[Array, "N D"], M: int, dtype: DTypeLike) -> Float[Array, ""]:
+    """The scale of M tokens in a dtype, by their `sample`."""
+    return _scale(x, dtype, ROOM if _every(M) > 1 else 0)
+
+
+def _every(M: int) -> int:
+    return max(1, min(16, M // SAMPLE))
+
+
+class Operand(NamedTuple):
+    """Activations or cotangents in 8 bits."""
+
+    rows: Float[Array, "M D"]
+    columns: Float[Array, "D M"]
+    """The same transposed, with the tokens in an order that is that of every operand of one product."""
+    scale: Float[Array, ""]
+
+    @property
+    def by_columns(self) -> Scaled:
+        """What the weight's gradient reads."""
+        return Scaled(self.columns, self.scale)
+
+
+def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
+    """Rows of tokens in 8 bits, with a scale by a sample of them.
+
+    Args:
+      kernel: whether a kernel makes it, see `by_kernel`.
+    """
+    scale = scale_of_sample(sample(x), len(x), dtype)
+    if kernel:
+        from pallas_kernels.layer.eight_bits import eight_bits
+
+        return Operand(*eight_bits(x, scale, dtype), scale)
+    wide, most = x.astype(accumulation_dtype(x)) * scale, float(jnp.finfo(dtype).max)
+    rows = jnp.where(jnp.isfinite(x), jnp.clip(wide, -most, most), jnp.nan).astype(dtype)
+    return Operand(rows, rows.T, scale)
+
+
+def by_kernel(x: Array, w: Array) -> bool:
+    """Whether a kernel makes the operands of x @ w and of its gradients on this device."""
+    from pallas_kernels.device.launch import device_reason
+    from pallas_kernels.layer.eight_bits import check_supported
+
+    if device_reason() is not None or expected_shards((x, w)) is not None:
+        return False
+    rows = math.prod(x.shape[:-1])
+    return all(check_supported(jax.ShapeDtypeStruct((rows, n), x.dtype)) is None for n in w.shape)
 
 
 def _product(
@@ -127,22 +208,39 @@ def _product(
     return (z * (1 / x.scale * (1 / y.scale)).astype(wide)).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _float8(policy: Float8, x: Array, w: Array) -> Array:
-    return _forward(policy, x, w)[0]
+def forward_product(x: Operand, w: Scaled, dtype: DTypeLike) -> Float[Array, "M F"]:
+    """x @ w of activations [M, D] and weights [D, F], in a dtype."""
+    return _product(Scaled(x.rows, x.scale), w, ((1,), (0,)), dtype)
 
 
-def _forward(policy, x, w):
-    x8, w8 = (rounded(y, policy.operands) for y in (x, w))
-    y = _product(x8, w8, ((x.ndim - 1,), (0,)), x.dtype)
-    return y, (x8, w8)
+def backward_products(
+    policy: Float8, x: Scaled, w: Scaled, dy: Operand, dtype: DTypeLike
+) -> tuple[Float[Array, "M D"], Float[Array, "D F"]]:
+    """dx and dw of `forward_product`, from its activations by columns."""
+    dx = _product(Scaled(dy.rows, dy.scale), w, ((1,), (1,)), dtype, policy.gradient_sums)
+    return dx, _product(x, dy.by_columns, ((1,), (1,)), dtype, policy.gradient_sums)
 
 
-def _backward(policy, saved, dy):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _float8(policy: Float8, kernel: bool, x: Array, w: Array) -> Array:
+    return _forward(policy, kernel, x, w)[0]
+
+
+def _forward(policy, kernel, x, w):
+    x8, w8 = operand(_tokens(x), policy.operands, kernel), rounded(w, policy.operands)
+    y = forward_product(x8, w8, x.dtype)
+    return y.reshape(*x.shape[:-1], -1), (x8.by_columns, w8)
+
+
+def _backward(policy, kernel, saved, dy):
     x8, w8 = saved
-    dy8, rows = rounded(dy, policy.cotangents), tuple(range(dy.ndim - 1))
-    dx = _product(dy8, w8, ((dy.ndim - 1,), (1,)), dy.dtype, policy.gradient_sums)
-    return dx, _product(x8, dy8, (rows, rows), dy.dtype, policy.gradient_sums)
+    dy8 = operand(_tokens(dy), policy.cotangents, kernel)
+    dx, dw = backward_products(policy, x8, w8, dy8, dy.dtype)
+    return dx.reshape(*dy.shape[:-1], -1), dw
+
+
+def _tokens(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 _float8.defvjp(_forward, _backward)

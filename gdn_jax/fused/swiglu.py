@@ -11,7 +11,20 @@ from jaxtyping import Array, Float
 
 from gdn_jax.fused.kernels import FEW_ROWS, fused_op, run, token_axes, usable
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
-from gdn_jax.products import PLAIN, times
+from gdn_jax.products import (
+    COLUMNS,
+    PLAIN,
+    Float8,
+    Operand,
+    backward_products,
+    by_kernel,
+    forward_product,
+    operand,
+    rounded,
+    sample,
+    scale_of_sample,
+    times,
+)
 from gdn_jax.shapes import accumulation_dtype
 
 MANY_ROWS = 4096
@@ -65,8 +78,7 @@ def swiglu(
     reason = None if in_products else _check_supported(x, F)
     if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
         if not is_plain:
-            branches = times(product, x, side_by_side(gate_kernel, up_kernel, _group(False)))
-            return times(product, _gated_by_kernel(branches), down_kernel)
+            return _multiplied_by(product, x, gate_kernel, up_kernel, down_kernel)
         group = _group(in_products)
         weight = side_by_side(gate_kernel, up_kernel, group)
         down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
@@ -76,6 +88,54 @@ def swiglu(
         return on_explicit_shards(f, (x, weight, down_kernel), operands, names, sizes)
     gate, up = (checkpoint_name(times(product, x, w), BRANCHES_NAME) for w in (gate_kernel, up_kernel))
     return times(product, gated(gate, up), down_kernel)
+
+
+def _multiplied_by(product: Any, x, gate_kernel, up_kernel, down_kernel) -> Float[Array, "*S E"]:
+    """The SwiGLU by kernels, whose projections are multiplied by a product of `gdn_jax.products`."""
+    more = -gate_kernel.shape[1] % COLUMNS  # whole tiles of 8-bit operands
+    gate_kernel, up_kernel = (jnp.pad(w, ((0, 0), (0, more))) for w in (gate_kernel, up_kernel))
+    down_kernel = jnp.pad(down_kernel, ((0, more), (0, 0)))
+    if isinstance(product, Float8) and by_kernel(x, gate_kernel) and by_kernel(x, down_kernel.T):
+        return _eight_bits(product, x, side_by_side(gate_kernel, up_kernel, COLUMNS), down_kernel)
+    branches = times(product, x, side_by_side(gate_kernel, up_kernel, _group(False)))
+    return times(product, _gated_by_kernel(branches), down_kernel)
+
+
+def _eight_bits_forward(policy, x, weight, down_kernel):
+    from pallas_kernels.layer import swiglu_eight_bits as kernels
+
+    tokens, dtype = x.reshape(-1, x.shape[-1]), policy.operands
+    x8, weight8, down8 = operand(tokens, dtype, True), rounded(weight, dtype), rounded(down_kernel, dtype)
+    branches = checkpoint_name(forward_product(x8, weight8, x.dtype), BRANCHES_NAME)
+    scale = scale_of_sample(gated(*_branches(sample(branches))), len(tokens), dtype)
+    h8 = Operand(*kernels.swiglu(branches, scale, dtype), scale)
+    y = forward_product(h8, down8, x.dtype)
+    kept = x8.by_columns, weight8, branches, h8.by_columns, down8
+    return y.reshape(*x.shape[:-1], -1), kept
+
+
+def _eight_bits_backward(policy, kept, dy):
+    from pallas_kernels.layer import swiglu_eight_bits as kernels
+
+    x8, weight8, branches, h8, down8 = kept
+    dtype, tokens = policy.cotangents, dy.reshape(-1, dy.shape[-1])
+    dy8 = operand(tokens, dtype, True)
+    dh, ddown = backward_products(policy, h8, down8, dy8, dy.dtype)
+    some, back = jax.vjp(gated, *_branches(sample(branches)))
+    scale = scale_of_sample(jnp.stack(back(sample(dh).astype(some.dtype))), len(tokens), dtype)
+    dbranches8 = Operand(*kernels.swiglu_backward(branches, dh, scale, dtype), scale)
+    dx, dweight = backward_products(policy, x8, weight8, dbranches8, dy.dtype)
+    return dx.reshape(*dy.shape[:-1], -1), dweight, ddown
+
+
+_eight_bits = fused_op(_eight_bits_forward, _eight_bits_backward)
+"""The SwiGLU of x, branches' weights `side_by_side` in groups of COLUMNS, and the projection down, in 8 bits."""
+
+
+def _branches(x: Float[Array, "N F2"]) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:
+    """Both branches out of groups of COLUMNS."""
+    groups = x.reshape(len(x), -1, 2, COLUMNS)
+    return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
 
 
 def _gated_by_kernel(branches: Float[Array, "*S F2"]) -> Float[Array, "*S F"]:

@@ -16,6 +16,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
 
+TOGETHER = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 64), (16, 64), (8, 64), (16,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""Layout of [64, 64] that is WGMMA's, but for the columns: a thread has 16 neighbours of a row."""
+
 
 class Device:
     """The operations that Pallas' interpreter lacks: wgmma with operands or initial values in registers, and PTX.
@@ -140,6 +145,19 @@ class Device:
         if not self.interpreted:
             return _blocks_transpose(jnp.dtype(x.dtype).name)(x)
         return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
+
+    def to_eight_bits(self, x, dtype: Any) -> jax.Array:
+        """float32 rounded to the nearest numbers of 8 bits. What is beyond the largest one becomes that; NaN stays."""
+        if self.interpreted:  # the instruction does so by itself
+            x = jnp.clip(x, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
+        return x.astype(dtype)
+
+    def together(self, x) -> jax.Array:
+        """The numbers that a thread has of a row put side by side: [64, 64] of 8 bits in the WGMMA layout, to
+        `TOGETHER`. Column 8 i + 2 j + k goes to 16 j + 2 i + k."""
+        if self.interpreted:
+            return x.reshape(64, 8, 4, 2).swapaxes(1, 2).reshape(64, 64)
+        return _together(jnp.dtype(x.dtype).name)(x)
 
 
 def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragmented_array.FragmentedArray:
@@ -365,3 +383,25 @@ def _blocks_transpose(dtype: str):
         return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)
 
     return transpose
+
+
+@functools.cache
+def _together(dtype: str):
+    """The operation for a dtype."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(dtype), TOGETHER)
+    )
+    def together(ctx, x):
+        i16, layout = ir.IntegerType.get_signless(16), TOGETHER.to_mgpu()
+        pairs = [utils.bitcast(register, i16) for register in x.registers.flat]
+        words = ir.VectorType.get((8,), i16)
+        whole = ir.VectorType.get((16,), ir.VectorType(x.registers.flat[0].type).element_type)
+        registers = np.empty(2, dtype=object)
+        for half in (0, 1):  # rows of a warp, eight apart
+            registers[half] = vector.bitcast(whole, vector.from_elements(words, pairs[half::2]))
+        return fragmented_array.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape((64, 64))), _layout=layout, _is_signed=None
+        )
+
+    return together
