@@ -29,8 +29,8 @@ from gdn_jax.partitioning import expected_shards
 from gdn_jax.shapes import accumulation_dtype
 
 SAMPLE = 2048
-"""Tokens that are looked at, at least, for the largest number of activations or cotangents: all of fewer than twice as
-many, else one in so many as leaves that, at most one in 16. To look at all of them would read the array once more."""
+"""Tokens that are looked at, at least, for the largest number of activations or cotangents: all of fewer than twice
+as many, else one in so many as leaves that, at most one in 16. To look at all would read the array once more."""
 
 COLUMNS = 64
 """A kernel makes operands of a multiple of so many columns (`pallas_kernels.layer.eight_bits`)."""
@@ -130,7 +130,7 @@ def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Scaled:
 
 
 def _scale(x: Float[Array, "..."], dtype: DTypeLike, room: int) -> Float[Array, ""]:
-    """The largest power of two under which no number is more than the dtype's largest one, less some powers of two."""
+    """The largest power of two under which no number is too large for the dtype, less some powers of two."""
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     _, exponent = jnp.frexp(jnp.float32(jnp.finfo(dtype).max) / largest)
     # The inverse of two scales is a number. Beyond it an operand of 10^21 or more is NaN, and is seen.
@@ -146,7 +146,7 @@ def sample(x: Float[Array, "M D"]) -> Float[Array, "N D"]:
     return x[:: _every(len(x))]
 
 
-def scale_of_sample(x: Float[Array, "N D"], M: int, dtype: DTypeLike) -> Float[Array, ""]:
+def scale_of_sample(x: Float[Array, "*S D"], M: int, dtype: DTypeLike) -> Float[Array, ""]:
     """The scale of M tokens in a dtype, by their `sample`."""
     return _scale(x, dtype, ROOM if _every(M) > 1 else 0)
 
@@ -165,7 +165,7 @@ class Operand(NamedTuple):
 
     @property
     def by_columns(self) -> Scaled:
-        """What the weight's gradient reads."""
+        """The form that the weight's gradient reads."""
         return Scaled(self.columns, self.scale)
 
 
@@ -190,7 +190,9 @@ def by_kernel(x: Array, w: Array) -> bool:
     from pallas_kernels.device.launch import device_reason
     from pallas_kernels.layer.eight_bits import check_supported
 
-    if device_reason() is not None or expected_shards((x, w)) is not None:
+    if (
+        device_reason() is not None or (expected_shards((x, w)) or 1) > 1
+    ):  # on a mesh XLA splits what it can see
         return False
     rows = math.prod(x.shape[:-1])
     return all(check_supported(jax.ShapeDtypeStruct((rows, n), x.dtype)) is None for n in w.shape)

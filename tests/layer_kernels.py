@@ -14,6 +14,7 @@ from gdn_jax.fused.short_conv import KeyHeads
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     cross_entropy,
+    eight_bits,
     embedding,
     expert_product,
     gated_norm,
@@ -22,6 +23,7 @@ from pallas_kernels.layer import (
     short_conv,
     swiglu,
     swiglu_cotangents,
+    swiglu_eight_bits,
     swiglu_product,
     weight_gradient,
 )
@@ -40,6 +42,8 @@ KERNELS = (
     (embedding, "embedding_gradient"),
     (cross_entropy, "cross_entropy"),
     (logit_cotangents, "logit_cotangents"),
+    (eight_bits, "eight_bits"),
+    (swiglu_eight_bits, "swiglu"),
 )
 """Every file of a kernel, and the name of its function; that of its derivative ends in `_backward`."""
 

@@ -28,7 +28,6 @@ KERNELS = (
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
     "shapes": set(),
-    "products": {"shapes"},
     "gates": {"shapes"},
     "packing": {"shapes"},
     "segments": {"shapes"},
@@ -48,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.layer": {"pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
+    "products": {"shapes", "partitioning", "pallas_kernels.device", "pallas_kernels.layer"},
     "kernel_sets": {
         "shapes",
         "gates",
@@ -218,7 +218,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
     "cli": {"rich"},
 }
-CALLERS = ("kernel_sets", "mosaic", "fused", "losses", "family", "parallel", "serving")
+CALLERS = ("kernel_sets", "mosaic", "products", "fused", "losses", "family", "parallel", "serving")
 """Rooms that call kernels."""
 DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel", "products"}
 """Rooms with derivatives of their own: over kernels, what is sent between devices, and products in 8 bits."""

@@ -147,7 +147,7 @@ class Device:
         return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
 
     def to_eight_bits(self, x, dtype: Any) -> jax.Array:
-        """float32 rounded to the nearest numbers of 8 bits. What is beyond the largest one becomes that; NaN stays."""
+        """float32 rounded to the nearest of 8 bits. What is beyond the largest becomes that; NaN stays."""
         if self.interpreted:  # the instruction does so by itself
             x = jnp.clip(x, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
         return x.astype(dtype)

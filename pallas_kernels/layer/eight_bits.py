@@ -8,10 +8,10 @@ it is the same for both. So each `TOKENS` of them lie in the order in which the 
 and a thread writes 16 bytes at once.
 
 Inputs (GMEM): x [T, D] bfloat16 or float16; scale [1] float32. Outputs (GMEM): x8 [T, D], x8_t [D, T].
-Grid: as many CTAs of one warpgroup as run at once, each of which walks over tiles of `TOKENS` by `COLUMNS` numbers and
-loads the next one while it writes. Shared memory: a tile, 8 KB, in which it is transposed.
-Numerics: scaled in float32, rounded to the nearest. A number beyond the largest of the dtype becomes that one; NaN and
-infinite ones become NaN. Hardware: compute capability 9.0. Limits: `check_supported`.
+Grid: as many CTAs of one warpgroup as run at once, each of which walks over tiles of `TOKENS` by `COLUMNS` numbers
+and loads the next one while it writes. Shared memory: a tile, 8 KB, in which it is transposed.
+Numerics: scaled in float32, rounded to the nearest. A number beyond the largest of the dtype becomes that one; NaN
+and infinite ones become NaN. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
 from collections.abc import Callable, Sequence

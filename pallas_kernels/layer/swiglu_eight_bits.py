@@ -2,14 +2,13 @@
 
     h = silu(a) b,   da = dh b silu'(a),   db = dh silu(a)
 
-each rounded to ab's dtype, then as in `eight_bits`: nothing is written in 16 bits. a and b lie in one array, `COLUMNS`
-numbers of a, as many of b, and so on; da and db likewise.
+each rounded to ab's dtype, then as in `eight_bits`: nothing is written in 16 bits. a and b lie in one array,
+`COLUMNS` numbers of a, as many of b, and so on; da and db likewise.
 
 Inputs (GMEM): ab [T, 2 F], dh [T, F] bfloat16 or float16; scale [1] float32. Outputs (GMEM): h or dab in 8 bits, by
 rows [T, ..] and by columns [.., T]. Grid, shared memory, numerics, hardware and limits: those of `eight_bits`.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike

@@ -30,7 +30,9 @@ from pallas_kernels.decode.ring import Rings, Tokens
 from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
+from pallas_kernels.layer import swiglu_eight_bits
 from pallas_kernels.layer.cross_entropy import cross_entropy
+from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
@@ -72,7 +74,7 @@ def shapes(text: str) -> list[Any]:
         if text == "-":
             return None
         dtype, sizes = text.removesuffix("]").split("[")
-        return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))), DTYPES[dtype])
+        return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), DTYPES[dtype])
 
     return [shape(part) for part in text.split()]
 
@@ -403,6 +405,12 @@ CALLS: dict[str, Call] = {
     ),
     "swiglu": call(swiglu, "bf16[131072]"),
     "swiglu, backwards": call(swiglu_backward, "bf16[131072] bf16[65536]"),
+    "operands of 8 bits": call(partial(eight_bits, dtype="float8_e4m3fn"), "bf16[4096,1024] f32[]"),
+    "swiglu, 8 bits": call(partial(swiglu_eight_bits.swiglu, dtype="float8_e4m3fn"), "bf16[4096,5504] f32[]"),
+    "swiglu, 8 bits, backwards": call(
+        partial(swiglu_eight_bits.swiglu_backward, dtype="float8_e5m2"),
+        "bf16[4096,5504] bf16[4096,2752] f32[]",
+    ),
     "swiglu in its product": call(swiglu_product, "bf16[4096,1024] bf16[1024,5504]"),
     "swiglu in its product, backwards": call(
         swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
