@@ -85,11 +85,11 @@ def _fold(
     """Writes the state with the ring and a token in it, which passes once more."""
     (keys, values), shape, stages = cta.spilled(), cta.shape, cta.stages
     plgpu.commit_smem()  # all warps have read the sums, which lie where the values will
-    cta.ring.spill(held, token.g, keys, values)
+    cta.spill(held, token.g)
     store_any(keys.at[LENGTH], token.k)
     store_any(values.at[LENGTH], u)
     plgpu.commit_smem()
-    decay, missing = jnp.exp(held.total + token.g), shape.chunks - stages
+    decay, missing = cta.decay_of_state(held, token.g), shape.chunks - stages
     copies = here.copies
 
     def one(p, _):
@@ -119,19 +119,19 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     at = Unit(cta, i, here.slot)
     is_full = here.count + 1 >= LENGTH
     # All loads come before the first use of one.
-    raw = vectors.load_tokens(cta, at)
+    raw = cta.load_tokens(at)
     next_count = _next_count(cta, i, here.slot, next_slot)
     ring_u, u_arrived = cta.smem.ring_u.at[cta.wg], cta.smem.u_arrived.at[cta.wg]
     plgpu.copy_gmem_to_smem(at.ring_u, ring_u, u_arrived)
-    held = cta.ring.load(at, here.count, with_u=False)
-    tokens = vectors.prepare_tokens(cta, raw, held)
+    held = cta.load_ring(at, here.count, with_u=False)
+    tokens = cta.prepare_tokens(raw, held)
     carry = vectors.take_state(cta, i, here, next_slot, stays=is_full)
     ends = at.ends()
     plgpu.barrier_wait(u_arrived)
     held = cta.ring.with_values(held, ring_u)
-    ((o, u, stored_u),) = vectors.answers(cta, held, tokens, carry)
+    ((o, u, stored_u),) = cta.answers(held, tokens, carry)
     store_any(cta.gmem.o.at[at.row, 0, at.head, at.entries], o.astype(cta.gmem.o.dtype))
-    vectors.append(at, ends, here.count, tokens[0], stored_u, here.count + 1 < LENGTH)
+    cta.append(at, ends, here.count, tokens[0], stored_u, here.count + 1 < LENGTH)
     pl.when(is_full)(lambda: _fold(cta, i, here, at, held, tokens[0], u, next_slot))
 
     @pl.when(ends.head)

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import vectors
 from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
-from pallas_kernels.decode.ring_products import add_tokens, row_slices
+from pallas_kernels.decode.ring_products import Decay, add_tokens, row_slices
 from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
@@ -82,7 +82,7 @@ def _count(cta: Cta, i: jax.Array, slot: jax.Array) -> jax.Array:
     return cta.cursors(i, slot)[1][BEFORE] + cta.drafts.offset
 
 
-def _flush(cta: Cta, at: Unit, decay: jax.Array, chunk: Any, row: jax.Array) -> None:
+def _flush(cta: Cta, at: Unit, decay: Decay, chunk: Any, row: jax.Array) -> None:
     """Makes the spilled ring part of a chunk, in shared memory and in the slot."""
     keys, values = cta.spilled()
     # A few rows at once, as the sums of products are in registers, too.
@@ -98,26 +98,26 @@ def _work(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     gmem, at, change = cta.gmem, Unit(cta, i, here.slot), None
     has_no_room = here.count + cta.drafts.tokens > LENGTH
     # All loads come before the first use of one.
-    raw = vectors.load_tokens(cta, at)
-    held = cta.ring.load(at, here.count, with_u=True)
+    raw = cta.load_tokens(at)
+    held = cta.load_ring(at, here.count, with_u=True)
     if cta.begins:
-        before, decay = held, jnp.exp(held.total)
-        pl.when(has_no_room)(lambda: cta.ring.spill(before, jnp.float32(0), *cta.spilled()))
+        before, decay = held, cta.decay_of_state(held)
+        pl.when(has_no_room)(lambda: cta.spill(before))
         held = held.emptied(has_no_room)
 
         def change(chunk, row):
             pl.when(has_no_room)(lambda: _flush(cta, at, decay, chunk, row))
 
-    tokens = vectors.prepare_tokens(cta, raw, held)
+    tokens = cta.prepare_tokens(raw, held)
     carry = vectors.take_state(cta, i, here, next_slot, change=change)
     # The next count is on its way while this unit is finished.
     next_count = cta.count_of(i + 1, next_slot, _count)
     present, ends = cta.present(at.row), at.ends()
-    for t, (o, _, stored_u) in enumerate(vectors.answers(cta, held, tokens, carry)):
+    for t, (o, _, stored_u) in enumerate(cta.answers(held, tokens, carry)):
         is_real, position = t < present, held.count + t
         o = jnp.where(is_real, o, jnp.zeros_like(o))
         store_any(gmem.o.at[at.row, t, at.head, at.entries], o.astype(gmem.o.dtype))
-        vectors.append(at, ends, position, tokens[t], stored_u, is_real & (position < LENGTH))
+        cta.append(at, ends, position, tokens[t], stored_u, is_real & (position < LENGTH))
     if cta.begins:
 
         @pl.when(ends.head)

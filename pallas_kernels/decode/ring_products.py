@@ -4,6 +4,7 @@ Nothing here touches global memory but the loads of a ring, and the states that 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -161,12 +162,16 @@ class Ring:
         return jnp.sum(held.u * spread(w, held.u.shape, 0, self.u_layout), axis=0)
 
 
+Decay = Callable[[jax.Array, Rows, Any, Any], jax.Array]
+"""decay(S, rows, here, layout): rows of a state, widened, times their decay; `here` are their places in the state."""
+
+
 def add_tokens(
     numbers: Floats,
     source: Rows,
     targets: tuple[Rows, ...],
     first: jax.Array,
-    decay: jax.Array,
+    decay: Decay,
     keys: Any,
     values: Any,
     kv_layout: bool,
@@ -188,7 +193,7 @@ def add_tokens(
     layout, here = tall_layout(size[0]) if tall else row_slices(size[1]).layout, pl.ds(first, size[0])
     x, y = (keys, values) if kv_layout else (values, keys)
     S = numbers.widened(load(source.numbers, layout), layout, device if tall else None)
-    S = numbers.times(S, decay, source, layout)
+    S = decay(S, source, here, layout)
     for j in range(keys.shape[0]):
         along_rows, along_columns = load(x.at[j, here], layout.reduce(1)), load(y.at[j], layout.reduce(0))
         S = S + spread(along_rows, size, 0, layout) * spread(along_columns, size, 1, layout)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode import step, walk
 from pallas_kernels.decode.codes import NUMBERS
 from pallas_kernels.decode.ring import LENGTH, Rings
-from pallas_kernels.decode.ring_products import Held, Products, Ring, Shape, row_slices
+from pallas_kernels.decode.ring_products import Decay, Held, Products, Ring, Shape, row_slices
 from pallas_kernels.decode.tiles import (
     GRANULE,
     Sizes,
@@ -125,6 +125,38 @@ def state_memory(sizes: Sizes, config: Config, others: Memory, dtype: Any) -> di
     }
 
 
+class Token(NamedTuple):
+    """A token before the state is there."""
+
+    q: jax.Array
+    """q, normalised, whole in every warp."""
+    k: jax.Array
+    """k, likewise."""
+    stored_k: jax.Array
+    """k as the ring has it."""
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class Raw(NamedTuple):
+    """A unit's tokens as they were loaded."""
+
+    A_log: jax.Array
+    dt_bias: jax.Array
+    tokens: list[tuple[Any, ...]]
+    """q, k, v, a and b of each."""
+
+
+class Answer(NamedTuple):
+    """A token's output and its written value, along V."""
+
+    o: jax.Array
+    u: jax.Array
+    stored_u: jax.Array
+    """u as the ring has it."""
+
+
 class Cta(walk.Cta):
     """The knowledge of a warpgroup, with the layouts of tokens, ring and chunks.
 
@@ -156,69 +188,99 @@ class Cta(walk.Cta):
         """Keys and values in shared memory that become part of a state."""
         return self.smem.keys.at[self.wg], self.smem.values.at[self.wg]
 
+    def load_ring(self, at: Unit, count: jax.Array, with_u: bool) -> Held:
+        """Loads the ring of a unit, of which so many entries are tokens."""
+        return self.ring.load(at, count, with_u)
 
-class Token(NamedTuple):
-    """A token before the state is there."""
+    def decay_of_state(self, held: Held, g: Any = None) -> Decay:
+        """The decay since the checkpoint.
 
-    q: jax.Array
-    """q, normalised, whole in every warp."""
-    k: jax.Array
-    """k, likewise."""
-    stored_k: jax.Array
-    """k as the ring has it."""
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
+        Args:
+          g: log decay of a token behind those of the ring.
+        """
+        decay = jnp.exp(held.total if g is None else held.total + g)
+        return lambda S, rows, here, layout: self.numbers.times(S, decay, rows, layout)
 
+    def spill(self, held: Held, g: Any = None) -> None:
+        """Writes what the ring adds to a state to `spilled`, see `decay_of_state`."""
+        self.ring.spill(held, jnp.float32(0) if g is None else g, *self.spilled())
 
-class Raw(NamedTuple):
-    """A unit's tokens as they were loaded."""
+    def load_tokens(self, at: Unit) -> Raw:
+        """Loads a unit's tokens."""
+        gmem, row, head = self.gmem, at.row, at.head
+        whole = vector_layout(self.sizes.K)
+        A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
+        tokens = [
+            (
+                load(gmem.q.at[row, t, at.q_head], whole),
+                load(gmem.k.at[row, t, at.k_head], whole),
+                load(gmem.v.at[row, t, head, at.entries], self.along_v),
+                gmem.a[row, t, head],
+                gmem.b[row, t, head],
+            )
+            for t in range(self.T)
+        ]
+        return Raw(A_log, dt_bias, tokens)
 
-    A_log: jax.Array
-    dt_bias: jax.Array
-    tokens: list[tuple[Any, ...]]
-    """q, k, v, a and b of each."""
+    def prepare_tokens(self, raw: Raw, held: Held) -> list[Token]:
+        """The tokens, whose vectors and weights of the ring's tokens are in shared memory then."""
+        gmem, vectors, tokens = self.gmem, self.vectors, []
+        for t, (q, k, v, a, b) in enumerate(raw.tokens):
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            rq, rk, _ = self.tile.norms(q, k)
+            g = log_decay(a, raw.A_log, raw.dt_bias)
+            beta = write_strength(b, self.sizes.allow_neg_eigval)
+            stored_k = (k * rk).astype(gmem.ring_k.dtype)
+            tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
+            # The state's products are with q and k as they lie here; every warp writes the same.
+            store_any(vectors.at[2 * t], k * rk)
+            store_any(vectors.at[2 * t + 1], q * rq)
+        plgpu.commit_smem()
+        decayed = jnp.float32(0)
+        for t, token in enumerate(tokens):
+            decayed = decayed + token.g
+            for j in (2 * t, 2 * t + 1):
+                x = load(vectors.at[j], self.ring.k_layout.reduce(0))
+                store_any(self.weights.at[j], self.ring.weights(held, x, decayed))
+        return tokens
 
+    def answers(self, held: Held, tokens: list[Token], carry: list[jax.Array]) -> Iterator[Answer]:
+        """Yields the answer to each token, one after the other, from the carry of `take_state`."""
+        total, since, us = held.total, [], []
+        for t, token in enumerate(tokens):
+            total, since = total + token.g, [x + token.g for x in since]
+            decay = jnp.exp(total)
+            y, z = self.products.of_token(t, carry)
+            found = decay * y + self.ring.recall(held, self.weights.at[2 * t])
+            read = decay * z + self.ring.recall(held, self.weights.at[2 * t + 1])
+            for s, earlier in enumerate(tokens[:t]):
+                k = earlier.stored_k.astype(jnp.float32)
+                D = jnp.exp(since[s])
+                found = found + (D * jnp.sum(token.k * k)) * us[s]
+                read = read + (D * jnp.sum(token.q * k)) * us[s]
+            u = token.beta * (token.v - found)
+            o = self.sizes.scale * (read + jnp.sum(token.q * token.k) * u)
+            stored_u = u.astype(self.gmem.ring_u.dtype)
+            yield Answer(o, u, stored_u)
+            us.append(stored_u.astype(jnp.float32))
+            since.append(jnp.float32(0))
 
-def load_tokens(cta: Cta, at: Unit) -> Raw:
-    """Loads a unit's tokens."""
-    gmem, row, head = cta.gmem, at.row, at.head
-    whole = vector_layout(cta.sizes.K)
-    A_log, dt_bias = gmem.A_log[head], gmem.dt_bias[head]
-    tokens = [
-        (
-            load(gmem.q.at[row, t, at.q_head], whole),
-            load(gmem.k.at[row, t, at.k_head], whole),
-            load(gmem.v.at[row, t, head, at.entries], cta.along_v),
-            gmem.a[row, t, head],
-            gmem.b[row, t, head],
-        )
-        for t in range(cta.T)
-    ]
-    return Raw(A_log, dt_bias, tokens)
+    def append(
+        self, at: Unit, ends: Ends, position: jax.Array, token: Token, stored_u: jax.Array, condition: Any
+    ) -> None:
+        """Makes a token an entry of the ring, if a condition holds."""
 
+        @pl.when(condition)
+        def _():
+            store_any(at.ring_u.at[position], stored_u)
 
-def prepare_tokens(cta: Cta, raw: Raw, held: Held) -> list[Token]:
-    """The tokens, whose vectors and weights of the ring's tokens are in shared memory then."""
-    gmem, vectors, tokens = cta.gmem, cta.vectors, []
-    for t, (q, k, v, a, b) in enumerate(raw.tokens):
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        rq, rk, _ = cta.tile.norms(q, k)
-        g = log_decay(a, raw.A_log, raw.dt_bias)
-        beta = write_strength(b, cta.sizes.allow_neg_eigval)
-        stored_k = (k * rk).astype(gmem.ring_k.dtype)
-        tokens.append(Token(q * rq, k * rk, stored_k, v, g, beta))
-        # The state's products are with q and k as they lie here; every warp writes the same.
-        store_any(vectors.at[2 * t], k * rk)
-        store_any(vectors.at[2 * t + 1], q * rq)
-    plgpu.commit_smem()
-    decayed = jnp.float32(0)
-    for t, token in enumerate(tokens):
-        decayed = decayed + token.g
-        for j in (2 * t, 2 * t + 1):
-            x = load(vectors.at[j], cta.ring.k_layout.reduce(0))
-            store_any(cta.weights.at[j], cta.ring.weights(held, x, decayed))
-    return tokens
+            @pl.when(ends.head)
+            def _():
+                at.ring_g[position] = token.g
+
+            @pl.when(ends.key_head)
+            def _():
+                store_any(at.ring_k.at[position], token.stored_k)
 
 
 def take_state(
@@ -256,55 +318,6 @@ def take_state(
         return carry
 
     return lax.fori_loop(0, shape.chunks, one, cta.products.start())
-
-
-class Answer(NamedTuple):
-    """A token's output and its written value, along V."""
-
-    o: jax.Array
-    u: jax.Array
-    stored_u: jax.Array
-    """u as the ring has it."""
-
-
-def answers(cta: Cta, held: Held, tokens: list[Token], carry: list[jax.Array]) -> Iterator[Answer]:
-    """Yields the answer to each token, one after the other, from the carry of `take_state`."""
-    total, since, us = held.total, [], []
-    for t, token in enumerate(tokens):
-        total, since = total + token.g, [x + token.g for x in since]
-        decay = jnp.exp(total)
-        y, z = cta.products.of_token(t, carry)
-        found = decay * y + cta.ring.recall(held, cta.weights.at[2 * t])
-        read = decay * z + cta.ring.recall(held, cta.weights.at[2 * t + 1])
-        for s, earlier in enumerate(tokens[:t]):
-            k = earlier.stored_k.astype(jnp.float32)
-            D = jnp.exp(since[s])
-            found = found + (D * jnp.sum(token.k * k)) * us[s]
-            read = read + (D * jnp.sum(token.q * k)) * us[s]
-        u = token.beta * (token.v - found)
-        o = cta.sizes.scale * (read + jnp.sum(token.q * token.k) * u)
-        stored_u = u.astype(cta.gmem.ring_u.dtype)
-        yield Answer(o, u, stored_u)
-        us.append(stored_u.astype(jnp.float32))
-        since.append(jnp.float32(0))
-
-
-def append(
-    at: Unit, ends: Ends, position: jax.Array, token: Token, stored_u: jax.Array, condition: Any
-) -> None:
-    """Makes a token an entry of the ring, if a condition holds."""
-
-    @pl.when(condition)
-    def _():
-        store_any(at.ring_u.at[position], stored_u)
-
-        @pl.when(ends.head)
-        def _():
-            at.ring_g[position] = token.g
-
-        @pl.when(ends.key_head)
-        def _():
-            store_any(at.ring_k.at[position], token.stored_k)
 
 
 def begin(cta: Cta, count: Callable) -> Here:
