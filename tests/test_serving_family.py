@@ -421,16 +421,6 @@ def test_a_ring_is_made_for_its_gates(no_type_checks):
         serving.decode(*(y[:, 0] for y in x[:3]), x.b[:, 0], x.b[:, 0], ring, **gates, read_slots=SLOTS)
 
 
-def test_kernels_are_refused(no_type_checks):
-    """A ring, with the reason."""
-    x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
-    ring = serving.make_ring_pool(pool, num_key_heads=HK, channels=True)
-    reason = "'mosaic_gpu': there is no kernel of a ring with a decay of each channel"
-    with pytest.raises(NotImplementedError, match=reason):
-        options = x.options | dict(read_slots=SLOTS, implementation="mosaic_gpu")
-        serving.decode(*(y[:, 0] for y in x[:5]), ring, **options)
-
-
 @pytest.mark.parametrize(
     ("bias", "strengths"),
     [

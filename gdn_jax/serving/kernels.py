@@ -19,7 +19,7 @@ from gdn_jax.serving.byte_states import BytePool, ByteStates
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
 from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.ring import DeferredPool
-from gdn_jax.serving.ring_arrays import RingPool, drop, put_parents
+from gdn_jax.serving.ring_arrays import drop, put_parents
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.tokens import Raw
@@ -30,9 +30,6 @@ from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 class HeadGates:
     """The kernels of tokens with one gate a head."""
 
-    no_ring = None
-    """Why no kernel takes a ring."""
-
     @staticmethod
     def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
         """`step_of_channels` with the gates of some tokens, whose record is [B, T, ...]."""
@@ -40,11 +37,48 @@ class HeadGates:
 
         return partial(step_of_channels, a=x.a, b=x.b, A_log=x.A_log, dt_bias=x.dt_bias)
 
+    @staticmethod
+    def ring_reason(x: Any, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
+        """Why no kernel takes tokens on rings; None if one does."""
+        from pallas_kernels.decode import drafts_mma, vectors
+
+        reason = vectors.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
+        if reason is None and is_tree:
+            reason = drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout)
+            reason = reason and f"a tree of drafts on a ring: {reason}"
+        return reason
+
+    @staticmethod
+    def ring_tokens(x: Any) -> Any:
+        """Tokens [B, T, ...] as the kernels of rings take them."""
+        from pallas_kernels.decode.ring import Tokens
+
+        return Tokens._make(x[:7])
+
+    @staticmethod
+    def append(call: Call) -> Callable[..., tuple[Array, Any]]:
+        """The kernel of a token on a ring."""
+        from pallas_kernels.decode.deferred import deferred
+
+        return deferred
+
+    @staticmethod
+    def drafts(call: Call) -> Callable[..., tuple[Array, Any]]:
+        """The kernel of drafts as vectors on a ring."""
+        from pallas_kernels.decode.drafts import drafts
+
+        return drafts
+
+    @staticmethod
+    def by_tensor_cores(x: Any, rings: Any, kv_layout: bool) -> bool:
+        """Whether the kernel of drafts by tensor cores takes them."""
+        from pallas_kernels.decode import drafts_mma
+
+        return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) is None
+
 
 class ChannelGates:
     """The kernels of tokens with a decay of each channel."""
-
-    no_ring = "there is no kernel of a ring with a decay of each channel"
 
     @staticmethod
     def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
@@ -57,8 +91,54 @@ class ChannelGates:
         gates: dict[str, Any] = dict(a=f, A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
         if x.write is None:  # then what is erased is one number a head, too
             return partial(channel_step, b=x.erase[..., 0], **gates)
-        strengths = (jnp.broadcast_to(y, (*axes, n)) for y, n in ((x.erase, K), (x.write, x.v.shape[-1])))
-        return partial(apart_step, **dict(zip("bw", strengths, strict=True)), **gates)
+        return partial(apart_step, **dict(zip("bw", ChannelGates._apart(x), strict=True)), **gates)
+
+    @staticmethod
+    def _apart(x: Any) -> tuple[Array, Array]:
+        """Raw inputs of both strengths, of every channel."""
+        heads = x.f.shape[:-1]
+        return jnp.broadcast_to(x.erase, (*heads, x.k.shape[-1])), jnp.broadcast_to(
+            x.write, (*heads, x.v.shape[-1])
+        )
+
+    @staticmethod
+    def ring_reason(x: Any, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
+        """See `HeadGates.ring_reason`."""
+        from pallas_kernels.decode import channel_ring
+
+        if is_tree:
+            return "there is no kernel of trees of drafts on a ring with a decay of each channel"
+        return channel_ring.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
+
+    @staticmethod
+    def ring_tokens(x: Any) -> Any:
+        """See `HeadGates.ring_tokens`."""
+        from pallas_kernels.decode.ring import ChannelTokens
+
+        *axes, HO, K = *x.f.shape[:-1], x.k.shape[-1]
+        b, w = (x.erase[..., 0], None) if x.write is None else ChannelGates._apart(x)
+        A_log = jnp.zeros(HO, jnp.float32) if x.A_log is None else x.A_log
+        f, bias = jnp.broadcast_to(x.f, (*axes, HO, K)), jnp.broadcast_to(x.f_bias, (HO, K))
+        return ChannelTokens(x.q, x.k, x.v, f, b, w, A_log, bias)
+
+    @staticmethod
+    def append(call: Call) -> Callable[..., tuple[Array, Any]]:
+        """See `HeadGates.append`."""
+        from pallas_kernels.decode.channel_ring import channel_deferred
+
+        return partial(channel_deferred, lower_bound=call.lower_bound)
+
+    @staticmethod
+    def drafts(call: Call) -> Callable[..., tuple[Array, Any]]:
+        """See `HeadGates.drafts`."""
+        from pallas_kernels.decode.channel_ring import channel_drafts
+
+        return partial(channel_drafts, lower_bound=call.lower_bound)
+
+    @staticmethod
+    def by_tensor_cores(x: Any, rings: Any, kv_layout: bool) -> bool:
+        """See `HeadGates.by_tensor_cores`."""
+        return False
 
 
 TOKENS: dict[type, type[HeadGates] | type[ChannelGates]] = {Raw: HeadGates, ChannelRaw: ChannelGates}
@@ -157,31 +237,23 @@ class DeferredKernels(DeferredPool):
 
     def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
-        from pallas_kernels.decode import drafts_mma, vectors
-
-        if reason := TOKENS[type(tokens)].no_ring:
-            return reason
         if type(self.checkpoints) not in CHECKPOINTS:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
-        rings = self._rings()
         kv_layout = self.layout == STATE_LAYOUTS[0]
-        reason = vectors.check_supported(*tokens[:3], rings, kv_layout=kv_layout)
-        if reason is None and _is_tree(where):
-            reason = drafts_mma.check_supported(tokens.q, tokens.v, rings, kv_layout=kv_layout)
-            reason = reason and f"a tree of drafts on a ring: {reason}"
+        kernels = TOKENS[type(tokens)]
+        reason = kernels.ring_reason(tokens, self._rings(), kv_layout, _is_tree(where))
         return reason or _gates_reason(tokens) or _reason(self)
 
-    def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def _append_token(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
-        from pallas_kernels.decode.deferred import deferred
-        from pallas_kernels.decode.ring import Tokens
-
+        kernels = TOKENS[type(raw)]
         options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
         options |= {"layer": at.layer} | _options(call, self)
-        o, rings = deferred(Tokens(*raw.with_token_axis()[:7]), self._rings(), **options)
+        tokens = kernels.ring_tokens(raw.with_token_axis())
+        o, rings = kernels.append(call)(tokens, self._rings(), **options)
         return o[:, 0], self._with(rings)
 
-    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+    def verify(self, call: Call, raw: Raw | ChannelRaw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first.
 
         Of the last call's tokens the first that were accepted stay in the ring, or all that are left there. In a ring
@@ -194,23 +266,27 @@ class DeferredKernels(DeferredPool):
         o, pool = pool._append_drafts(call, raw, at, spans)
         return o, self.holding(put_parents(pool.arrays, at, spans.parents, T))
 
-    def _append_drafts(self, call: Call, raw: Raw, at: Address, spans: Spans) -> tuple[Array, Any]:
+    def _append_drafts(
+        self, call: Call, raw: Raw | ChannelRaw, at: Address, spans: Spans
+    ) -> tuple[Array, Any]:
         from pallas_kernels.decode import drafts, drafts_mma
-        from pallas_kernels.decode.ring import Tokens
 
-        T, rings, (*tokens, A_log, dt_bias, _) = raw.q.shape[1], self._rings(), raw
+        T, rings, kernels = raw.q.shape[1], self._rings(), TOKENS[type(raw)]
+        tokens = kernels.ring_tokens(raw)
         num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
         options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, self)
-        if not drafts_mma.check_supported(raw.q, raw.v, rings, kv_layout=options["kv_layout"]):
+        if kernels.by_tensor_cores(raw, rings, options["kv_layout"]):
             options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
-            o, rings = drafts_mma.drafts_mma(Tokens(*raw[:7]), rings, **options)
+            o, rings = drafts_mma.drafts_mma(tokens, rings, **options)
             return o, self._with(rings)
         outputs = []
         for t in range(0, T, drafts.MAX_TOKENS):
-            some = Tokens._make((*(x[:, t : t + drafts.MAX_TOKENS] for x in tokens), A_log, dt_bias))
+            *of_tokens, A_log, dt_bias = tokens
+            of_tokens = (None if x is None else x[:, t : t + drafts.MAX_TOKENS] for x in of_tokens)
+            some = tokens._make((*of_tokens, A_log, dt_bias))
             options |= {"drafts": drafts.Drafts(T, t), "accepted": None if t else accepted}
             options["num_tokens"] = None if num_tokens is None else num_tokens - t
-            o, rings = drafts.drafts(some, rings, **options)
+            o, rings = kernels.drafts(call)(some, rings, **options)
             outputs.append(o)
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(rings)
 
@@ -226,7 +302,7 @@ class DeferredKernels(DeferredPool):
         """The pool with rings that a kernel has changed."""
         numbers, *rings, scale = rings
         states = CHECKPOINTS[type(self.checkpoints)].together(numbers, scale)
-        return self.holding(RingPool._make((states, *rings, self.arrays.parents)))
+        return self.holding(type(self.arrays)._make((states, *rings, self.arrays.parents)))
 
 
 class WindowKernels(WindowPool):

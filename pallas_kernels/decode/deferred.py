@@ -29,6 +29,7 @@ with [K, V] V is 32, 64, 96 or 128.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -39,18 +40,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import vectors
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, ChannelTokens, Rings, Tokens
 from pallas_kernels.decode.ring_products import Held, add_tokens
 from pallas_kernels.decode.tiles import Sizes
-from pallas_kernels.decode.vectors import Config, Cta, Token
+from pallas_kernels.decode.vectors import Config, Cta
 from pallas_kernels.decode.walk import Here, Unit, launch_walk, walk
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 
 
-def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any) -> Memory:
+def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any, kind: type[Cta] = Cta) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup."""
     W, flushed = config.warpgroups, LENGTH + 1
     others = vectors.vector_memory(sizes, config, 1) | {
+        **kind.gate_memory(sizes, W, 1),
         "keys": Buffer((W, flushed, sizes.K)),
         # Sums have been read when values are written: one buffer for both.
         "values": Buffer((W, max(flushed, vectors.rows_of_sums(sizes, config, 1)), config.block)),
@@ -59,11 +61,11 @@ def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any) -> M
     return others | vectors.state_memory(sizes, config, others, state_dtype) | {"u_arrived": Barriers(1, W)}
 
 
-def default_config(sizes: Sizes, state_dtype: Any, ring_dtype: Any) -> Config:
+def default_config(sizes: Sizes, state_dtype: Any, ring_dtype: Any, kind: type[Cta] = Cta) -> Config:
     """Two chunks of 16 KB where both find room."""
     config = Config.default(sizes.V)
     large = dataclasses.replace(config, stages=2, chunk_bytes=16384)
-    state: Any = memory(sizes, large, state_dtype, ring_dtype)["state"]
+    state: Any = memory(sizes, large, state_dtype, ring_dtype, kind)["state"]
     return large if state.shape[1] == large.stages else config
 
 
@@ -80,7 +82,7 @@ def _next_count(cta: Cta, i: jax.Array, slot: jax.Array, next_slot: jax.Array) -
 
 
 def _fold(
-    cta: Cta, i: jax.Array, here: Here, at: Unit, held: Held, token: Token, u: jax.Array, next_slot: jax.Array
+    cta: Cta, i: jax.Array, here: Here, at: Unit, held: Held, token: Any, u: jax.Array, next_slot: jax.Array
 ) -> None:
     """Writes the state with the ring and a token in it, which passes once more."""
     (keys, values), shape, stages = cta.spilled(), cta.shape, cta.stages
@@ -149,19 +151,21 @@ def _padding(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     return vectors.pass_by(cta, i, here, next_slot, _count)._replace(next_slot=cta.slot_of(i + 2))
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    cta = Cta(gmem, smem, sums=smem.values, tall=True, **static)
+def _body(gmem: Any, smem: Any, kind: type[Cta], **static: Any) -> None:
+    cta = kind(gmem, smem, sums=smem.values, tall=True, **static)
     start = vectors.begin(cta, _count)
     walk(cta, start._replace(next_slot=cta.slot_of(jnp.int32(1))), _work, _padding)
 
 
 def deferred(
-    x: Tokens,
+    x: Tokens | ChannelTokens,
     rings: Rings,
     *,
     read_slots: Int[Array, " N"],
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
+    kind: type[Cta] = Cta,
+    settings: dict[str, Any] | None = None,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N 1 HV V"], Rings]:
@@ -173,14 +177,15 @@ def deferred(
       x, rings: tokens, T = 1, and rings that `vectors.check_supported` accepts.
       read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
       layer, config, interpret: as for `step`.
+      kind, settings: the `Cta` that knows the gates, and what it is made with.
       options: as for `Sizes.of`.
     """
     sizes = Sizes.of(x.heads, rings.state, layer, **options)
     state_dtype, ring_dtype = rings.state.dtype, rings.ring_u.dtype
-    config = config or default_config(sizes, state_dtype, ring_dtype)
+    config = config or default_config(sizes, state_dtype, ring_dtype, kind)
     return launch_walk(
         "decode_deferred",
-        _body,
+        functools.partial(_body, kind=kind, **(settings or {})),
         x,
         dict(read_slots=read_slots),
         rings,
@@ -188,6 +193,6 @@ def deferred(
         config=config,
         heads=1,
         layer=layer,
-        memory=memory(sizes, config, state_dtype, ring_dtype),
+        memory=memory(sizes, config, state_dtype, ring_dtype, kind),
         interpret=interpret,
     )

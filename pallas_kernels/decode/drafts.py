@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode import vectors
-from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, Rings, Tokens
+from pallas_kernels.decode.ring import BEFORE, COUNT, LENGTH, ChannelTokens, Rings, Tokens
 from pallas_kernels.decode.ring_products import Decay, add_tokens, row_slices
 from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config
@@ -56,13 +56,16 @@ class Drafts(NamedTuple):
     """Drafts of the calls before."""
 
 
-def memory(sizes: Sizes, config: Config, T: int, drafts: Drafts, state_dtype: Any) -> Memory:
+def memory(
+    sizes: Sizes, config: Config, T: int, drafts: Drafts, state_dtype: Any, kind: type["Cta"]
+) -> Memory:
     """Shared memory of a CTA: everything once for each warpgroup. The first call has room for a ring to flush."""
     W, begins = config.warpgroups, drafts.offset == 0
     others = vectors.vector_memory(sizes, config, T) | {
         "sums": Buffer((W, vectors.rows_of_sums(sizes, config, T), config.block)),
         "keys": Buffer((W, LENGTH, sizes.K)) if begins else None,
         "values": Buffer((W, LENGTH, config.block)) if begins else None,
+        **kind.gate_memory(sizes, W, T),
     }
     return others | vectors.state_memory(sizes, config, others, state_dtype)
 
@@ -133,13 +136,13 @@ def _padding(cta: Cta, i: jax.Array, here: Here, next_slot: jax.Array) -> Here:
     return vectors.pass_by(cta, i, here, next_slot, _count)
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    cta = Cta(gmem, smem, **static)
+def _body(gmem: Any, smem: Any, kind: type[Cta], **static: Any) -> None:
+    cta = kind(gmem, smem, **static)
     walk(cta, vectors.begin(cta, _count), _work, _padding)
 
 
 def drafts(
-    x: Tokens,
+    x: Tokens | ChannelTokens,
     rings: Rings,
     *,
     read_slots: Int[Array, " N"],
@@ -148,13 +151,15 @@ def drafts(
     num_tokens: Int[Array, " N"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     config: Config | None = None,
+    kind: type[Cta] = Cta,
+    settings: dict[str, Any] | None = None,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Rings]:
     """T drafts of N requests: o, and the states and rings after them. All other slots keep their bits.
 
     Args:
-      x, rings, read_slots, layer, config, interpret, options: as for `deferred`.
+      x, rings, read_slots, layer, config, kind, settings, interpret, options: as for `deferred`.
       drafts: what the T tokens are of. The first call drops what was not accepted, flushes a ring without room for
         the drafts of all calls, and sets the cursors to what they are after the last call.
       accepted: in the first call, how many of the last drafts stay.
@@ -164,7 +169,7 @@ def drafts(
     config = config or Config.default(sizes.V)
     return launch_walk(
         "verify_ring",
-        functools.partial(_body, drafts=drafts),
+        functools.partial(_body, drafts=drafts, kind=kind, **(settings or {})),
         x,
         dict(read_slots=read_slots, accepted=accepted, num_tokens=num_tokens),
         rings,
@@ -172,6 +177,6 @@ def drafts(
         config=config,
         heads=sizes.HV // sizes.Hk,
         layer=layer,
-        memory=memory(sizes, config, x.q.shape[1], drafts, rings.state.dtype),
+        memory=memory(sizes, config, x.q.shape[1], drafts, rings.state.dtype, kind),
         interpret=interpret,
     )

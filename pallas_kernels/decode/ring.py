@@ -37,6 +37,25 @@ class Tokens(NamedTuple):
         return self.q.shape[2], self.k.shape[2], self.v.shape[2]
 
 
+class ChannelTokens(NamedTuple):
+    """`Tokens` with a decay of each key channel."""
+
+    q: Float[Array, "N T Hq K"]
+    k: Float[Array, "N T Hk K"]
+    v: Float[Array, "N T HV V"]
+    a: Float[Array, "N T HV K"]
+    b: Float[Array, "N T HV *K"]
+    w: Float[Array, "N T HV V"] | None
+    """None where both strengths are one number a head, b's."""
+    A_log: Float[Array, " HV"]
+    dt_bias: Float[Array, "HV K"]
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Hq, Hk and HV."""
+        return self.q.shape[2], self.k.shape[2], self.v.shape[2]
+
+
 class Rings(NamedTuple):
     """States of a pool and the rings beside them."""
 
@@ -46,7 +65,7 @@ class Rings(NamedTuple):
     ring_u: Float[Array, "slots *layers HV L V"]
     """Values that were written since."""
     ring_g: Float[Array, "slots *layers HV L"]
-    """Log decays since."""
+    """Log decays since; with a decay of each channel [.., L, K]."""
     cursors: Int[Array, "slots *layers HV 2"]
     """Count and before of every ring, each value head's its slot's."""
     scale: Float[Array, "slots *layers HV rows"] | None = None

@@ -95,7 +95,11 @@ class Held(NamedTuple):
     def emptied(self, now: jax.Array) -> "Held":
         """The ring without tokens, if they are dropped now."""
         u = jnp.where(now, jnp.zeros_like(self.u), self.u)
-        return self._replace(u=u, total=jnp.where(now, 0.0, self.total), count=jnp.where(now, 0, self.count))
+        return self._replace(
+            u=u,
+            total=jnp.where(now, jnp.zeros_like(self.total), self.total),
+            count=jnp.where(now, 0, self.count),
+        )
 
 
 class Ring:
@@ -120,14 +124,14 @@ class Ring:
         g = jnp.where(position < count, g, 0.0)
         row, column = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=self.g_layout) for i in range(2))
         since = jnp.sum(jnp.where(column > row, spread(g, shape, 1, self.g_layout), 0.0), axis=1)
-        u = None if u is None else self._tokens_of(u, count)
+        u = None if u is None else self.tokens_of(u, count)
         return Held(k, u, since, jnp.sum(g), count)
 
     def with_values(self, held: Held, u: Any) -> Held:
         """A ring and its values, which are in shared memory."""
-        return held._replace(u=self._tokens_of(load(u, self.u_layout), held.count))
+        return held._replace(u=self.tokens_of(load(u, self.u_layout), held.count))
 
-    def _tokens_of(self, u: jax.Array, count: jax.Array) -> jax.Array:
+    def tokens_of(self, u: jax.Array, count: jax.Array) -> jax.Array:
         """The values of the tokens in float32, zeros behind them."""
         entry = plgpu.broadcasted_iota(jnp.int32, u.shape, 0, layout=self.u_layout)
         return jnp.where(entry < count, u.astype(jnp.float32), 0.0)

@@ -188,6 +188,11 @@ class Cta(walk.Cta):
         """Keys and values in shared memory that become part of a state."""
         return self.smem.keys.at[self.wg], self.smem.values.at[self.wg]
 
+    @classmethod
+    def gate_memory(cls, sizes: Sizes, warpgroups: int, T: int) -> Memory:
+        """Shared memory that the gates need beside the kernel's own."""
+        return {}
+
     def load_ring(self, at: Unit, count: jax.Array, with_u: bool) -> Held:
         """Loads the ring of a unit, of which so many entries are tokens."""
         return self.ring.load(at, count, with_u)

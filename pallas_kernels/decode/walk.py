@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.decode.codes import NUMBERS, Rows
-from pallas_kernels.decode.ring import BEFORE, COUNT, Rings, Tokens
+from pallas_kernels.decode.ring import BEFORE, COUNT, ChannelTokens, Rings, Tokens
 from pallas_kernels.decode.tiles import Sizes, Tile, column_layout
 from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
 from pallas_kernels.device.memory import Memory, store_any
@@ -202,7 +202,7 @@ def walk(cta: Cta, start: Here, work: Callable, padding: Callable) -> None:
 def launch_walk(
     name: str,
     body: Callable[..., None],
-    tokens: Tokens,
+    tokens: Tokens | ChannelTokens,
     spans: dict[str, Array | None],
     rings: Rings,
     sizes: Sizes,

@@ -8,7 +8,7 @@ defaults of the one that makes the call, `rule_call` and its like (`NAMES`). Arr
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,11 @@ from pallas_kernels.ampere import walk
 from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.chunks.pairs import Pairs
-from pallas_kernels.decode.apart_step import apart_step
-from pallas_kernels.decode.channel_step import channel_step
+from pallas_kernels.decode.channel_ring import channel_deferred, channel_drafts
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
-from pallas_kernels.decode.drafts import Drafts, drafts
+from pallas_kernels.decode.drafts import drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
-from pallas_kernels.decode.ring import Rings, Tokens
-from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import swiglu_eight_bits
@@ -44,44 +41,11 @@ from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
+from pallas_kernels.tools.call import Call, call, shapes
+from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
 from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import packed_items, row_items
-
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
-DTYPES |= {"i8": "int8", "f8": "float8_e4m3fn"}
-
-
-class Call(NamedTuple):
-    """A function, and the shapes of its positional and its keyword arguments."""
-
-    function: Callable[..., Any]
-    positional: tuple[Any, ...]
-    keywords: dict[str, Any]
-    from_8_0: bool = False
-    """Whether its kernels compile for all compute capabilities from 8.0 on, and not for 9.0 alone."""
-
-    def lower(self) -> jax.stages.Lowered:
-        """The call lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
-        traced = jax.jit(self.function).trace(*self.positional, **self.keywords)
-        return traced.lower(lowering_platforms=("cuda",))
-
-
-def shapes(text: str) -> list[Any]:
-    """The arrays of a text."""
-
-    def shape(text: str) -> jax.ShapeDtypeStruct | None:
-        if text == "-":
-            return None
-        dtype, sizes = text.removesuffix("]").split("[")
-        return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), DTYPES[dtype])
-
-    return [shape(part) for part in text.split()]
-
-
-def call(function: Callable[..., Any], positional: str, **keywords: str) -> Call:
-    """A call of arrays that are written as text."""
-    return Call(function, (*shapes(positional),), {name: shapes(x)[0] for name, x in keywords.items()})
 
 
 def rule_call(
@@ -220,61 +184,6 @@ def channels_call(
     return Call(run_back, (x, pairs, *shapes(f"f32[1,{HV},{T}] {value}")), {})
 
 
-def step_call(T=1, K=128, V=128, layout="kv", pool="f32", uneven=False, tree=False) -> Call:
-    """`step` of T tokens on a pool of eight states, which is in place."""
-    N, tokens = _tokens(T, K, V)
-    state = f"{pool}[8,4,{K},{V}]" if layout == "kv" else f"{pool}[8,4,{V},{K}]"
-    slots = dict(read_slots=f"i32[{N}]", write_slots=f"i32[{N},{T}]")
-    slots |= dict(num_tokens=f"i32[{N}]" if uneven else "-", parents=f"i32[{N},{T}]" if tree else "-")
-    return call(partial(step, scale=0.1, kv_layout=layout == "kv"), f"{tokens} {state}", **GATES, **slots)
-
-
-def joined_call(pool="f32") -> Call:
-    """`step_of_channels`, one token whose row is its slot, from the channels of a convolution."""
-    known = dict(
-        heads=(2, 2, 2), first=Channels(0, 256, 512, 768, 770), scale=0.1, read_slots=None, write_slots=None
-    )
-
-    def joined(qkv, products, pool, **gates):
-        return step_of_channels(qkv, qkv, qkv, products, products, pool, **gates, **known)
-
-    gates = dict(A_log="f32[2]", dt_bias="f32[2]")
-    return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", **gates)
-
-
-def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False, apart=False) -> Call:
-    """`channel_step` or `apart_step` of T tokens on a pool of eight states, which is in place."""
-    known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv", lower_bound=-5.0 if bounded else None)
-    of_channels = f"bf16[4,{T},4,128]"
-    tokens = f"bf16[4,{T},256] bf16[4,{T},256] bf16[4,{T},512] {of_channels} "
-    tokens += f"{of_channels} {of_channels}" if apart else f"bf16[4,{T},4]"
-    gates = dict(A_log="f32[4]", dt_bias="f32[4,128]")
-    slots = dict(read_slots="i32[4]", write_slots=f"i32[4,{T}]", parents=f"i32[4,{T}]" if tree else "-")
-    kernel = apart_step if apart else channel_step
-    return call(partial(kernel, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
-
-
-def ring_call(kernel, T=1, layout="kv", pool="f32") -> Call:
-    """A kernel over rings of 16 tokens, with states and rings in place."""
-    N, tokens = _tokens(T)
-    x = Tokens(*shapes(f"{tokens} f32[4] f32[4]"))
-    rings = f"{pool}[8,4,128,128] bf16[8,2,16,128] bf16[8,4,16,128] f32[8,4,16] i32[8,4,2]"
-    rings += " f32[8,4,128]" if pool in ("i8", "f8") else ""
-    arrays = dict(read_slots=f"i32[{N}]") | ({} if T == 1 else dict(accepted=f"i32[{N}]"))
-    options: dict[str, Any] = {} if kernel is drafts_mma else dict(kv_layout=layout == "kv")
-    options |= dict(drafts=Drafts(T)) if kernel is drafts else {}
-    made = call(partial(kernel, scale=0.1, **options), "", **arrays)
-    return made._replace(positional=(x, Rings(*shapes(rings))))
-
-
-def _tokens(T: int, K: int = 128, V: int = 128) -> tuple[int, str]:
-    """Requests, and q, k, v and the gates of T tokens each: with one token as many as have tiles in the L2 cache."""
-    N = 128 if T == 1 else 4
-    qk, gates = f"bf16[{N},{T},2,{K}]", f"bf16[{N},{T},4]"
-    return N, f"{qk} {qk} bf16[{N},{T},4,{V}] {gates} {gates}"
-
-
-GATES = dict(A_log="f32[4]", dt_bias="f32[4]")
 SLOTS = dict(read_slots="i32[4]", write_slots="i32[4]")
 MAKERS: dict[str, Callable[..., Call]] = {
     "rule": rule_call,
@@ -286,7 +195,9 @@ MAKERS: dict[str, Callable[..., Call]] = {
     "verify": step_call,
     "verify by channels": channel_step_call,
     "decode deferred": partial(ring_call, deferred),
+    "decode deferred by channels": partial(ring_call, channel_deferred, by_channels=True),
     "verify on a ring": partial(ring_call, drafts),
+    "verify on a ring by channels": partial(ring_call, channel_drafts, by_channels=True),
     "verify on a ring by tensor cores": partial(ring_call, drafts_mma),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -333,14 +244,15 @@ channels, backwards; channels, backwards, packed; channels, backwards, packed, s
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
 decode by channels; decode by channels, bfloat16; decode by channels, vk, bounded
-decode by channels, vk, bfloat16, bounded; decode by channels, strengths apart
-decode by channels, strengths apart, bfloat16; decode by channels, strengths apart, vk, bfloat16
+decode by channels, vk, bfloat16, bounded; decode by channels, strengths apart, bfloat16
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
 verify by channels, T 4; verify by channels, T 8, tree, bfloat16; verify by channels, T 8, vk, tree
-verify by channels, T 8, tree, strengths apart; verify by channels, T 8, vk, bfloat16, strengths apart
+verify by channels, T 8, tree, strengths apart
 decode deferred; decode deferred, bfloat16; decode deferred, vk; decode deferred, vk, bfloat16
 decode deferred, int8; decode deferred, vk, int8; decode deferred, float8
+decode deferred by channels; decode deferred by channels, vk, bfloat16, strengths apart
+verify on a ring by channels, T 4; verify on a ring by channels, T 4, vk, strengths apart
 verify on a ring, T 4; verify on a ring, T 4, vk; verify on a ring, T 4, int8; verify on a ring, T 4, vk, int8
 verify on a ring by tensor cores, T 2, bfloat16; verify on a ring by tensor cores, T 4, bfloat16
 verify on a ring by tensor cores, T 8, bfloat16; verify on a ring by tensor cores, T 16, bfloat16

@@ -1,0 +1,44 @@
+"""A call whose kernels the tools look at: a function, and arrays that are written as text.
+
+Arrays are written such as "bf16[64,1024] f32[1024] -", where "-" is None.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
+DTYPES |= {"i8": "int8", "f8": "float8_e4m3fn"}
+
+
+class Call(NamedTuple):
+    """A function, and the shapes of its positional and its keyword arguments."""
+
+    function: Callable[..., Any]
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+    from_8_0: bool = False
+    """Whether its kernels compile for all compute capabilities from 8.0 on, and not for 9.0 alone."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """The call lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
+        traced = jax.jit(self.function).trace(*self.positional, **self.keywords)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def shapes(text: str) -> list[Any]:
+    """The arrays of a text."""
+
+    def shape(text: str) -> jax.ShapeDtypeStruct | None:
+        if text == "-":
+            return None
+        dtype, sizes = text.removesuffix("]").split("[")
+        return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), DTYPES[dtype])
+
+    return [shape(part) for part in text.split()]
+
+
+def call(function: Callable[..., Any], positional: str, **keywords: str) -> Call:
+    """A call of arrays that are written as text."""
+    return Call(function, (*shapes(positional),), {name: shapes(x)[0] for name, x in keywords.items()})

@@ -1,0 +1,122 @@
+"""Rings with a decay of each channel by kernels: near plain JAX when interpreted, whatever the rings hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from tolerances import assert_close
+
+from gdn_jax import serving
+from gdn_jax.checks.accuracy import BOUNDS
+from gdn_jax.serving.call import interpreted
+from gdn_jax.serving.ring_arrays import make_cursors
+
+L = 16
+SLOTS = np.array([3, -1, 0, 2], np.int32)
+COUNTS = np.array([0, 3, 15, 7], np.int32)
+SIZES = (1, 1, 2, 64, 32)
+N = len(SLOTS)
+
+
+def draw(T, state_dtype, layout, apart, *, sizes=SIZES, N=N, counts=COUNTS):
+    """Tokens [N, T, ...], or [N, ...] where T is 0, with their gates, and rings that hold NaN behind their tokens."""
+    Hq, Hk, HV, K, V = sizes
+    keys = iter(jax.random.split(jax.random.key(7), 20))
+    axes, slots = (N, T) if T else (N,), len(counts)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
+
+    tokens = [normal(*axes, H, width) for H, width in ((Hq, K), (Hk, K), (HV, V))]
+    tokens += [3 * normal(*axes, HV, K), normal(*axes, HV, *((K,) if apart else ()))]
+    gates = dict(A_log=normal(HV, dtype=jnp.float32), dt_bias=4 * normal(HV, K, dtype=jnp.float32))
+    gates |= dict(lower_bound=-5.0) if apart else {}
+    gates |= dict(w=normal(*axes, HV, V)) if apart else {}
+    states = normal(slots, HV, *((K, V) if layout == "kv" else (V, K)), dtype=state_dtype)
+    options = dict(num_key_heads=Hk, state_layout=layout, channels=True)
+    ring = serving.make_ring_pool(states, **options)
+    is_token = jnp.arange(L) < counts[:, None, None]
+
+    def entries(x):
+        there = is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3))
+        return jnp.where(there, x, jnp.nan)
+
+    k = normal(slots, Hk, L, K, dtype=jnp.float32)
+    k = entries(k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(ring.k.dtype)
+    g = -jnp.exp(3 * normal(slots, HV, L, K, dtype=jnp.float32) - 3)
+    u = entries(normal(slots, HV, L, V, dtype=jnp.float32)).astype(ring.u.dtype)
+    cursors = make_cursors(jnp.asarray(counts), jnp.asarray(np.maximum(counts - 2, -1)), HV)
+    return tokens, gates, ring._replace(k=k, u=u, g=entries(g), cursors=cursors)
+
+
+def assert_alike(want, got, before, layout, read=SLOTS):
+    """Outputs and present states near one another; slots that nobody wrote keep their bits, cursors are equal."""
+    (o, after), (o_, after_) = want, got
+    assert_close(np.asarray(o, np.float64), np.asarray(o_, np.float64), BOUNDS["bfloat16"][0]["o"], "o")
+    assert not np.asarray(o_, np.float64)[read == -1].any()
+    np.testing.assert_array_equal(np.asarray(after.cursors), np.asarray(after_.cursors))
+    slots = np.sort(read[read >= 0])
+    present = [serving.snapshot(ring, slots, state_layout=layout) for ring in (after, after_)]
+    bound = BOUNDS["bfloat16"][0]["final_state"]
+    assert_close(*(np.asarray(x, np.float64) for x in present), bound, "present states")
+    others = np.setdiff1d(np.arange(len(before.state)), slots)
+    for x, y in zip(before[:4], after_[:4], strict=True):
+        x, y = (np.asarray(z[others]).view(np.uint8) for z in (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+CALLS = [
+    ("float32", "kv", False),
+    pytest.param("bfloat16", "kv", True, marks=pytest.mark.slow),
+    pytest.param("float32", "vk", True, marks=pytest.mark.slow),
+    pytest.param("bfloat16", "vk", False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("state_dtype", "layout", "apart"), CALLS)
+def test_a_token(state_dtype, layout, apart):
+    """A token behind 0 to 15 others: the last one fills its ring, which becomes part of the state."""
+    token, gates, ring = draw(0, state_dtype, layout, apart)
+    options = gates | dict(read_slots=SLOTS, state_layout=layout)
+    want = serving.decode(*token, jax.tree.map(jnp.array, ring), **options, implementation="xla")
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        got = serving.decode(*token, jax.tree.map(jnp.array, ring), **options, implementation="mosaic_gpu")
+    assert_alike(want, got, ring, layout)
+
+
+@pytest.mark.parametrize("T", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("state_dtype", "layout", "apart"), CALLS)
+def test_drafts(state_dtype, layout, apart, T):
+    """Drafts behind those that were accepted, some without room; some requests have fewer of them."""
+    tokens, gates, ring = draw(T, state_dtype, layout, apart)
+    spans = dict(state_slots=SLOTS, num_accepted_tokens=np.array([1, 1, 2, 1], np.int32))
+    spans |= dict(num_tokens=np.array([T, T, 2, T], np.int32))
+    options = gates | spans | dict(state_layout=layout)
+    want = serving.verify(*tokens, jax.tree.map(jnp.array, ring), **options, implementation="xla")
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        got = serving.verify(*tokens, jax.tree.map(jnp.array, ring), **options, implementation="mosaic_gpu")
+    assert_alike(want, got, ring, layout)
+
+
+def test_refusals_say_why():
+    """Trees, and states in 8 bits."""
+    tokens, gates, ring = draw(2, "float32", "kv", False)
+    options = gates | dict(state_slots=SLOTS, num_accepted_tokens=np.ones(N, np.int32))
+    trees = ring._replace(parents=jnp.full((len(COUNTS), L), -1, jnp.int32))
+    parents = np.tile(np.array([-1, -1], np.int32), (N, 1))
+    with (
+        interpreted(plgpu.InterpretGPUParams()),
+        pytest.raises(
+            NotImplementedError, match="no kernel of trees of drafts on a ring with a decay of each"
+        ),
+    ):
+        serving.verify(*tokens, trees, **options, parents=parents, implementation="mosaic_gpu")
+    codes = ring._replace(state=serving.make_byte_states(ring.state))
+    with (
+        interpreted(plgpu.InterpretGPUParams()),
+        pytest.raises(
+            NotImplementedError, match="states in 8 bits beside a ring with a decay of each channel"
+        ),
+    ):
+        serving.verify(*tokens, codes, **options, implementation="mosaic_gpu")
