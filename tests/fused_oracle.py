@@ -201,6 +201,21 @@ def gated_projection_gradients(
     return *gated_norm_gradients(o, gate, weight, dy, eps), dkernel
 
 
+def channel_gates(
+    f: Any, A_log: Any, dt_bias: Any, lower_bound: float | None, dg: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """g, df, dA_log and d dt_bias, for parameters of a moderate size."""
+    x, rate, dg = wide(f) + wide(dt_bias), np.exp(wide(A_log))[:, None], wide(dg)
+    if lower_bound is None:
+        g, of_x, of_A_log = -rate * np.logaddexp(0, x), -rate * sigmoid(x), -rate * np.logaddexp(0, x)
+    else:
+        s = sigmoid(rate * x)
+        g, of_x, of_A_log = (lower_bound * y for y in (s, s * (1 - s) * rate, s * (1 - s) * rate * x))
+    df, by_channel = dg * of_x, dg * of_A_log
+    tokens = tuple(range(df.ndim - 2))
+    return g, df, by_channel.sum((*tokens, -1)), df.sum(tokens)
+
+
 def branches(a: Any, b: Any) -> np.ndarray:
     """silu(a) b."""
     a = wide(a)

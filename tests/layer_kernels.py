@@ -13,6 +13,7 @@ from gdn_jax.fused import mixer
 from gdn_jax.fused.short_conv import KeyHeads
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
+    channel_gates,
     cross_entropy,
     eight_bits,
     embedding,
@@ -33,6 +34,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 KERNELS = (
     (norm, "add_norm"),
     (gated_norm, "gated_norm"),
+    (channel_gates, "channel_gates"),
     (swiglu, "swiglu"),
     (swiglu_product, "swiglu_product"),
     (swiglu_cotangents, "swiglu_cotangents"),

@@ -14,7 +14,8 @@ from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.family.gates import channel_log_decay
 from pallas_kernels.decode.apart_step import apart_step
-from pallas_kernels.decode.channel_step import channel_step, log_decays
+from pallas_kernels.decode.channel_step import channel_step
+from pallas_kernels.device.gates import log_decays
 
 READ, WRITE, NULL = [3, -1, 1, 6, 0], [3, 5, 4, 2, -1], 6
 SIZES = {"Hq": 1, "Hk": 2, "HV": 2, "K": 64, "V": 32}

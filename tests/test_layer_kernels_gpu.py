@@ -13,7 +13,7 @@ from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, d
 from layer_kernels import check_one_operation
 
 from gdn_jax import losses
-from gdn_jax.fused import embedding, norms, swiglu
+from gdn_jax.fused import channel_gates, embedding, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate
@@ -94,6 +94,21 @@ def test_gated_norm(V, dtype, activation):
     close(fused_oracle.gated_norm(o, gate, weight, activation=activation), y, "y")
     expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy, activation=activation)
     for name, a, b in zip(("do", "dgate", "dweight"), expected, gradients, strict=True):
+        close(a, b, name)
+
+
+@pytest.mark.parametrize(("K", "dtype", "lower_bound"), [(128, "bfloat16", None), (64, "float16", -5.0)])
+def test_channel_gates(K, dtype, lower_bound):
+    draw = draws(K)
+    f, dg, A_log, dt_bias = (
+        draw(2, 2048, 5, K, dtype=dtype, scale=3.0),
+        draw(2, 2048, 5, K),
+        draw(5),
+        draw(5, K),
+    )
+    g, gradients = evaluate(lambda *x: channel_gates.channel_gates(*x, lower_bound), dg, f, A_log, dt_bias)
+    expected = fused_oracle.channel_gates(f, A_log, dt_bias, lower_bound, dg)
+    for name, a, b in zip(("g", "df", "dA_log", "ddt_bias"), expected, (g, *gradients), strict=True):
         close(a, b, name)
 
 

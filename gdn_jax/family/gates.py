@@ -50,12 +50,7 @@ def channel_log_decay(
             )
     given = [x for x in (f, A_log, dt_bias) if x is not None]
     dtype = jnp.promote_types(jnp.result_type(*given), jnp.float32)
-    if A_log is None:
-        A_log = jnp.zeros_like(dt_bias, dtype, (H, 1))
-    else:
-        # A number for each channel, so that its gradient is summed over tokens alone, in the one pass over the array
-        # in which a GPU sums that of dt_bias. Without the barrier XLA would join the sum over channels to it.
-        A_log = jax.lax.optimization_barrier(jnp.broadcast_to(A_log.astype(dtype)[:, None], (H, K)))
+    A_log = jnp.zeros_like(dt_bias, dtype, (H, 1)) if A_log is None else A_log.astype(dtype)[:, None]
     x = f.astype(dtype) + dt_bias.astype(dtype)
     return _softplus_gate(x, A_log) if lower_bound is None else _bounded_gate(float(lower_bound), x, A_log)
 

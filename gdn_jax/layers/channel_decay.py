@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.family.gates import channel_log_decay
 from gdn_jax.family.ops import delta_step
+from gdn_jax.fused.channel_gates import channel_gates
 from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import KeyHeads
 from gdn_jax.gates import init_A_log, init_dt_bias
@@ -232,7 +232,8 @@ class ChannelDecayMixer(RecurrentMixer):
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """See `RecurrentMixer.gates`."""
         A_log = None if self.A_log is None else self.A_log[...]
-        return channel_log_decay(a, A_log, self.dt_bias[...], self.lower_bound), *self.strengths(b, w)
+        g = channel_gates(a, A_log, self.dt_bias[...], self.lower_bound, implementation=self.implementation)
+        return g, *self.strengths(b, w)
 
     def rule_inputs(
         self,

@@ -23,14 +23,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.decode.cta import ALONE, Channels, Cta
 from pallas_kernels.decode.step import step_of_channels
-from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, softplus, vector_layout, write_strength
+from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, vector_layout, write_strength
+from pallas_kernels.device.gates import log_decays
 from pallas_kernels.device.memory import Buffer, Memory, store_any
-
-LARGEST_EXPONENT = 80.0
-"""Sizes of exp(A_log) x that a sigmoid can tell from infinity, and of x that its logarithm needs."""
-
-LARGEST_LOG = 87.0
-"""exp of this is a finite float32."""
 
 
 class ChannelTile(Tile):
@@ -114,20 +109,6 @@ class ChannelCta(Cta):
         bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], layout)
         x = a.astype(jnp.float32) + bias.astype(jnp.float32)
         return jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
-
-
-def log_decays(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> jax.Array:
-    """g of x = a + dt_bias [K] and one A_log, float32; each product is the exponential of one sum."""
-    if lower_bound is None:
-        bounded = jnp.maximum(x, -LARGEST_EXPONENT)
-        log_softplus = jnp.where(x < -LARGEST_EXPONENT, x, jnp.log(softplus(bounded)))
-        return -jnp.exp(jnp.minimum(A_log + log_softplus, LARGEST_LOG))
-    size = jnp.abs(x)
-    # At x = 0 any finite logarithm serves: what it gives is multiplied by 0.
-    log_size = jnp.log(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
-    z = jnp.exp(jnp.minimum(A_log + log_size, LARGEST_EXPONENT))
-    z = jnp.where(x < 0.0, -z, jnp.where(x > 0.0, z, 0.0))
-    return lower_bound / (1.0 + jnp.exp(-z))
 
 
 def channel_step(

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.gates import softplus
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.work.slots import Slots
 
@@ -131,21 +132,6 @@ def load(ref: Any, layout: Any) -> jax.Array:
 def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
     """A vector along `axis` of an array, repeated along the other axis."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
-
-
-def _log1p(z: jax.Array) -> jax.Array:
-    """log(1 + z) of z in [0, 1] with float32's relative accuracy, which log(1 + z) loses for small z."""
-    # 2 artanh(s), s <= 1/3: the first term that is left out is 2^-29 of the sum.
-    s = z / (2.0 + z)
-    power, total = s * s, 1.0 / 17
-    for n in (15, 13, 11, 9, 7, 5, 3, 1):
-        total = total * power + 1.0 / n
-    return 2.0 * s * total
-
-
-def softplus(x: jax.Array) -> jax.Array:
-    """log(1 + exp(x)) in float32."""
-    return jnp.maximum(x, 0.0) + _log1p(jnp.exp(-jnp.abs(x)))
 
 
 class Vectors(NamedTuple):

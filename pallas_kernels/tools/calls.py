@@ -28,6 +28,7 @@ from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import swiglu_eight_bits
+from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
@@ -273,6 +274,11 @@ CONV, CONV_BACK = partial(short_conv, heads=4, width=128), short_conv_backward
 HEADS = "bf16[1,512,4,128] bf16[1,512,4,128] bf16[1,512,512]"
 NORM = partial(add_norm, eps=1e-5, dtype=jnp.bfloat16, keep=True)
 NORM_BACK = partial(add_norm_backward, eps=1e-5, x_dtype=jnp.float32, y_dtype=jnp.bfloat16)
+CHANNEL_GATES, CHANNEL_BACK = (
+    partial(channel_gates, lower_bound=None),
+    partial(channel_gates_backward, lower_bound=None),
+)
+CHANNEL_GATES_OF = "bf16[512,4,128] f32[4] f32[4,128]"
 GATED, GATED_BACK = partial(gated_norm, eps=1e-5), partial(gated_norm_backward, eps=1e-5)
 
 CALLS: dict[str, Call] = {
@@ -302,6 +308,12 @@ CALLS: dict[str, Call] = {
     "norm, backwards, 5120": call(NORM_BACK, "bf16[64,5120] f32[5120] f32[64,5120] bf16[64,5120]"),
     "norm, without a weight, backwards": call(
         NORM_BACK, "bf16[64,1024] - f32[64,1024] bf16[64,1024]", factors="f32[64]"
+    ),
+    "channel gates": call(CHANNEL_GATES, CHANNEL_GATES_OF),
+    "channel gates, lower bound": call(partial(channel_gates, lower_bound=-5.0), CHANNEL_GATES_OF),
+    "channel gates, backwards": call(CHANNEL_BACK, f"{CHANNEL_GATES_OF} f32[512,4,128]"),
+    "channel gates, backwards, lower bound": call(
+        partial(channel_gates_backward, lower_bound=-5.0), f"{CHANNEL_GATES_OF} f32[512,4,128]"
     ),
     "gated norm": call(GATED, "bf16[2048,128] bf16[2048,128] f32[128]"),
     "gated norm, joined": call(GATED, "bf16[2048,128] bf16[256,33,128] f32[128]"),
