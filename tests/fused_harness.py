@@ -29,6 +29,17 @@ def close(expected, got, name: str, roundings: int = 1, sums: float = SUMS, dtyp
     assert_close(expected, got, sums + roundings * ROUNDING[dtype or got.dtype.name], name)
 
 
+def close_windows(expected, got) -> None:
+    """Fails where windows of a convolution [.., channels, W - 1] after a token are further apart than float32 sums.
+
+    The older inputs are copied, bit for bit. The token's own are sums of 64 products of its channels with weights.
+    Roundings of u = 2^-24 of the partial sums add in squares: sqrt(64) u of a sum that is as large as those. Two
+    programs sum in two orders, and each is off by as much.
+    """
+    np.testing.assert_array_equal(expected[..., :-1], got[..., :-1])
+    close(expected[..., -1], got[..., -1], "window", sums=(2 * 64) ** 0.5 * 2.0**-24)
+
+
 def draws(seed: int):
     """A function that draws arrays of a shape and dtype."""
     rng = np.random.default_rng(seed)

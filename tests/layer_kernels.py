@@ -4,13 +4,17 @@ import collections
 import functools
 
 import fused_oracle
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from fused_harness import draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax.fused import mixer
+from gdn_jax.fused import mixer, norms
 from gdn_jax.fused.short_conv import KeyHeads
+from gdn_jax.fused.short_conv import short_conv as fused_short_conv
+from gdn_jax.layers import GatedDeltaNet
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     channel_gates,
@@ -65,6 +69,44 @@ def interpret(monkeypatch) -> collections.Counter:
                 function = functools.partial(counted, kernel, getattr(module, kernel))
                 monkeypatch.setattr(module, kernel, function)
     return calls
+
+
+@functools.cache
+def joining_layer(implementation=None, **options):
+    """A small layer that can have all products of its input in one array: its gated norm takes four heads at once."""
+    sizes = dict(num_heads=4, head_dim=256, expand_v=1.0, dtype=jnp.bfloat16)
+    return GatedDeltaNet(32, **sizes | options, implementation=implementation, rngs=nnx.Rngs(0))
+
+
+def plain_kernels(monkeypatch):
+    """The plain forms of the convolution and of the gated norm in the place of their kernels, so that a CPU compiles
+    all of `fused.mixer`. Where the kernels leave memory as it is, there is NaN."""
+
+    def filtered(how, x, weight, fresh):
+        segments = None if fresh is None else jnp.cumsum(fresh, axis=1)
+        options = dict(segment_ids=segments, implementation="chunked")
+        return fused_short_conv(x[..., : len(weight)], weight, **how._asdict(), **options)[:3]
+
+    def filtered_gradients(how, saved, cotangents, others):
+        x, weight, fresh = saved
+        dnext, dothers = others
+        _, back = jax.vjp(lambda x, weight: filtered(how, x, weight, fresh), x, weight)
+        dx, dweight = back(cotangents)
+        D, n = len(weight), dnext.shape[-1]
+        return jnp.concatenate([dx[..., :D], dnext, dothers[..., D + n :]], -1), dweight
+
+    def gated(options, o, heads, weight, projection):
+        gate = heads[..., -o.shape[-2] :, :]
+        return norms.gated_norm(o, gate, weight, projection, **options._asdict(), implementation="chunked")
+
+    def gated_gradients(options, saved, dy):
+        do, dheads, *others = jax.vjp(functools.partial(gated, options), *saved)[1](dy)
+        return do, dheads.at[..., : -do.shape[-2], :].set(jnp.nan), *others
+
+    plain = filtered, filtered_gradients, gated, gated_gradients
+    names = "filtered", "filtered_gradients", "gated_norm_kernel", "gated_norm_gradients"
+    for name, function in zip(names, plain, strict=True):
+        monkeypatch.setattr(mixer, name, function)
 
 
 def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=True):

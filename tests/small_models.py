@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from programs import eqns
-from tolerances import FLOAT32
+from tolerances import FLOAT32, rms_ratio
 
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 
@@ -25,6 +25,28 @@ SIZES = {
     "expand_v": 1.5,
     "implementation": "recurrent",  # compiles fast; tests/test_layers.py takes the chunked form too
 }
+
+
+def rounding_bounds(f, params, passes):
+    """How far two programs of f may be apart in float32, as a share of each result's rms. Nothing in it is fitted.
+
+    A sum of n products with weights, in which roundings of u = 2^-24 add in squares, is the exact sum with weights
+    that are off by sqrt(n) u of themselves. So the weights are moved, each by 2^-10 of itself up or down; what the
+    results move by is told for sqrt(n) u. n is the longest sum, of a SwiGLU's inner width. Every pass rounds anew, a
+    derivative being one more; there are about as many other sums, in norms and the rule, as products with weights;
+    and both programs are off. All these add in squares.
+
+    Args:
+      f: from parameters to a tree of results, compiled.
+      passes: passes that the deepest result takes.
+    """
+    rng = np.random.default_rng(0)
+    moved = jax.tree.map(
+        lambda x: x * (1 + 2.0**-10 * rng.choice([-1.0, 1.0], x.shape).astype(np.float32)), params
+    )
+    n = ModelConfig(**SIZES).mlp_size
+    scale = (2 * 2 * passes * n) ** 0.5 * 2.0**-24 / 2.0**-10
+    return jax.tree.map(lambda x, y: scale * rms_ratio(x, y), f(params), f(moved))
 
 
 def make(seed=0, **options):

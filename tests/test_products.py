@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from fused_harness import draws
-from test_layer_kernels_joined import joining_layer, plain_kernels
+from layer_kernels import joining_layer, plain_kernels
 from tolerances import rms_ratio
 
 from gdn_jax import blocks

@@ -53,7 +53,7 @@ DEPTH = 64
 """Numbers of the sum in a slot: 128 bytes, over which rows are swizzled."""
 
 OUT = 64
-"""Columns that are stored at once: 128 bytes, over which rows are swizzled."""
+"""Columns that are stored at once: 128 bytes, over which rows are swizzled. Fewer in narrower tiles."""
 
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
 
@@ -67,7 +67,7 @@ class Config:
     warpgroups: int
     """Warpgroups that multiply, 1 or 2."""
     columns: int
-    """Columns of W in a tile, half of them of A and half of B in a SwiGLU; a multiple of 64, or of 128, up to 256."""
+    """Columns of W in a tile, half of them of A and half of B in a SwiGLU; 64, 128 or 256."""
     stages: int
     """Slots of the ring."""
     ctas: int = NUM_SMS
@@ -105,10 +105,12 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array, w: jax.ShapeDtypeStruct
 
 def _memory(config: Config, parts: int, dtype: Any) -> Memory:
     own = config.columns // parts
+    columns = min(own, OUT)
+    swizzle = 2 * columns  # of both operands alike
     return {
-        "x": Buffer((config.stages, config.rows, DEPTH), dtype, swizzle=128),
-        "w": Buffer((config.stages, parts, DEPTH, own), dtype, swizzle=128),
-        "out": Buffer((config.warpgroups, ROWS, OUT), dtype, swizzle=128),
+        "x": Buffer((config.stages, config.rows, DEPTH), dtype, swizzle=swizzle),
+        "w": Buffer((config.stages, parts, DEPTH, own), dtype, swizzle=swizzle),
+        "out": Buffer((config.warpgroups, ROWS, columns), dtype, swizzle=swizzle),
         "full": Barriers(arrivals=1 + parts, count=config.stages),
         "empty": Barriers(arrivals=config.warpgroups, count=config.stages),
     }
@@ -211,11 +213,12 @@ def _multiply(cta: _Cta) -> None:
 def _store(cta: _Cta, row, column, y) -> None:
     """Writes the rows of a warpgroup."""
     out, rounded = cta.smem.out.at[cta.wg], y.astype(cta.gmem.y.dtype)
-    for first in range(0, cta.width, OUT):
+    columns = out.shape[1]
+    for first in range(0, cta.width, columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = rounded[:, first : first + OUT]
+        out[...] = rounded[:, first : first + columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, cta.gmem.y.at[pl.ds(row, ROWS), pl.ds(column + first, OUT)])
+        plgpu.copy_smem_to_gmem(out, cta.gmem.y.at[pl.ds(row, ROWS), pl.ds(column + first, columns)])
 
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:

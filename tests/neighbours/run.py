@@ -1,6 +1,8 @@
 """Other libraries' own layers with this one's rule inside, beside themselves.
 
-    python tests/neighbours/run.py [maxtext skyrl tokamax] [--folder .venv/neighbours] [--with "jax[cuda13]"]
+    python tests/neighbours/run.py [maxtext skyrl tokamax transformers] [--folder FOLDER] [--with "jax[cuda13]"]
+
+transformers opens the checkpoints of Kimi Linear, Ling and Lara that this library writes, and computes the same.
 
 Makes an environment for each library, installs it from the package index, and runs its file here in that environment
 on this checkout: minutes the first time. A file compares outputs within 1e-5 and gradients within 1e-4 of the largest
@@ -43,6 +45,9 @@ NEIGHBOURS = {
         "skyrl==0.3.0",
     ),
     "tokamax": Neighbour("tokamax_op.py", "tokamax[test]==0.0.17 flax>=0.12.10"),
+    "transformers": Neighbour(
+        "transformers_models.py", "transformers==5.24.0 torch flax>=0.12.10 jaxtyping optax safetensors"
+    ),
 }
 
 
