@@ -43,9 +43,8 @@ def test_pages_are_what_is_generated():
     """`python -m gdn_jax.findings` makes them; no other page lies there."""
     for name, text in pages().items():
         assert (RESULTS / name).read_text() == text, f"{name}: run python -m gdn_jax.findings"
-    assert {*pages()} == {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.md")} - {
-        f"{name}/table.md" for name in RUNS.names
-    }
+    there = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.md")}
+    assert there == {*pages(), *RUNS.tables()}
 
 
 def test_every_sweep_names_its_commit():
@@ -60,13 +59,28 @@ def test_a_run_outside_a_checkout_names_no_commit(tmp_path):
     assert Results(tmp_path).commits(".") == ["0123456"]
 
 
+def test_sweeps_of_an_experiment_are_told_apart(tmp_path):
+    folder = tmp_path / "task" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "configs.json").write_text('{"b": {"n": 1}, "a": {"n": 2}}')
+    (folder / "runs.jsonl").write_text('{"sweep": "a", "seed": 0}\n{"sweep": "b", "seed": 1}\n')
+    results = Results(tmp_path)
+    assert results.names == ["task/experiment/b", "task/experiment/a"]
+    assert results.folder("task/experiment/a") == ({"n": 2}, [{"seed": 0}])
+    assert results.places["task/experiment/b"].table == "task/experiment/table.md#b"
+    (folder / "runs.jsonl").write_text('{"sweep": "c", "seed": 0}\n')
+    with pytest.raises(KeyError, match="'c'"):
+        Results(tmp_path)
+
+
 def test_the_page_is_short():
     page = pages()["README.md"]
     assert len(page.split()) <= MOST_WORDS
     figures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
     assert len(figures) == len({*figures}) == len(CONTENT["cards"]) <= 6
     assert {path.name for path in (RESULTS / "figures").iterdir()} == {Path(path).name for path in figures}
-    links = [(name, link) for name, text in pages().items() for link in re.findall(r"\]\(([^)#]+?)\)", text)]
+    link = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+    links = [(name, to) for name, text in pages().items() for to in link.findall(text)]
     missing = [x for x in links if "//" not in x[1] and not (RESULTS / x[0]).parent.joinpath(x[1]).exists()]
     assert not missing
 
@@ -246,8 +260,8 @@ def test_configs_fit(path):
 
 
 @pytest.mark.parametrize("name", RUNS.names)
-def test_tables_are_those_of_the_runs(name):
-    """table.md is what the program makes of runs.jsonl today, and no run of the grid is left out."""
+def test_grids_are_whole(name):
+    """No run of the grid is left out, and none is of another grid."""
     config, lines = RUNS.folder(name)
     options, about = report.stored_options(config), RUNS.about(name)
     o = options.sweep
@@ -255,4 +269,13 @@ def test_tables_are_those_of_the_runs(name):
     parts = itertools.product(o.mixers, o.scales)
     assert runs == {x for part in parts for x in grid.wanted(options, *part, lines, about.metric)}
     assert len(lines) == len(runs) == grid.count(options)
-    assert (RESULTS / name / "table.md").read_text() == report.make_table(config, lines)
+
+
+def test_every_run_is_in_a_table():
+    """Tables have the sweeps of their folder, each with its figure, and no line of runs.jsonl is of another one."""
+    for path, table in RUNS.tables().items():
+        assert (RESULTS / path).read_text() == table, f"{path}: run python -m gdn_jax.findings"
+    for place in RUNS.places.values():
+        assert (RESULTS / place.figure).exists()
+    lines = sum(len(path.read_text().splitlines()) for path in RESULTS.rglob("runs.jsonl"))
+    assert lines == sum(len(RUNS.folder(name)[1]) for name in RUNS.names)

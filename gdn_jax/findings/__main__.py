@@ -22,11 +22,10 @@ def main(arguments: list[str]) -> int:
     draw = "--no-figures" not in arguments
     [root] = [Path(x) for x in arguments if x != "--no-figures"] or [Path("results")]
     results = Results(root)
-    for name in results.names:
-        config, records = results.folder(name)
-        write_text(root / name / "table.md", report.make_table(config, records))
-        if draw:
-            report.draw(root / name / "figure.png", config, records)
+    for table, text in results.tables().items():
+        write_text(root / table, text)
+    for name, place in results.places.items() if draw else ():
+        report.draw(root / place.figure, *results.folder(name))
     path = root / "claims.json"
     content = claims.refresh(results, json.loads(path.read_text()))
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -148,7 +148,7 @@ LEDGER: dict[str, Entry] = {
     ),
     "2412.06464/table2": Entry(
         *_GDN, "Table 2, S-NIAH-1", "a decay alone forgets a number amid repeated words",
-        _NEEDLE, _NEEDLE_DIFFERS, "sentence", _RETENTION, _SHORT,
+        _NEEDLE, _NEEDLE_DIFFERS, "sentence", _RETENTION | {"mixers": _FOUR[1:]}, _SHORT,
         (Published("DeltaNet", "8K", 98.8, "delta_net", (4096, 512)),
          Published("Gated DeltaNet", "8K", 91.8, "gated_delta_net", (4096, 512)),
          Published("Mamba2", "8K", 30.4, "mamba2", (4096, 512))),

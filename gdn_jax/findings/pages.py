@@ -1,5 +1,6 @@
 """README.md, tasks/*.md and protocol.md of a folder of results, made of claims.json and the runs."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from gdn_jax.findings.records import Results
 from gdn_jax.findings.reproduce import beside
 from gdn_jax.findings.verdicts import NOT_TESTED, Outcome, compare
 from gdn_jax.findings.words import Words
+from gdn_jax.sweeps.report import make_table
 from gdn_jax.training.mixers import MIXERS
 
 
@@ -113,15 +115,15 @@ class Pages:
 
     def _sweep_table(self, name: str) -> str:
         """The first table of a sweep's table.md, with a link to it."""
-        lines = (self.results.root / name / "table.md").read_text().splitlines()
+        lines = make_table(*self.results.folder(name)).splitlines()
         first = next(i for i, line in enumerate(lines) if line.startswith("|"))
-        rows = []
-        for line in lines[first:]:
-            if not line.startswith("|"):
-                break
-            rows.append(line)
-        said = f"All of it: [{name}](../{name}/table.md), [figure](../{name}/figure.png)."
-        return "\n".join(rows) + f"\n\n{said}"
+        rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+        return "\n".join(rows) + f"\n\n{self._all_of_it(name)}"
+
+    def _all_of_it(self, name: str) -> str:
+        """Links to the table and the figure of a sweep."""
+        place = self.results.places[name]
+        return f"All of it: [{name}](../{place.table}), [figure](../{place.figure})."
 
     def _entry(self, name: str, sweep: str) -> list[str]:
         """An entry of the ledger: the paper's setting and ours, and its numbers beside those of a sweep."""
@@ -131,8 +133,7 @@ class Pages:
             f"Here: {entry.differs}."
         )
         config, lines = self.results.folder(sweep)
-        link = f"All of it: [{sweep}](../{sweep}/table.md), [figure](../{sweep}/figure.png)."
-        return [said, table(*beside(entry, config, lines, small=False)), link]
+        return [said, table(*beside(entry, config, lines, small=False)), self._all_of_it(sweep)]
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""
@@ -163,7 +164,7 @@ class Pages:
             made = ", ".join(f"`{commit}`" for commit in self.results.commits(name)) or "not named"
             rows.append(
                 [
-                    f"[{name}]({name}/table.md)",
+                    f"[{name}]({self.results.places[name].table})",
                     f"`{config['command']}`",
                     device,
                     made,

@@ -1,12 +1,24 @@
-"""Finished runs in a folder of results: what a claim compares, and the scores of its seeds."""
+"""Finished runs in a folder of results: what a claim compares, and the scores of its seeds.
+
+A sweep lies in a folder as `gdn sweep` made it, or with other sweeps of its experiment in one folder:
+
+    configs.json    their config.json by their names
+    runs.jsonl      their lines, each with the name first, as `sweep`
+    table.md        their tables, in the order of configs.json
+    NAME.png        their figures
+
+The name of a sweep is its path in the results: `recall/small` is a folder, `recall/start/delta` a sweep of the
+experiment `recall/start`.
+"""
 
 import fnmatch
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdn_jax.sweeps import summary
+from gdn_jax.sweeps import report, summary
 from gdn_jax.sweeps.summary import About, Row, Start
 
 
@@ -34,21 +46,74 @@ class Arm(NamedTuple):
         return cls(**values)
 
 
+class Place(NamedTuple):
+    """Where a sweep lies.
+
+    Fields:
+      folder: path in the results.
+      part: its name in the folder of an experiment, None in a folder of its own.
+    """
+
+    folder: str
+    part: str | None
+
+    @property
+    def table(self) -> str:
+        """Path of its table, with the heading in the table of an experiment."""
+        return f"{self.folder}/table.md" + (f"#{self.part}" if self.part else "")
+
+    @property
+    def figure(self) -> str:
+        """Path of its figure."""
+        return f"{self.folder}/{self.part or 'figure'}.png"
+
+
 class Results:
     """The runs under a folder of results, each file read once."""
 
     def __init__(self, root: Path):
         self.root = root
-        self.names = sorted(str(path.parent.relative_to(root)) for path in root.rglob("runs.jsonl"))
+        self.places: dict[str, Place] = {}
         self._read: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+        for path in sorted(root.rglob("runs.jsonl")):
+            self._add(path.parent, path.read_text().splitlines())
+
+    def _add(self, path: Path, texts: list[str]) -> None:
+        """Reads the sweep or the sweeps of a folder."""
+        folder, lines = str(path.relative_to(self.root)), [json.loads(text) for text in texts]
+        if (path / "config.json").exists():
+            self.places[folder] = Place(folder, None)
+            self._read[folder] = json.loads((path / "config.json").read_text()), lines
+            return
+        configs = json.loads((path / "configs.json").read_text())
+        parts: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
+        for line in lines:
+            parts[line.pop("sweep")].append(line)
+        for name, config in configs.items():
+            self.places[f"{folder}/{name}"] = Place(folder, name)
+            self._read[f"{folder}/{name}"] = config, parts[name]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all sweeps."""
+        return [*self.places]
 
     def folder(self, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The config.json and the lines of runs.jsonl of a folder."""
-        if name not in self._read:
-            lines = (self.root / name / "runs.jsonl").read_text().splitlines()
-            config = json.loads((self.root / name / "config.json").read_text())
-            self._read[name] = config, [json.loads(line) for line in lines]
+        """The config.json of a sweep and its lines of runs.jsonl."""
         return self._read[name]
+
+    def tables(self) -> dict[str, str]:
+        """The content of every table.md by its path in the results."""
+        found: dict[str, str] = {}
+        for name, place in self.places.items():
+            table = report.make_table(*self.folder(name))
+            path = f"{place.folder}/table.md"
+            if place.part is None:
+                found[path] = table
+                continue
+            lower = re.sub(r"^#", "##", table, flags=re.MULTILINE)
+            found[path] = found.get(path, f"# {place.folder}\n") + f"\n## {place.part}\n\n#{lower}"
+        return found
 
     def commits(self, name: str) -> list[str]:
         """The commits that the runs of a folder name; those made outside a checkout name none."""
