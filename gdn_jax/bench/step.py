@@ -43,7 +43,9 @@ KINDS = (
     ),
     (
         "fused parts",
-        re.compile("^(short_conv|add_norm|gated_norm|log_decays|swiglu|embedding_gradient|logit_cotangents)"),
+        re.compile(
+            "^(short_conv|add_norm|gated_norm|log_decays|swiglu|eight_bits|embedding_gradient|logit_cotangents)"
+        ),
     ),
     ("copies", re.compile("memcpy|memset|copy", re.IGNORECASE)),
     ("element-wise", re.compile("")),
