@@ -4,12 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from gdn_jax.hf.tensors import read_header
 
 FOLDER = Path(__file__).parent / "data" / "hf"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+LOGITS = 2e-4
+"""Absolute difference of float32 logits of unit size. Two float32 computations of some fifty layers of sums each."""
+KL = 1e-6
 
 
 def expected(name):
@@ -40,3 +45,12 @@ def change_config(folder, **fields):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def assert_same_logits(got, want):
+    """Logits, KL divergence and the five likeliest tokens, but for two whose logits are nearly equal."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS)
+    p, q = (np.asarray(jax.nn.log_softmax(x.astype(np.float64))) for x in (want, got))
+    assert np.max(np.sum(np.exp(p) * (p - q), axis=-1)) <= KL
+    best = np.take_along_axis(want, np.argsort(got)[..., -5:], axis=-1)
+    np.testing.assert_allclose(best, np.sort(want)[..., -5:], rtol=0, atol=2 * LOGITS)

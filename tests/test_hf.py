@@ -19,10 +19,6 @@ from gdn_jax.hf.tensors import read_header
 from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
 
-LOGITS = 2e-4
-"""Absolute difference of float32 logits of unit size. Two float32 computations of some fifty layers of sums each."""
-KL = 1e-6
-
 NAMES = hf_checkpoints.NAMES
 SLOW = {"qwen3_5", "qwen3_5_moe", "qwen3_5_released", "olmo_hybrid"}
 """Those whose parts others have too."""
@@ -46,15 +42,6 @@ def assert_same_params(a, b):
     jax.tree.map(same, params(a), params(b))
 
 
-def assert_same_logits(got, want):
-    """Logits, KL divergence and the five likeliest tokens, but for two whose logits are nearly equal."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS)
-    p, q = (np.asarray(jax.nn.log_softmax(x.astype(np.float64))) for x in (want, got))
-    assert np.max(np.sum(np.exp(p) * (p - q), axis=-1)) <= KL
-    best = np.take_along_axis(want, np.argsort(got)[..., -5:], axis=-1)
-    np.testing.assert_allclose(best, np.sort(want)[..., -5:], rtol=0, atol=2 * LOGITS)
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_a_checkpoint_computes_what_transformers_does_and_is_written_as_it_was(name, tmp_path):
     want = hf_checkpoints.expected(name)
@@ -65,8 +52,8 @@ def test_a_checkpoint_computes_what_transformers_does_and_is_written_as_it_was(n
     # All rows at once: the first two whole, the others with padding on the left, of which one is long.
     mask = np.concatenate([np.ones_like(want["mask"]), want["mask"]]).astype(bool)
     got = logits(model, np.concatenate([want["ids"], want["ids"]]), mask)
-    assert_same_logits(got[:2], want["logits"])
-    assert_same_logits(got[2:][mask[2:]], want["padded_logits"][mask[2:]])
+    hf_checkpoints.assert_same_logits(got[:2], want["logits"])
+    hf_checkpoints.assert_same_logits(got[2:][mask[2:]], want["padded_logits"][mask[2:]])
 
     model = load_hf(hf_checkpoints.FOLDER / name)
     save_hf(model, tmp_path / "saved")
@@ -87,7 +74,7 @@ def test_a_checkpoint_computes_what_transformers_does_and_is_written_as_it_was(n
 def test_without_a_mask_and_for_few_tokens():
     want = hf_checkpoints.expected("qwen3_5")
     model = load_hf(hf_checkpoints.FOLDER / "qwen3_5", implementation="recurrent")
-    assert_same_logits(logits(model, want["ids"][:, :3]), want["logits"][:, :3])
+    hf_checkpoints.assert_same_logits(logits(model, want["ids"][:, :3]), want["logits"][:, :3])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +161,7 @@ def test_onto_a_mesh():
         parts = 2 if value.ndim > 1 else 1
         assert value.addressable_shards[0].data.size == value.size // parts, path
     want = hf_checkpoints.expected(name)
-    assert_same_logits(logits(model, want["ids"][:, :20]), want["logits"][:, :20])
+    hf_checkpoints.assert_same_logits(logits(model, want["ids"][:, :20]), want["logits"][:, :20])
 
 
 HYBRID = ModelConfig(
@@ -239,7 +226,7 @@ def test_transformers_opens_a_model_of_our_own(model_type, tmp_path):
     ids = np.random.default_rng(0).integers(0, 61, (2, 40)).astype(np.int32)
     with torch.no_grad():
         want = theirs(torch.from_numpy(ids).long()).logits.numpy()
-    np.testing.assert_allclose(logits(model, ids), want, rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(logits(model, ids), want, rtol=0, atol=hf_checkpoints.LOGITS)
 
 
 def test_no_family_has_a_model_without_attention(tmp_path):

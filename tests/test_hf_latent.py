@@ -25,8 +25,6 @@ from gdn_jax.models.lora import LoRALinear
 
 DATA = Path(__file__).parent / "data"
 KIMI, LING = DATA / "kimi_linear_released", DATA / "bailing_hybrid_released"
-LOGITS = 2e-4
-"""Absolute difference of float32 logits of unit size, as in test_hf.py."""
 
 
 @pytest.fixture(scope="module", params=[KIMI, LING], ids=["kimi", "ling"])
@@ -59,8 +57,8 @@ def test_logits_are_those_of_transformers(model, expected):
     mask = mask.astype(bool)
     got = np.asarray(call(model, ids, mask))
     want = np.concatenate([expected["logits"], expected["left_padded_logits"]])
-    np.testing.assert_allclose(got[:4][mask[:4]], want[mask[:4]], rtol=0, atol=LOGITS)
-    np.testing.assert_allclose(got[4:, -3:], expected["short_logits"], rtol=0, atol=LOGITS)
+    hf_checkpoints.assert_same_logits(got[:4][mask[:4]], want[mask[:4]])
+    hf_checkpoints.assert_same_logits(got[4:, -3:], expected["short_logits"])
 
 
 def test_greedy_continuation(model, expected):
@@ -243,4 +241,4 @@ def test_onto_eight_devices():
         assert x.addressable_shards[0].data.size == x.size // (8 if cut else 1)
     want = hf_checkpoints.expected_of(LING)
     got = nnx.jit(lambda model, tokens: model(tokens)[0])(model, want["short_ids"])
-    np.testing.assert_allclose(got, want["short_logits"], rtol=0, atol=LOGITS)
+    hf_checkpoints.assert_same_logits(np.asarray(got), want["short_logits"])

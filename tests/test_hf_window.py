@@ -21,8 +21,6 @@ from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.parallel.sharding import check
 
 FOLDER = Path(__file__).parent / "data" / "lara_mini"
-LOGITS = 2e-4
-"""Absolute difference of float32 logits of unit size, as in test_hf.py."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +45,8 @@ def test_logits_are_those_of_transformers(model, expected):
         call(model, np.concatenate([ids, short]), np.concatenate([mask, np.arange(64)[None] >= 61]))
     )
     want = np.concatenate([expected["logits"], expected["left_padded_logits"]])
-    np.testing.assert_allclose(got[:4][mask], want[mask], rtol=0, atol=LOGITS)
-    np.testing.assert_allclose(got[4:, -3:], expected["short_logits"], rtol=0, atol=LOGITS)
+    hf_checkpoints.assert_same_logits(got[:4][mask], want[mask])
+    hf_checkpoints.assert_same_logits(got[4:, -3:], expected["short_logits"])
 
 
 def test_greedy_continuation_past_the_window(model, expected):

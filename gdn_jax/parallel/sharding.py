@@ -6,6 +6,8 @@
     o projection                        its inputs, by heads         its outputs
     gate and up projections             the inner width              the width of the stream
     down projection                     the inner width              the width of the stream
+    A, B of a low-rank change           the side of the projection   inputs, rank
+                                        that its weight has there
     A_log, dt_bias                      heads                        -
     embedding and head                  -                            the vocabulary, else the width of the stream
     everything else                     -                            the first dimension that divides
@@ -134,9 +136,10 @@ def _spec(path: tuple, size: tuple[int, ...], shape: MeshShape) -> PartitionSpec
     names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
     entries: list[str | None] = [None] * len(size)
     if shape.head > 1 and size:
-        if names & _HEADS or names & _INPUTS:
+        # A change A B has the projection's inputs in A and its outputs in B.
+        if names & _HEADS or (names & _INPUTS and not names & {"b"}):
             entries[0] = HEAD
-        elif names & _OUTPUTS:
+        elif names & _OUTPUTS and not names & {"a"}:
             entries[-1] = HEAD
         for n, entry in zip(size, entries, strict=True):
             if entry == HEAD and n % shape.head:

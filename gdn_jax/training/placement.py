@@ -64,6 +64,13 @@ class Placement:
             params, jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
         ), shardings
 
+    def frozen(self, rest: PyTree) -> PyTree:
+        """Puts what is not trained in its place: on a mesh as the parameters of those names."""
+        if self.mesh is None:
+            return rest
+        specs = sharding.parameter_specs(rest, self.shape)
+        return jax.tree.map(lambda x, spec: place(x, NamedSharding(self.mesh, spec)), rest, specs)
+
     def batch(self, batch: Batch) -> Batch:
         """Puts a batch, of which every process has the whole, in its place.
 

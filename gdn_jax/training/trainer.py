@@ -103,12 +103,11 @@ class Trainer:
             params = _instead(params, weights)
         optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
         placement = placement or Placement()
-        if placement.mesh is not None and kind is not nnx.Param:
-            raise RunError("--mesh: low-rank changes are trained on one device, got a mesh")
         batch, accumulate = task.train_batch(1), options.run.accumulate
         placement.check(model.config, batch.tokens.shape[0] // accumulate, batch.tokens.shape[1])
         with placement.active():
             state, shardings = placement.state(params, optimizer)
+            rest = placement.frozen(rest)
             functions = steps.make_functions(
                 graphdef, optimizer, accumulate, options.run.deterministic, shardings
             )
@@ -125,7 +124,8 @@ class Trainer:
 
     def model(self) -> Any:
         """Returns the model with the present parameters, on one device."""
-        return nnx.merge(self.graphdef, self.placement.whole(self.state.params), self.rest)
+        params, rest = self.placement.whole((self.state.params, self.rest))
+        return nnx.merge(self.graphdef, params, rest)
 
     def restore(self, store: Checkpoints) -> dict[int, str]:
         """Takes over the latest checkpoint that is whole, if there is one; returns the damaged ones after it.
