@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax import cli
+from gdn_jax import analysis, cli
 from gdn_jax.hf import bailing_hybrid, load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe
@@ -242,3 +242,56 @@ def test_onto_eight_devices():
     want = hf_checkpoints.expected_of(LING)
     got = nnx.jit(lambda model, tokens: model(tokens)[0])(model, want["short_ids"])
     hf_checkpoints.assert_same_logits(np.asarray(got), want["short_logits"])
+
+
+@pytest.mark.slow
+def test_the_views_of_notebook_06(model, expected):
+    """Half-lives of each channel, write strengths, maps of the latent attention, and gates that are changed."""
+    tokens = jnp.asarray(expected["input_ids"][:, :24])
+    maps = {}
+
+    def keep(i, mixer, x, **options):
+        if mixer.attends:
+            maps[i] = mixer.weights(x)
+        return mixer(x, **options)
+
+    logits, _ = model(tokens, around=keep)
+    inputs = analysis.model_rule_inputs(model, tokens)
+    assert [x is None for x in inputs] == [kind == "attention" for kind in model.config.types]
+    assert [*maps] == [i for i, x in enumerate(inputs) if x is None]
+    for looks in maps.values():
+        assert looks.shape[2:] == (24, 24) and looks.min() >= 0
+        np.testing.assert_allclose(looks.sum(-1), 1, atol=1e-5)
+    ruled = [x for x in inputs if x is not None]
+    for x in ruled:
+        lives = analysis.layer_half_lives(x.g)
+        assert lives.median.shape == (2, 32) and bool(jnp.all(lives.p10 <= lives.p90))
+        assert x.beta.shape == (2, 24, 2) and 0 < x.beta.min() and x.beta.max() < 1
+    if model.config.mixer.gate == "lower_bound":
+        assert min(x.g.min() for x in ruled) >= -5
+    unchanged = analysis.logits_with_gates(model, tokens, change=lambda i, g, beta: (g, beta))
+    np.testing.assert_allclose(unchanged, logits, atol=1e-4)
+    forgets = analysis.logits_with_gates(
+        model, tokens, change=lambda i, g, beta: (jnp.full_like(g, -jnp.inf), beta)
+    )
+    assert jnp.abs(forgets - logits).max() > 0.1
+
+
+TRANSFORMERS_BFLOAT16 = {KIMI: 0.15, LING: 0.27}
+"""Rms error of transformers' own logits in bfloat16 (`tests/neighbours/transformers_models.py`, CPU, 2026-11-26).
+Where two scores are nearly equal a rounding decides which expert a token gets."""
+
+
+def test_in_bfloat16(folder, expected):
+    """What decides stays in float32, and the logits are at most twice as far off as transformers'."""
+    model = load_hf(folder, dtype="bfloat16", implementation="recurrent")
+    exact = {"A_log", "dt_bias", "router_bias"}
+    for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
+        name = path[-1].key
+        if name in exact or name == "router":
+            assert x.dtype == jnp.float32, name
+    call = nnx.jit(lambda model, tokens: (model(tokens)[0], analysis.model_rule_inputs(model, tokens)[0].g))
+    got, g = call(model, expected["input_ids"])
+    assert g.dtype == jnp.float32
+    error = np.sqrt(np.mean((np.asarray(got, np.float64) - expected["logits"]) ** 2))
+    assert error < 2 * TRANSFORMERS_BFLOAT16[folder]

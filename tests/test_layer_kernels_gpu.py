@@ -325,3 +325,25 @@ def test_generation_is_that_of_the_plain_model(mixer):
         for rows in (prompt, prompt[:1]):
             got, expected = (np.asarray(generate(model, jnp.asarray(rows), 12)) for model in models)
             np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("N", [1, 100, 3000])
+def test_experts(N):
+    """A row, few and many; an expert of nobody; values by the kernel, the derivative by the plain form."""
+    (D, F, E, k), draw, random = (256, 192, 16, 3), draws(N), np.random.default_rng(N)
+    chosen = jnp.asarray(np.argsort(random.random((N, E - 1)), axis=1)[:, :k].astype(np.int32))
+    rows, weights = draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k))
+    gate_up, down = (draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D)))
+    call = jax.jit(experts.mixture)
+    assert "mosaic_gpu" in call.lower(rows, weights, chosen, gate_up, down).as_text()
+    got = call(rows, weights, chosen, gate_up, down)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(rows, weights, chosen, gate_up, down), got)
+    x, g, d = (fused_oracle.wide(y) for y in (rows, gate_up, down))
+    want = np.zeros((N, D))
+    for e in range(E):
+        at, place = np.nonzero(np.asarray(chosen) == e)
+        branches = x[at] @ g[e]
+        y = fused_oracle.branches(branches[:, :F], branches[:, F:]) @ d[e]
+        np.add.at(want, at, np.asarray(weights, np.float64)[at, place][:, None] * y)
+    close(want, got, "y", 2, dtype="bfloat16")  # h is rounded, and what an expert makes of it
