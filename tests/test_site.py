@@ -356,3 +356,22 @@ def write_example():
 
 if __name__ == "__main__":
     sys.exit(write_example())
+
+
+TIMES = re.compile(r"\b\d+(?:\.\d+)?\s?(?:ms|us|%|GiB|TB/s|tokens a second)\b")
+NEEDED = {
+    "a date": re.compile(r"20\d\d-\d\d-\d\d"),
+    "a command": re.compile(r"gdn (bench|check|train|info|generate|sweep)|python -m|python tests/|make "),
+    "a device": re.compile(r"H100|H200|CPU|cores"),
+}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.stem
+)
+def test_sections_with_measured_numbers_say_when_where_and_how(page):
+    """Two numbers with a unit make a section one of measurements."""
+    for section in re.split(r"(?m)^(?=#{1,3} )", page.read_text()):
+        if len(TIMES.findall(section)) > 1:
+            missing = [what for what, pattern in NEEDED.items() if not pattern.search(section)]
+            assert not missing, f"{section.splitlines()[0]}: expected {', '.join(missing)}"
