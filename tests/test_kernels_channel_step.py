@@ -84,8 +84,11 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log, apart):
 TREE = [[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]]
 
 
-def drafts(pool_dtype, kv_layout, parents, *, apart=False, sizes=None, N=3, interpret=None):
-    """Four drafts of each request, of which the second has two: outputs and pools of the kernel and of plain JAX."""
+def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=None, N=3, interpret=None):
+    """Four drafts of each request, of which the second has two: outputs and pools of the kernel and of plain JAX.
+
+    public: calls the kernel through `serving.verify`.
+    """
     Hq, Hk, HV, K, V = sizes or SIZES.values()
     T, keys = 4, iter(jax.random.split(jax.random.key(5), 9))
 
@@ -114,6 +117,9 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, sizes=None, N=3, inte
     want = serving.verify(
         *tokens, jnp.array(pool), w=w, **gates, **spans, state_layout=layout, implementation="xla"
     )
+    if public:
+        options = dict(state_layout=layout, implementation="mosaic_gpu")
+        return want, serving.verify(*tokens, jnp.array(pool), w=w, **gates, **spans, **options), pool, slots
     q, k, v = (x.reshape(N, T, -1) for x in tokens[:3])
     options = rest | dict(
         heads=(Hq, Hk, HV), scale=K**-0.5, kv_layout=kv_layout, null_slot=None, interpret=interpret

@@ -127,6 +127,13 @@ def test_packed_channels_of_a_convolution():
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["beta", "apart"])
+def test_verify(apart):
+    """Trees of drafts by the public call."""
+    options = dict(apart=apart, public=True, sizes=(16, 16, 32, 128, 128), N=24)
+    assert_drafts_are_right("float32", *drafts("float32", True, TREE, **options))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["beta", "apart"])
 @pytest.mark.parametrize("parents", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kv_layout", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
