@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn_jax import analysis, cli
 from gdn_jax.hf import bailing_hybrid, load_hf, save_hf
@@ -17,11 +18,14 @@ from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.save import own_family
-from gdn_jax.models import ExpertsConfig, costs, generate
+from gdn_jax.models import ExpertsConfig, LanguageModel, costs, generate
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import LoRALinear
+from gdn_jax.models.presets import PRESETS
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parallel.sharding import numbers_of_a_device, parameter_specs
 
 DATA = Path(__file__).parent / "data"
 KIMI, LING = DATA / "kimi_linear_released", DATA / "bailing_hybrid_released"
@@ -295,3 +299,30 @@ def test_in_bfloat16(folder, expected):
     assert g.dtype == jnp.float32
     error = np.sqrt(np.mean((np.asarray(got, np.float64) - expected["logits"]) ** 2))
     assert error < 2 * TRANSFORMERS_BFLOAT16[folder]
+
+
+@pytest.mark.slow
+def test_the_published_sizes_of_kimi_linear_are_partitioned_without_weights():
+    """The program of a batch on eight devices, each of which is given an eighth of all that divides."""
+    sizes = dict(dtype="bfloat16", weight_dtype="bfloat16", implementation="chunked")
+    config = dataclasses.replace(PRESETS["kimi-linear-48b-a3b"], **sizes)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    shape = MeshShape.parse("data=8,sharded")
+    mesh = shape.make()
+
+    def lie(x, where):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
+
+    params = jax.tree.map(lie, params, parameter_specs(params, shape))
+    tokens = lie(jax.ShapeDtypeStruct((8, 128), jnp.int32), PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens)[0][:, -1]).lower(
+            params, tokens
+        )
+        memory = program.compile().memory_analysis()
+    given, parameters = memory.argument_size_in_bytes, numbers_of_a_device(params, shape)
+    print(
+        f"{given / 2**30:.2f} GiB of arguments a device, {memory.temp_size_in_bytes / 2**30:.2f} of temporaries"
+    )
+    assert 2 * parameters <= given <= 2 * parameters * 1.01  # some are float32
+    assert costs.count(params) / 8 <= parameters <= 1.001 * costs.count(params) / 8

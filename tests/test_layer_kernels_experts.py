@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import layer_kernels
 import numpy as np
 import pytest
+from collectives import traffic
 from fused_harness import close, draws
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
 from gdn_jax.fused import experts
@@ -94,6 +96,33 @@ def test_parts_of_the_experts_add_up_and_the_derivative_is_the_plain_one(monkeyp
     got, want = gradient(experts.mixture), gradient(experts.plain_mixture)
     for name, x, y in zip(("rows", "weights", "gate_up", "down"), want, got, strict=True):
         close(fused_oracle.wide(x), y, name, 4, dtype="bfloat16")  # the cotangent of a rounded result
+
+
+def plain_product(x, w, experts, used, *, config, shared=False, swiglu=False):
+    """The kernel's product in plain JAX, which a mesh of CPUs can compute."""
+    x = jnp.pad(x, ((0, config.rows - len(x)), (0, 0))) if shared else x
+    x = jnp.broadcast_to(x, (len(experts), *x.shape)) if shared else x.reshape(len(experts), config.rows, -1)
+    y = jnp.einsum("trd,tdn->trn", x.astype(jnp.float32), w[experts].astype(jnp.float32))
+    if swiglu:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    return y.reshape(-1, y.shape[-1]).astype(x.dtype)
+
+
+@pytest.mark.parametrize("N", [pytest.param(8, marks=pytest.mark.slow), 80])
+@pytest.mark.parametrize("split", ["rows", "experts"])
+def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
+    """Of rows that are split no device has others'; of experts each has its own, and a part of all sums."""
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(expert_product, "expert_product", plain_product)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    args = arguments(N, E=2 * jax.device_count())
+    want = jax.jit(experts.plain_mixture)(*args)
+    axes = [PartitionSpec("data") if (i < 3) == (split == "rows") else PartitionSpec() for i in range(5)]
+    args = [jax.device_put(x, NamedSharding(mesh, axis)) for x, axis in zip(args, axes, strict=True)]
+    program = jax.jit(experts.mixture).lower(*args).compile()
+    assert traffic(program.as_text()).count == ({} if split == "rows" else {"all-reduce": 1})
+    close(fused_oracle.wide(want), program(*args), "y", 3, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
