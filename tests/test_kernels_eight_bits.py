@@ -1,4 +1,4 @@
-"""The kernels of 8-bit operands, without a GPU: interpreted, and the products and the SwiGLU that take them."""
+"""The kernels of 8-bit operands, interpreted and on a GPU, and the products and the SwiGLU that take them."""
 
 import jax
 import jax.numpy as jnp
@@ -30,26 +30,35 @@ def check(got, want):
     np.testing.assert_array_equal(codes(got[1]), codes(by_columns(want)))
 
 
+@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def way(request, monkeypatch):
+    """Rows of an array, and how a kernel runs on it: every CTA walks over several tiles."""
+    if request.param == "gpu":
+        return 1 << 16, None
+    monkeypatch.setattr(eight_bits.r, "num_ctas", lambda tiles, _: min(tiles, 2))
+    return 192, INTERPRET
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eight_bits(dtype):
-    """More tiles than CTAs would be slow here: one CTA walks over all of them. Large numbers are cut, NaN and
-    infinite ones are NaN; every bit is as JAX rounds."""
-    x = draws(1)(192, 128, dtype="bfloat16", scale=300)
-    x = x.at[70, 100].set(1e5).at[3, 5].set(-1e5).at[100, 2].set(jnp.nan).at[191, 127].set(jnp.inf)
+def test_eight_bits(dtype, way):
+    """Large numbers are cut, NaN and infinite ones are NaN; every bit is as JAX rounds."""
+    rows, how = way
+    x = draws(1)(rows, 128, dtype="bfloat16", scale=300)
+    x = x.at[70, 100].set(1e5).at[3, 5].set(-1e5).at[100, 2].set(jnp.nan).at[-1, 127].set(jnp.inf)
     most, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32) * 2
     want = jnp.where(jnp.isfinite(x), jnp.clip(wide, -most, most), jnp.nan).astype(dtype)
-    check(eight_bits.eight_bits(x, jnp.float32(2), dtype, interpret=INTERPRET), want)
+    check(eight_bits.eight_bits(x, jnp.float32(2), dtype, interpret=how), want)
     assert np.isnan(np.asarray(want, np.float32)).sum() == 2
 
 
-def test_swiglu_in_eight_bits():
-    draw = draws(2)
-    ab, dh = draw(128, 256, dtype="bfloat16"), draw(128, 128, dtype="bfloat16")
+def test_swiglu_in_eight_bits(way):
+    draw, (rows, how) = draws(2), way
+    ab, dh = draw(rows, 256, dtype="bfloat16"), draw(rows, 128, dtype="bfloat16")
     h, back = jax.vjp(lambda ab: gated(*_branches(ab)), ab)
     for got, want, dtype in (
-        (swiglu_eight_bits.swiglu(ab, jnp.float32(4), DTYPES[0], interpret=INTERPRET), h, DTYPES[0]),
+        (swiglu_eight_bits.swiglu(ab, jnp.float32(4), DTYPES[0], interpret=how), h, DTYPES[0]),
         (
-            swiglu_eight_bits.swiglu_backward(ab, dh, jnp.float32(4), DTYPES[1], interpret=INTERPRET),
+            swiglu_eight_bits.swiglu_backward(ab, dh, jnp.float32(4), DTYPES[1], interpret=how),
             back(dh)[0],
             DTYPES[1],
         ),
