@@ -19,7 +19,7 @@ from pallas_kernels.layer.expert_product import Config
 @pytest.mark.parametrize(
     ("config", "shared", "swiglu", "dtype"),
     [
-        (Config(1, 64, 3, ctas=2), True, True, "bfloat16"),
+        (Config(1, 128, 3, ctas=2), True, True, "bfloat16"),
         (Config(2, 128, 3, ctas=2), False, False, "float16"),
         pytest.param(Config(2, 256, 2, ctas=3), False, True, "bfloat16", marks=pytest.mark.slow),
     ],

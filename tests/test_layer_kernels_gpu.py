@@ -13,7 +13,7 @@ from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, d
 from layer_kernels import check_one_operation
 
 from gdn_jax import losses
-from gdn_jax.fused import channel_gates, embedding, norms, swiglu
+from gdn_jax.fused import channel_gates, embedding, experts, norms, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate

@@ -344,10 +344,6 @@ CALLS: dict[str, Call] = {
         partial(expert_product, config=ExpertConfig.few(1), shared=True, swiglu=True),
         "bf16[1,1536] bf16[128,1536,1024] i32[8] i32[1]",
     ),
-    "experts, few rows, narrow": call(
-        partial(expert_product, config=ExpertConfig(1, 64, 8), shared=True, swiglu=True),
-        "bf16[1,1536] bf16[128,1536,1024] i32[8] i32[1]",
-    ),
     "experts, few rows, down": call(
         partial(expert_product, config=ExpertConfig.few(64)), "bf16[512,512] bf16[128,512,1536] i32[8] i32[1]"
     ),
