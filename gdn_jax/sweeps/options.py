@@ -117,6 +117,7 @@ def _full(task: TaskOptions, **changes: Any) -> SweepOptions:
         "steps": 2000,
         "batch_size": 64,
         "together": 9,
+        "curve_every": 250,
     } | changes
     return SweepOptions(task, GridOptions(size="full", **grid), _FULL)
 
@@ -235,6 +236,7 @@ PRESETS: dict[str, dict[str, SweepOptions]] = {
                 batch_size=32,
                 steps=1000,
                 together=1,
+                curve_every=None,  # its loss falls from the first step on
             ),
             model=_TEXT,
         ),
