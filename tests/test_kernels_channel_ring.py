@@ -11,6 +11,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted
 from gdn_jax.serving.ring_arrays import make_cursors
+from pallas_kernels.decode import channel_ring
 
 L = 16
 SLOTS = np.array([3, -1, 0, 2], np.int32)
@@ -97,6 +98,15 @@ def test_drafts(state_dtype, layout, apart, T):
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
         got = serving.verify(*tokens, jax.tree.map(jnp.array, ring), **options, implementation="mosaic_gpu")
     assert_alike(want, got, ring, layout)
+
+
+def test_calls_take_them_by_name_alone(monkeypatch):
+    """A token on a ring has not been shown right on a GPU: a call that names no implementation is plain JAX."""
+    monkeypatch.setattr(channel_ring, "channel_deferred", None)
+    token, gates, ring = draw(0, "float32", "kv", False)
+    with interpreted(plgpu.InterpretGPUParams()):
+        o, _ = serving.decode(*token, ring, **gates, read_slots=SLOTS)
+    assert bool(jnp.isfinite(o).all())
 
 
 def test_refusals_say_why():

@@ -45,7 +45,8 @@ def test_a_period(dtype, layout, apart):
     again = kernel(token, ring)
     for _ in range(20):
         for x, y in zip(*map(jax.tree.leaves, (again, kernel(token, ring))), strict=True):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+            x, y = (np.asarray(z).view(np.uint8) for z in (x, y))  # entries behind a ring's tokens are NaN
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("T", [4, 6])
