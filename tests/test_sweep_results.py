@@ -97,6 +97,8 @@ def test_starts_and_curves():
     rows = summary.rows(runs, ["mamba2"], starts=starts)
     assert [(row.start, row.lr) for row in rows] == list(zip(starts, [0.2, 0.2, 0.2, 0.1], strict=True))
     assert rows[1].losses == (0.0,) and rows[1].halfway() == [20]
+    short = [run | {"curve": {"steps": [], "loss": {}, "accuracy": {}}} for run in runs]
+    assert not any(row.curves for row in summary.rows(short, ["mamba2"], starts=starts))
     about = summary.About("accuracy", "accuracy", "tokens", "parity", {"a guess": 0.5}, 2.0)
     table = summary.learning_rates(summary.rows_by_lr(runs, ["mamba2"], [1], "accuracy", starts), about)
     assert "| mixer | write start | time step | learning rate | learned | steps to half | 4" in table

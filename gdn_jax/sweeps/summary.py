@@ -196,7 +196,8 @@ def rows_by_lr(
             tests = [record[f"test_{metric}"] for record in made]
             scores = {int(n): [_number(test[n]) for test in tests] for n in tests[0]}
             losses = tuple(_number(record["val_loss"]) for record in made)
-            curves = tuple(record["curve"] for record in made if "curve" in record)
+            # Of fewer steps than those between two validations a run has a curve without a point.
+            curves = tuple(record["curve"] for record in made if record.get("curve", {}).get("steps"))
             part.append((sorted(by_seed), Row(mixer, lr, scores, scale, start, losses, curves)))
         out.append(part)
     return out
