@@ -86,7 +86,7 @@ def test_a_token(state_dtype, layout, apart):
     assert_alike(want, got, ring, layout)
 
 
-@pytest.mark.parametrize("T", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", [3, pytest.param(6, marks=pytest.mark.crossed)])
 @pytest.mark.parametrize(("state_dtype", "layout", "apart"), CALLS)
 def test_drafts(state_dtype, layout, apart, T):
     """Drafts behind those that were accepted, some without room; some requests have fewer of them."""

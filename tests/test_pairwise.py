@@ -53,7 +53,7 @@ def test_every_pair_is_there():
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=name, marks=[pytest.mark.slow] * (i > 1))
+        pytest.param(row, id=name, marks=[pytest.mark.slow] * (i > 1) + [pytest.mark.crossed] * (i > 4))
         for i, (row, name) in enumerate(zip(RULE, names(RULE), strict=True))
     ],
 )
