@@ -24,6 +24,7 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases
+from gdn_jax.fused.channel_gates import channel_gates
 from gdn_jax.fused.norms import add_norm, gated_norm
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.fused.swiglu import swiglu
@@ -246,7 +247,7 @@ KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
     "layer.swiglu_product", "layer.swiglu_cotangents", "layer.weight_gradient", "layer.embedding",
-    "layer.expert_product",
+    "layer.expert_product", "layer.channel_gates",
     "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
     "forward.channel_transitions", "backward.channel_gradients", "ampere.prepare", "ampere.walk", "ampere.gradients",
 )  # fmt: skip
@@ -402,6 +403,7 @@ def fused_part(name):
         "norm": (lambda x, y, w: add_norm(x, y, w), (x, y, vector), 2),
         "gated norm": (lambda o, z, w: gated_norm(o, z, w), (heads, heads, vector[:128]), 2),
         "its projection": (gated_norm, (heads, heads, vector[:128], jnp.ones((1024, 16))), 2),
+        "gates of channels": (channel_gates, (heads, jnp.ones(8), jnp.ones((8, 128))), 1),
         "SwiGLU": (swiglu, (x, jnp.ones((1024, 64)), jnp.ones((1024, 64)), jnp.ones((64, 16))), 1),
         "SwiGLU of many rows": (swiglu, (many, *(jnp.ones((64, 64)),) * 3), 1),
     }[name]
@@ -409,7 +411,16 @@ def fused_part(name):
 
 @kinds
 @pytest.mark.parametrize(
-    "name", ["convolution", "norm", "gated norm", "its projection", "SwiGLU", "SwiGLU of many rows"]
+    "name",
+    [
+        "convolution",
+        "norm",
+        "gated norm",
+        "its projection",
+        "gates of channels",
+        "SwiGLU",
+        "SwiGLU of many rows",
+    ],
 )
 @pytest.mark.usefixtures("no_launch")
 def test_fused_parts_run_on_the_shards(kind, name, monkeypatch):

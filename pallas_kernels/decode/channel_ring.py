@@ -41,7 +41,7 @@ from pallas_kernels.decode.ring import LENGTH, ChannelTokens, Rings
 from pallas_kernels.decode.ring_products import Decay, Held
 from pallas_kernels.decode.tiles import Sizes, column_layout, load, spread, vector_layout, write_strength
 from pallas_kernels.decode.vectors import Answer
-from pallas_kernels.decode.walk import Ends, Unit
+from pallas_kernels.decode.walk import Unit
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 
 WARPGROUPS = {True: 3, False: 2}
@@ -214,28 +214,9 @@ class ChannelRingCta(vectors.Cta):
             us.append(stored_u.astype(jnp.float32))
             since.append(None)
 
-    def append(  # pyrefly: ignore[bad-override]
-        self,
-        at: Unit,
-        ends: Ends,
-        position: jax.Array,
-        token: ChannelToken,
-        stored_u: jax.Array,
-        condition: Any,
-    ) -> None:
-        """See `vectors.Cta.append`."""
-
-        @pl.when(condition)
-        def _():
-            store_any(at.ring_u.at[position], stored_u)
-
-            @pl.when(ends.head)
-            def _():
-                store_any(at.ring_g.at[position], token.g)
-
-            @pl.when(ends.key_head)
-            def _():
-                store_any(at.ring_k.at[position], token.stored_k)
+    def keep_gate(self, ring_g: Any, position: jax.Array, g: jax.Array) -> None:
+        """See `vectors.Cta.keep_gate`: of every channel."""
+        store_any(ring_g.at[position], g)
 
 
 class ChannelDraftsCta(drafts.Cta, ChannelRingCta):

@@ -270,10 +270,14 @@ class Cta(walk.Cta):
             us.append(stored_u.astype(jnp.float32))
             since.append(jnp.float32(0))
 
+    def keep_gate(self, ring_g: Any, position: jax.Array, g: jax.Array) -> None:
+        """Writes the log decay of a token into the ring."""
+        ring_g[position] = g
+
     def append(
-        self, at: Unit, ends: Ends, position: jax.Array, token: Token, stored_u: jax.Array, condition: Any
+        self, at: Unit, ends: Ends, position: jax.Array, token: Any, stored_u: jax.Array, condition: Any
     ) -> None:
-        """Makes a token an entry of the ring, if a condition holds."""
+        """Makes a token, a `Token` or that of a subclass, an entry of the ring, if a condition holds."""
 
         @pl.when(condition)
         def _():
@@ -281,7 +285,7 @@ class Cta(walk.Cta):
 
             @pl.when(ends.head)
             def _():
-                at.ring_g[position] = token.g
+                self.keep_gate(at.ring_g, position, token.g)
 
             @pl.when(ends.key_head)
             def _():
