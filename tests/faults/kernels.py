@@ -88,6 +88,18 @@ FAULTS = (
         "tests/test_fused.py::test_add_norm",
     ),
     Fault(
+        "the slope of the norm's sigmoid is the sigmoid",
+        '"sigmoid": Activation(lambda z, s: s, lambda z, s: s * (1.0 - s)),',
+        '"sigmoid": Activation(lambda z, s: s, lambda z, s: s),',
+        "tests/test_layer_kernels_norms.py::test_gated_norm",
+    ),
+    Fault(
+        "the gradient of a channel's rate leaves out the decay's slope",
+        "return carry[0] + dx, carry[1] + dg * of_A_log",
+        "return carry[0] + dx, carry[1] + dg",
+        "tests/test_layer_kernels_gates.py::test_gates",
+    ),
+    Fault(
         "the gate of the norm is rounded",
         "(n * _ACTIVATIONS[options.activation](gate.astype(wide)))",
         "(n * _ACTIVATIONS[options.activation](gate).astype(wide))",
