@@ -141,6 +141,7 @@ class RuleBenchmark(Benchmark):
             if failure := passes.miss(errors, problem.x, problem.dtype, PEER_SLACK):
                 note(f"{row.name}: {peer.name} is not counted, {failure}")
             else:
+                note(f"{row.name}, {problem.what}, by {peer.name}: {timing.ms:.4g} ms")
                 measured[peer.name] = timing
         return measured
 
