@@ -22,7 +22,7 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.ampere import adjoints, backward, gradients, prepare, rule, segments, states, walk
-from pallas_kernels.ampere.rows import Rows
+from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.device import mma
 from pallas_kernels.device.launch import NUM_SMS, SMALL_MEMORY
@@ -60,6 +60,12 @@ CASES = [
         ),
         "float16",
         dict(config=walk.Config(2)),
+    ),
+    pytest.param(
+        cases.Case("packed", T=150, B=1, heads=(1, 1, 1), K=64, V=128, lengths=(70, 0, 1, 65)),
+        "bfloat16",
+        dict(config=walk.Config(2)),
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf"),
@@ -138,6 +144,17 @@ def test_tables_of_chunks(N):
         np.testing.assert_array_equal(known.place[begin:end], place)
     np.testing.assert_array_equal(known.token, token)
     assert (known.place[cu[-1] :] == len(token)).all()
+    # As tiles of the tokens: every chunk has the same ones, in 64 rows of them, and tokens find their places.
+    tiled = Packed.of(known, T)
+    for a, b in zip(*map(jax.tree.leaves, (jax.jit(lambda x: Packed.of(x, T))(known), tiled)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    first, first_row, end_row = (x[:, None] for x in tiled.spans)
+    row = np.arange(64)
+    assert (first >= 0).all() and (first <= T - 64).all()
+    is_token = (row >= first_row) & (row < end_row)
+    np.testing.assert_array_equal(tiled.token.reshape(-1, 64), np.where(is_token, first + row, T))
+    np.testing.assert_array_equal(np.sort(tiled.token), np.sort(token))
+    np.testing.assert_array_equal(tiled.token[tiled.place[: cu[-1]]], np.arange(cu[-1]))
 
 
 def held(layout: fragmented_array.TiledLayout, shape: tuple[int, int]) -> np.ndarray:

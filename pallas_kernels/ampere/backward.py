@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
 from pallas_kernels.ampere.gradients import Gradients, gradients
-from pallas_kernels.ampere.rows import Rows
+from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
 from pallas_kernels.ampere.segments import first_chunks, joined_backwards, of_layout
 from pallas_kernels.ampere.states import factors, states
@@ -26,7 +26,6 @@ from pallas_kernels.backward.gradients import MAX_LIFT, join_dbeta
 from pallas_kernels.backward.rule import Cotangents, OutputCotangents, has_no_past, sum_heads
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.device.launch import compiled
-from pallas_kernels.work.tables import ChunkTables
 
 
 class _Static(NamedTuple):
@@ -85,7 +84,7 @@ def _gate_gradient(sums: Gradients, g2_cum: Float[Array, "chunks HO C"]) -> Floa
 def _run(
     static: _Static,
     x: RuleArrays,
-    tables: ChunkTables | None,
+    tables: Packed | None,
     residuals: Residuals,
     cotangents: OutputCotangents,
 ) -> Cotangents:

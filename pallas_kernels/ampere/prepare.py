@@ -6,7 +6,7 @@
 with Gamma[i, j] = 2^(G_i - G_j) for i >= j, 0 above, G = g2_cum: T of `chunks.inverse` and P of `forward.outputs`.
 The inverse is that of `chunks.merging`, whose two last products are mma.sync here.
 
-Inputs (GMEM): q [places, Hq K], k [places, Hk K], g2_cum and beta [chunks HO, C] float32.
+Inputs (GMEM): q [rows, Hq K], k [rows, Hk K], g2_cum and beta [chunks HO, C] float32, `spans`.
 Outputs (GMEM): t = T and p = P [chunks HO C, C] in k's dtype.
 Grid: one CTA of one warpgroup for each (chunk, key head); it walks over the output heads that read the key head.
 Shared memory: `_memory`, 43 KB at K = 128.
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from pallas_kernels.ampere.spans import Spans, clear, first_row_of, inputs, is_partial
 from pallas_kernels.chunks.inverse import parts_of_keys
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert
 from pallas_kernels.device.launch import grid_index, launch
@@ -55,15 +56,20 @@ class _Sizes(NamedTuple):
 def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool) -> None:
     dev, (Hq, Hk, HO, K, scale) = MmaDevice(interpreted), sizes
     group, chunk, key_head = HO // Hk, lax.div(grid_index(), sizes.Hk), lax.rem(grid_index(), sizes.Hk)
-    first_head = key_head * group
+    first_head, row = key_head * group, first_row_of(gmem, chunk)
     one_query = HO // Hq % group == 0  # for all output heads of a key head
 
     def load_queries(head):
-        dev.copy(gmem.q, chunk * CHUNK, lax.div(head, HO // Hq) * K, smem.q)
+        dev.copy(gmem.q, row, lax.div(head, HO // Hq) * K, smem.q)
 
-    dev.copy(gmem.k, chunk * CHUNK, key_head * K, smem.k)
+    def clear_foreign(*tiles):
+        if gmem.first_token is not None:
+            pl.when(is_partial(gmem, chunk))(lambda: clear(dev, gmem, chunk, *tiles))
+
+    dev.copy(gmem.k, row, key_head * K, smem.k)
     load_queries(first_head)
     dev.arrived()
+    clear_foreign(smem.k, smem.q)
     parts = parts_of_keys(dev.product_transposed(smem.k, smem.k))
     shared = dev.product_transposed(smem.q, smem.k) if one_query else None
 
@@ -74,6 +80,7 @@ def _body(gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool) -> None:
             dev.commit()  # every warp has read the queries of the head before
             load_queries(head)
             dev.arrived()
+            clear_foreign(smem.q)
             scores = dev.product_transposed(smem.q, smem.k)
         n = chunk * HO + head
         beta = dev.vector(gmem.beta.at[n], COL)
@@ -100,10 +107,11 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    q: Float[Array, "places Hq K"],
-    k: Float[Array, "places Hk K"],
+    q: Float[Array, "rows Hq K"],
+    k: Float[Array, "rows Hk K"],
     g2_cum: Float[Array, "chunks HO C"],
     beta: Float[Array, "chunks HO C"],
+    spans: Spans | None = None,
     *,
     scale: float,
     interpret: Any = None,
@@ -114,18 +122,20 @@ def prepare(
       q, k: bfloat16 or float16, K 64 or 128.
       g2_cum: cumulative log2 decays of each chunk, float32.
       beta: write strengths, float32.
+      spans: where the chunks lie in the rows of q and k; None: one behind the other.
       scale: factor of the output.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    (places, Hk, K), (chunks, HO), Hq = k.shape, beta.shape[:2], q.shape[1]
+    (rows, Hk, K), (chunks, HO), Hq = k.shape, beta.shape[:2], q.shape[1]
     square = jax.ShapeDtypeStruct((chunks * HO * CHUNK, CHUNK), k.dtype)
     sizes = _Sizes(Hq, Hk, HO, K, scale)
     results = launch(
         "mma_prepare",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
         inputs={
-            "q": q.reshape(places, Hq * K),
-            "k": k.reshape(places, Hk * K),
+            "q": q.reshape(rows, Hq * K),
+            "k": k.reshape(rows, Hk * K),
+            **inputs(spans),
             "g2_cum": g2_cum.reshape(-1, CHUNK),
             "beta": beta.reshape(-1, CHUNK),
         },

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import Dims, Outputs, RuleArrays, changes_segment
 from pallas_kernels.ampere import segments
 from pallas_kernels.ampere.prepare import prepare
-from pallas_kernels.ampere.rows import Rows
+from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import capability_reason, compiled
@@ -26,7 +26,6 @@ from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, roun
 from pallas_kernels.device.memory import pad
 from pallas_kernels.work.refusals import refusal
 from pallas_kernels.work.tables import (
-    ChunkTables,
     as_rows,
     borders,
     chunk_tables,
@@ -105,11 +104,11 @@ def chosen_segment(x: RuleArrays) -> int:
     return segments.choose(dims, packed=x.cu_seqlens is not None)
 
 
-def tables_of(x: RuleArrays) -> ChunkTables | None:
+def tables_of(x: RuleArrays) -> Packed | None:
     """Places of packed tokens; None where rows are not packed."""
     if x.cu_seqlens is None:
         return None
-    tables = chunk_tables(borders(x.cu_seqlens, known_lengths(x.cu_seqlens)), x.dims.T)
+    tables = Packed.of(chunk_tables(borders(x.cu_seqlens, known_lengths(x.cu_seqlens)), x.dims.T), x.dims.T)
     return jax.tree.map(jnp.asarray, tables)
 
 
@@ -151,7 +150,11 @@ def forward(
 
 def spread(x: jax.Array, rows: Rows) -> jax.Array:
     """[B, T, H, width] as [places, H, width padded]."""
-    return rows.spread(pad(x, (*x.shape[:3], round_up(x.shape[3], GRANULE))))
+    return rows.spread(_widened(x))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return pad(x, (*x.shape[:3], round_up(x.shape[3], GRANULE)))
 
 
 def padded_states(states: jax.Array | None, dims: Dims, kv_layout: bool) -> jax.Array | None:
@@ -173,13 +176,13 @@ def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return lax.cumsum(g2, axis=2), rows.by_chunk(beta)
 
 
-def _run(static: _Static, x: RuleArrays, tables: ChunkTables | None):
+def _run(static: _Static, x: RuleArrays, tables: Packed | None):
     """The kernels in order, with the padding around them."""
     dims, kv_layout = x.dims, static.kv_layout
     rows = Rows(dims.B, dims.T, tables)
-    q, k, v = (spread(y, rows) for y in x[:3])
+    q, k, v = (rows.tiled(_widened(y)) for y in x[:3])
     g2_cum, beta = _gates(x, rows)
-    prepared = prepare(q, k, g2_cum, beta, scale=static.scale, interpret=static.interpret)
+    prepared = prepare(q, k, g2_cum, beta, rows.spans, scale=static.scale, interpret=static.interpret)
     vectors, h_0 = factors(g2_cum, beta), padded_states(x.initial_state, dims, kv_layout)
     both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
     first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None
@@ -189,7 +192,7 @@ def _run(static: _Static, x: RuleArrays, tables: ChunkTables | None):
         starts, m = _starts(k, v, prepared.t, vectors, h_0, first_chunk, dims.B, both)
         h_0, kv_layout = starts.reshape(-1, *starts.shape[2:]), False
     both |= dict(scale=static.scale, kv_layout=kv_layout)
-    o, final = outputs(q, k, v, *prepared, vectors, h_0, first_chunk, **both)
+    o, final = outputs(q, k, v, *prepared, vectors, h_0, first_chunk, rows.spans, **both)
     if static.segment_chunks:
         final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
         final = final.swapaxes(-1, -2) if static.kv_layout else final

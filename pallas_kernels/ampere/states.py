@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.ampere.spans import Spans, inputs
 from pallas_kernels.ampere.walk import ROWS, Config, Cta, start
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import store_state
@@ -93,14 +94,15 @@ class Outputs(NamedTuple):
 
 
 def outputs(
-    q: Float[Array, "places Hq K"],
-    k: Float[Array, "places Hk K"],
-    v: Float[Array, "places HV V"],
+    q: Float[Array, "rows Hq K"],
+    k: Float[Array, "rows Hk K"],
+    v: Float[Array, "rows HV V"],
     t: Float[Array, "chunks HO C C"],
     p: Float[Array, "chunks HO C C"],
     factors: Float[Array, "chunks HO C2"],
     h_0: Float[Array, "N HO _ _"] | None,
     first_chunk: Int[Array, " N1"],
+    spans: Spans | None = None,
     *,
     scale: float,
     kv_layout: bool,
@@ -110,21 +112,22 @@ def outputs(
     """o and the final states; see the module docstring.
 
     Args:
-      q, k, v: bfloat16 or float16, of `Rows.spread`.
+      q, k, v: bfloat16 or float16, of `Rows.tiled`.
       t, p: of `prepare`.
       h_0: initial states, float32, None for zeros.
-      first_chunk: of `Rows`.
+      first_chunk, spans: of `Rows`.
       scale: factor of the output.
       kv_layout: whether states are [K, V]; else [V, K].
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    (places, _, V), HO, K, N = v.shape, t.shape[1], k.shape[2], first_chunk.shape[0] - 1
+    V, (chunks, HO), K, N = v.shape[2], t.shape[:2], k.shape[2], first_chunk.shape[0] - 1
+    places = chunks * CHUNK
     results = start(
         "mma_outputs",
         _outputs,
         {"q": q, "k": k, "v": v, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
-        {"h_0": h_0},
+        {"h_0": h_0, **inputs(spans)},
         {
             "o": jax.ShapeDtypeStruct((places, HO * V), k.dtype),
             "final": jax.ShapeDtypeStruct((N, HO, *((K, V) if kv_layout else (V, K))), jnp.float32),

@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ampere import spans
 from pallas_kernels.device.launch import grid_index, launch, num_sms, shared_memory, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, along_columns, zeros
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, load_state, smem_bytes, transposed
@@ -146,7 +147,7 @@ class Cta:
             if name in self.sizes.heads:
                 per_head = self.sizes.HO // self.sizes.heads[name]
                 width = self.sizes.K if name in ("q", "k") else self.sizes.V
-                row, column = chunk * CHUNK, lax.div(self.head, per_head) * width
+                row, column = spans.first_row_of(self.gmem, chunk), lax.div(self.head, per_head) * width
                 if name not in ("q", "k"):
                     column = column + self.tile * self.config.warpgroups * ROWS
             mine = self.wg * share
@@ -156,7 +157,17 @@ class Cta:
         """Makes sure that the i-th chunk is there, and starts copies of the next one."""
         self.dev.arrived()
         self.dev.meet(self.smem.met)
+        if self.gmem.first_token is not None:
+            pl.when(spans.is_partial(self.gmem, self.chunk_of(i)))(lambda: self._clear_foreign(i))
         self._load(i + 1, late if self.config.early_slots == 1 else (*late, *early))
+
+    def _clear_foreign(self, i) -> None:
+        """Makes keys and values that are not the i-th chunk's zeros. Outputs of such queries are not read."""
+        for name, wg in (("k", 0), ("v", self.config.warpgroups - 1)):
+            tile = self.slot(name, i)
+            call = functools.partial(spans.clear, self.dev, self.gmem, self.chunk_of(i), tile)
+            pl.when(self.wg == wg)(call)
+        self.dev.meet(self.smem.met)
 
     def leave_early_tiles(self, i, early: Sequence[str]) -> None:
         """Says that this warpgroup has read them."""
@@ -261,7 +272,7 @@ def start(
     return launch(
         name,
         functools.partial(_body, body, **static),
-        inputs=flat | dict(states),
+        inputs=flat | spans.inputs(None) | dict(states),
         outputs=outputs,
         memory=make_memory(config),
         ctas=sequences * HO * sizes.tiles,

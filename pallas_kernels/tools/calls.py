@@ -237,7 +237,7 @@ rule, float16, segments, half; rule, open; rule, open, packed; rule, pool; rule,
 rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16, half
 rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
 rule, pool, bfloat16, vk, segments
-mma, pairs; mma, kv, float16, packed, K 64, V 64; mma, segments
+mma, pairs; mma, packed; mma, kv, float16, packed, K 64, V 64; mma, segments
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
