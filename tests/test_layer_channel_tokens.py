@@ -60,6 +60,7 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     layer = layer_of(**OPTIONS[name])
     if grouped:
         group_projections(layer, inference.GROUPS[0], layer.head_v_dim)
+        layer.join_factors()
     calls = believe_in_kernels(monkeypatch)
     y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "channel_step"]

@@ -23,10 +23,10 @@ class ChannelToken(NamedTuple):
 
     channels: Float[Array, "B C"]
     """Products of the layer's input: q, k and v before the convolution, then any others."""
-    f: Float[Array, "B HV K"]
-    """Raw input of each channel's decay."""
-    b: Float[Array, "B HV"]
-    """Raw input of the strengths."""
+    f: Float[Array, "B F"]
+    """Array that begins with the raw input of each channel's decay, [HV, K]."""
+    b: Float[Array, "B G"]
+    """Array in which the raw input of the strengths lies; may be `channels` itself."""
     weight: Float[Array, "D W"]
     """Filters of the convolution, of the D channels of q, k and v."""
     bias: Float[Array, " D"] | None
@@ -43,6 +43,8 @@ class ChannelGates(NamedTuple):
 
     H: int
     """Heads of q, and of k."""
+    b: int
+    """First channel of the strengths in their array."""
     lower_bound: float | None
     """The strongest log decay of the bounded gate; None for the other gate, see `channel_log_decay`."""
     allow_neg_eigval: bool = False
@@ -102,7 +104,7 @@ def _by_kernels(gates: ChannelGates, token: ChannelToken):
         "dt_bias": token.dt_bias,
         "lower_bound": gates.lower_bound,
     }
-    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K), "scale": K**-0.5}
+    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, b=gates.b), "scale": K**-0.5}
     options |= {"allow_neg_eigval": gates.allow_neg_eigval} | everywhere
     qkv, f, b = qkv[:, None], token.f[:, None], token.b[:, None]
     o, state = channel_step(qkv, qkv, qkv, f, b, token.state, **options)
@@ -116,8 +118,9 @@ def _plain(gates: ChannelGates, token: ChannelToken):
     (B, HV, K, V), H = token.state.shape, gates.H
     q, k, v = split_normalized(qkv, H, K, normalize=False)
     q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
-    g = channel_log_decay(token.f, token.A_log, token.dt_bias, gates.lower_bound)
-    beta = write_strength(token.b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
+    f, b = token.f[:, : HV * K].reshape(B, HV, K), token.b[:, gates.b : gates.b + HV]
+    g = channel_log_decay(f, token.A_log, token.dt_bias, gates.lower_bound)
+    beta = write_strength(b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
     arrays = q, k, v.reshape(B, HV, V).astype(jnp.float32), g, beta, beta
     S, *arrays = (split_heads(x, 1, (H, HV)) for x in (token.state.astype(jnp.float32), *arrays))
     S, o = recurrent_step(S, *arrays, scale=K**-0.5)

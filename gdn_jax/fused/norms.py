@@ -121,22 +121,23 @@ def gated_norm_of_channels(
     projection: Float[Array, "F D"] | None = None,
     *,
     eps: float = 1e-5,
+    activation: str = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*R E"]:
     """`gated_norm` whose gate is the last H V of an array's channels, which the kernel reads where they lie.
 
     Args:
-      o, weight, projection, eps, implementation: of `gated_norm`. The arrays lie on one device.
+      o, weight, projection, eps, activation, implementation: of `gated_norm`. The arrays lie on one device.
       channels: [.., C].
     """
     from pallas_kernels.layer import gated_norm as kernels
 
-    (H, V), leading = o.shape[-2:], o.shape[:-2]
+    (H, V), leading, static = o.shape[-2:], o.shape[:-2], GatedNorm(eps, activation)
     projection = None if projection is None else projection.astype(o.dtype)
     reason = kernels.check_supported(o) or kernels.check_gates(o, channels.shape[-1])
     if usable("the gated norm", implementation, reason):
-        return _gated_norm(GatedNorm(eps), o, channels.reshape(*leading, -1, V), weight, projection)
-    return _plain_gated_norm(GatedNorm(eps), o, channels[..., -H * V :].reshape(o.shape), weight, projection)
+        return _gated_norm(static, o, channels.reshape(*leading, -1, V), weight, projection)
+    return _plain_gated_norm(static, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
 
 
 class _Norm(NamedTuple):

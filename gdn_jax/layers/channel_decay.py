@@ -23,11 +23,12 @@ from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm
 from gdn_jax.family.ops import delta_step
 from gdn_jax.fused.channel_gates import channel_gates
-from gdn_jax.fused.norms import gated_norm
+from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
 from gdn_jax.fused.short_conv import KeyHeads
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.layers.options import check_positive, check_sizes, value_width
 from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
+from gdn_jax.layers.stacks import ProjectionStack, stack_of
 from gdn_jax.parallel.token_shards import delta_rule_on_mesh
 from gdn_jax.shapes import ArgumentError, check_choice
 
@@ -115,6 +116,8 @@ class ChannelDecayMixer(RecurrentMixer):
     """
 
     by_channels = True
+    last_factors: ProjectionStack | None = None
+    """The second factors to the decay and to the output gate as one product, in a copy for single tokens."""
 
     def __init__(
         self,
@@ -210,6 +213,19 @@ class ChannelDecayMixer(RecurrentMixer):
         names = (f"{name}_proj", f"{name}_a_proj", f"{name}_b_proj")
         return [getattr(self, name) for name in names if hasattr(self, name)]
 
+    def join_factors(self) -> None:
+        """See `RecurrentMixer.join_factors`: the second factors to the decay and to the output gate."""
+        pairs = [self._factors(name) for name in "fg"]
+        stack = stack_of([pair[-1] for pair in pairs]) if all(len(pair) == 2 for pair in pairs) else None
+        if stack is not None:
+            self.last_factors = stack
+
+    def _joined_factors(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"] | None:
+        """Raw decays and output gates side by side, in a copy of the layer whose last factors are one product."""
+        if self.last_factors is None:
+            return None
+        return self.last_factors([self._factors(name)[0](x) for name in "fg"])
+
     def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
         """See `RecurrentMixer.raw_gates`: f [B, T, HV, K] and the logits of the strengths."""
         first, *rest = self._factors("f")
@@ -218,8 +234,10 @@ class ChannelDecayMixer(RecurrentMixer):
         [joined] = blocks.shared_products(x, [linears], self.dtype)
         ends = list(itertools.accumulate(blocks.width_of(linear) for linear in linears))
         f, *logits = jnp.split(joined, ends[:-1], axis=-1)
-        for linear in rest:
+        both = self._joined_factors(x)
+        for linear in rest if both is None else ():
             f = linear(f)
+        f = f if both is None else both[..., : self.num_v_heads * self.head_dim]
         f = f.reshape(*f.shape[:2], self.num_v_heads, self.head_dim)
         return f, *self._logits(*logits)
 
@@ -277,7 +295,9 @@ class ChannelDecayMixer(RecurrentMixer):
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
-        gate = x
+        both, gate = self._joined_factors(x), x
+        if both is not None:
+            return self._gated_output(partial(gated_norm_of_channels, activation="sigmoid"), o, both)
         for linear in self._factors("g"):
             gate = linear(gate)
         return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))

@@ -55,7 +55,8 @@ class KimiDeltaAttention(ChannelDecayMixer):
         del segment_ids, return_cache
         if cache is None or x.shape[1] > 1 or self.conv_weight is None or not is_whole(x, *cache):
             return None
-        gates = channel_token.ChannelGates(self.num_heads, self.lower_bound, self.allow_neg_eigval)
+        first = self._first_strength() or 0
+        gates = channel_token.ChannelGates(self.num_heads, first, self.lower_bound, self.allow_neg_eigval)
         if jax.eval_shape(self.raw_gates, x)[2] is not None:  # what is written is not what is erased
             return None
         if not channel_token.has_kernels(jax.eval_shape(self._token, x, cache), gates, self.implementation):
@@ -66,8 +67,21 @@ class KimiDeltaAttention(ChannelDecayMixer):
     def _token(self, x, cache) -> channel_token.ChannelToken:
         """Arrays that `mix_channel_token` takes."""
         f, b, _ = self.raw_gates(x)
-        group = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
+        both, group = self._joined_factors(x), self._group()
+        f = f.reshape(*f.shape[:2], -1) if both is None else both
         channels = self.project_qkv(x) if group is None else group(x)
+        b = b if self._first_strength() is None else channels
         A_log = None if self.A_log is None else self.A_log[...]
         gates = f[:, 0], b[:, 0], *self.filters(), A_log, self.dt_bias[...]
         return channel_token.ChannelToken(channels[:, 0], *gates, *cache)
+
+    def _group(self) -> blocks.ProjectionGroup | None:
+        """The product that the projections of x are parts of, in a copy of the layer for single tokens."""
+        return blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
+
+    def _first_strength(self) -> int | None:
+        """Where the raw input of the strengths begins in that product, if it lies there as it is."""
+        b = self.b_proj
+        if isinstance(b, blocks.ProjectionOfGroup) and b.group is self._group() and b.bias is None:
+            return b.start
+        return None

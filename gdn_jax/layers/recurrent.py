@@ -207,6 +207,9 @@ class RecurrentMixer(nnx.Module):
         """The raw inputs a, b and w of the gates, as `serving.decode` takes them behind the tokens."""
         raise NotImplementedError
 
+    def join_factors(self) -> None:
+        """Makes one product of projections of different inputs, in place, for single tokens."""
+
     def gates(
         self, a: Array, b: Array, w: Array | None
     ) -> tuple[Array, Array | None, Array | None, Array | None]:

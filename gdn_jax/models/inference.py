@@ -72,6 +72,8 @@ def for_decoding(model: LanguageModel) -> LanguageModel:
         unit = part.head_v_dim if isinstance(part, RecurrentMixer) else 1
         for names in GROUPS:
             group_projections(part, names, unit if "g_proj" in names else 1)
+        if isinstance(part, RecurrentMixer):
+            part.join_factors()
     return model
 
 

@@ -115,7 +115,7 @@ def channel_step(
     q: Float[Array, "N T Cq"],
     k: Float[Array, "N T Ck"],
     v: Float[Array, "N T Cv"],
-    a: Float[Array, "N T HV K"],
+    a: Float[Array, "N T *channels"],
     b: Float[Array, "N T Cb"],
     pool: Float[Array, "slots *layers HV rows columns"],
     *,
@@ -130,7 +130,7 @@ def channel_step(
 
     Args:
       q, k, v, b, pool, first: as for `step_of_channels`.
-      a: raw input of each channel's decay.
+      a: raw input of each channel's decay [N, T, HV, K], or channels that begin with that at `first.a`.
       A_log: rate of each head; None for 0.
       dt_bias: bias of each channel.
       lower_bound: the strongest log decay of the bounded gate, below 0; None for the other gate.
