@@ -100,13 +100,16 @@ def test_drafts(state_dtype, layout, apart, T):
     assert_alike(want, got, ring, layout)
 
 
-def test_calls_take_them_by_name_alone(monkeypatch):
-    """A token on a ring has not been shown right on a GPU: a call that names no implementation is plain JAX."""
-    monkeypatch.setattr(channel_ring, "channel_deferred", None)
+def test_calls_take_them_unasked(monkeypatch):
+    """A call that names no implementation launches the kernel."""
+
+    def launched(*args, **options):
+        raise LookupError("launched")
+
+    monkeypatch.setattr(channel_ring, "channel_deferred", launched)
     token, gates, ring = draw(0, "float32", "kv", False)
-    with interpreted(plgpu.InterpretGPUParams()):
-        o, _ = serving.decode(*token, ring, **gates, read_slots=SLOTS)
-    assert bool(jnp.isfinite(o).all())
+    with interpreted(plgpu.InterpretGPUParams()), pytest.raises(LookupError, match="launched"):
+        serving.decode(*token, ring, **gates, read_slots=SLOTS)
 
 
 def test_refusals_say_why():

@@ -30,9 +30,6 @@ from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 class HeadGates:
     """The kernels of tokens with one gate a head."""
 
-    unproven_ring = None
-    """Why no call takes the kernels of rings unasked."""
-
     @staticmethod
     def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
         """`step_of_channels` with the gates of some tokens, whose record is [B, T, ...]."""
@@ -82,8 +79,6 @@ class HeadGates:
 
 class ChannelGates:
     """The kernels of tokens with a decay of each channel."""
-
-    unproven_ring = "a token on a ring by the kernel has not been shown right on a GPU"
 
     @staticmethod
     def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
@@ -248,10 +243,6 @@ class DeferredKernels(DeferredPool):
         kernels = TOKENS[type(tokens)]
         reason = kernels.ring_reason(tokens, self._rings(), kv_layout, _is_tree(where))
         return reason or _gates_reason(tokens) or _reason(self)
-
-    def by_name_alone(self, tokens: Raw | ChannelRaw) -> str | None:
-        """See `StatePool.by_name_alone`."""
-        return TOKENS[type(tokens)].unproven_ring
 
     def _append_token(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""

@@ -66,8 +66,6 @@ def choose(pool: StatePool, implementation: str | None, tokens: Any, where: Any)
     reason = fast.unsupported(tokens, where)
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
-    if implementation is None:
-        reason = reason or fast.by_name_alone(tokens)
     return pool if reason else fast
 
 

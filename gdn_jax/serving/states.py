@@ -106,10 +106,6 @@ class StatePool:
         """Why no kernels run a call on this pool; None if they do."""
         return f"no kernel reads a {type(self).__name__}"
 
-    def by_name_alone(self, tokens: Any) -> str | None:
-        """Why a call that names no implementation does not take kernels that could run it; None if it takes them."""
-        return None
-
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
         """Whether the pool's `prefill` is by kernels and runs a call."""
         return False
