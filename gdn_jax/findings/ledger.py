@@ -105,14 +105,14 @@ LEDGER: dict[str, Entry] = {
         "recall of many pairs by the size of the state",
         "180,000 sequences for 32 epochs, 22,500 steps of 256, 4 learning rates from 1e-3 to 3.2e-2, the best run, "
         "2 heads of 32, 64 or 128, one mixer after a convolution, no SwiGLU, up to 256 pairs in 1024 tokens",
-        "two mixers with SwiGLU, a width of 128 for all heads, 20,000 sequences of each kind, the two middle rates",
+        "two mixers with SwiGLU, a width of 128 for all heads, 20,000 sequences of each kind, one seed a rate",
         "recall",
         {
             "vocab_size": 8192, "cases": ["64:4"] * 5 + ["128:8", "256:16", "256:32", "256:64"],
             "test_cases": ["512:128", "1024:256"], "train_sequences": 20_000, "val_sequences": 640,
             "rewrite": False, "vary_pairs": False, "power": 0.01, "mixers": [*_FOUR, "softmax_attention"],
             "scales": [1, 2, 4], "scaled": "state", "lrs": [0.001, 0.0032, 0.01, 0.032], "seeds": 1,
-            "steps": 22_500, "batch_size": 256, "together": 1, "curve_every": 250,
+            "steps": 22_500, "batch_size": 256, "together": 4, "curve_every": 250, "deterministic": False,
             "hidden_size": 128, "num_heads": 2, "head_dim": 32, "time_step": 1.0,
         },
         {
