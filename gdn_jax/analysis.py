@@ -1,7 +1,7 @@
 """Views of a gated delta rule at work: attention maps, half-lives, retrieval, spectra, gates, Householder geometry.
 
-Pure functions of arrays, computed in float32 (float64 when an argument is). Pictures of the results are drawn by
-`gdn_jax.plots`.
+Pure functions of arrays, computed in float32 (float64 when an argument is). Those of many operations are compiled, a
+program for each shape. Pictures of the results are drawn by `gdn_jax.plots`.
 """
 
 import math
@@ -34,6 +34,7 @@ class HalfLives(NamedTuple):
     p90: Float[Array, "HO *K"]
 
 
+@jax.jit
 def effective_attention(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
@@ -114,6 +115,7 @@ def memory_horizon(
     return jnp.where(rate == 0, jnp.inf, math.log(2) / rate)
 
 
+@jax.jit
 def write_half_life(g: Float[Array, "B T HO"]) -> Float[Array, "B T HO"]:
     """Tokens until what token t writes has decayed to half: the least n with exp(g_{t+1} + ... + g_{t+n}) <= 1/2.
 
@@ -133,6 +135,7 @@ def write_half_life(g: Float[Array, "B T HO"]) -> Float[Array, "B T HO"]:
     return jnp.moveaxis(jnp.where(ends, jnp.inf, steps), 1, 2).astype(g.dtype)
 
 
+@jax.jit
 def layer_half_lives(g: Float[Array, "B T HO *K"]) -> HalfLives:
     """Summary of a layer's half-lives, per head, or per key channel, over all tokens of the batch.
 
@@ -145,6 +148,7 @@ def layer_half_lives(g: Float[Array, "B T HO *K"]) -> HalfLives:
     return HalfLives(half_life(jnp.mean(g, axis=(0, 1))), *percentiles)
 
 
+@jax.jit
 def retrieval_error(
     h: Float[Array, "*S K V"], k: Float[Array, "*Sk n K"], v: Float[Array, "*Sv n V"]
 ) -> Float[Array, "*So n"]:
@@ -160,6 +164,7 @@ def retrieval_error(
     return jnp.linalg.norm(read - v, axis=-1) / jnp.linalg.norm(v, axis=-1)
 
 
+@jax.jit
 def retrieval_by_load(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T HV V"],
@@ -204,6 +209,7 @@ def state_spectrum(h: Float[Array, "*S K V"]) -> Float[Array, "*S R"]:
     return jnp.linalg.svd(h, compute_uv=False)
 
 
+@jax.jit
 def effective_rank(singular_values: Float[Array, "*S R"]) -> Float[Array, "*S"]:
     """exp(-sum p ln p) with p = sigma / sum(sigma): how many directions a state really uses.
 

@@ -131,10 +131,11 @@ def compile_as_users_do():
 
 @pytest.fixture(scope="module")
 def compile_once(tmp_path_factory):
-    """Keeps compiled functions on disk for the time of a file whose tests compile the same ones; the environment that
-    makes another process do so too."""
+    """Keeps compiled functions on disk for files whose tests compile the same ones, as those that train the same tiny
+    model do; the environment that makes another process do so too. Of the other files' programs nine in ten are
+    compiled once in a run: keeping them saves nothing."""
     options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     before = {name: getattr(jax.config, name) for name in options}

@@ -74,9 +74,9 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, form: 
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)
 
 
-CHUNKED_IS_QUICK = [pytest.param("recurrent", marks=pytest.mark.slow), "chunked"]
+CHUNKED_FIRST = [pytest.param("recurrent", marks=pytest.mark.crossed), "chunked"]
 """Both implementations, for properties of packed rows, layouts and transformations, and bits that repeat: of the
-recurrent form, which has one step and no chunks, quick tests against the oracle remain."""
+recurrent form, which has one step and no chunks, the gate has every case of the table against the oracle."""
 
 
 def tiers(parameters: Iterable, quick: Iterable[str], slow: Iterable[str] | None = None) -> list:
@@ -111,7 +111,6 @@ QUICK = (
     "segments-of-one-token",
     "segments-one-each",
     "segments-reset",
-    "segments-no-state-three-groupings",
 )
 """Cases of the table that quick tests run in one dtype: each program once that has something of its own."""
 
@@ -136,8 +135,17 @@ IN_ONE_DTYPE = (
     "packed-3000",
 )
 """Cases of the table for lengths, groupings and sizes alone, on which no rounding and no conversion hangs. The cases
-left for every dtype have each option: absent gates and state, L2 norm, scale, layout, two groupings, another length
-of chunks, wide heads, packed rows and segments, and all values."""
+left for every dtype have each option: absent gates and state, L2 norm, scale, layout, two groupings, packed rows and
+segments, and all values."""
+CROSSED = (
+    "float32-one-chunk-one-key-head",
+    "float32-values-grouped-over-two-chunk-32",
+    "float32-queries-fewer-than-keys-chunk-16",
+    "bfloat16-K256-V256",
+    "bfloat16-chunk-and-two-chunk-128-K100-V60",
+    "bfloat16-segments-no-state-three-groupings",
+)
+"""More groupings of heads than the others and `test_pairwise.py` have; groupings and sizes crossed with dtypes."""
 
 
 def table(dtypes: tuple[str, ...]) -> list:
@@ -149,6 +157,7 @@ def table(dtypes: tuple[str, ...]) -> list:
             if dtype != dtypes[0] and case.name in IN_ONE_DTYPE:
                 continue
             quick = _shares_a_program(case) or (case.name in QUICK and dtype == dtypes[0])
-            marks = () if quick else pytest.mark.slow
-            found.append(pytest.param(case, dtype, id=f"{dtype}-{case.name}", marks=marks))
+            name = f"{dtype}-{case.name}"
+            marks = () if quick else pytest.mark.crossed if name in CROSSED else pytest.mark.slow
+            found.append(pytest.param(case, dtype, id=name, marks=marks))
     return found

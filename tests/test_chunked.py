@@ -23,7 +23,14 @@ def test_table(case, dtype):
     harness.check(case, x, dtype, harness.evaluate("chunked", case.options, x))
 
 
-@pytest.mark.parametrize("C", [16, *(pytest.param(C, marks=pytest.mark.slow) for C in (32, 64, 128))])
+@pytest.mark.parametrize(
+    "C",
+    [
+        16,
+        pytest.param(128, marks=pytest.mark.slow),
+        *(pytest.param(C, marks=pytest.mark.crossed) for C in (32, 64)),
+    ],
+)
 def test_chunk_size_has_no_effect(C):
     """The same inputs in chunks of any size."""
     for name in ("mixed-decay", "reset-at-some-tokens", "beta-up-to-2"):
@@ -73,7 +80,9 @@ STRETCHES = {
 }
 
 
-@pytest.mark.parametrize("name", harness.tiers(STRETCHES, ("strong-decay-then-slow",)))
+@pytest.mark.parametrize(
+    "name", harness.tiers(STRETCHES, (), ("strong-decay-then-slow", "no-state-segments"))
+)
 def test_stretches(name, monkeypatch):
     """Long rows on a CPU are computed in stretches, each from the state of the last; here the same on any device."""
     monkeypatch.setattr(chunked, "stretch_of", lambda T, chunk_size, _: (64, 32))  # 64, 64 and 22 tokens
@@ -106,6 +115,7 @@ def test_stretch_sizes(monkeypatch):
     assert on_gpu(8192, 64, 96, on_gpu=2**16) == (8192, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="stretches are for CPUs")
 def test_temporary_memory_of_a_long_row():
     """Forward, four times the tokens need no more temporary memory: it is that of one stretch."""
@@ -119,7 +129,7 @@ def test_temporary_memory_of_a_long_row():
     assert temporary(8192) <= 1.1 * temporary(2048)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_split_in_two(implementation, at=50):
     """Handing the state over changes nothing. (At other tokens: test_packing.test_split_anywhere.)"""
     x = cases.inputs(cases.CASES["slow-decay"])
@@ -141,7 +151,7 @@ def test_split_in_two(implementation, at=50):
     assert_close(final, state, tolerance("final_state", "float32"), "state", 1)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_permuting_rows_and_heads(implementation):
     """Rows and heads do not know of each other: permuting the inputs permutes every result."""
     case = cases.CASES["slow-decay"]

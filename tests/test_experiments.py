@@ -115,7 +115,8 @@ def test_schedule_rises_and_falls():
 
 @pytest.mark.slow
 def test_loss_falls_below_the_unigram(folder, tmp_path):
-    assert train(folder, tmp_path / "run", *"--steps 80 --lr 0.02".split()) == 0
+    rarely = "--log-every 40 --eval-every 80 --save-every 80"
+    assert train(folder, tmp_path / "run", *f"--steps 80 --lr 0.02 {rarely}".split()) == 0
     assert metrics(tmp_path / "run")[-1]["val_bpb"] < 3.0
 
 
@@ -124,7 +125,7 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
     out = tmp_path / "run"
     options = (
         "--vocab-size 16 --num-pairs 2 --test-pairs 1 2 --length 8 --val-sequences 64 --steps 150 --lr 0.02 --seed 2 "
-        "--eval-every 150"
+        "--log-every 50 --eval-every 150 --save-every 150"
     )
     argv = ["train", "recall", "--out", str(out), *TINY, "--batch-size", "32", *options.split()]
     assert cli.main(argv) == 0

@@ -44,6 +44,7 @@ def test_experts_are_their_definition(normalise):
     assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
 
 
+@pytest.mark.slow
 def test_few_tokens_read_their_experts_alone():
     """The same outputs and gradients as among many tokens, which read all experts."""
     layer = Experts(12, ExpertsConfig(12, 2, 8, 6), rngs=nnx.Rngs(0))

@@ -46,20 +46,33 @@ def check(case, dtype: str, implementation: str) -> None:
     assert not misses, f"{case.name} {dtype} {implementation}: " + "; ".join(misses)
 
 
-@pytest.mark.parametrize("case", tiers(family_cases.TABLE, QUICK))
+NAMES = {case.name for case in family_cases.TABLE}
+CROSSED = {"K64-chunk-16", "K256"}
+"""A length of chunks that most cases have here, and the widest heads: the rule of one gate a head has them."""
+CROSSED_IN_BFLOAT16 = CROSSED | {
+    "packed", "segments", "groupings-that-do-not-nest", "no-state-no-strengths", "gate-of-a-head-erase-a-channel"
+}  # fmt: skip
+"""Left are all values of the gates, erase and write apart, the L2 norm, and packed rows with every option."""
+
+
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, QUICK, NAMES - CROSSED - {*QUICK}))
 def test_chunked_form(case):
     check(case, "float32", "chunked")
 
 
 @pytest.mark.parametrize(
     "case",
-    tiers(NARROW, [name for name in QUICK if name.startswith("channels-")]),
+    tiers(
+        NARROW,
+        [],
+        [case.name for case in NARROW if case.name not in CROSSED_IN_BFLOAT16],
+    ),
 )
 def test_chunked_form_in_bfloat16(case):
     check(case, "bfloat16", "chunked")
 
 
-@pytest.mark.parametrize("case", tiers(family_cases.TABLE, ("channels-of-every-kind",)))
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, ("channels-of-every-kind",), NAMES - CROSSED))
 def test_definition(case):
     check(case, "float32", "recurrent")
 

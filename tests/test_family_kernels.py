@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_kernels import wide
+from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import STATES, bound, worst_ratio
 
@@ -49,7 +50,7 @@ def pairs_of(g, T, *, K=64, HO=1, erases=False, normalize=False, seed=0):
         pytest.param("kinds", dict(T=100), id="kinds"),
         pytest.param("mild", dict(T=72, K=128), id="K128", marks=pytest.mark.slow),
         pytest.param("kinds", dict(T=64, HO=2, erases=True), id="erase", marks=pytest.mark.slow),
-        pytest.param("zero", dict(T=64, normalize=True), id="normalised", marks=pytest.mark.slow),
+        pytest.param("zero", dict(T=64, normalize=True), id="normalised", marks=pytest.mark.crossed),
     ],
 )
 def test_pairs(gate, options):
@@ -113,7 +114,8 @@ FORWARD = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in FORWARD]
+    "name",
+    tiers(FORWARD, (), ("packed", "packed segments", "erase and write", "two warpgroups")),
 )
 def test_forward(name, monkeypatch):
     case, config = FORWARD[name]
@@ -127,7 +129,8 @@ def test_forward(name, monkeypatch):
         assert worst_ratio(expected[key], np.asarray(got, np.float64), None) < bound(key, "bfloat16"), key
 
 
-@pytest.mark.parametrize("erase", [None, pytest.param("channel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("erase", [None, pytest.param("channel", marks=pytest.mark.crossed)])
 def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
     """Where those of the backward cannot run, whatever the forward's leave; beta, and strengths apart."""
     case = wide("channel-derivative", T=6, K=8, V=8, erase=erase, write=erase)
@@ -162,6 +165,7 @@ def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
         np.testing.assert_allclose(got[name], y, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_public_call_lowers_with_its_gradient(monkeypatch):
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     S, f32 = jax.ShapeDtypeStruct, jnp.float32

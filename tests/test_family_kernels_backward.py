@@ -111,7 +111,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CASES]
+    "name",
+    [pytest.param(name, marks=() if name == "erase and write" else pytest.mark.slow) for name in CASES],
 )
 def test_gradients(name, monkeypatch):
     """The arguments' gradients against the oracle's, through the function that the derivative will be."""

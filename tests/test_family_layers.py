@@ -214,6 +214,7 @@ def test_equal_strengths_are_kimi_delta_attention():
     assert_close(call(kda, x)[0], call(gdn2, x)[0], F32)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_parameters():
     """In chunks; gates and states stay float32; what weight decay spares; caches keep their dtype."""
     narrow = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, implementation="chunked")

@@ -40,6 +40,7 @@ def run(capsys, *argv):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_generate_writes_what_the_model_does(tmp_path, capsys):
     folder = with_tokenizer("qwen3_5_released", tmp_path)
     want = hf_checkpoints.expected("qwen3_5_released")
@@ -91,6 +92,7 @@ def test_info_of_a_checkpoint(capsys, tmp_path):
     assert status == 1 and "--context: expected a number above 0, got 0" in err
 
 
+@pytest.mark.slow
 def test_info_of_a_preset_says_how_long_fresh_weights_remember(capsys):
     """Keys of 128 and strengths of 0.5 erase half in 128 ln 2 / 0.5 tokens, a decay of 8 * 0.01 in ln 2 / 0.08."""
     status, out, _ = run(capsys, "info", "qwen3-next-80b-a3b")
@@ -244,6 +246,7 @@ HYBRID = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compile_once")
 def test_a_hybrid_is_trained_and_written_as_a_checkpoint(folder, tmp_path, capsys):
     """gdn train, gdn info, save_hf, and gdn generate on what was written."""
     from tiny_runs import metrics, train

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from harness import tiers
 
 from gdn_jax.hf import load_hf
 from gdn_jax.hf.load import name_of
@@ -29,7 +30,7 @@ LAYERS = {"kimi_linear_released": (0, 2), "bailing_hybrid_released": (0, 2), "la
 """Layers of the cut model, in which there is one of each mixer, dense or with experts."""
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("name", tiers(PROJECTIONS, ("lara_mini",)))
 def test_gradients_are_those_of_float64(name):
     """Along a direction drawn for each parameter; the row is longer than Lara's window of 20 tokens.
 

@@ -65,6 +65,7 @@ def test_logits_are_those_of_transformers(model, expected):
     hf_checkpoints.assert_same_logits(got[4:, -3:], expected["short_logits"])
 
 
+@pytest.mark.slow
 def test_greedy_continuation(model, expected):
     """Bare, and with padding on the left, through the cache of latents."""
     want = expected["generated"]
@@ -236,6 +237,7 @@ def test_a_low_rank_change_is_seen_through_the_cache():
     assert np.abs(after - before).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_onto_eight_devices():
     """Every matrix lies in eight parts that has an axis to cut, and the model computes the same."""
     model = load_hf(LING, mesh=jax.make_mesh((8,), ("model",)), implementation="recurrent")
@@ -286,6 +288,7 @@ TRANSFORMERS_BFLOAT16 = {KIMI: 0.15, LING: 0.27}
 Where two scores are nearly equal a rounding decides which expert a token gets."""
 
 
+@pytest.mark.slow
 def test_in_bfloat16(folder, expected):
     """What decides stays in float32, and the logits are at most twice as far off as transformers'."""
     model = load_hf(folder, dtype="bfloat16", implementation="recurrent")

@@ -49,6 +49,7 @@ def test_logits_are_those_of_transformers(model, expected):
     hf_checkpoints.assert_same_logits(got[4:, -3:], expected["short_logits"])
 
 
+@pytest.mark.slow
 def test_greedy_continuation_past_the_window(model, expected):
     """Bare, and with padding on the left, from a prompt of 21 tokens through a ring of 20."""
     want = expected["generated"]

@@ -170,9 +170,10 @@ def test_a_reordered_block_norms_what_its_parts_write():
 # The cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "olmo_hybrid"))],
+    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.crossed) for name in ("qwen3_next", "olmo_hybrid"))],
 )
 def test_prefill_and_decode_equal_one_pass(name):
     """In pieces, then token by token in a cache of fixed size; rows with padding on the left and on the right too."""

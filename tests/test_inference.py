@@ -83,6 +83,7 @@ def test_logits_are_those_of_the_model(config):
     np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
 
 
+@pytest.mark.slow
 def test_norms_of_a_16_bit_model_are_widened_once():
     """No step converts the weight of a norm; the logits are those of the model all the same."""
     model = LanguageModel(dataclasses.replace(CONFIG, weight_dtype="bfloat16"), rngs=nnx.Rngs(0))

@@ -74,7 +74,7 @@ def assert_isolated(x, victims, clean: dict, got: dict, what: str) -> None:
 
 
 @bad_numbers
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_plain_forms(implementation, bad):
     case = cases.CASES["packed"]
     x = cases.inputs(case)
@@ -86,7 +86,7 @@ def test_plain_forms(implementation, bad):
 
 
 @pytest.mark.slow
-@bad_numbers
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.crossed)])
 def test_lanes(bad):
     """Chunks walked in four lanes, as on a GPU."""
     case = cases.Case("packed-lanes", T=190, B=1, lengths=(5, 0, 64, 33, 1, 80), K=8, V=8, chunk_size=16)
@@ -135,7 +135,8 @@ def test_chunk_states_and_products(bad):
     assert not np.isfinite(got[1][1]).all()
 
 
-@pytest.mark.parametrize("normalize", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [False, pytest.param(True, marks=pytest.mark.crossed)])
 def test_inverse_of_a_shared_chunk(normalize):
     """Six sequences in one chunk, borders inside blocks of every size; every second one has NaN or huge keys."""
     rng, cu = np.random.default_rng(0), (0, 5, 6, 20, 23, 50, 64)
@@ -263,7 +264,7 @@ def runs_of(ids: np.ndarray) -> np.ndarray:
 
 
 @bad_numbers
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_segments(implementation, bad):
     """The first, an inner and the last segment of a row, with one bad number in each array in turn."""
     case = cases.CASES["segments"]
@@ -305,6 +306,7 @@ def test_what_segments_cost():
     assert alone["dot_general"] and alone["scan"] and alone == heavy(jnp.asarray(x.segment_ids))
 
 
+@pytest.mark.slow
 def test_segments_of_other_operations():
     """States of chunks, gates of each channel and a rule without a correction; tangents too."""
     rng, ids = np.random.default_rng(0), jnp.asarray(np.repeat([[3, 1, 3]], [9, 12, 14], 1))

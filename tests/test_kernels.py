@@ -40,18 +40,23 @@ def first_rows(num_tokens: int) -> np.ndarray:
     return np.maximum(starts - token // 64 * 64, 0).astype(np.int32)
 
 
-def quick(name: str) -> bool:
+SLOW_CALLS = (
+    "rule, packed", "rule, pool", "rule, open", "channels, packed, segments", "channels, backwards"
+)  # fmt: skip
+
+
+def usual(name: str) -> bool:
     """Each kernel in its usual form, whole and packed."""
-    if name.startswith("rule"):
-        return name in ("rule", "rule, packed", "rule, normalised", "rule, pool", "rule, open")
-    if name.startswith("channels"):
-        return name in ("channels", "channels, packed, segments", "channels, backwards")
+    if name.startswith(("rule", "channels")):
+        return name in ("rule", "rule, normalised", "channels", *SLOW_CALLS)
     return not re.search(r", (?!T 8).*,|K \d|float16|segments", name)
 
 
+LOWERED = [name for name in CALLS if not CALLS[name].from_8_0]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if quick(x) else pytest.mark.crossed) for x in CALLS if not CALLS[x].from_8_0],
+    "name", harness.tiers(LOWERED, {*filter(usual, LOWERED)} - {*SLOW_CALLS}, SLOW_CALLS)
 )
 def test_lowers_for_compute_capability_9(name):
     text = CALLS[name].lower().as_text()
@@ -110,9 +115,10 @@ OVER_HEADS = (*(HEADS,) * 5, PartitionSpec(None, "shard"))
             dict(specs=(HEADS, REPLICATED, *OVER_HEADS[2:]), heads=(2, 1, 2), dtype=jnp.float16),
             1,
             id="heads, one key head for all",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            dict(specs=OVER_HEADS, N=3, T=32768), 0, id="heads, packed in segments", marks=pytest.mark.slow
+            dict(specs=OVER_HEADS, N=3, T=32768), 0, id="heads, packed in segments", marks=pytest.mark.crossed
         ),
     ],
 )
@@ -130,7 +136,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(transform=jax.vmap), id="vmap"),
+        pytest.param(dict(transform=jax.vmap), id="vmap", marks=pytest.mark.crossed),
         pytest.param(dict(N=30, T=2048, dtype=jnp.float16), id="packed"),
     ],
 )
@@ -153,7 +159,7 @@ def expected_first_rows(cu: np.ndarray, size: int) -> np.ndarray:
         pytest.param([0, 100], marks=pytest.mark.slow),
         [0, 64, 64, 64, 191],
         pytest.param([0, *[200] * 90], marks=pytest.mark.slow),
-        [0, *range(5, 205)],
+        pytest.param([0, *range(5, 205)], marks=pytest.mark.slow),
         [0, 0],
     ],
 )
@@ -289,10 +295,12 @@ def check(case, config, dtype="bfloat16"):
     assert_close(final, np.asarray(got_final), tolerance("final_state", dtype), "final state", 1)
 
 
-QUICK = ("one tile, kv padded, grouped queries", "segment ids")
+SLOW = ("segment ids", "packed in segments")
 
 
-@pytest.mark.parametrize(("case", "config"), harness.tiers(CASES, QUICK, ("packed in segments", "segments")))
+@pytest.mark.parametrize(
+    ("case", "config"), harness.tiers(CASES, ("one tile, kv padded, grouped queries",), SLOW)
+)
 def test_forward_in_the_interpreter(case, config, monkeypatch):
     monkeypatch.setattr(
         forward_rule, "known_lengths", lambda cu_seqlens: None
@@ -301,7 +309,7 @@ def test_forward_in_the_interpreter(case, config, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("segment_chunks", [0, 1])
+@pytest.mark.parametrize("segment_chunks", [0, pytest.param(1, marks=pytest.mark.crossed)])
 def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
     """Bit for bit, whatever their values are, with neighbours that do write, and from segment to segment."""
     config = dataclasses.replace(SMALL, segment_chunks=segment_chunks)
@@ -317,6 +325,7 @@ def test_tokens_of_no_strength_leave_the_state_alone(segment_chunks):
     np.testing.assert_array_equal(final[:, 1], after[:, 1])
 
 
+@pytest.mark.slow
 def test_float16_in_the_interpreter():
     """Over three chunks."""
     check(cases.Case("float16", T=130, B=1, heads=(1, 1, 1), K=64, V=64), SMALL, "float16")
@@ -329,7 +338,7 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize("case", harness.tiers(KNOWN, ("equal",), ("uneven",)))
+@pytest.mark.parametrize("case", harness.tiers(KNOWN, (), ("equal", "uneven")))
 def test_lengths_known_while_tracing(case):
     check(case, forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse))
 
@@ -475,10 +484,10 @@ PROGRAMS = [
 """Every kind of length, grouping, width and option that the table has, in one case at least: programs depend on these
 and not on values."""
 
-SLOW_PROGRAMS = ("K256-V256", "packed-vk-l2norm-scale-1-no-state", "segments-no-state-three-groupings")
+SLOW_PROGRAMS = ("packed-vk-l2norm-scale-1-no-state", "segments-no-state-three-groupings")
 
 
-@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, ("packed-strong-decay",), SLOW_PROGRAMS))
+@pytest.mark.parametrize("case", harness.tiers(PROGRAMS, (), SLOW_PROGRAMS))
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""

@@ -71,7 +71,7 @@ CASES = [
         cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf"),
         "bfloat16",
         dict(config=walk.Config(1, 2), segment_chunks=0),
-        marks=pytest.mark.slow,
+        marks=pytest.mark.crossed,
     ),
     pytest.param(
         cases.Case("three segments", T=130, B=2, heads=(1, 1, 1), K=60, V=64),
@@ -256,7 +256,7 @@ CUT_KERNELS += ["mma_gradients"]
 @pytest.mark.parametrize(
     ("call", "kernels", "capability", "also"),
     [
-        ("mma, pairs", KERNELS, "8.0", ("8.6", "8.9")),
+        pytest.param("mma, pairs", KERNELS, "8.0", ("8.6", "8.9"), marks=pytest.mark.crossed),
         ("mma, kv, float16, packed, K 64, V 64", KERNELS, "12.0", ()),
         ("mma, segments", CUT_KERNELS, "8.6", ()),
     ],

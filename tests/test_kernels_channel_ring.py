@@ -69,12 +69,13 @@ def assert_alike(want, got, before, layout, read=SLOTS):
 
 CALLS = [
     ("float32", "kv", False),
-    pytest.param("bfloat16", "kv", True, marks=pytest.mark.slow),
-    pytest.param("float32", "vk", True, marks=pytest.mark.slow),
-    pytest.param("bfloat16", "vk", False, marks=pytest.mark.slow),
+    pytest.param("bfloat16", "vk", True, marks=pytest.mark.slow),
+    pytest.param("bfloat16", "kv", False, marks=pytest.mark.crossed),
+    pytest.param("float32", "vk", True, marks=pytest.mark.crossed),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state_dtype", "layout", "apart"), CALLS)
 def test_a_token(state_dtype, layout, apart):
     """A token behind 0 to 15 others: the last one fills its ring, which becomes part of the state."""

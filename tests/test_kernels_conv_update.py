@@ -151,6 +151,7 @@ def test_decode_from_one_array(case):
         assert_same_bits(want, got)
 
 
+@pytest.mark.slow
 def test_decode_from_one_array_in_plain_jax():
     """Also on a ring, of which no kernel reads one array."""
     case = Case("plain", K=32, V=32, dtype="float32")

@@ -49,11 +49,12 @@ def interpreted():
         yield
 
 
-QUICK = ("plain", "vk", "float16-null-slot", "heads", "tokens-uneven", "saturated-gate", "tree-uneven")
+QUICK = ("plain", "vk", "float16-null-slot", "heads", "saturated-gate", "tree-uneven")
 
 
 @pytest.mark.parametrize(
-    "case", harness.tiers(CASES, QUICK, ("tokens-kv-bfloat16", "tree-kv-bfloat16", "tree-vk"))
+    "case",
+    harness.tiers(CASES, QUICK, ("tokens-uneven", "tokens-kv-bfloat16", "tree-kv-bfloat16", "tree-vk")),
 )
 @pytest.mark.usefixtures("interpreted")
 def test_step(case):
@@ -275,14 +276,14 @@ BYTE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", harness.tiers(BYTE_CASES, ("bytes", "bytes-drafts"), ("bytes-drafts-vk",)))
+@pytest.mark.parametrize("case", harness.tiers(BYTE_CASES, ("bytes",), ("bytes-drafts",)))
 @pytest.mark.usefixtures("interpreted")
 def test_states_in_eight_bits_beside_a_ring(case):
     pool_steps.assert_codes_are_right(case, lambda x, pool: pool_steps.serve_ring(case, x, pool, **KERNELS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pool_dtype", [pytest.param("float32", marks=pytest.mark.crossed), "bfloat16"])
 @pytest.mark.usefixtures("interpreted")
 def test_rings_that_are_written_where_others_are_read(pool_dtype):
     case = Case(
@@ -297,8 +298,8 @@ def test_rings_that_are_written_where_others_are_read(pool_dtype):
     ("case", "counts"),
     harness.tiers(
         DRAFT_CASES,
-        ("drafts-no-room", "drafts-many-uneven"),
-        ("drafts-many", "drafts-bfloat16", "drafts-tensor-16", "drafts-tensor-reset"),
+        ("drafts-no-room",),
+        ("drafts-many-uneven", "drafts-bfloat16", "drafts-tensor-reset"),
     ),
 )
 @pytest.mark.usefixtures("interpreted")
@@ -317,9 +318,9 @@ def test_verify_on_a_ring(case, counts):
 @pytest.mark.parametrize(
     ("case", "counts"),
     [
-        pytest.param(RING_CASES[0][0], (15, 3, 5), marks=pytest.mark.slow),
+        pytest.param(RING_CASES[0][0], (15, 3, 5), marks=pytest.mark.crossed),
         RING_CASES[1],
-        (DRAFT_CASES[1][0], (12, 0, 5)),
+        pytest.param(DRAFT_CASES[1][0], (12, 0, 5), marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
@@ -349,7 +350,8 @@ def ring_arguments(case, x):
     return tokens, Rings(*pool_steps.ring_pool(case, x)[:5])
 
 
-@pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.crossed), 2])
 def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
     """Likewise by tensor cores."""
     monkeypatch.setattr(walk, "NUM_SMS", 1)

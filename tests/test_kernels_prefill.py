@@ -182,16 +182,18 @@ def test_pools_are_updated_in_place():
     ("change", "more", "aliased"),
     [
         ({}, {}, 1),
-        ({"K": 96}, {}, 0),
+        pytest.param({"K": 96}, {}, 0, marks=pytest.mark.slow),
         pytest.param({"pool_dtype": "float16"}, {}, 0, marks=pytest.mark.slow),
         pytest.param({}, {"scale": 0.0}, 0, marks=pytest.mark.slow),
-        ({}, {"scale": 0.5}, 1),
+        pytest.param({}, {"scale": 0.5}, 1, marks=pytest.mark.slow),
         pytest.param({}, {"batch_invariant": True}, 0, marks=pytest.mark.slow),
         pytest.param(
             {}, {"checkpoint_every": 64, "checkpoint_slots": np.full((2, 1), -1)}, 0, marks=pytest.mark.slow
         ),
         ({}, {"implementation": "chunked"}, 0),
-        ({"crossed": True}, {}, 0),  # in segments alone all is read before any is written
+        pytest.param(
+            {"crossed": True}, {}, 0, marks=pytest.mark.slow
+        ),  # in segments alone all is read before any is written
         ({"dtype": "float32"}, {}, 0),
     ],
 )

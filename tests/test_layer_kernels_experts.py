@@ -74,6 +74,7 @@ def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
     close(want, got, "y", 2, dtype="bfloat16")  # h is rounded, and what an expert makes of it
 
 
+@pytest.mark.slow
 def test_parts_of_the_experts_add_up_and_the_derivative_is_the_plain_one(monkeypatch):
     small_tiles(monkeypatch)
     for N in (3, 9):

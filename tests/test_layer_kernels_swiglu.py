@@ -35,7 +35,7 @@ def test_swiglu(N, dtype):
 @pytest.mark.parametrize(
     ("sizes", "lead", "dtype"),
     [
-        ((264, 64, 160), 2, "bfloat16"),
+        pytest.param((264, 64, 160), 2, "bfloat16", marks=pytest.mark.slow),
         pytest.param((8, 192, 32), 2, "float16", marks=pytest.mark.slow),
         pytest.param((136, 128, 32), 0, "bfloat16", marks=pytest.mark.slow),
     ],

@@ -88,6 +88,7 @@ def grouped_layer():
     return params, lambda params, *args: nnx.merge(graphdef, params)(*args[:1], cache=args[1]), layer
 
 
+@pytest.mark.slow
 def test_token_of_a_layer_with_one_product(monkeypatch):
     """The kernels read every projection in the one product, and so does the gated norm; also the derivative."""
     params, plain, layer = grouped_layer()

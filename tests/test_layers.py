@@ -300,6 +300,7 @@ def test_gradients():
     assert np.all(np.asarray(once[1][0, :2]) == 0)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     layer = make(dtype=jnp.bfloat16, implementation="chunked")
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
@@ -389,6 +390,7 @@ def test_weight_decay_mask():
     assert jax.tree.leaves(weight_decay_mask({"w": NoDecayParam(jnp.ones((3, 4)))})) == [False]
 
 
+@pytest.mark.slow
 def test_in_a_linen_model_every_parameter_is_in_params():
     """An optimiser over the collection `params` trains gates and norms too, and weight decay still spares them."""
     options = SIZES | {"implementation": "recurrent"}

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 def trained(folder, tmp_path_factory):
     """A run of a few steps, which knows where words end."""
     out = tmp_path_factory.mktemp("runs") / "trained"
-    assert train(folder, out, "--steps", "40", "--lr", "0.02", "--temperature", "0") == 0
+    steps = "--steps 40 --lr 0.02 --eval-every 20 --save-every 20"
+    assert train(folder, out, *steps.split(), "--temperature", "0") == 0
     return out
 
 
@@ -121,7 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left(trained, tmp_path, capsys)
     (copy / "checkpoints" / "40" / "state" / "manifest.ocdbt").unlink()
     before = sorted(copy.rglob("*"))
     assert cli.main(["generate", str(copy), "--tokens", "1"]) == 0
-    assert capsys.readouterr().err == "gdn: note: the checkpoint of step 40 is damaged, using step 36\n"
+    assert capsys.readouterr().err == "gdn: note: the checkpoint of step 40 is damaged, using step 20\n"
     assert sorted(copy.rglob("*")) == before
 
 

@@ -38,6 +38,7 @@ def uncached(model, prompt, num_tokens):
     return row[:, T : T + num_tokens]
 
 
+@pytest.mark.slow
 def test_generation_equals_the_uncached_loop(model):
     prompt = tokens(3, 7)
     want = uncached(model, prompt, 9)
@@ -88,6 +89,7 @@ def test_every_token_is_drawn_anew(model):
             assert np.mean(drawn[:, i] == drawn[:, j]) < 0.2, (i, j)  # six standard deviations above 1 / 31
 
 
+@pytest.mark.slow
 def test_prompts_of_similar_length_share_a_compilation(model):
     before = _generate._cache_size()
     for length in (3, 9, 15):
@@ -97,7 +99,8 @@ def test_prompts_of_similar_length_share_a_compilation(model):
     assert _generate._cache_size() == before + 2
 
 
-@pytest.mark.parametrize("implementation", ["recurrent", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", [pytest.param("recurrent", marks=pytest.mark.crossed), "chunked"])
 def test_padding_on_the_right_leaves_no_trace(implementation):
     """Logits and cache do not depend on what padding holds, and are those of the bare row but for the rounding of
     products of another shape."""

@@ -86,11 +86,14 @@ def test_public_gradient(case):
 @pytest.mark.parametrize(
     "case",
     [
-        cases.Case(
-            "seam-equal-lengths", use_qk_l2norm=True, keys="any", **TINY | dict(T=32, lengths=(16, 16))
+        pytest.param(
+            cases.Case(
+                "seam-equal-lengths", use_qk_l2norm=True, keys="any", **TINY | dict(T=32, lengths=(16, 16))
+            ),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            cases.Case("seam-scale-20-vk", scale=20.0, state_layout="vk", **TINY), marks=pytest.mark.slow
+            cases.Case("seam-scale-20-vk", scale=20.0, state_layout="vk", **TINY), marks=pytest.mark.crossed
         ),
     ],
     ids=lambda case: case.name,

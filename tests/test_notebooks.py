@@ -6,6 +6,7 @@ run the first half of the first one.
 """
 
 import base64
+import contextlib
 import copy
 import importlib
 import io
@@ -17,11 +18,13 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from queue import Empty
 
 import nbformat
 import numpy as np
 import pytest
+from jupyter_client import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -57,9 +60,9 @@ def look_again(channel) -> None:
     channel.get_msg = get
 
 
-def run(notebook: nbformat.NotebookNode, fast: bool) -> nbformat.NotebookNode:
-    """A copy of the notebook, executed in a kernel of its own that inherits no settings of this process."""
-    notebook = copy.deepcopy(notebook)
+@contextlib.contextmanager
+def kernel(fast: bool) -> Iterator[KernelManager]:
+    """A process for notebooks, which inherits no settings of this one."""
     with tempfile.TemporaryDirectory() as home:
         environment = {name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ}
         environment |= {name: home for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")}
@@ -67,23 +70,56 @@ def run(notebook: nbformat.NotebookNode, fast: bool) -> nbformat.NotebookNode:
         environment |= {"PYTHONPATH": str(FOLDER.parent)}  # this project, whichever is installed
         if fast:
             environment |= {FAST: "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # see conftest.py
-        client = NotebookClient(
-            notebook,
-            timeout=CELL_SECONDS,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(FOLDER)}},
-            coalesce_streams=True,
-            record_timing=False,
-        )
+        waits = "jupyter_client.asynchronous.AsyncKernelClient"  # as nbclient's own does
+        manager = KernelManager(kernel_name="python3", client_class=waits)
+        manager.start_kernel(env=environment, cwd=str(FOLDER))
+        try:
+            yield manager
+        finally:
+            manager.shutdown_kernel(now=True)
 
-        def on_cell_start(cell_index, **_):
-            if cell_index == 0:
-                look_again(client.kc.shell_channel)
-                look_again(client.kc.iopub_channel)
 
-        client.on_cell_start = on_cell_start
-        client.execute(env=environment)
+AFRESH = """
+import builtins, jax
+from matplotlib import pyplot
+builtins.first_settings = getattr(builtins, "first_settings", dict(jax.config.values))
+for name, value in first_settings.items():
+    if jax.config.values[name] != value:
+        jax.config.update(name, value)
+pyplot.close("all")
+pyplot.rcdefaults()
+get_ipython().run_line_magic("reset", "-f")
+"""
+"""Leaves to a notebook no name, figure or setting of those before it in the same process."""
+
+
+def run(notebook: nbformat.NotebookNode, process: KernelManager) -> nbformat.NotebookNode:
+    """A copy of the notebook, executed from an empty namespace."""
+    notebook = copy.deepcopy(notebook)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(AFRESH))
+    client = NotebookClient(
+        notebook, km=process, timeout=CELL_SECONDS, coalesce_streams=True, record_timing=False
+    )
+
+    def on_cell_start(cell_index, **_):
+        if cell_index == 0:
+            look_again(client.kc.shell_channel)
+            look_again(client.kc.iopub_channel)
+
+    client.on_cell_start = on_cell_start
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
+    del notebook.cells[0]
     return notebook
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One for all notebooks of the tests: it imports once, and what the library compiles for one serves the next."""
+    with kernel(fast=True) as manager:
+        yield manager
 
 
 def code_cells(notebook):
@@ -277,15 +313,15 @@ def test_solutions_of_exercises(monkeypatch):
         assert exercises.judge(name, lambda *_: None) == "no answer yet"
 
 
-def test_a_warning_and_an_error_do_not_pass():
+def test_a_warning_and_an_error_do_not_pass(process):
     """What the other tests rely on: a warning is a stderr output, an exception ends the run."""
     new = nbformat.v4
     warns = new.new_notebook(cells=[new.new_code_cell("import warnings; warnings.warn('careful')")])
-    [cell] = code_cells(run(warns, fast=True))
+    [cell] = code_cells(run(warns, process))
     assert [output.get("name") for output in cell.outputs] == ["stderr"]
     raises = new.new_notebook(cells=[new.new_code_cell("assert 1 + 1 == 3")])
     with pytest.raises(CellExecutionError, match="AssertionError"):
-        run(raises, fast=True)
+        run(raises, process)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -337,11 +373,11 @@ VARIES = (
 )
 
 
-def check(path: pathlib.Path, part: float) -> None:
+def check(path: pathlib.Path, part: float, process: KernelManager) -> None:
     """Runs the first part of a notebook: no exception, nothing on stderr, and in every cell what is committed."""
     committed = nbformat.read(path, as_version=4)
     committed.cells = committed.cells[: round(part * len(committed.cells))]
-    fresh = run(committed, fast=True)
+    fresh = run(committed, process)
     for i, (before, after) in enumerate(zip(code_cells(committed), code_cells(fresh), strict=True)):
         where = f"{path.name}, code cell {i + 1}:\n{after.source}\n"
         for output in after.outputs:
@@ -352,21 +388,33 @@ def check(path: pathlib.Path, part: float) -> None:
             assert alike(old, new), f"{where}prints\n{new}instead of\n{old}"
 
 
-def test_first_half_runs():
+def test_first_half_runs(process):
     """Of one notebook, quickly; whole ones are slow."""
-    check(NOTEBOOKS[0], 0.5)
+    check(NOTEBOOKS[0], 0.5, process)
+
+
+def test_a_notebook_begins_afresh(process):
+    """No name, setting or figure of the one before is left."""
+    imports = "import jax\nfrom matplotlib import pyplot as plt\n"
+    spoil = "left = 1; jax.config.update('jax_enable_x64', True); plt.figure(); plt.rcParams['lines.linewidth'] = 7"
+    find = "print('left' in globals(), jax.config.jax_enable_x64, plt.get_fignums(), plt.rcParams['lines.linewidth'])"
+    before, after = (nbformat.v4.new_code_cell(imports + code) for code in (spoil, find))
+    run(nbformat.v4.new_notebook(cells=[before]), process)
+    [cell] = code_cells(run(nbformat.v4.new_notebook(cells=[after]), process))
+    assert printed(cell) == "False False [] 1.5\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path):
-    check(path, 1)
+def test_runs(path, process):
+    check(path, 1, process)
 
 
 if __name__ == "__main__":
     for path in NOTEBOOKS:
         if len(sys.argv) == 1 or path.stem in sys.argv[1:] or path.stem[:2] in sys.argv[1:]:
-            executed = tidy(run(nbformat.read(path, as_version=4), fast=False))
+            with kernel(fast=False) as alone:
+                executed = tidy(run(nbformat.read(path, as_version=4), alone))
             temporary = path.with_suffix(".tmp")
             nbformat.write(executed, temporary)
             os.replace(temporary, path)

@@ -49,7 +49,7 @@ def test_length_of_the_chunk_table():
         assert packing.max_packed_chunks(T, N, C) == needed
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 @pytest.mark.slow
 def test_the_fullest_chunk_table(implementation):
     """One sequence that fills its row: every chunk of the table is used."""
@@ -96,7 +96,7 @@ def test_packed_equals_separate(implementation):
             assert_close(expected, y, tolerance(name, "float32"), f"{name} of sequence {n}", head_axis(name))
 
 
-@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_split_anywhere(implementation):
     """A sequence cut at any token, the state handed on, is the whole sequence: one compiled call serves every cut."""
     case = cases.CASES["packed"]
@@ -119,7 +119,7 @@ def test_split_anywhere(implementation):
         )
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_empty_sequences_hand_their_state_through(implementation):
     """Bit for bit, forward and backward."""
     case = cases.CASES["packed"]
@@ -131,7 +131,7 @@ def test_empty_sequences_hand_their_state_through(implementation):
     np.testing.assert_array_equal(got["dh_0"][empty], x.dh_T[empty])
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 @pytest.mark.parametrize("garbage", [1e30, np.inf, np.nan])
 def test_padding_has_no_effect(implementation, garbage):
     """Tokens past cu[-1]: output 0 and gradient 0 whatever is there, and nothing of them reaches the sequences."""
@@ -151,7 +151,7 @@ def test_padding_has_no_effect(implementation, garbage):
             assert end < case.T and not got[name][:, end:].any(), name
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 @pytest.mark.parametrize("poison", [1e30, np.nan])
 def test_sequences_do_not_see_each_other(implementation, poison):
     """One sequence full of huge values or NaN leaves every bit of the others alone, in both directions."""
@@ -175,7 +175,7 @@ def test_sequences_do_not_see_each_other(implementation, poison):
                 np.testing.assert_array_equal(y[:, owner != victim], got[name][:, owner != victim], name)
 
 
-@pytest.mark.parametrize("implementation", harness.CHUNKED_IS_QUICK)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_segments_do_not_see_each_other(implementation):
     """Huge values in one segment leave every bit of the other segments of the row, and of the other rows, alone."""
     case = cases.CASES["segments"]
@@ -205,7 +205,7 @@ def test_segments_do_not_see_each_other(implementation):
             np.testing.assert_array_equal(y[same], got[name][same], f"{name}, segment {victim}")
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_only_a_change_of_id_counts(implementation):
     """Ids are labels: any values, in any order, the same id again after another one included."""
     case = cases.CASES["segments"]
@@ -217,7 +217,7 @@ def test_only_a_change_of_id_counts(implementation):
         np.testing.assert_array_equal(y, got[name], name)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_segments_equal_packed(implementation):
     """A row of segments is the packed call with zero states but the first."""
     case = cases.CASES["segments"]
@@ -233,7 +233,7 @@ def test_segments_equal_packed(implementation):
     assert_close(final[-1], got["final_state"][row], tolerance("final_state", "float32"), "state", 0)
 
 
-@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_order_of_sequences(implementation):
     """Packing the sequences in another order permutes the results."""
     case = cases.CASES["packed"]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import traffic
+from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec, value_and_gradients
@@ -52,8 +53,8 @@ CASES = {
     "whole rows, three devices": (3, dict(T=30, B=1)),
     "whole rows, four devices": (4, dict(T=40, B=1, state_layout="vk", use_qk_l2norm=True)),
     "whole rows, five devices": (5, dict(T=20, B=1)),
-    "whole rows, six devices": (6, dict(T=30, B=1, heads=(2, 1, 1))),
-    "whole rows, seven devices": (7, dict(T=28, B=1, initial_state=False)),
+    "whole rows, six devices": (6, dict(T=30, B=1)),
+    "whole rows, seven devices": (7, dict(T=28, B=1, heads=(2, 1, 1), initial_state=False)),
     "whole rows, eight devices": (8, dict(T=80, B=1)),
     "no gates": (4, dict(T=16, B=1, g=None, beta=None)),
     # Segment borders within devices, at their borders, one token from them; one segment over four devices.
@@ -64,15 +65,11 @@ CASES = {
     "packed, one over all": (4, dict(T=32, B=1, lengths=(32,), state_layout="vk")),
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
 }
-QUICK = ("packed",)
+CROSSED = {f"whole rows, {number} devices" for number in ("five", "six")}
+"""Numbers of devices whose exchange has as many steps as that of four and of seven."""
 
 
-def params(names, quick):
-    """Test parameters of which all but some are slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", params(CASES, QUICK))
+@pytest.mark.parametrize("name", tiers(CASES, ("packed",), CASES.keys() - CROSSED - {"packed"}))
 def test_rule(name):
     """Outputs, final states and all gradients against float64 on one device."""
     devices, options = CASES[name]
@@ -88,7 +85,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", params(EXCHANGES, ("segments",)))
+@pytest.mark.parametrize("name", tiers(EXCHANGES, ("segments",)))
 def test_rule_by_heads(name):
     """All tokens of some heads on every device."""
     devices, options = EXCHANGES[name]
@@ -131,7 +128,7 @@ def check_rule(devices, case, implementation, by="states"):
             assert_close(expected[key], y, tolerance(key, "float32"), key, head_axis(key))
 
 
-@pytest.mark.parametrize("name", params(("packed", "segments"), ()))
+@pytest.mark.parametrize("name", tiers(("packed", "segments"), ()))
 def test_rule_by_the_recurrence(name):
     devices, options = CASES[name]
     check_rule(devices, cases.Case(f"context {name}", **{**SMALL, **options}), "recurrent")
@@ -212,7 +209,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", params(CONVOLUTIONS, ("two devices", "segments", "packed")))
+@pytest.mark.parametrize("name", tiers(CONVOLUTIONS, ("two devices", "segments", "packed")))
 def test_convolution(name):
     """Outputs, final states and all gradients as on one device."""
     devices, options = CONVOLUTIONS[name]
@@ -317,7 +314,9 @@ def test_kernels_that_hand_over_no_states(monkeypatch):
 # The kernels inside, without a GPU.
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, id="rows"), pytest.param(True, id="packed")])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, id="rows", marks=pytest.mark.crossed), pytest.param(True, id="packed")]
+)
 @pytest.mark.slow
 def test_kernels_lower(packed, monkeypatch):
     """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""

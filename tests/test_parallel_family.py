@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import tiers
 from meshes import EXPLICIT, mesh_from, mesh_of, place, spec, value_and_gradients
 from tolerances import assert_close, bound, head_axis
 
@@ -29,7 +30,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CASES]
+    "name", tiers(CASES, ("packed",), ("whole rows", "gate of a head", "segments", "by heads"))
 )
 def test_split_tokens(name):
     """Outputs, final states and all gradients against float64 on one device."""

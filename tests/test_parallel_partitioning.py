@@ -114,17 +114,30 @@ def check_same(got, expected, dtype="float32"):
         assert_close(np.asarray(expected[name], np.float64), y, tolerance(name, dtype), name, head_axis(name))
 
 
-@kinds
+FEW, PACKED = ("few keys", "rows and heads"), ("packed", "heads")
+SLOW_FORMS = (
+    ("chunked", "segments", "rows", AUTO),
+    ("chunked", *PACKED, AUTO),
+    ("recurrent", *PACKED, AUTO),
+    ("chunked", *FEW, EXPLICIT),
+)
+CROSSED_FORMS = (
+    ("chunked", "plain", "rows", AUTO),
+    ("recurrent", "plain", "rows", AUTO),
+    ("recurrent", "few keys", "heads", AUTO),
+    ("chunked", "plain", "rows", EXPLICIT),
+    ("chunked", "segments", "rows", EXPLICIT),
+    ("chunked", *PACKED, EXPLICIT),
+    ("recurrent", *PACKED, EXPLICIT),
+)
+
+
 @pytest.mark.parametrize(
-    ("implementation", "name", "placement"),
+    ("implementation", "name", "placement", "kind"),
     [
-        ("chunked", "few keys", "rows and heads"),
-        pytest.param("chunked", "plain", "rows", marks=pytest.mark.slow),
-        pytest.param("chunked", "segments", "rows", marks=pytest.mark.slow),
-        pytest.param("chunked", "packed", "heads", marks=pytest.mark.slow),
-        pytest.param("recurrent", "plain", "rows", marks=pytest.mark.crossed),
-        pytest.param("recurrent", "few keys", "heads", marks=pytest.mark.crossed),
-        pytest.param("recurrent", "packed", "heads", marks=pytest.mark.slow),
+        ("chunked", *FEW, AUTO),
+        *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW_FORMS),
+        *(pytest.param(*values, marks=pytest.mark.crossed) for values in CROSSED_FORMS),
     ],
 )
 def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):
@@ -354,7 +367,11 @@ def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy
 
 @pytest.mark.parametrize(
     ("text", "heads", "width"),
-    [("data=8", 4, 64), ("data=8", 8, 128), ("data=2,head=2,context=2,sharded", 4, 64)],
+    [
+        pytest.param("data=8", 4, 64, marks=pytest.mark.crossed),
+        ("data=8", 8, 128),
+        ("data=2,head=2,context=2,sharded", 4, 64),
+    ],
     ids=["jit", "one operation", "all axes"],
 )
 @pytest.mark.usefixtures("no_launch")
@@ -455,7 +472,10 @@ def test_fused_parts_run_on_parts_of_the_heads(name, result):
     assert set(traffic(compiled.as_text()).count) == {"all-reduce"}
 
 
-@kinds
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.crossed)], ids=["automatic", "explicit"]
+)
 def test_other_operations_run_on_the_shards(kind):
     """chunk_states, a step, and the plain convolution with a state and with segments."""
     x = cases.inputs(CASES["few keys"])

@@ -23,7 +23,8 @@ from pallas_kernels.device import launch
 SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICIT, True)}
 slow = pytest.mark.slow
 settings = pytest.mark.parametrize(
-    "setting", ["shardy", *(pytest.param(s, marks=slow) for s in ("gspmd", "explicit"))]
+    "setting",
+    ["shardy", pytest.param("gspmd", marks=pytest.mark.crossed), pytest.param("explicit", marks=slow)],
 )
 partitioners = pytest.mark.parametrize(
     "shardy", [True, pytest.param(False, marks=slow)], ids=["shardy", "gspmd"]

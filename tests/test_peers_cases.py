@@ -57,8 +57,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("form", harness.CHUNKED_IS_QUICK)
-@pytest.mark.parametrize("case", [CASE, PACKED], ids=["row", "packed"])
+@pytest.mark.parametrize("form", harness.CHUNKED_FIRST)
+@pytest.mark.parametrize("case", [pytest.param(CASE, marks=pytest.mark.slow), PACKED], ids=["row", "packed"])
 def test_inputs_of_peers(case, form):
     """Outputs and gradients; one program for all of them."""
     plain, told = cases.inputs(case), []
@@ -74,7 +74,8 @@ def test_inputs_of_peers(case, form):
     assert not told, "\n".join(told)
 
 
-@pytest.mark.parametrize("form", harness.CHUNKED_IS_QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", harness.CHUNKED_FIRST)
 def test_split_where_levanter_splits(form):
     """Into 21 tokens and the rest, which is no multiple of a chunk."""
     x = cases.inputs(CASE)

@@ -112,6 +112,7 @@ def test_a_gpu_multiplies_eight_bits(monkeypatch):
         assert "mosaic_gpu" in text
 
 
+@pytest.mark.slow
 def test_a_layer_by_kernels_multiplies_so(monkeypatch):
     """As its parts do: a power of two as scale makes it matter little whether weights have one together or each."""
     layer = GatedDeltaNet(24, num_heads=2, num_v_heads=4, head_dim=16, rngs=nnx.Rngs(0))

@@ -44,6 +44,7 @@ def test_numbers_of_papers_stand_in_two_places():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compile_once")
 def test_an_entry(tmp_path, monkeypatch, capsys):
     """The smallest of all: what is printed is of the runs, and running it again goes on."""
     tiny = LEDGER["2411.12537/parity"]._replace(

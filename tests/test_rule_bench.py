@@ -87,6 +87,7 @@ def test_inputs():
     assert not np.array_equal(x.v, other.v)
 
 
+@pytest.mark.slow
 def test_part_is_the_rule_on_those_heads():
     """The rule on the few heads that are compared gives the same there as on all heads, gradients included."""
     problem = Problem(Row(3, 6, (9, 4), width=4), "training", "float32", 0)
@@ -124,6 +125,7 @@ def kernels_everywhere(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_table_is_the_default_where_the_kernels_run(kernels_everywhere, tmp_path):
     out = tmp_path / "bench.json"
     status, text, _ = run(RuleBenchmark(passes=("forward",), json=out))
@@ -224,7 +226,7 @@ def test_what_raises_does_not_lose_the_others(kernels_everywhere, monkeypatch):
     "what, name, packed",
     [
         ("forward", "half", False),
-        pytest.param("forward", "full, segments of 8", True, marks=pytest.mark.slow),
+        pytest.param("forward", "full, segments of 8", True, marks=pytest.mark.crossed),
         pytest.param("backward", "full", True, marks=pytest.mark.slow),
     ],
 )

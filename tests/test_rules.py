@@ -227,6 +227,7 @@ def test_prefill_then_steps(rule):
     assert_close(np.asarray(last.state), np.asarray(cache.state), F32, "state")
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     x = normal(1, 6, 16)
     padded = np.pad(x, ((0, 0), (2, 1), (0, 0)), constant_values=3.0)

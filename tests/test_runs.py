@@ -333,10 +333,9 @@ def change_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [pytest.param(cut, marks=pytest.mark.slow), change_a_bit])
-def test_damaged_checkpoints_are_passed_over(copy, finished, capsys, damage):
+def test_damaged_checkpoints_are_passed_over(copy, finished, capsys):
     """The newest whole one is taken; the others are set aside and said, and the run ends with the same numbers."""
-    for step in ("8", "12"):
+    for step, damage in (("8", cut), ("12", change_a_bit)):
         damage(largest(copy / "checkpoints" / step))
     assert resume(copy) == 0
     captured = capsys.readouterr()
@@ -362,6 +361,7 @@ def test_no_whole_checkpoint(copy, capsys):
     assert tree(copy) == before
 
 
+@pytest.mark.slow
 def test_a_run_moves(folder, copy, finished, tmp_path, capsys):
     """Where the data lies does not matter as long as it is the same; config.json learns the new place."""
     moved = shutil.copytree(folder, tmp_path / "moved")
@@ -412,14 +412,13 @@ def test_lines_that_are_no_lines(copy, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lr[1e-3]", "a* b?\n\N{GREEK SMALL LETTER ALPHA}"])
-def test_names_of_run_folders(folder, finished, tmp_path, name):
+def test_names_of_run_folders(folder, finished, tmp_path):
     """Checkpoints can be read wherever they lie: Orbax looks for their parts by a pattern."""
-    out = tmp_path / name / "run"
-    assert train(folder, out, "--steps", "4") == 0
-    assert (out / "checkpoints" / "4" / "state" / "manifest.ocdbt").exists()
-    assert load_run(out).step == 4
-    left = out / "checkpoints" / "8.orbax-checkpoint-tmp"
+    out = tmp_path / "lr[1e-3]" / "a* b?\n\N{GREEK SMALL LETTER ALPHA}" / "run"
+    assert train(folder, out) == 0
+    assert (out / "checkpoints" / "12" / "state" / "manifest.ocdbt").exists()
+    assert load_run(out).step == 12
+    left = out / "checkpoints" / "16.orbax-checkpoint-tmp"
     left.mkdir()
     assert resume(out) == 0
     assert not left.exists()
@@ -435,6 +434,7 @@ def test_a_name_that_is_no_text_is_refused(folder, tmp_path, capsys):
     assert "expected a name in UTF-8" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_its_list_is_no_save(folder, tmp_path, monkeypatch, capsys):
     """A save that Orbax calls done and that cannot be read is an error, and the checkpoint before it is kept."""
     out, original = tmp_path / "run", ocp.CheckpointManager.save
@@ -498,7 +498,8 @@ def full(*arguments, **more):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", [pytest.param("line", marks=pytest.mark.slow), "checkpoint"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["line", "checkpoint"])
 def test_full_disk(folder, finished, tmp_path, monkeypatch, capsys, where):
     """One line that says how to go on; the folder has a name that a shell would take apart."""
     out = tmp_path / "a run"

@@ -168,6 +168,7 @@ def test_a_pool_of_no_slots_serves_padding(ring):
     assert {y.shape[0] for y in jax.tree.leaves(compiled(serving.put_slots)(pool, padding, rows))} == {0}
 
 
+@pytest.mark.slow
 def test_narrow_slots_in_every_operation():
     x, pool = draw(1, 2), draw_pool(200)
     row = (*(y for y in x.tokens[:3]), -np.ones((1, 2, 4), np.float32), None)
@@ -298,6 +299,7 @@ def invariant():
     return compiled(serving.decode, batch_invariant=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_as_users_do")
 def test_batch_invariance():
     """A request's bits are the same alone, among others and in another row."""

@@ -113,6 +113,7 @@ def test_tpu_inference_running_alone():
     serve("KDA", (1, 1, 1), (3, 5, 4), (2, 2, 2), (4, 0, 3), known=True, read=(8, 6, 1))
 
 
+@pytest.mark.slow
 def test_tpu_inference_drafts():
     """Windows of one to three tokens that go on from any of the states before, beside a prompt."""
     serve("GDN", (3, 1, 2, 6), (1, 4, 7, 12), (3, 3, 4), (9, 5, 4, 0), drafts=2, offsets=(1, 2, 0, 0))

@@ -94,7 +94,7 @@ def assert_same_tokens(want, got):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [None, 4])
+@pytest.mark.parametrize("ring", [None, pytest.param(4, marks=pytest.mark.crossed)])
 def test_every_request_gets_what_generate_gives(ring):
     """Eight requests through four places and five slots that held NaN; with deferred writes too."""
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
@@ -155,6 +155,7 @@ def test_preempted_requests_go_on_where_they_were():
     assert_same_tokens(wanted(), got)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_is_the_next():
     server = make_server(max_batch=1)
     first, second = (server.submit(prompts()[0], 7) for _ in range(2))
@@ -195,7 +196,8 @@ def test_a_stop_token_ends_a_request():
     assert_same_tokens(want, {numbers[number]: tokens for number, tokens in server.run().items()})
 
 
-@pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 9])
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.crossed), 9])
 def test_speculative_decoding(ring):
     """Three drafts a step, some of which are wrong: what is accepted is what `generate` gives, token for token. The
     convolution is rolled back with the recurrent states, or with the cursors of their rings."""

@@ -52,7 +52,9 @@ def both(dtype, *, layout="kv", layers=(), **ring):
     return tuple(serving.make_ring_pool(y, **options) for y in (codes, decoded(codes)))
 
 
-@pytest.mark.parametrize("dtype, layout", [("int8", "vk"), ("float8_e4m3fn", "kv")])
+@pytest.mark.parametrize(
+    "dtype, layout", [("int8", "vk"), pytest.param("float8_e4m3fn", "kv", marks=pytest.mark.slow)]
+)
 def test_decode(dtype, layout):
     """Outputs of float32 states, token for token, up to the flush, which rounds what these become."""
     x, (ring, want) = draw(3, LENGTH + 1), both(dtype, layout=layout)
@@ -106,6 +108,7 @@ def test_drafts_prompts_and_copies():
         np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.slow
 def test_gates_of_channels():
     x, (ring, want) = draw(3, 1), both("int8", channels=True, length=1)
     q, k, v, a, b = one(x)

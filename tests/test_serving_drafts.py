@@ -80,8 +80,17 @@ def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(16, 32), (16, 64)])
-@pytest.mark.parametrize("T", [2, pytest.param(4, marks=pytest.mark.crossed), 8])
+@pytest.mark.parametrize(
+    ("T", "heads"),
+    [
+        (2, (16, 64)),
+        (8, (16, 32)),
+        *(
+            pytest.param(T, heads, marks=pytest.mark.crossed)
+            for T, heads in ((2, (16, 32)), (4, (16, 32)), (4, (16, 64)), (8, (16, 64)))
+        ),
+    ],
+)
 def test_heads_of_models(T, heads):
     """The heads of FlashInfer's tests, with K = V = 128 and a bfloat16 pool."""
     test_verify(T, heads, BF16, "vk", widths=(128, 128))

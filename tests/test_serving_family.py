@@ -165,7 +165,7 @@ TREE = np.array([[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]])
 
 @pytest.mark.parametrize(
     "rule, parents",
-    [pytest.param("KDA", None, id="chain", marks=pytest.mark.slow), pytest.param("GDN-2", TREE, id="tree")],
+    [pytest.param("KDA", None, id="chain"), pytest.param("GDN-2", TREE, id="tree", marks=pytest.mark.slow)],
 )
 def test_verify(rule, parents):
     """Drafts of which some are accepted: a state after each in a pool of states, and the same from a ring."""
@@ -268,6 +268,7 @@ def test_prefill(rule, on_ring):
     assert_others_stay(pool, pieces.state if on_ring else pieces)
 
 
+@pytest.mark.slow
 def test_prompts_that_erase_alone():
     """All is written then, but padding nothing."""
     x, pool = draw("GDN-2", 4, 6), draw_pool(5)

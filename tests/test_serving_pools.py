@@ -100,6 +100,7 @@ def test_a_pool_of_bytes(name, start):
     assert_same_bits(before[~changed], new[~changed])
 
 
+@pytest.mark.slow
 def test_codes_may_be_floats(start):
     """Floats of 8 bits, which JAX promotes with nothing."""
     x, scale = draw(3, 2, heads=(HK, HV), widths=(K, V)), start.scale

@@ -201,6 +201,7 @@ def test_a_ring_is_empty_afterwards():
     assert not np.asarray(new.count).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_as_users_do")
 def test_batch_invariance():
     """A prompt's bits are those that it has alone, and in pieces that end on the grid of 64 tokens."""

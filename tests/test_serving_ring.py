@@ -32,7 +32,7 @@ def littered(ring):
     "length, state_layout",
     [
         pytest.param(1, "kv", marks=pytest.mark.slow),
-        pytest.param(LENGTH, "kv", marks=pytest.mark.slow),
+        pytest.param(LENGTH, "kv", marks=pytest.mark.crossed),
         (LENGTH, "vk"),
     ],
 )
@@ -62,7 +62,7 @@ def test_decode(length, state_layout):
 
 @pytest.mark.parametrize(
     "pool_dtype, optimised",
-    [(np.float32, True), (BF16, False), pytest.param(BF16, True, marks=pytest.mark.slow)],
+    [(np.float32, True), (BF16, False), pytest.param(BF16, True, marks=pytest.mark.crossed)],
 )
 def test_a_ring_of_one_token_is_plain_decoding(pool_dtype, optimised, request):
     """Bit for bit, outputs and states, whatever the dtype of the ring."""
@@ -81,6 +81,7 @@ def test_a_ring_of_one_token_is_plain_decoding(pool_dtype, optimised, request):
         assert_same_bits(plain, ring.state, f"states after token {t}")
 
 
+@pytest.mark.slow
 def test_rings_of_different_age():
     """Every slot has a cursor of its own; padding touches none; a slot that is read may stay as it is."""
     T = 40
@@ -190,6 +191,7 @@ def test_drafts_after_what_was_accepted(then):
         assert_close(expected(second.at([row]), state)[0][0], np.asarray(o)[row], STATE_F32)
 
 
+@pytest.mark.slow
 def test_drafts_meet_one_another_as_the_ring_stores_them():
     """In bfloat16 too: several tokens in one step are as many steps of one."""
     x, pool = draw(3, 4, seed=6), draw_pool(6)
@@ -286,7 +288,7 @@ def test_batch_invariance():
         assert_same_bits(a[2], b[2])
 
 
-@pytest.mark.parametrize("Hq, Hk, HV", [(4, 2, 2), pytest.param(2, 3, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("Hq, Hk, HV", [pytest.param(4, 2, 2, marks=pytest.mark.crossed), (2, 3, 6)])
 def test_any_grouping_of_heads_and_resets(Hq, Hk, HV):
     """More query heads than value heads; numbers of heads that do not divide one another. One head forgets all at
     every token: its log decay is -inf, also in the ring."""

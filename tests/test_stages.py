@@ -157,7 +157,9 @@ def before_chunks(case, x):
         yield start, x.arguments | cut
 
 
-@pytest.mark.parametrize("name", harness.tiers(STATES, ("slow-decay", "reset", "segments", "normalised")))
+@pytest.mark.parametrize(
+    "name", harness.tiers(STATES, ("slow-decay", "reset"), ("segments", "normalised", "vk"))
+)
 def test_chunk_states(name):
     """h at the start of chunk n is the final state of the tokens before it, and so are its gradients."""
     case = STATES[name]

@@ -291,6 +291,7 @@ def test_ctrl_c_then_resume(finished, tmp_path, monkeypatch, capsys):
     assert (out / "table.md").exists() and (out / "runs.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_divergence_is_recorded(tmp_path):
     out = tmp_path / "run"
     assert start(out, *"--lrs 1e30 0.01 --mixers mamba2".split()) == 0

@@ -42,6 +42,7 @@ def test_recall_is_answerable(length, vocab_size, num_pairs):
         assert (row[others] >= vocab_size // 2).all()
 
 
+@pytest.mark.slow
 def test_recall_of_fewer_pairs():
     """The pairs that are not kept, and their queries, are fill; what stays is as it was."""
     key, kept = jax.random.key(3), np.array([1, 2, 4] * 20)
@@ -58,6 +59,7 @@ def test_recall_of_fewer_pairs():
         assert stays[few_asked].all() and (few[~stays] >= 16).all()
 
 
+@pytest.mark.slow
 def test_number_of_pairs():
     """Training with a fixed number or a varying one; tests have exactly theirs, in the places of the training."""
     for vary in (False, True):
@@ -360,6 +362,7 @@ def test_misuse(capsys, words):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_recall_of_several_cases():
     """Lengths and pairs take turns from step to step; the tests are of the same lengths; a look-up answers all."""
     cases = {2: 8, 3: 16, 5: 20}
