@@ -46,27 +46,33 @@ def _no_gpu(*capabilities: str) -> str | None:
 
 
 LONG = (
-    "kernels_backward",
+    "notebooks",
+    "parallel_training",
+    "parallel_context",
+    "kernels_decode",
+    "runs",
+    "chunked",
+    "family",
     "kernels",
+    "kernels_prefill",
     "models_scan",
     "sweep",
-    "sweep_programs",
-    "notebooks",
-    "chunked",
-    "hybrid",
-    "runs",
-    "parallel_training",
-    "kernels_decode",
+    "family_models",
+    "parallel_serving",
+    "kernels_backward",
+    "isolation",
+    "hf_latent",
+    "kernels_lower",
+    "serving_family",
+    "family_kernels",
+    "models",
     "tasks",
-    "kernels_prefill",
-    "parallel_partitioning",
-    "hf",
     "layers",
-    "transforms",
+    "analysis",
 )
-"""Files that take minutes with their slow tests, then those whose quick tests take longest. They are begun first, so
-that no process of the test run is left with one when the others have nothing to do; only how long the run takes hangs
-on this list."""
+"""Files that take a minute or more with their slow tests, then those whose quick tests take longest. They are begun
+first, so that no process of the test run is left with one when the others have nothing to do; only how long the run
+takes hangs on this list."""
 
 
 def pytest_collection_modifyitems(items):
@@ -102,6 +108,14 @@ def no_type_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Public calls believe that there is a GPU, and lower for it."""
+    from pallas_kernels.device import launch
+
+    monkeypatch.setattr(launch, "device_reason", lambda: None)
 
 
 @pytest.fixture

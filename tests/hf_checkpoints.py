@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.hf.tensors import read_header
+from gdn_jax.models import generate
 
 FOLDER = Path(__file__).parent / "data" / "hf"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
@@ -54,3 +56,14 @@ def assert_same_logits(got, want):
     assert np.max(np.sum(np.exp(p) * (p - q), axis=-1)) <= KL
     best = np.take_along_axis(want, np.argsort(got)[..., -5:], axis=-1)
     np.testing.assert_allclose(best, np.sort(want)[..., -5:], rtol=0, atol=2 * LOGITS)
+
+
+def assert_continued(model, prompt, generated):
+    """The likeliest tokens after two prompts [2, T] are these, bare and, at once, with padding on the left."""
+    T, pad = prompt.shape[1], 5
+    rows = np.zeros((4, T + pad), np.int32)
+    rows[:2, :T] = rows[2:, pad:] = prompt
+    mask = np.zeros((4, T + pad), bool)
+    mask[:2, :T] = mask[2:, pad:] = True
+    got = np.asarray(generate(model, jnp.asarray(rows), generated.shape[1], mask=jnp.asarray(mask)))
+    np.testing.assert_array_equal(got, np.concatenate([generated] * 2))

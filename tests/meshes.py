@@ -135,3 +135,21 @@ def stand_ins(monkeypatch):
 def spec(*entries) -> PartitionSpec:
     """A PartitionSpec."""
     return PartitionSpec(*entries)
+
+
+EIGHT = ("d", "e")
+
+
+PLACEMENTS = {
+    "rows": (spec(EIGHT), spec(EIGHT)),
+    "heads": (spec(None, None, EIGHT), spec(None, EIGHT)),
+    "rows and heads": (spec("d", None, "e"), spec("d", "e")),
+}
+"""Name -> where tokens and states lie on a mesh of 2 x 4 devices."""
+
+kinds = pytest.mark.parametrize(
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=["automatic", "explicit"]
+)
+
+
+partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])

@@ -18,7 +18,7 @@ from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.save import own_family
-from gdn_jax.models import ExpertsConfig, LanguageModel, costs, generate
+from gdn_jax.models import ExpertsConfig, LanguageModel, costs
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
@@ -68,13 +68,8 @@ def test_logits_are_those_of_transformers(model, expected):
 @pytest.mark.slow
 def test_greedy_continuation(model, expected):
     """Bare, and with padding on the left, through the cache of latents."""
-    want = expected["generated"]
-    prompt = np.zeros((4, 26), np.int32)
-    prompt[:2, :21] = prompt[2:, 5:] = want[:, :21]
-    mask = np.zeros((4, 26), bool)
-    mask[:2, :21] = mask[2:, 5:] = True
-    got = np.asarray(generate(model, jnp.asarray(prompt), 24, mask=jnp.asarray(mask)))
-    np.testing.assert_array_equal(got, np.concatenate([want[:, 21:]] * 2))
+    tokens = expected["generated"]
+    hf_checkpoints.assert_continued(model, tokens[:, :21], tokens[:, 21:])
 
 
 def test_a_checkpoint_is_written_as_it_was_and_an_own_one_as_transformers_does(folder, model, tmp_path):

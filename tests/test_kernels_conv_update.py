@@ -19,18 +19,11 @@ from gdn_jax import serving
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from pallas_kernels.decode import conv_update
-from pallas_kernels.device import launch
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 KERNELS = {"implementation": "mosaic_gpu"}
 F32 = dict(rtol=1e-6, atol=1e-6)  # as in test_conv.py: another order of the same roundings
 BF16 = dict(rtol=2**-7, atol=1e-6)  # such sums may be rounded to numbers side by side: a step of bfloat16
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """Public calls believe that there is a GPU, and lower for it."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
 
 
 @pytest.fixture

@@ -37,12 +37,6 @@ KERNELS = {"implementation": "mosaic_gpu"}
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """Public calls believe that there is a GPU, and lower for it."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-
-
-@pytest.fixture
 def interpreted():
     """Public calls interpret the kernels."""
     with interpreted_calls(INTERPRET):

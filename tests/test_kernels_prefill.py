@@ -18,17 +18,10 @@ from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from gdn_jax.shapes import Dims
 from pallas_kernels.chunks import inverse
-from pallas_kernels.device import launch
 from pallas_kernels.forward import rule
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 KERNELS = {"implementation": "mosaic_gpu"}
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """Public calls believe that there is a GPU, and lower for it."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
 
 
 @pytest.fixture

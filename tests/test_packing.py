@@ -10,7 +10,7 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax import chunked, packing
+from gdn_jax import packing
 from gdn_jax.checks import cases, oracle
 
 
@@ -56,24 +56,6 @@ def test_the_fullest_chunk_table(implementation):
     case = cases.Case("full", T=100, B=1, lengths=(100,))
     x = cases.inputs(case)
     harness.check(case, x, "float32", harness.evaluate(implementation, case.options, x), form=implementation)
-
-
-@pytest.mark.slow
-def test_lanes_of_packed_rows():
-    """Chunks walked in four lanes, as on a GPU: sequences begin and end in any of them."""
-    case = cases.Case("packed-lanes", T=190, B=1, lengths=(5, 0, 64, 33, 1, 80), K=8, V=8, chunk_size=16)
-    x = cases.inputs(case)
-
-    def call(*primals):
-        packing = dict(cu_seqlens=jnp.asarray(x.cu_seqlens), chunk_size=case.chunk_size, lanes=4)
-        return chunked.chunked_rule(*primals, scale=case.K**-0.5, **packing)
-
-    @jax.jit
-    def value_and_gradients(primals, cotangents):
-        outputs, vjp = jax.vjp(call, *primals)
-        return outputs, vjp(cotangents)
-
-    harness.check(case, x, "float32", harness.named(value_and_gradients(x[:6], (x.do, x.dh_T))))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import types
 
 import numpy as np
 import pytest
-from tiny_sweeps import options
+from tiny_sweeps import CONFIG, TINY, options, start
 
 from gdn_jax import cli
 from gdn_jax.commands import versions
@@ -25,18 +25,7 @@ from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.trainer import Trainer
 
-TINY = (
-    "--hidden-size 8 --num-layers 1 --num-heads 1 --head-dim 4 --dtype float32 --length 6 --test-lengths 6 9 "
-    "--val-sequences 16 --batch-size 8 --steps 5 --seeds 2 --lrs 0.01 0.03 --mixers gated_delta_net mamba2 "
-    "--together 2"
-).split()
-
-
 pytestmark = pytest.mark.usefixtures("compile_once")
-
-
-def start(out, *more):
-    return cli.main(["sweep", "parity", "--out", str(out), *TINY, *more])
 
 
 def records(out):
@@ -300,16 +289,6 @@ def test_divergence_is_recorded(tmp_path):
     assert (out / "figure.png").exists()
 
 
-CONFIG = {
-    "task": "sweep bytes",
-    "options": {
-        "length": 16, "test_lengths": [8, 24], "val_bytes": 96, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
-        "num_layers": 1, "expand_v": 1.0, "implementation": "recurrent", "dtype": "float32", "mixers": ["mamba2"],
-        "scales": [2], "lrs": [0.01, 0.03], "seeds": 2, "lr_seeds": 1, "steps": 3, "batch_size": 4,
-    },
-}  # fmt: skip
-
-
 @pytest.mark.slow
 def test_text_at_a_scale_from_a_file(folder, tmp_path, monkeypatch):
     """A file gives the defaults; one seed chooses the learning rate; bits per byte by the place in a row."""
@@ -351,30 +330,6 @@ def test_hybrid_beside_another(folder, tmp_path):
     assert "in Gated DeltaNet and attention" in (out / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "--config: expected JSON in"),
-        ("[]", '--config: expected an object with "task" and "options"'),
-        (
-            CONFIG | {"task": "sweep copy"},
-            "--config: expected a file of the task sweep bytes, got sweep copy",
-        ),
-        (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
-        (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
-        (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
-        (None, "--config: cannot read"),
-    ],
-)
-def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
-    file = tmp_path / "config.json"
-    if content is not None:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-    assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-
-
 def test_commit(tmp_path, monkeypatch):
     """Of the repository that the package lies in, with a mark where a file has changed; GDN_COMMIT is above it."""
     package = tmp_path / "gdn_jax" / "commands"
@@ -408,54 +363,6 @@ def test_presets_fit(task, size):
     preset = sweep_options.PRESETS[task][size]
     sweep_options.check(preset)
     assert preset.sweep.size == size and preset.task.task == task
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--seeds 0", "--seeds: expected a number above 0, got 0"),
-        ("--lrs 0.1 0.1", "--lrs: expected different values, at least one, got 0.1 0.1"),
-        ("--lrs nan", "--lrs: expected a finite number, got nan"),
-        ("--mixers mamba2 mamba2", "--mixers: expected different values, at least one, got mamba2 mamba2"),
-        ("--write-starts 0.5 1", "--write-starts: expected a number between 0 and 1, got 1"),
-        ("--write-starts 0.5 0.1 --together 3", "a divisor of the runs of a mixer at a scale, 8, got 3"),
-        ("--together 3", "--together: expected a divisor of the runs of a mixer at a scale, 4, got 3"),
-        ("--data-seed -1", "--data-seed: expected 0 or more and less than 2**32, got -1"),
-        ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
-        ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
-        ("--implementation mosaic_gpu", "mosaic_gpu"),
-        ("--resume", "expected a run folder, got"),
-        (
-            "--mlp-ratio 0.01",
-            "--mlp-ratio: expected a positive number that gives hidden_size = 8 an inner",
-        ),
-        ("--hidden-size 2000000", "expected a run that fits into the "),
-    ],
-)
-def test_error_is_one_line(tmp_path, capsys, words, message):
-    assert start(tmp_path / "run", *words.split()) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("gdn: ") and message in error
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            "sweep words",
-            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation, copy, palindrome "
-            "or stack, got words",
-        ),
-        ("sweep", "gdn sweep: expected a task"),
-        ("sweep parity --mixers rnn", "rnn"),
-        ("sweep parity --lr 0.1", "--lr"),
-        ("sweep parity --size medium", "medium"),
-    ],
-)
-def test_misuse_is_one_line(capsys, words, message):
-    assert cli.main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
 
 
 def test_existing_and_other_folders(finished, capsys):

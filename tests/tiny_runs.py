@@ -47,3 +47,10 @@ def resume(out, *more):
 def tree(path):
     """Everything below a folder, with its content."""
     return {p: p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
+
+
+def error_line(capsys):
+    """The one line that was written to stderr."""
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("gdn: ") and "Traceback" not in error, error
+    return error

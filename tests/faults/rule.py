@@ -37,7 +37,7 @@ FAULTS = (
         "lanes of packed rows are not swapped back",
         "return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[table.last_chunk]",
         "return x.reshape(-1, *x.shape[3:])[table.last_chunk]",
-        "tests/test_packing.py::test_lanes_of_packed_rows",
+        "tests/test_isolation.py::test_lanes",
     ),
     Fault(
         "chunks that fill up the lanes of a stretch pass no state on",

@@ -146,7 +146,7 @@ FAULTS = (
         "a changed bit of a checkpoint goes unnoticed",
         'if facts.pop("digest", None) != _digest(state):',
         'if facts.pop("digest", None) is None:',
-        "tests/test_runs.py::test_damaged_checkpoints_are_passed_over",
+        "tests/test_runs_damaged.py::test_damaged_checkpoints_are_passed_over",
     ),
     Fault(
         "the middle of the steps is the first",

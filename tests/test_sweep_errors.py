@@ -1,0 +1,80 @@
+"""What `gdn sweep` refuses: options, configuration files, words."""
+
+import json
+
+import pytest
+from tiny_sweeps import CONFIG, start
+
+from gdn_jax import cli
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "--config: expected JSON in"),
+        ("[]", '--config: expected an object with "task" and "options"'),
+        (
+            CONFIG | {"task": "sweep copy"},
+            "--config: expected a file of the task sweep bytes, got sweep copy",
+        ),
+        (CONFIG | {"options": {"size": "huge"}}, "--config: expected the size small or full, got huge"),
+        (CONFIG | {"options": {"stepss": 3}}, "got a difference in stepss"),
+        (CONFIG | {"options": {"steps": "3"}}, "expected steps of type int, got '3'"),
+        (None, "--config: cannot read"),
+    ],
+)
+def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--seeds 0", "--seeds: expected a number above 0, got 0"),
+        ("--lrs 0.1 0.1", "--lrs: expected different values, at least one, got 0.1 0.1"),
+        ("--lrs nan", "--lrs: expected a finite number, got nan"),
+        ("--mixers mamba2 mamba2", "--mixers: expected different values, at least one, got mamba2 mamba2"),
+        ("--write-starts 0.5 1", "--write-starts: expected a number between 0 and 1, got 1"),
+        ("--write-starts 0.5 0.1 --together 3", "a divisor of the runs of a mixer at a scale, 8, got 3"),
+        ("--together 3", "--together: expected a divisor of the runs of a mixer at a scale, 4, got 3"),
+        ("--data-seed -1", "--data-seed: expected 0 or more and less than 2**32, got -1"),
+        ("--conv-size 5", "--conv-size: expected 2 to 4, got 5"),
+        ("--test-lengths 0", "--test-lengths: expected a number above 0, got 0"),
+        ("--implementation mosaic_gpu", "mosaic_gpu"),
+        ("--resume", "expected a run folder, got"),
+        (
+            "--mlp-ratio 0.01",
+            "--mlp-ratio: expected a positive number that gives hidden_size = 8 an inner",
+        ),
+        ("--hidden-size 2000000", "expected a run that fits into the "),
+    ],
+)
+def test_error_is_one_line(tmp_path, capsys, words, message):
+    assert start(tmp_path / "run", *words.split()) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("gdn: ") and message in error
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "sweep words",
+            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation, copy, palindrome "
+            "or stack, got words",
+        ),
+        ("sweep", "gdn sweep: expected a task"),
+        ("sweep parity --mixers rnn", "rnn"),
+        ("sweep parity --lr 0.1", "--lr"),
+        ("sweep parity --size medium", "medium"),
+    ],
+)
+def test_misuse_is_one_line(capsys, words, message):
+    assert cli.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
