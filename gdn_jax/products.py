@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -229,6 +230,8 @@ def _float8(policy: Float8, kernel: bool, x: Array, w: Array) -> Array:
 
 
 def _forward(policy, kernel, x, w):
+    if kernel:
+        w = by_rows(w)
     x8, w8 = operand(_tokens(x), policy.operands, kernel), rounded(w, policy.operands)
     y = forward_product(x8, w8, x.dtype)
     return y.reshape(*x.shape[:-1], -1), (x8.by_columns, w8)
@@ -238,7 +241,16 @@ def _backward(policy, kernel, saved, dy):
     x8, w8 = saved
     dy8 = operand(_tokens(dy), policy.cotangents, kernel)
     dx, dw = backward_products(policy, x8, w8, dy8, dy.dtype)
-    return dx.reshape(*dy.shape[:-1], -1), dw
+    return dx.reshape(*dy.shape[:-1], -1), by_rows(dw) if kernel else dw
+
+
+def by_rows(w: Array) -> Array:
+    """A weight or its gradient, which XLA has to hold by rows.
+
+    One of the products reads it by columns. XLA would hold it by columns from there on: the weight in float32 before
+    it is rounded, and all that the optimiser keeps for it, which it would transpose in every step.
+    """
+    return with_layout_constraint(w, Layout((0, 1)))
 
 
 def _tokens(x: Array) -> Array:

@@ -1,6 +1,7 @@
 """Products of operands in 8 bits: their rounding, their gradients, what a GPU is given, and who multiplies so."""
 
 import re
+from functools import partial
 
 import fused_harness
 import jax
@@ -110,6 +111,15 @@ def test_a_gpu_multiplies_eight_bits(monkeypatch):
         assert len(products) == 6
         assert sum(re.search(rf"\b{wide}x|x{wide}x", line) is not None for line in products) == 3
         assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(("reason", "count"), [("no GPU", 0), (None, 2)])
+def test_weights_and_gradients_stay_by_rows(monkeypatch, reason, count):
+    """Where kernels make the operands of their products, so that nothing has to be transposed for the optimiser."""
+    monkeypatch.setattr(launch, "device_reason", lambda: reason)
+    x, w, dy = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 64), (64, 128), (64, 128)))
+    both = jax.make_jaxpr(lambda x, w, dy: jax.vjp(partial(times, Float8()), x, w)[1](dy))(x, w, dy)
+    assert str(both).count("layout_constraint[") == count
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from gdn_jax.products import (
     Operand,
     backward_products,
     by_kernel,
+    by_rows,
     forward_product,
     operand,
     rounded,
@@ -105,7 +106,8 @@ def _eight_bits_forward(policy, x, weight, down_kernel):
     from pallas_kernels.layer import swiglu_eight_bits as kernels
 
     tokens, dtype = x.reshape(-1, x.shape[-1]), policy.operands
-    x8, weight8, down8 = operand(tokens, dtype, True), rounded(weight, dtype), rounded(down_kernel, dtype)
+    x8 = operand(tokens, dtype, True)
+    weight8, down8 = (rounded(by_rows(w), dtype) for w in (weight, down_kernel))
     branches = checkpoint_name(forward_product(x8, weight8, x.dtype), BRANCHES_NAME)
     scale = scale_of_sample(gated(*_branches(sample(branches))), len(tokens), dtype)
     h8 = Operand(*kernels.swiglu(branches, scale, dtype), scale)
