@@ -79,18 +79,21 @@ def test_step(case):
 def test_default_tiles(K, V, pool_dtype, kv_layout, block):
     """The sizes that were fastest, as far as they divide V and registers hold them; the cases above run with them."""
     config = step.Config.default(K, V, pool_dtype, kv_layout)
-    is_half = kv_layout and pool_dtype == "bfloat16"
-    ahead = 132 * (3 if is_half else 1) if kv_layout else 0
-    assert config == step.Config(block, across=is_half, narrow=is_half, ahead=ahead)
+    is_half = pool_dtype == "bfloat16"
+    ahead = 132 * {(True, True): 2, (True, False): 1, (False, True): 8, (False, False): 0}[kv_layout, is_half]
+    wide = kv_layout and is_half
+    assert config == step.Config(block, across=wide, narrow=wide, ahead=ahead)
     assert step.Config.default(K, V, pool_dtype, kv_layout, 4) == step.Config(block)
 
 
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("pool_dtype", "kv_layout"), [("float32", True), ("bfloat16", True), ("bfloat16", False)]
+)
 @pytest.mark.usefixtures("interpreted")
-def test_tiles_are_brought_near(monkeypatch, pool_dtype):
+def test_tiles_are_brought_near(monkeypatch, pool_dtype, kv_layout):
     """There are more warpgroups than run at once, as on an H200 with many states; some of them are padding."""
     monkeypatch.setattr(cta, "NUM_SMS", 1)
-    case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype)
+    case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype, kv_layout=kv_layout)
     x = pool_steps.draw(case)
     pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))
 

@@ -39,11 +39,12 @@ class Config:
         if kv_layout:
             most = 128 if is_half else 64
         block = next(n for n in (128, 64, GRANULE) if n <= most and V % n == 0 and K * n <= MAX_TILE)
-        if not kv_layout or T > 1:
+        if T > 1:
             return cls(block)
-        # In warpgroups of every SM, of which three fit on one. 3 with float32 was slower than 0.
-        ahead = (3 if is_half else 1) * NUM_SMS
-        return cls(block, across=is_half, narrow=is_half, ahead=ahead)
+        # In warpgroups of every SM. What comes too early takes room in the cache: [K, V] was slower with 3 of them.
+        if not kv_layout:
+            return cls(block, ahead=8 * NUM_SMS if is_half else 0)
+        return cls(block, across=is_half, narrow=is_half, ahead=(2 if is_half else 1) * NUM_SMS)
 
 
 class Channels(NamedTuple):
