@@ -109,7 +109,7 @@ LEDGER: dict[str, Entry] = {
         "recall",
         {
             "vocab_size": 8192, "cases": ["64:4"] * 5 + ["128:8", "256:16", "256:32", "256:64"],
-            "test_cases": ["512:128", "1024:256"], "train_sequences": 20_000, "val_sequences": 640,
+            "test_cases": ["512:128", "1024:256"], "train_sequences": 20_000, "val_sequences": 1280,
             "rewrite": False, "vary_pairs": False, "power": 0.01, "mixers": [*_FOUR, "softmax_attention"],
             "scales": [1, 2, 4], "scaled": "state", "lrs": [0.001, 0.0032, 0.01, 0.032], "seeds": 1,
             "steps": 22_500, "batch_size": 256, "together": 4, "curve_every": 250, "deterministic": False,
