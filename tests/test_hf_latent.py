@@ -302,7 +302,7 @@ def test_in_bfloat16(folder, expected):
 @pytest.mark.slow
 def test_the_published_sizes_of_kimi_linear_are_partitioned_without_weights():
     """The program of a batch on eight devices, each of which is given an eighth of all that divides."""
-    sizes = dict(dtype="bfloat16", weight_dtype="bfloat16", implementation="chunked")
+    sizes = dict(dtype="bfloat16", weight_dtype="bfloat16", implementation="recurrent")  # compiles fast
     config = dataclasses.replace(PRESETS["kimi-linear-48b-a3b"], **sizes)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
     shape = MeshShape.parse("data=8,sharded")

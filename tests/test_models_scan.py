@@ -48,7 +48,7 @@ def test_a_scan_over_blocks_changes_nothing(remat, masked):
     mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
     options = {"mask": mask, "segment_ids": jnp.asarray(np.arange(32).reshape(2, 16) // 6)} if masked else {}
     for scan in (False, True):
-        graphdef, params = deep(scan_layers=scan, remat=remat, implementation="chunked")
+        graphdef, params = deep(scan_layers=scan, num_layers=2, remat=remat, implementation="chunked")
         f = jax.jit(jax.value_and_grad(loss_of(graphdef, row, **options)))
         results.append(jax.tree.leaves(f(params)))
     jax.tree.map(assert_close, *results, jax.tree.leaves(rounding_bounds(f, params, passes=2)))

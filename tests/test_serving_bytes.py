@@ -123,6 +123,7 @@ def test_gates_of_channels():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compile_as_users_do")  # it runs for longer than it compiles
 def test_ten_thousand_tokens():
     """Rounded once in 16 tokens, int8 is within 1.5 of a bfloat16 pool, which every token rounds; float8_e4m3fn has a
     rounding of four times int8's and is not."""
