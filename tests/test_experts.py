@@ -71,11 +71,13 @@ def test_experts_are_chosen_by_scores_in_float32():
     assert chosen.item() == 1 and weights.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(("shape", "k"), [((3, 7), 7), ((2, 4, 5), 2)])
-def test_the_largest_are_found_by_counting_as_by_sorting(shape, k):
-    """Values and places, with equal numbers, -inf and both zeros."""
-    x = np.random.default_rng(0).integers(-2, 3, shape).astype(np.float32)
-    x[0, 0] = -np.inf
-    x = jnp.asarray(x)
-    for got, want in zip(largest(x, k, True), largest(x, k, False), strict=True):
-        np.testing.assert_array_equal(got, want)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "k"), [((30, 9), 9), ((2, 40, 5), 2)])
+def test_the_largest_are_found_by_counting_as_by_sorting(shape, k, dtype):
+    """Values and places, with equal numbers, infinities, both zeros and NaN of both signs."""
+    numbers = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0, -2.0], np.float32)
+    x = jnp.asarray(np.random.default_rng(0).choice(numbers, shape)).astype(dtype)
+    assert len({*np.signbit(np.asarray(x, np.float32)[np.isnan(np.asarray(x, np.float32))])}) == 2
+    (got, places), (want, wanted) = largest(x, k, True), largest(x, k, False)
+    np.testing.assert_array_equal(places, wanted)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))

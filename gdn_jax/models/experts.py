@@ -124,6 +124,8 @@ class Experts(nnx.Module):
 def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array, "*S _"], Int[Array, "*S _"]]:
     """`jax.lax.top_k`: the k largest numbers of each row and their places, the first of equal ones first.
 
+    NaN is larger than every number (with the sign bit set: smaller), and 0 than -0: each place is named once at most.
+
     Args:
       x: rows.
       k: how many, up to n.
@@ -133,12 +135,19 @@ def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array,
         values, chosen = jax.lax.top_k(x, k)
         return values, chosen
     places = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    other, own = x[..., None, :], x[..., None]
+    order = _ordered(x)
+    other, own = order[..., None, :], order[..., None]
     before = (other > own) | ((other == own) & (places < places[:, None]))
     rank = jnp.sum(before, axis=-1, dtype=jnp.int32)
     is_one = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]  # [.., k, n]
     chosen = jnp.sum(jnp.where(is_one, places, 0), axis=-1, dtype=jnp.int32)
     return jnp.sum(jnp.where(is_one, x[..., None, :], 0), axis=-1), chosen
+
+
+def _ordered(x: Float[Array, "*S"]) -> Int[Array, "*S"]:
+    """Integers in the order in which a sort has floating numbers, NaN among them."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _dot(x, weight):
