@@ -32,6 +32,13 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
     assert error.count("\n") == 1 and message in error
 
 
+def test_every_kind_of_rows_is_validated(tmp_path, capsys):
+    words = "--cases 8:1 16:2 24:4 --vocab-size 16 --batch-size 4 --val-sequences 8 --lrs 0.01 --seeds 1"
+    assert cli.main(["sweep", "recall", *words.split(), "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error == "gdn: --val-sequences: expected at least 9, a batch of each of --cases, got 8\n"
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

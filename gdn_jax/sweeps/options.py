@@ -301,6 +301,11 @@ def check(options: SweepOptions) -> None:
     options.task.check()
     if isinstance(options.task, TextOptions) and options.task.test_lengths is None:
         fail("test_lengths", "at least one length", "none")
+    if isinstance(options.task, RecallOptions) and not grid.resume:
+        # Batches of the validation set take the kinds of rows in turn.
+        least = (len(dict(options.task.parsed_cases())) - 1) * grid.batch_size + 1
+        if options.task.val_sequences < least:
+            fail("val_sequences", f"at least {least}, a batch of each of --cases", options.task.val_sequences)
     if grid.lr_seeds is not None and grid.lr_seeds > grid.seeds:
         fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
     if grid.lr_seeds is None:
