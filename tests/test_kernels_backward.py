@@ -237,6 +237,16 @@ def test_join_of_the_ways_to_dbeta(dtype):
     np.testing.assert_allclose(got, truth, rtol=1e-6)
 
 
+def test_what_keys_say_of_dbeta_counts_by_what_is_left_of_it():
+    """Sums without cancellation, of one part, of parts that take each other away, and of nothing."""
+    late, whole = (
+        jnp.float32([1.0, 2.0, 0.0, -1.0, 2.0**-70, 0.0]),
+        jnp.float32([3.0, 2.0, 5.0, 1e-3, 2.0**-70, 0.0]),
+    )
+    got = gradients_kernel.join_weight(late, whole) - gradients_kernel.JOIN
+    np.testing.assert_allclose(got / gradients_kernel.KEPT, [1, 1, 1, 1e-6, 1, 0], rtol=1e-2, atol=1e-8)
+
+
 SEGMENTED = (
     (C("four segments, no decay", T=200, B=1, heads=(1, 1, 1), K=64, V=64, g="zero"), 1),
     (C("two rows, vk", T=100, B=2, heads=(1, 1, 1), K=60, V=40, state_layout="vk"), 1),

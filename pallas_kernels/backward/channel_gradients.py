@@ -6,7 +6,7 @@ from_start_i = a_1 ... a_i and to_end_j = a_{j+1} ... a_C the decays of `chunks.
 
     dP = scale lower(dO u^T)              dL = -strictLower(dv u^T)
     dq = scale from_start (dO h) + dP . k        de = -from_start (dv h) + dL . k
-    dk = to_end (u dh) + dP^T . q + dL^T . e
+    dk = late + dP^T . q + dL^T . e               late = to_end (u dh)
 
 where "." sums over the other token of a pair with the decay between both, channel by channel: level by level, as
 `channel_gradients_levels` says. Where the erase keys are the keys de is added to dk.
@@ -19,13 +19,14 @@ cancel:
 
 It is 0 at resets, below -104, where exp(g) is 0. Products of such sums have rounded operands, as the others have.
 
-dbeta is found in the two ways of `backward.gradients`: dv . u, and k . dk with dk as above without de.
+dbeta is found in two ways as in `backward.gradients`: dv . u, and k . dk with dk as above without de, which
+`backward.channel_rule` joins.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], e [B, T, HO, K] (optional), g [B, T, HO, K] f32, gl of
 `chunks.pairs` [visits, HO, K] f32, do and dv [B, T, HO, V], u [visits, HO, C, V], h and dh [visits, HO, V, K], tables
 int32 (packed rows).
 Outputs (GMEM): dq, dk, de (where e is given) [B, T, HO, K] in k's dtype, of every output head; dg [B, T, HO, K] f32;
-dv . u and k . dk [visits, HO, C] f32.
+dv . u, k . late and k . dk [visits, HO, C] f32.
 Grid: persistent, one CTA per SM with independent warpgroups, each of which walks over (visit, output head), and over
 16 channels of each at a time.
 Shared memory: `channel_gradients_work.memory`.
@@ -70,11 +71,14 @@ from pallas_kernels.backward.channel_gradients_work import (
 from pallas_kernels.chunks.pair_levels import Decays, Masks
 from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import launch, warpgroup_index
-from pallas_kernels.device.layouts import CHUNK, COL, LOG2_E, RESET_G2, ROW, WGMMA, along_rows, zeros
+from pallas_kernels.device.layouts import CHUNK, COL, LOG2_E, RESET_G2, WGMMA, along_rows, zeros
 from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.tables import VisitTables, table_inputs
 from pallas_kernels.work.workers import Place, VisitSizes
+
+LANES = 8
+"""Columns of a sum over channels that is still spread over the threads of a row."""
 
 
 def _write_scores(own: Warpgroup, place: Place) -> jax.Array:
@@ -169,7 +173,7 @@ def _levels(own: Warpgroup, at: At, masks: Masks) -> tuple[Sums, jax.Array, jax.
 
 
 def _step(own: Warpgroup, place: Place, masks: Masks, diagonal, last_of_item, step, written):
-    """16 channels: their gradients leave, and their part of k . dk is added to `written`."""
+    """16 channels: their gradients leave, and their parts of k . late and k . dk are added to `written`."""
     dev, dtype, at, (count, steps) = own.dev, own.dtype, own.at(step, place), (own.num_items, own.sizes.steps)
     plgpu.barrier_wait(own.smem.loaded.at[at.wg * own.stages + at.stage])
     sums, from_start, to_end = _levels(own, at, masks)
@@ -183,12 +187,15 @@ def _step(own: Warpgroup, place: Place, masks: Masks, diagonal, last_of_item, st
     late, (q, k, e), diagonal = to_end * late, _tokens(own, at), along_rows(diagonal, WIDTH)
     terms = q * read_q + e * read_e, k * late, inner
     dq, dk, de = sums.dq + read_q + diagonal * k, sums.dk + late + diagonal * q, sums.de + read_e
-    written = written + jnp.sum(k * dk, axis=1)
+    written = [
+        x + y[:, 0:LANES] + y[:, LANES:WIDTH] for x, y in zip(written, (terms[1], k * dk), strict=True)
+    ]
     results = [x.astype(dtype) for x in (dq, dk if own.erases else dk + de, de)]
     (dq, dk, de), terms, written = lax.optimization_barrier((results, terms, written))
     dg, totals, gates = sums.dg, own.smem.totals.at[at.wg], own.smem.gates.at[at.wg]
     for n, x in enumerate(terms, 2):
-        dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n])
+        # What is written to the state is most of dg where its cotangent is large: it is not rounded to 8 bits.
+        dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
     plgpu.commit_smem()
     dg = jnp.where(_gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl), 0.0)
     results = dict(q=dq, k=dk, e=de, g=dg)
@@ -210,8 +217,9 @@ def _item(own: Warpgroup, n, _):
     def step(j, written):
         return _step(own, place, masks, diagonal, j == steps - 1, n * steps + j, written)
 
-    written = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROW)
-    own.gmem.k_write.at[place.visit, place.head][...] = lax.fori_loop(0, steps, step, written)
+    written = lax.fori_loop(0, steps, step, [zeros((CHUNK, LANES), jnp.float32)] * 2)
+    for x, result in zip(written, (own.gmem.k_late, own.gmem.k_write), strict=True):
+        result.at[place.visit, place.head][...] = jnp.sum(x, axis=1)
     return ()
 
 
@@ -240,6 +248,8 @@ class ChannelGradients(NamedTuple):
     dg: Float[Array, "B T HO K"]
     dv_u: Float[Array, "visits HO C"]
     """M beta dbeta."""
+    k_late: Float[Array, "visits HO C"]
+    """The part of k_write that comes through the state after the chunk."""
     k_write: Float[Array, "visits HO C"]
     """M dbeta."""
 
@@ -292,6 +302,7 @@ def channel_gradients(
             "de": None if e is None else tokens,
             "dg": S(tokens.shape, jnp.float32),
             "dv_u": sums,
+            "k_late": sums,
             "k_write": sums,
         },
         memory=memory(config, K, V, k.dtype, erases=e is not None, packed=visits is not None),

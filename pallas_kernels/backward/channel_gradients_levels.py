@@ -174,20 +174,30 @@ def write_gate_blocks(masks: Masks, tiles: Any) -> None:
     plgpu.commit_smem()
 
 
-def add_gates(dev: Device, dg: jax.Array, x: jax.Array, tile: Any, totals: Any = None) -> jax.Array:
+def add_gates(
+    dev: Device, dg: jax.Array, x: jax.Array, tile: Any, totals: Any = None, *, parts: int = 1
+) -> jax.Array:
     """dg with what x adds inside blocks of 16.
 
     Args:
       tile: of those of `write_gate_blocks` that of x; None for an array that counts as whole blocks only.
       totals: shared memory for the sums of x over blocks [4, 16]; None where they are not needed.
+      parts: numbers of bfloat16 that x is the sum of inside of a block; sums over blocks take the first.
     """
-    x_t = dev.blocks_transpose(x.astype(jnp.bfloat16))
+    xs_t = []
+    for _ in range(parts):
+        part = x.astype(jnp.bfloat16)
+        x = x - part.astype(jnp.float32)
+        xs_t.append(dev.blocks_transpose(part))
     if totals is not None:
-        ones = plgpu.layout_cast(jnp.ones((CHUNK, BLOCK), x_t.dtype), WGMMA)
-        block_rows.store_first_rows(
-            dev, totals, dev.blocks_multiply_add(zeros((CHUNK, BLOCK), jnp.float32), ones, x_t)
-        )
-    return dg if tile is None else dev.blocks_multiply_add(dg, plgpu.load(tile, layout=WGMMA), x_t)
+        ones = plgpu.layout_cast(jnp.ones((CHUNK, BLOCK), jnp.bfloat16), WGMMA)
+        sums = dev.blocks_multiply_add(zeros((CHUNK, BLOCK), jnp.float32), ones, xs_t[0])
+        block_rows.store_first_rows(dev, totals, sums)
+    if tile is not None:
+        counted = plgpu.load(tile, layout=WGMMA)
+        for x_t in xs_t:
+            dg = dev.blocks_multiply_add(dg, counted, x_t)
+    return dg
 
 
 def gates_of_blocks(totals: Any, gl: jax.Array) -> jax.Array:

@@ -183,7 +183,7 @@ def _run(
     )
     dbeta = None
     if x.beta is not None:
-        dbeta = strength_gradient(sums.dv_u, sums.k_write, x.beta, visits, k.dtype)
+        dbeta = strength_gradient(sums.dv_u, sums.k_write, x.beta, visits, k.dtype, sums.k_late)
     dh_0 = None
     if x.initial_state is not None and walked.dh_0 is not None:
         shape = (K, V) if static.kv_layout else (V, K)

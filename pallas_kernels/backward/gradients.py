@@ -68,6 +68,12 @@ JOIN = 2.0**-6
 """The two ways to dbeta count alike where beta^2 is this. k . (late + inside) alone is off by 3.6e-2 in bfloat16
 where all tokens have one key and beta is 0.835; joined it is 1.4e-2, with 2^-4 and 2^-8 too (emulated in NumPy)."""
 
+KEPT = 2.0
+"""`join_weight` adds this to JOIN where nothing is lost. Errors of dbeta with a decay of each channel x 1e-3, with
+JOIN alone and with this, in bfloat16 with 16 heads of 128 tokens (emulated in NumPy): random keys, gates as of
+`gdn bench` 2.89 -> 1.91, slow and fast channels mixed 4.44 -> 3.51; no decay and a cosine of 0.9 between keys 6.03 ->
+7.10, with beta of 1 6.77 -> 8.35, and of 0.99 15.6 -> 16.5. With half of it 2.00, 3.59, 6.77, 7.49 and 15.9."""
+
 
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
@@ -93,10 +99,24 @@ def join_dbeta(
     k_write: Float[Array, "*tokens"],
     beta: Float[Array, "*tokens"],
     mantissa: Float[Array, "*tokens"],
+    weight: Float[Array, "*tokens"] | float = JOIN,
 ) -> Float[Array, "*tokens"]:
     """dbeta from its product with beta and the mantissa, and from that with the mantissa alone, which loses digits
-    where keys are alike. beta may be 0: nothing is divided by less than JOIN times a mantissa."""
-    return (beta * dv_u + JOIN * k_write) / ((beta * beta + JOIN) * mantissa)
+    where keys are alike and counts as much as the other where beta^2 is `weight`, which is JOIN at least. beta may be
+    0: nothing is divided by less than JOIN times a mantissa."""
+    return (beta * dv_u + weight * k_write) / ((beta * beta + weight) * mantissa)
+
+
+def join_weight(k_late: Float[Array, "*tokens"], k_write: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """The weight of `join_dbeta` from k . dk and the part of it that keys get through the state after their chunk.
+
+    dv . u multiplies two rounded vectors, k . dk one with exact keys, which is nearer to the truth unless its parts
+    take each other away: that through this state, and that through later tokens of the chunk. The less is left, the
+    less it counts.
+    """
+    largest = jnp.maximum(jnp.abs(k_late), jnp.abs(k_write - k_late))
+    left = jnp.where(largest > 0, jnp.abs(k_write) / largest, 0.0)
+    return JOIN + KEPT * jnp.minimum(left, 1.0) ** 2
 
 
 def gradients(

@@ -22,7 +22,7 @@ from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays, changes_segment
 from pallas_kernels.backward import chain
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
-from pallas_kernels.backward.gradients import MAX_LIFT, gradients, join_dbeta
+from pallas_kernels.backward.gradients import JOIN, MAX_LIFT, gradients, join_dbeta, join_weight
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
@@ -300,14 +300,33 @@ def _run(
 
 
 def strength_gradient(
-    dv_u: jax.Array, k_write: jax.Array, beta: jax.Array, tables: VisitTables | None, dtype
+    dv_u: jax.Array,
+    k_write: jax.Array,
+    beta: jax.Array,
+    tables: VisitTables | None,
+    dtype,
+    k_late: jax.Array | None = None,
 ) -> Float[Array, "B T HO"]:
-    """dbeta in beta's dtype from its two sums [visits, HO, C], of calls whose keys have a dtype."""
-    strengths, (B, T) = beta.astype(jnp.float32), beta.shape[:2]
-    if tables is not None:  # whatever the padding holds
-        strengths = jnp.where((jnp.arange(T) < tables.cu_seqlens[-1])[:, None], strengths, 0.0)
+    """dbeta in beta's dtype from its two sums [visits, HO, C], of calls whose keys have a dtype.
+
+    k_late: the part of k_write that `join_weight` takes; None where the weight is JOIN.
+    """
+    strengths, (B, T, HO) = beta.astype(jnp.float32), beta.shape
+    if tables is None:  # joined as the sums lie, so that only beta and the result change places
+        padded = jnp.pad(strengths, ((0, 0), (0, -T % CHUNK), (0, 0)))
+        strengths = padded.reshape(-1, CHUNK, HO).swapaxes(1, 2)
+        return by_token(_join(dv_u, k_write, strengths, k_late, dtype), None, B, T).astype(beta.dtype)
+    # whatever the padding holds
+    strengths = jnp.where((jnp.arange(T) < tables.cu_seqlens[-1])[:, None], strengths, 0.0)
     dv_u, k_write = (by_token(x, tables, B, T) for x in (dv_u, k_write))
-    return join_dbeta(dv_u, k_write, strengths, mantissa(strengths, dtype)).astype(beta.dtype)
+    k_late = None if k_late is None else by_token(k_late, tables, B, T)
+    return _join(dv_u, k_write, strengths, k_late, dtype).astype(beta.dtype)
+
+
+def _join(dv_u, k_write, strengths, k_late, dtype) -> jax.Array:
+    """`join_dbeta` of arrays of one shape."""
+    weight = JOIN if k_late is None else join_weight(k_late, k_write)
+    return join_dbeta(dv_u, k_write, strengths, mantissa(strengths, dtype), weight)
 
 
 def sum_heads(x: jax.Array, heads: int) -> jax.Array:

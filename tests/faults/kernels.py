@@ -11,7 +11,7 @@ FAULTS = (
     ),
     Fault(
         "the kernels' gradient of a write strength is divided by it",
-        "(beta * dv_u + JOIN * k_write) / ((beta * beta + JOIN) * mantissa)",
+        "(beta * dv_u + weight * k_write) / ((beta * beta + weight) * mantissa)",
         "dv_u / (beta * mantissa)",
         "tests/test_kernels_backward.py",
     ),
