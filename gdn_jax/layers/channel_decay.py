@@ -9,7 +9,7 @@ y    = (RMSNorm(o) * sigmoid(x Wg1 Wg2, or x Wg)) Wo          the norm over each
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,23 @@ def check_gates(
             check_choice(name, rank, (HEAD_DIM, None))
         elif rank is not None:
             check_positive(**{name: rank})
+
+
+class FirstFactors(NamedTuple):
+    """Results of the projections of x that a layer makes in one product."""
+
+    f: Float[Array, "B T R"]
+    """The result of the first factor to the decay."""
+    logits: list[Float[Array, "B T _"]]
+    """The results of the projections to the strengths."""
+    g: Float[Array, "B T R2"]
+    """The result of the first factor to the output gate."""
+
+    @classmethod
+    def of(cls, results: list[Array]) -> "FirstFactors":
+        """Takes the results in the order of the fields."""
+        f, *logits, g = results
+        return cls(f, logits, g)
 
 
 class ChannelDecayMixer(RecurrentMixer):
@@ -226,14 +243,35 @@ class ChannelDecayMixer(RecurrentMixer):
             return None
         return self.last_factors([self._factors(name)[0](x) for name in "fg"])
 
-    def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
-        """See `RecurrentMixer.raw_gates`: f [B, T, HV, K] and the logits of the strengths."""
-        first, *rest = self._factors("f")
-        strengths = self.strength_projections()
-        linears = (first, *strengths)
+    def in_common(self, x: Float[Array, "B T D"]) -> dict[str, Any]:
+        """See `RecurrentMixer.in_common`: the first factors to the decay and to the output gate, and the logits.
+
+        Their gradient of x is one product, too, in the place of two and a sum. Where one of both has a single factor,
+        as wide as keys or values, they stay products of their own.
+        """
+        f, g = self._factors("f"), self._factors("g")
+        linears = (f[0], *self.strength_projections(), g[0])
+        if len(f) == 1 or len(g) == 1 or not blocks.is_one_product(x, linears):
+            return {}
+        # XLA would make one product of these and of [q | k | v], and then copy all of them to where they are read.
+        x = jax.lax.optimization_barrier(x)
+        return {"first": FirstFactors.of(self._side_by_side(x, linears))}
+
+    def _side_by_side(self, x: Float[Array, "B T D"], linears: Sequence[Any]) -> list[Array]:
+        """Results of projections of x, from one product."""
         [joined] = blocks.shared_products(x, [linears], self.dtype)
         ends = list(itertools.accumulate(blocks.width_of(linear) for linear in linears))
-        f, *logits = jnp.split(joined, ends[:-1], axis=-1)
+        return jnp.split(joined, ends[:-1], axis=-1)
+
+    def raw_gates(
+        self, x: Float[Array, "B T D"], first: FirstFactors | None = None
+    ) -> tuple[Array, Array, Array | None]:
+        """See `RecurrentMixer.raw_gates`: f [B, T, HV, K] and the logits of the strengths. first: of `in_common`."""
+        linear, *rest = self._factors("f")
+        if first is None:
+            f, *logits = self._side_by_side(x, (linear, *self.strength_projections()))
+        else:
+            f, logits = first.f, first.logits
         both = self._joined_factors(x)
         for linear in rest if both is None else ():
             f = linear(f)
@@ -261,9 +299,10 @@ class ChannelDecayMixer(RecurrentMixer):
         mask: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " N1"] | None = None,
+        first: FirstFactors | None = None,
     ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`."""
-        qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x)))
+        qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x, first)))
         heads = KeyHeads(self.num_heads, self.head_dim)
         q, k, v, conv_state = self._convolve_qkv(heads, qkv, conv_state, mask, segment_ids, cu_seqlens)
         return ChannelInputs(q, k, v, *gates), conv_state
@@ -293,11 +332,15 @@ class ChannelDecayMixer(RecurrentMixer):
             implementation=self.implementation,
         )
 
-    def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def rule_output(
+        self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"], first: FirstFactors | None = None
+    ) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
-        both, gate = self._joined_factors(x), x
+        both, gate, linears = self._joined_factors(x), x, self._factors("g")
         if both is not None:
             return self._gated_output(partial(gated_norm_of_channels, activation="sigmoid"), o, both)
-        for linear in self._factors("g"):
+        if first is not None:
+            gate, linears = first.g, linears[1:]
+        for linear in linears:
             gate = linear(gate)
         return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))

@@ -145,12 +145,19 @@ class RecurrentMixer(nnx.Module):
                 return found
         past, state = (None, None) if cache is None else cache
         packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing)
+        in_common = self.in_common(x)
+        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing, **in_common)
         o, state = self.apply_rule(inputs, initial_state=state, **packing)
-        y = self.rule_output(o, x)
+        y = self.rule_output(o, x, **in_common)
         if state is None or (cache is None and not return_cache):
             return y, None
         return y, RecurrentCache(conv, state if cache is None else state.astype(cache.state.dtype))
+
+    def in_common(self, x: Float[Array, "B T D"]) -> dict[str, Any]:
+        """Makes once what the layer's own `rule_inputs` and `rule_output` both need of x: keywords of both, which may
+        be left out."""
+        del x
+        return {}
 
     def rule_inputs(
         self,
