@@ -27,9 +27,10 @@ class ProjectionStack(nnx.Module):
     def __call__(self, xs: Sequence[Float[Array, "*S D"]]) -> Float[Array, "*S F"]:
         """The results of all projections side by side."""
         weight = self.weight[...]
-        x = jnp.stack(xs, -2)
+        # Not jnp.stack: of inputs that are neighbours in one array XLA sees that this is a part of it.
+        x, leading = jnp.concatenate(xs, -1), xs[0].shape[:-1]
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
-        x, weight, leading = x.astype(dtype), weight.astype(dtype), x.shape[:-2]
+        x, weight = x.reshape(*leading, len(xs), -1).astype(dtype), weight.astype(dtype)
         if math.prod(leading) > 1:
             y = jnp.einsum("...nd,nfd->...nf", x, weight, preferred_element_type=dtype)
         else:

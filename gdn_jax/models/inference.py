@@ -46,12 +46,13 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 GROUPS = (
-    ("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "b_proj", "w_proj", "g_a_proj", "g_proj"),
+    ("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "g_a_proj", "b_proj", "w_proj", "g_proj"),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""Projections of one input, by their names in a layer, in the order in which its kernels take them."""
+"""Projections of one input, by their names in a layer, in the order in which its kernels take them. First factors are
+neighbours: what multiplies both, `RecurrentMixer.join_factors`, reads them where they lie."""
 
 
 def for_decoding(model: LanguageModel) -> LanguageModel:
