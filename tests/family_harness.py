@@ -17,10 +17,9 @@ QUICK = (
     "erase-0",
     "write-0",
     "packed",
-    "segments",
 )
 OF_LONG_CHUNKS = {
-    *(name for name in QUICK if name not in ("packed", "segments")),
+    *(name for name in QUICK if name != "packed"),
     "packed-vk-erase-a-channel",
     "K100-V60-chunk-128",
 }

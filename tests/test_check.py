@@ -114,7 +114,11 @@ def traced_anew():
 
 @pytest.mark.parametrize(
     ("breaks", "off"),
-    [(slightly_wrong, {"o", "dbeta"}), (not_a_number, {"state"}), (no_return, None)],
+    [
+        pytest.param(slightly_wrong, {"o", "dbeta"}, marks=pytest.mark.slow),
+        (not_a_number, {"state"}),
+        (no_return, None),
+    ],
 )
 def test_a_broken_implementation_fails(small, traced_anew, monkeypatch, capsys, breaks, off):
     """Exit status 1; its rows say FAIL, the wrong results are in bold, and the others stay ok."""

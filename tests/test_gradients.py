@@ -71,7 +71,7 @@ DOUBLE = (
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
-@pytest.mark.parametrize("name", harness.tiers(DOUBLE, DOUBLE[:6], DOUBLE[6:8] + DOUBLE[9:]))
+@pytest.mark.parametrize("name", harness.tiers(DOUBLE, DOUBLE[:6], ("segments", DOUBLE[-1])))
 def test_double_precision(implementation, name):
     """With x64 on, nothing inside is computed in less than float64."""
     case = cases.CASES[name]

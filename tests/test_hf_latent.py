@@ -109,6 +109,7 @@ def test_experts_are_chosen_by_groups_and_weighted_without_the_bias():
         np.testing.assert_allclose(w, 2.5 * s[left] / s[left].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces():
     """Rotation, compressed queries and a gate, against float64; through the cache, with a low-rank change too."""
     a = LatentAttentionConfig(2, 6, 4, 5, 7, q_rank=8, rope_theta=100.0, head_gate=True)

@@ -86,33 +86,39 @@ WINDOW = AttentionConfig(2, 1, 8, rotary_dim=8, window=5)
 def test_a_window_attends_as_its_definition_says_in_any_pieces():
     """Against float64 softmax over the last five tokens; pieces of 1, 7, 2 and 9 tokens, one row with padding."""
     layer = WindowAttention(16, WINDOW, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (2, 19, 16))
-    q, k, v = (np.asarray(a, np.float64) for a in layer.heads(x))
+    x = np.random.default_rng(1).standard_normal((2, 19, 16)).astype(np.float32)
+
+    @nnx.jit
+    def run(layer, x, cache=None, mask=None):
+        return layer(x, cache=cache, mask=mask, return_cache=True)
+
+    heads, weights = nnx.jit(lambda layer, x: (layer.heads(x), layer.weights(x)))(layer, x)
+    q, k, v = (np.asarray(a, np.float64) for a in heads)
     i, j = np.ogrid[:19, :19]
     scores = np.where((j <= i) & (j > i - 5), np.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / 8**0.5, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     o = np.einsum("bhij,bjd->bihd", p, v[:, :, 0]).reshape(2, 19, 16)
     want = o @ np.asarray(layer.o_proj.kernel[...], np.float64)
-    whole, cache = layer(x, return_cache=True)
+    whole, cache = run(layer, x)
     np.testing.assert_allclose(whole, want, atol=1e-5)
-    np.testing.assert_allclose(layer.weights(x), p, atol=1e-5)
+    np.testing.assert_allclose(weights, p, atol=1e-5)
     past, outputs, begin = layer.init_cache(2), [], 0
     for tokens in (1, 7, 2, 9):
-        y, past = layer(x[:, begin : begin + tokens], cache=past)
+        y, past = run(layer, x[:, begin : begin + tokens], past)
         outputs.append(y)
         begin += tokens
     np.testing.assert_allclose(np.concatenate(outputs, 1), want, atol=1e-5)
     for name in ("k", "v", "length"):  # where a token lies does not depend on the pieces
         np.testing.assert_allclose(getattr(past, name), getattr(cache, name), atol=1e-5)
     # A row of 12 tokens on the right of 19 places: the ring holds its tokens alone, and goes on.
-    mask = jnp.arange(19)[None] >= jnp.array([[7], [0]])
-    _, past = layer(jnp.concatenate([x[:, :7], x[:, :12]], 1), mask=mask, return_cache=True)
-    y, past = layer(x[:, 12:13], cache=past)
+    mask = np.arange(19)[None] >= np.array([[7], [0]])
+    _, past = run(layer, np.concatenate([x[:, :7], x[:, :12]], 1), mask=mask)
+    y, past = run(layer, x[:, 12:13], past)
     np.testing.assert_allclose(y[0], want[0, 12:13], atol=1e-5)
     np.testing.assert_array_equal(past.length, [13, 20])
     half = WindowAttention(16, WINDOW, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    for cache in (half.init_cache(1), half(x[:1, :1], return_cache=True)[1]):
+    for cache in (half.init_cache(1), run(half, x[:1, :1])[1]):
         assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
 
 

@@ -95,6 +95,7 @@ def test_norms_of_a_16_bit_model_are_widened_once():
     np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
 
 
+@pytest.mark.slow
 def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))

@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype", "how"), CASES, ids=lambda x: getattr(x, "name", ""))
 def test_both_passes_in_the_interpreter(case, dtype, how):
     x = cases.inputs(case, dtype)

@@ -251,7 +251,7 @@ def test_refusals_say_why(change, reason):
 
 
 @pytest.mark.parametrize(
-    ("case", "counts"), harness.tiers(RING_CASES, ("ring-wide-vk",), ("ring-kv-bfloat16", "ring-parts"))
+    ("case", "counts"), harness.tiers(RING_CASES, (), ("ring-wide-vk", "ring-kv-bfloat16", "ring-parts"))
 )
 @pytest.mark.usefixtures("interpreted")
 def test_deferred(case, counts):

@@ -36,8 +36,8 @@ def test_swiglu(N, dtype):
     ("sizes", "lead", "dtype"),
     [
         pytest.param((264, 64, 160), 2, "bfloat16", marks=pytest.mark.slow),
-        pytest.param((8, 192, 32), 2, "float16", marks=pytest.mark.slow),
-        pytest.param((136, 128, 32), 0, "bfloat16", marks=pytest.mark.slow),
+        pytest.param((8, 192, 32), 2, "float16", marks=pytest.mark.crossed),
+        pytest.param((136, 128, 32), 0, "bfloat16", marks=pytest.mark.crossed),
     ],
     ids=["ends in tiles", "one tile", "no lead"],
 )

@@ -57,9 +57,9 @@ def check(text, config, **options):
     ("text", "heads"),
     [
         ("head=2,context=4", (8, 2)),
-        pytest.param("data=2,context=4", (8, 8), marks=pytest.mark.slow),
+        pytest.param("data=2,context=4", (8, 8), marks=pytest.mark.crossed),
         pytest.param("context=8", (8, 1), marks=pytest.mark.slow),
-        pytest.param("context=4", (12, 6), marks=pytest.mark.slow),
+        pytest.param("context=4", (12, 6), marks=pytest.mark.crossed),
         pytest.param("data=2,head=2,context=2", (4, 2), marks=pytest.mark.slow),
     ],
 )

@@ -199,7 +199,9 @@ def test_a_ring_is_appended_to_where_it_lies(setting):
 
 
 @pytest.mark.slow
-@settings
+@pytest.mark.parametrize(
+    "setting", ["shardy", *(pytest.param(s, marks=pytest.mark.crossed) for s in ("gspmd", "explicit"))]
+)
 @pytest.mark.parametrize(
     "calls", [pick(RINGS, "verify", "flush", "snapshot"), TREES, PLAIN], ids=["rings", "trees", "plain"]
 )

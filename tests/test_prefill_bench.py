@@ -14,6 +14,7 @@ def run(*words):
     return cli.main(["bench", "prefill", *TINY, *words])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking_clock")
 def test_prompts_are_timed_beside_the_rule_alone(tmp_path, capsys):
     path = tmp_path / "prefill.json"

@@ -78,6 +78,7 @@ def test_gated_linear_attention(T, chunk_size):
         assert_close(x, np.asarray(y), F32, name, axis)
 
 
+@pytest.mark.slow
 def test_gated_linear_attention_defaults():
     """No decay, no state, a scale; q and k heads shared by pairs of value heads."""
     q, k, v, g, _, state = inputs(9, heads=(2, 4))

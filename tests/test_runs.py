@@ -156,6 +156,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(folder, finished, tmp_path
     assert metrics(out) == metrics(finished[0])
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_go_on_is_not_saved(folder, tmp_path, capsys):
     out = tmp_path / "run"
     assert train(folder, out, "--lr", "1e38", "--save-every", "1") == 1

@@ -230,6 +230,7 @@ def test_batch_invariance():
     assert_same_bits(new[READ[n]], begun[READ[n]])
 
 
+@pytest.mark.slow
 def test_two_passes_from_packed_qkv():
     """Convolution over a pool, then the rule from packed channels and linear decay, over slots, with bfloat16 pools
     beside float32 tokens; what comes out equals the plain operations one after the other."""

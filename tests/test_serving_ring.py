@@ -288,7 +288,10 @@ def test_batch_invariance():
         assert_same_bits(a[2], b[2])
 
 
-@pytest.mark.parametrize("Hq, Hk, HV", [pytest.param(4, 2, 2, marks=pytest.mark.crossed), (2, 3, 6)])
+@pytest.mark.parametrize(
+    "Hq, Hk, HV",
+    [pytest.param(4, 2, 2, marks=pytest.mark.crossed), pytest.param(2, 3, 6, marks=pytest.mark.slow)],
+)
 def test_any_grouping_of_heads_and_resets(Hq, Hk, HV):
     """More query heads than value heads; numbers of heads that do not divide one another. One head forgets all at
     every token: its log decay is -inf, also in the ring."""

@@ -74,6 +74,7 @@ def test_time_step_scales_the_first_decays():
         jax.tree.map(np.testing.assert_array_equal, one, tenth)
 
 
+@pytest.mark.slow
 def test_starts_are_arguments_of_one_program():
     """What runs side by side start with is what a model of these options starts with."""
     o = options(write_starts=(0.5, 0.06), time_steps=(1.0, 0.1), lrs=(0.01,), seeds=1, together=4)

@@ -168,7 +168,7 @@ BFLOAT16_MAPPED = {"v": (2,), "gates and state": (3, 4, 5), "k": (1,)}
 """Name -> places of the inputs that a call is mapped over, alone."""
 
 
-@pytest.mark.parametrize("name", harness.tiers(BFLOAT16_MAPPED, ()))
+@pytest.mark.parametrize("name", harness.tiers(BFLOAT16_MAPPED, (), ("v", "gates and state")))
 def test_vmap_of_packed_bfloat16(name):
     """Forward and gradients where some inputs alone are mapped: on a CPU a product then takes a form of its own."""
     case = cases.Case(
