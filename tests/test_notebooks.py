@@ -89,6 +89,7 @@ for name, value in first_settings.items():
 pyplot.close("all")
 pyplot.rcdefaults()
 get_ipython().run_line_magic("reset", "-f")
+__import__("gc").collect()
 """
 """Leaves to a notebook no name, figure or setting of those before it in the same process."""
 
