@@ -213,6 +213,7 @@ def test_costs_grow_as_they_should():
     assert costs.layer_costs(wide, "gated_delta_net", 1).decode_flops == 4 * short.decode_flops
 
 
+@pytest.mark.slow
 def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
     """The bytes of a run, as they come; the model is a stand-in."""
     from gdn_jax.inspect import generate as command

@@ -87,6 +87,7 @@ def test_a_token(state_dtype, layout, apart):
     assert_alike(want, got, ring, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [3, pytest.param(6, marks=pytest.mark.crossed)])
 @pytest.mark.parametrize(("state_dtype", "layout", "apart"), CALLS)
 def test_drafts(state_dtype, layout, apart, T):

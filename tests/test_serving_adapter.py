@@ -103,6 +103,7 @@ def serve(mode, lengths, slots, distribution, contexts, *, known=False, drafts=0
     np.testing.assert_array_equal(np.asarray(got_states)[rest], states[rest])
 
 
+@pytest.mark.slow
 def test_tpu_inference_mixed():
     """Running requests and prompts, a new one of each, one without a slot and one without tokens, and padding."""
     serve("GDN", (1, 1, 1, 5, 0, 7, 2), (3, 5, 0, 9, 7, 2, 11), (3, 3, 6), (4, 0, 3, 2, 6, 0, 0))
