@@ -56,7 +56,7 @@ def from_stream(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*S D"] | None,
+    y: Float[Array, "*P D"] | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """A part of a block, called with the norm of the residual stream.
@@ -68,7 +68,7 @@ def from_stream(
       part: a mixer, an MLP, or a function in the place of one.
       norm: the norm before it.
       x: residual stream.
-      y: what is added to the stream first; None: nothing.
+      y: what is added to the stream first, for one token also in parts [P, .., D], see `whole`; None: nothing.
       options: of the part.
 
     Returns:
@@ -82,12 +82,17 @@ def normalise_first(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*S D"] | None,
+    y: Float[Array, "*P D"] | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """`from_stream` for any part."""
     x, normalized = norm.add(x, y)
     return x, part(normalized, **options)
+
+
+def whole(y: Float[Array, "*P D"], x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+    """Returns what is added to a stream x: y itself, or the sum of its parts [P, .., D]."""
+    return y if y.shape == x.shape else jnp.sum(y.reshape(-1, *x.shape), axis=0)
 
 
 def NoDecayParam(value: Any) -> nnx.Param:
@@ -157,13 +162,13 @@ class RMSNorm(nnx.Module):
         return self.add(x, None)[1]
 
     def add(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
+        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         return self._add(x, y, self.scale(accumulation_dtype(x)))
 
     def add_folded(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None, *projections: Float[Array, "D F"]
+        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None, *projections: Float[Array, "D F"]
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"], list[Float[Array, "D F"]]]:
         """`add` where projections alone read the norm: their rows are multiplied by `scale` instead of it."""
         scale = self.scale(jnp.float32)
@@ -171,7 +176,7 @@ class RMSNorm(nnx.Module):
 
     def _add(self, x, y, scale):
         options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
-        return add_norm(x, y, scale, **options)
+        return add_norm(x, None if y is None else whole(y, x), scale, **options)
 
     def scale(self, dtype: DTypeLike) -> Float[Array, " D"]:
         """The factor of each channel: the weight, or 1 + weight."""
@@ -216,7 +221,7 @@ class SwiGLU(nnx.Module):
         return self._product(x, *self._branches())
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*S D"] | None
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
         if not (is_one_product(x, (self.gate_proj, self.up_proj)) and kernels_run(self.implementation)):
@@ -273,6 +278,11 @@ class ProjectionOfGroup(nnx.Module):
         self.group = group
         self.start, self.stop = start, start + linear.out_features
         self.bias = linear.bias
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the group is this projection alone, without a bias."""
+        return self.bias is None and (self.start, self.stop) == (0, self.group.weight.shape[0])
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The projection of x."""
@@ -397,6 +407,14 @@ def group_of(linears: Sequence[Projection]) -> ProjectionGroup | None:
         start = linear.stop
         groups.append(linear.group)
     return groups[0] if all(group is groups[0] for group in groups) else None
+
+
+def parts_of_group(linears: Sequence[Projection]) -> tuple[ProjectionGroup, list[slice]] | None:
+    """The group of all these projections, which have no bias, and their places in it; None where there is none."""
+    own = [x for x in linears if isinstance(x, ProjectionOfGroup) and x.bias is None]
+    if len(own) < len(linears) or any(x.group is not own[0].group for x in own):
+        return None
+    return own[0].group, [slice(x.start, x.stop) for x in own]
 
 
 def transposed_product(

@@ -82,7 +82,7 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
     whole, last = jax.device_get(call(model, tokens, model.init_cache(2)))
     cache, logits = model.init_cache(2), []
     monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
-    single = inference.for_decoding(inference.for_inference(model))
+    single = inference.for_decoding(inference.for_inference(model), 1)
     assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
     for t in range(5):
         one, cache = call(single, tokens[:, t : t + 1], cache)

@@ -99,9 +99,9 @@ def test_norms_of_a_16_bit_model_are_widened_once():
 def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
-    assert for_decoding(ready) is ready  # without a GPU
+    assert for_decoding(ready, 1) is ready  # without a GPU
     monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
-    copy = for_decoding(ready)
+    copy = for_decoding(ready, 1)
     groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
     assert len(groups) == 2 * 4
     kernels = sum(

@@ -24,11 +24,11 @@ class ChannelToken(NamedTuple):
     channels: Float[Array, "B C"]
     """Products of the layer's input: q, k and v before the convolution, then any others."""
     f: Float[Array, "B F"]
-    """Array that begins with the raw input of each channel's decay, [HV, K]."""
+    """Array in which the raw input of each channel's decay lies, [HV, K]; may be `channels` itself."""
     b: Float[Array, "B G"]
     """Array in which the raw input of the strengths lies; may be `channels` itself."""
-    weight: Float[Array, "D W"]
-    """Filters of the convolution, of the D channels of q, k and v."""
+    weight: Float[Array, "D W"] | None
+    """Filters of the convolution, of the D channels of q, k and v; None where these are behind it."""
     bias: Float[Array, " D"] | None
     A_log: Float[Array, " HV"] | None
     dt_bias: Float[Array, "HV K"]
@@ -43,8 +43,10 @@ class ChannelGates(NamedTuple):
 
     H: int
     """Heads of q, and of k."""
+    f: int
+    """First channel of the decays in their array."""
     b: int
-    """First channel of the strengths in their array."""
+    """First channel of the strengths in theirs."""
     lower_bound: float | None
     """The strongest log decay of the bounded gate; None for the other gate, see `channel_log_decay`."""
     allow_neg_eigval: bool = False
@@ -64,14 +66,16 @@ def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | 
         return False
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
-    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    reason = None
+    if token.weight is not None:
+        reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
     return usable("the step of a token", implementation, reason or step.check_supported(q, q, v, token.state))
 
 
 def mix_channel_token(
     token: ChannelToken, gates: ChannelGates
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
-    """One token of every row by two kernels, which change both states where they lie.
+    """One token of every row by two kernels, or one behind the convolution, which change states where they lie.
 
         [q | k | v] = silu(conv(channels));   q and k to unit length;   beta = sigmoid(b)
         g = channel_log_decay(f, A_log, dt_bias, lower_bound)
@@ -92,20 +96,28 @@ def mix_channel_token(
 
 
 def _by_kernels(gates: ChannelGates, token: ChannelToken):
+    from pallas_kernels.device.launch import compiled
+
+    return compiled(_run, None)(gates, token)  # by itself: layers of a model share it
+
+
+def _run(gates: ChannelGates, token: ChannelToken):
     from pallas_kernels.decode.channel_step import channel_step
     from pallas_kernels.decode.conv_update import conv_update
     from pallas_kernels.decode.step import Channels
 
     everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
-    qkv, conv_state = conv_update(token.channels, token.conv_state, token.weight, token.bias, **everywhere)
+    qkv, conv_state = token.channels, token.conv_state
+    if token.weight is not None:
+        qkv, conv_state = conv_update(qkv, conv_state, token.weight, token.bias, **everywhere)
     (HV, K), H = token.state.shape[1:3], gates.H
     options: dict[str, Any] = {
         "A_log": token.A_log,
         "dt_bias": token.dt_bias,
         "lower_bound": gates.lower_bound,
     }
-    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, b=gates.b), "scale": K**-0.5}
-    options |= {"allow_neg_eigval": gates.allow_neg_eigval} | everywhere
+    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, gates.f, gates.b)}
+    options |= {"scale": K**-0.5, "allow_neg_eigval": gates.allow_neg_eigval} | everywhere
     qkv, f, b = qkv[:, None], token.f[:, None], token.b[:, None]
     o, state = channel_step(qkv, qkv, qkv, f, b, token.state, **options)
     return o[:, 0], conv_state, state
@@ -113,12 +125,14 @@ def _by_kernels(gates: ChannelGates, token: ChannelToken):
 
 def _plain(gates: ChannelGates, token: ChannelToken):
     """The operation in plain JAX, for its derivative."""
-    D = token.weight.shape[0]
-    qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
+    D = token.conv_state.shape[1]
+    qkv, conv_state = token.channels[:, :D], token.conv_state
+    if token.weight is not None:
+        qkv, conv_state = causal_conv1d_update(qkv, conv_state, token.weight, token.bias)
     (B, HV, K, V), H = token.state.shape, gates.H
     q, k, v = split_normalized(qkv, H, K, normalize=False)
     q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
-    f, b = token.f[:, : HV * K].reshape(B, HV, K), token.b[:, gates.b : gates.b + HV]
+    f, b = token.f[:, gates.f : gates.f + HV * K].reshape(B, HV, K), token.b[:, gates.b : gates.b + HV]
     g = channel_log_decay(f, token.A_log, token.dt_bias, gates.lower_bound)
     beta = write_strength(b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
     arrays = q, k, v.reshape(B, HV, V).astype(jnp.float32), g, beta, beta

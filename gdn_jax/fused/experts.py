@@ -7,12 +7,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import fused_op, run, usable
+from gdn_jax.fused.kernels import fused_op, kernels_run, run, usable
+from gdn_jax.fused.token import is_whole
 from gdn_jax.partitioning import expected_shards
 
 FEW = 128
 """Rows up to which kernels multiply all of them by every expert that one of them has chosen: to read the weights of
 an expert then takes longer than to multiply."""
+
+OF_EIGHT = 8
+"""Rows that are copied into swizzled memory are a multiple of this, or fewer."""
 
 
 def mixture(
@@ -146,6 +150,8 @@ def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
         chosen = jnp.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     config = Config.few(rows.shape[0]) if few else Config.many()
     tiles = (_tiles_of_few if few else _tiles_of_many)(rows, chosen, num_experts, config.rows)
+    if few and len(rows) > OF_EIGHT:
+        tiles = tiles._replace(x=jnp.pad(rows, ((0, -len(rows) % OF_EIGHT), (0, 0))))
     of_tiles = dict(experts=tiles.experts, used=tiles.used, config=config)
     h = expert_product(tiles.x, gate_up, **of_tiles, shared=few, swiglu=True)
     y = expert_product(h, down, **of_tiles)[tiles.places]
@@ -175,3 +181,70 @@ def _backward(_, saved, dy):
 
 
 _mixture = fused_op(_forward, _backward)
+
+
+class SharedExpert(NamedTuple):
+    """Projections of an expert that every token has."""
+
+    gate: Float[Array, "D S"]
+    up: Float[Array, "D S"]
+    down: Float[Array, "S D"]
+
+
+def takes_row(
+    rows: jax.Array | jax.ShapeDtypeStruct,
+    gate_up: Float[Array, "E D F2"],
+    shared: SharedExpert,
+    implementation: str | None,
+) -> bool:
+    """Whether `row_mixture` takes a call, from its arrays or their shapes: one row in 16 bits, on one device."""
+    from pallas_kernels.layer.expert_row import check_supported
+
+    if rows.shape[0] != 1 or not kernels_run(implementation):
+        return False
+    arrays = gate_up, *shared, *((rows,) if isinstance(rows, jax.Array) else ())
+    like = jax.ShapeDtypeStruct(gate_up.shape, rows.dtype)
+    return is_whole(*arrays) and check_supported(rows, like, shared.gate.shape[1]) is None
+
+
+def row_mixture(
+    row: Float[Array, "1 D"],
+    weights: Float[Array, "1 k"],
+    chosen: Int[Array, "1 k"],
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+    shared: SharedExpert,
+    weight: Float[Array, "1"] | None = None,
+) -> Float[Array, "P D"]:
+    """`mixture` of one row and a shared expert, times its weight if it has one, by two kernels, in parts.
+
+    Args: those of `mixture`, for which `takes_row` is true. The result can be differentiated once, in reverse.
+
+    Returns:
+      [P, D] float32, whose sum it is. Numerics: nothing in between is rounded.
+    """
+    gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
+    return _row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight)
+
+
+def _row_forward(_, *args):
+    from pallas_kernels.layer.expert_row import expert_row
+
+    return expert_row(*args), args
+
+
+def _row_backward(_, saved, dy):
+    row, weights, chosen, *others = saved
+
+    def plain(row, weights, gate_up, down, shared, weight):
+        gate, up, shared_down = shared
+        own = (jax.nn.silu(row @ gate) * (row @ up)) @ shared_down
+        own = own.astype(dy.dtype) if weight is None else weight[:, None] * own
+        return plain_mixture(row, weights, chosen, gate_up, down) + own
+
+    dy = dy[:1]  # of every part the same, where the sum is all that is used
+    drow, dweights, *gradients = jax.vjp(plain, row, weights, *others)[1](dy)
+    return drow, dweights, None, *gradients
+
+
+_row_mixture = fused_op(_row_forward, _row_backward)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax import blocks, rules
 from gdn_jax.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.fused import mixer, token
-from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
+from gdn_jax.fused.norms import gated_norm
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.layers.options import check_options, value_width
@@ -146,7 +146,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "B T D"] | None, **options: Any
+        self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "P T D"] | None, **options: Any
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
         is_plain = all(options.get(name) is None for name in ("cache", "mask", "cu_seqlens"))
@@ -276,7 +276,7 @@ class GatedDeltaNet(RecurrentMixer):
                     and gate.group is group
                     and gate.stop == channels.shape[-1]
                 ):
-                    return self._gated_output(gated_norm_of_channels, o, channels), GatedDeltaNetCache(*after)
+                    return self._gated_output_of_channels(o, channels, "silu"), GatedDeltaNetCache(*after)
                 return self.rule_output(o, x), GatedDeltaNetCache(*after)
         *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
         if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):

@@ -1,13 +1,17 @@
 """Kimi Delta Attention (KDA): the delta rule with a decay of each key channel and one write strength a head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks
+from gdn_jax.blocks import RMSNorm, normalise_first
 from gdn_jax.fused import channel_token
+from gdn_jax.fused.row_product import Convolution, stream_product, takes_stream
 from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
@@ -50,38 +54,100 @@ class KimiDeltaAttention(ChannelDecayMixer):
         del w
         return write_strength(b, allow_neg_eigval=self.allow_neg_eigval), None, None
 
+    def from_stream(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "P T D"] | None,
+        *,
+        cache: RecurrentCache | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
+        """See `blocks.from_stream`: of one row the norm, the product of all projections and the convolution are one
+        kernel."""
+        group = self._group() if self._is_one_product() else None
+        if group is not None and cache is not None and mask is None and segment_ids is None:
+            weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
+            if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
+                static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype)
+                arrays = x, y, norm.scale(jnp.float32), weight, convolution
+                after, _, channels, conv = stream_product(*arrays, **static)
+                assert conv is not None
+                behind = RecurrentCache(conv, cache.state)
+                if (found := self._of_channels(channels, channels, channels, behind)) is not None:
+                    return after, found
+        options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
+        return normalise_first(self, norm, x, y, **options)
+
     def _by_kernels(self, x, cache, segment_ids, return_cache):
         """`__call__` of one token of every row by `fused.channel_token`; None where its kernels do not take it."""
         del segment_ids, return_cache
         if cache is None or x.shape[1] > 1 or self.conv_weight is None or not is_whole(x, *cache):
             return None
-        first = self._first_strength() or 0
-        gates = channel_token.ChannelGates(self.num_heads, first, self.lower_bound, self.allow_neg_eigval)
         if jax.eval_shape(self.raw_gates, x)[2] is not None:  # what is written is not what is erased
             return None
-        if not channel_token.has_kernels(jax.eval_shape(self._token, x, cache), gates, self.implementation):
-            return None
-        o, *after = channel_token.mix_channel_token(self._token(x, cache), gates)
-        return self.rule_output(o[:, None], x), RecurrentCache(*after)
+        return self._of_channels(*self._projected(x), cache, x)
 
-    def _token(self, x, cache) -> channel_token.ChannelToken:
-        """Arrays that `mix_channel_token` takes."""
+    def _projected(self, x) -> tuple[Array, Array, Array]:
+        """The arrays of `ChannelToken` that are made of x: channels, f and b, each [B, T, ..]."""
         f, b, _ = self.raw_gates(x)
         both, group = self._joined_factors(x), self._group()
-        f = f.reshape(*f.shape[:2], -1) if both is None else both
         channels = self.project_qkv(x) if group is None else group(x)
-        b = b if self._first_strength() is None else channels
+        if self._first(self._factors("f")[-1]) is not None:
+            f = channels
+        else:
+            f = f.reshape(*f.shape[:2], -1) if both is None else both
+        return channels, f, b if self._first(self.b_proj) is None else channels
+
+    def _of_channels(self, channels, f, b, cache, x=None):
+        """A token from its products; None where kernels do not take it.
+
+        Without x all are one product, in which q, k and v are behind the convolution, as is the cache.
+        """
+        f_first, b_first = (self._first(linear) or 0 for linear in (self._factors("f")[-1], self.b_proj))
+        options = self.lower_bound, self.allow_neg_eigval
+        gates = channel_token.ChannelGates(self.num_heads, f_first, b_first, *options)
         A_log = None if self.A_log is None else self.A_log[...]
-        gates = f[:, 0], b[:, 0], *self.filters(), A_log, self.dt_bias[...]
-        return channel_token.ChannelToken(channels[:, 0], *gates, *cache)
+        weight, bias = (None, None) if x is None else self.filters()
+        inputs, parameters = (channels[:, 0], f[:, 0], b[:, 0]), (A_log, self.dt_bias[...])
+        token = channel_token.ChannelToken(*inputs, weight, bias, *parameters, *cache)
+        if not channel_token.has_kernels(token, gates, self.implementation):
+            return None
+        o, *after = channel_token.mix_channel_token(token, gates)
+        o, cache = o[:, None], RecurrentCache(*after)
+        if x is None or self._has_last(self._factors("g")[-1], channels):
+            return self._gated_output_of_channels(o, channels, "sigmoid"), cache
+        return self.rule_output(o, x), cache
+
+    def _is_one_product(self) -> bool:
+        """Whether all that is made of x are parts of one product, the output gate the last ones."""
+        linears = self._factors("f") + self._factors("g") + [self.b_proj]
+        group = self._group()
+        return (
+            len(linears) == 3
+            and all(self._first(linear) is not None for linear in linears)
+            and group is not None
+            and self._factors("g")[-1].stop == group.weight.shape[0]
+            and self.conv_weight is not None
+        )
+
+    def _has_last(self, linear: blocks.Projection, channels: Array) -> bool:
+        """Whether a projection's results are the last ones of that product."""
+        first = self._first(linear)
+        return first is not None and first + blocks.width_of(linear) == channels.shape[-1]
 
     def _group(self) -> blocks.ProjectionGroup | None:
         """The product that the projections of x are parts of, in a copy of the layer for single tokens."""
         return blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
 
-    def _first_strength(self) -> int | None:
-        """Where the raw input of the strengths begins in that product, if it lies there as it is."""
-        b = self.b_proj
-        if isinstance(b, blocks.ProjectionOfGroup) and b.group is self._group() and b.bias is None:
-            return b.start
+    def _first(self, linear: blocks.Projection) -> int | None:
+        """Where a projection's results begin in that product, if they lie there as they are."""
+        if (
+            isinstance(linear, blocks.ProjectionOfGroup)
+            and linear.group is self._group()
+            and linear.bias is None
+        ):
+            return linear.start
         return None

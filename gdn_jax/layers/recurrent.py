@@ -8,6 +8,7 @@ Parameters live in param_dtype (float32 by default) and are cast to dtype, the c
 flax's own layers. Norms, gates, the convolution's sums and the recurrent state are float32 in any case.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import blocks
-from gdn_jax.blocks import RMSNorm
+from gdn_jax.blocks import ProjectionOfGroup, RMSNorm
 from gdn_jax.conv import causal_conv1d_update
+from gdn_jax.fused.norms import gated_norm_of_channels
+from gdn_jax.fused.row_product import heads_product, takes_heads
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import logit
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
@@ -258,6 +261,18 @@ class RecurrentMixer(nnx.Module):
         if isinstance(self.o_proj, nnx.Linear) and self.o_proj.dot_general is PLAIN:
             return norm(o, gate, weight, self.o_proj.kernel[...], **options)
         return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
+
+    def _gated_output_of_channels(
+        self, o: Float[Array, "B 1 H V"], channels: Float[Array, "B 1 C"], activation: str
+    ) -> Float[Array, "B 1 D"]:
+        """`_gated_output` of a token whose gates are the last of some channels, where they lie."""
+        weight, row, last = self.o_norm.scale(jnp.float32), o.reshape(-1, o.shape[-1]), self.o_proj
+        if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_whole:
+            matrix = last.group.weight[...]
+            if takes_heads(row, channels.shape[-1], matrix, self.implementation):
+                static: Any = dict(eps=self.o_norm.eps, activation=activation)
+                return heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
+        return self._gated_output(partial(gated_norm_of_channels, activation=activation), o, channels)
 
     def _make_convolution(self, channels: int, size: int, bias: bool, used: bool, rngs: nnx.Rngs) -> None:
         """Sets conv_dim, conv_size, use_short_conv and the filters, U(-1, 1) / sqrt(W)."""

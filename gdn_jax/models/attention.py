@@ -211,17 +211,23 @@ class Attention(nnx.Module):
                 segment_ids=segment_ids,
             )
             return o, self.first_cache(k, v, count) if return_cache else None
-        T, cache = q.shape[1], _append(cache, k, v, count)
+        T, cache = q.shape[1], _append(cache, k, v, count, is_full=lengths is None)
         S = cache.k.shape[1]
-        q, (k, v) = self.queries(q), self.read(cache)
         if T == 1:
-            o = attend(q, k, v, causal=False, lengths=jnp.maximum(cache.length, 1))
+            o = self.one_query(q, cache)
         else:
+            q, (k, v) = self.queries(q), self.read(cache)
             slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
             visible = jnp.arange(S) <= slots[..., None]
             o = attend(q, k, v, causal=False, visible=visible[:, None])
         # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
         return self.outputs(jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)), cache
+
+    def one_query(self, q: Float[Array, "B 1 H K"], cache) -> Float[Array, "B 1 H Vc"]:
+        """Returns what one query of each row sees of a cache, before `outputs`."""
+        k, v = self.read(cache)
+        lengths = jnp.maximum(cache.length, 1)
+        return attend(self.queries(q), k, v, causal=False, lengths=lengths)
 
     def queries(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H Kc"]:
         """Queries of `heads` as they meet the keys of `read`."""
@@ -345,13 +351,26 @@ def _attend_causally(q, k, v, *, lengths, segment_ids, layer, window):
     return attend(q, k, v, causal=True, lengths=lengths, visible=visible, layer=layer, window=window)
 
 
-def _append(cache, k, v, count):
-    """The cache with new tokens [B, T] behind its own, of which the first `count` of each row are tokens."""
+def _append(cache, k, v, count, is_full: bool):
+    """The cache with new tokens [B, T] behind its own, of which the first `count` of each row are tokens.
+
+    Args:
+      is_full: whether all are.
+    """
     T, S = k.shape[1], cache.k.shape[1]
     old_k, old_v = cache.k, cache.v
     if not isinstance(cache, FixedAttentionCache):
         old_k, old_v = (jnp.pad(x, ((0, 0), (0, T), (0, 0), (0, 0))) for x in (old_k, old_v))
         S += T
+    if k.shape[0] == T == 1 and is_full:
+        # One kernel where a scatter would be three. A token for which there is no slot replaces the last one: its
+        # outputs are NaN, and so are those of all behind it.
+        at = (0, cache.length[0], 0, 0)
+        k, v = (
+            jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at)
+            for old, new in ((old_k, k), (old_v, v))
+        )
+        return type(cache)(k, v, cache.length + count)
     token = jnp.arange(T)
     slots = jnp.where(token < count[:, None], cache.length[:, None] + token, S)  # slot S is dropped
     rows = jnp.arange(k.shape[0])[:, None]

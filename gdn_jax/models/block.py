@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product
+from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product, whole
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.experts import Experts
@@ -42,7 +42,7 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     else:
         options = arithmetic(config) | weights
         if isinstance(a, LatentAttentionConfig):
-            mixer = LatentAttention(config.hidden_size, a, **options)
+            mixer = LatentAttention(config.hidden_size, a, implementation=config.implementation, **options)
         else:
             mixer = _attention(config, a, **options)
     mlp = None
@@ -99,16 +99,16 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "B T D"] | None,
+        y: Float[Array, "P T D"] | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"], Any]:
         """Applies the block.
 
         Args:
           x: residual stream [B, T, hidden_size].
-          y: what is added to it first; None: nothing.
+          y: what is added to it first, whole or in parts, see `blocks.whole`; None: nothing.
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 
@@ -128,14 +128,14 @@ class ReorderedBlock(Block):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "B T D"] | None,
+        y: Float[Array, "P T D"] | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"], Any]:
         """Applies the block, see `Block`."""
         dtype = self.mixer_norm.dtype
-        x = x if y is None else x + y.astype(x.dtype)
+        x = x if y is None else x + whole(y, x).astype(x.dtype)
         y, cache = (self.mixer if mix is None else mix)(x.astype(dtype), **options)
         x = x + self.mixer_norm(y).astype(x.dtype)
         return x, self.mlp_norm(self.mlp(x.astype(dtype))), cache

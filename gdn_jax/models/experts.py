@@ -1,15 +1,29 @@
 """Mixture of experts with a shared expert, in the place of a SwiGLU."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.blocks import Initializer, NoDecayParam, SwiGLU
-from gdn_jax.fused.experts import FEW, mixture
+from gdn_jax.blocks import (
+    Initializer,
+    NoDecayParam,
+    RMSNorm,
+    SwiGLU,
+    group_projections,
+    normalise_first,
+    transposed_product,
+)
+from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture, takes_row
 from gdn_jax.fused.kernels import kernels_run
+from gdn_jax.fused.routing import Choice, choose, largest
+from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
+from gdn_jax.products import PLAIN
 
 
 class Experts(nnx.Module):
@@ -61,6 +75,7 @@ class Experts(nnx.Module):
         self.router = nnx.Param(
             init(rngs.params(), (hidden_size, config.num_experts), jnp.float32 if sigmoids else param_dtype)
         )
+        self.router_rows: nnx.Param | None = None  # Wr^T, in a copy for single tokens
         self.gate_up = stack(init, hidden_size, 2 * config.expert_size)
         self.down = stack(out_init, config.expert_size, hidden_size)
         self.shared = SwiGLU(
@@ -77,78 +92,93 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
+        return self._mix(x, None)
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
+        """See `blocks.from_stream`: of one row the norm and the router's product are one kernel, and the result is
+        in parts."""
+        weight, dtype = self.router_rows, self.dtype or x.dtype
+        if weight is None or not takes_stream(x, weight[...], self.implementation):
+            return normalise_first(self, norm, x, y)
+        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype)
+        x, normalized, scores, _ = stream_product(x, y, norm.scale(jnp.float32), weight[...], **options)
+        return x, self._mix(normalized, scores.reshape(1, -1))
+
+    def _mix(self, x, scores):
+        """A call, with the router's scores or None."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-        weights, chosen = self.route(rows)
+        weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
+        if (own := self._shared_beside(rows)) is not None:
+            y = row_mixture(rows, weights, chosen, self.gate_up[...], self.down[...], own, self._gate(rows))
+            if scores is not None:
+                return y[:, None]  # in parts, which the next norm of the stream adds up
+            return jnp.sum(y, axis=0).astype(dtype).reshape(x.shape)
         y = mixture(
             rows, weights, chosen, self.gate_up[...], self.down[...], implementation=self.implementation
         )
         shared = self.shared(rows).astype(y.dtype)
-        if self.shared_gate is not None:
-            shared = jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(dtype)))[:, None] * shared
-        y = y + shared
+        gate = self._gate(rows)
+        y = y + (shared if gate is None else gate[:, None] * shared)
         return y.astype(dtype).reshape(x.shape)
+
+    def _gate(self, rows: Float[Array, "N D"]) -> Float[Array, " N"] | None:
+        """The factor of the shared expert's result; None for 1."""
+        if self.shared_gate is None:
+            return None
+        return jax.nn.sigmoid(_dot(rows, self.shared_gate[...].astype(rows.dtype)))
 
     def route(self, rows: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Weights and numbers of the experts of each token, the heaviest first, for rows in the compute dtype."""
-        if self.config.routing is not None:
-            return self._route_by_sigmoids(rows, self.config.routing)
-        probabilities = jax.nn.softmax(_dot(rows, self.router[...].astype(rows.dtype)), axis=-1)
-        weights, chosen = largest(probabilities, self.config.per_token, self._counts(rows))
-        if self.config.normalise:
+        if self.config.routing is None:
+            return self._chosen(rows, self._scores(rows))
+        return self._chosen(rows, self._scores(rows.astype(jnp.float32), "highest"))
+
+    def _chosen(self, rows, scores):
+        """`route` from scores."""
+        c, routing, few = self.config, self.config.routing, rows.shape[0] <= FEW
+        if routing is not None:
+            assert self.router_bias is not None
+            choice = Choice(c.per_token, routing.groups, routing.kept_groups, c.normalise, routing.factor)
+            return choose(scores, self.router_bias[...], choice, implementation=self.implementation)
+        # Largest scores are found by counting on a GPU, where a sort is many kernels.
+        counts = few and kernels_run(self.implementation)
+        weights, chosen = largest(jax.nn.softmax(scores, axis=-1), c.per_token, counts)
+        if c.normalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
 
-    def _route_by_sigmoids(self, rows, routing):
-        assert self.router_bias is not None
-        scores = jnp.dot(rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest")
-        scores = jax.nn.sigmoid(scores)
-        biased, counts = scores + self.router_bias[...], self._counts(rows)
-        if routing.kept_groups < routing.groups:
-            biased = biased.reshape(len(rows), routing.groups, -1)
-            of_groups = jnp.sum(largest(biased, 2, counts)[0], axis=-1)
-            _, kept = largest(of_groups, routing.kept_groups, counts)
-            stays = jnp.any(kept[..., None] == jnp.arange(routing.groups), axis=1)
-            biased = jnp.where(stays[..., None], biased, -jnp.inf).reshape(scores.shape)
-        _, chosen = largest(biased, self.config.per_token, counts)
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        if self.config.normalise:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return weights * routing.factor, chosen
+    def _scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
+        """Products of rows and the router, in float32."""
+        if self.router_rows is not None and rows.shape[0] == 1:
+            return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
+        return _dot(rows, self.router[...].astype(rows.dtype), precision)
 
-    def _counts(self, rows) -> bool:
-        """Whether the largest scores of rows are found by counting: on a GPU, where a sort is many kernels."""
-        return rows.shape[0] <= FEW and kernels_run(self.implementation)
+    def read_by_rows(self, rows: int) -> None:
+        """Makes weights lie as a GPU reads them fastest in calls of so few rows, in place.
 
+        The router gets a transposed copy. The shared expert's projections become products of groups, unless the
+        kernels of the experts take that too.
+        """
+        weight = with_layout_constraint(self.router[...].T, Layout((0, 1)))
+        self.router_rows = nnx.data(nnx.Param(weight))
+        dtype = self.dtype or self.gate_up[...].dtype
+        if self._shared_beside(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
+            for names in (("gate_proj", "up_proj"), ("down_proj",)):
+                group_projections(self.shared, names)
 
-def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array, "*S _"], Int[Array, "*S _"]]:
-    """`jax.lax.top_k`: the k largest numbers of each row and their places, the first of equal ones first.
-
-    NaN is larger than every number (with the sign bit set: smaller), and 0 than -0: each place is named once at most.
-
-    Args:
-      x: rows.
-      k: how many, up to n.
-      counts: whether the place of a number is found by counting the larger ones, n^2 comparisons without a sort.
-    """
-    if not counts:
-        values, chosen = jax.lax.top_k(x, k)
-        return values, chosen
-    places = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    order = _ordered(x)
-    other, own = order[..., None, :], order[..., None]
-    before = (other > own) | ((other == own) & (places < places[:, None]))
-    rank = jnp.sum(before, axis=-1, dtype=jnp.int32)
-    is_one = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]  # [.., k, n]
-    chosen = jnp.sum(jnp.where(is_one, places, 0), axis=-1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(is_one, x[..., None, :], 0), axis=-1), chosen
+    def _shared_beside(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
+        """The shared expert as the kernels of a row take it; None where they do not."""
+        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
+        if not all(type(linear) is nnx.Linear and linear.dot_general is PLAIN for linear in linears):
+            return None
+        shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
+        gate_up = self.gate_up[...]
+        return shared if takes_row(rows, gate_up, shared, self.implementation) else None
 
 
-def _ordered(x: Float[Array, "*S"]) -> Int[Array, "*S"]:
-    """Integers in the order in which a sort has floating numbers, NaN among them."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
-
-
-def _dot(x, weight):
-    return jnp.dot(x, weight, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+def _dot(x, weight, precision=None):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dot(x, weight, precision=precision, preferred_element_type=wide)

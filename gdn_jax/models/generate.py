@@ -219,7 +219,7 @@ def decode(
     Returns:
       The new tokens, and the cache of all but the last one.
     """
-    graphdef, params = nnx.split(for_decoding(model))
+    graphdef, params = nnx.split(for_decoding(model, token.shape[0]))
 
     def ends(token, ended):
         """Which rows have ended with this token."""

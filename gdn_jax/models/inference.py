@@ -9,6 +9,7 @@ from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.parallel.head_shards import splits_heads
 from gdn_jax.products import PLAIN
@@ -46,7 +47,10 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 GROUPS = (
-    ("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "g_a_proj", "b_proj", "w_proj", "g_proj"),
+    (
+        *("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "g_a_proj", "b_proj", "w_proj"),
+        *("q_a_proj", "kv_a_proj", "g_proj"),
+    ),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
@@ -55,7 +59,7 @@ GROUPS = (
 neighbours: what multiplies both, `RecurrentMixer.join_factors`, reads them where they lie."""
 
 
-def for_decoding(model: LanguageModel) -> LanguageModel:
+def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
     """A copy for single tokens, whose projections of one input are one product of a transposed weight.
 
     Where a GPU reads few rows, its time is the number of its kernels and the bytes of the weights. The copy has
@@ -64,17 +68,26 @@ def for_decoding(model: LanguageModel) -> LanguageModel:
 
     Args:
       model: of `for_inference`; may be traced.
+      rows: that have a token in every call.
     """
     if not kernels_run(model.config.implementation) or splits_heads():
         return model
     model = nnx.clone(model)
-    for _, part in list(nnx.iter_modules(model)):
+    parts = [part for _, part in nnx.iter_modules(model)]
+    shared = {id(part.shared) for part in parts if isinstance(part, Experts)}
+    for part in parts:
+        if id(part) in shared:
+            continue
         # Whole heads, so that a kernel can take the last ones as those of the output gate.
         unit = part.head_v_dim if isinstance(part, RecurrentMixer) else 1
         for names in GROUPS:
             group_projections(part, names, unit if "g_proj" in names else 1)
         if isinstance(part, RecurrentMixer):
             part.join_factors()
+        elif isinstance(part, Experts):
+            part.read_by_rows(rows)
+        elif isinstance(part, LatentAttention):
+            part.read_by_rows()
     return model
 
 

@@ -24,14 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.gates import softplus
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.work.slots import Slots
-
-WARP = 32
-"""Threads of a warp."""
-
-WARPS = 4
-"""Warps of a warpgroup."""
 
 ACCESS_BYTES = 16
 """Bytes that a thread loads or stores at once."""
@@ -84,20 +79,6 @@ class Sizes:
         return cls(*heads, K, V, slots, **switches)
 
 
-def lane_layout(lanes: int, width: int) -> Any:
-    """Layout of [rows, columns] whose warps lie below each other.
-
-    A thread has `width` neighbours of a row, `lanes` threads of a warp lie along the row, and the others in the rows
-    below.
-    """
-    rows = WARP // lanes
-    if rows == 1:
-        tiling = plgpu.Tiling(((WARPS, WARP * width), (width,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    tiling = plgpu.Tiling(((WARPS * rows, lanes * width), (rows, width)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
-
-
 def across_layout(columns: int, itemsize: int) -> Any:
     """Layout of [rows, columns] whose warps lie beside each other, so that sums over rows need no other warp."""
     width = ACCESS_BYTES // itemsize
@@ -109,11 +90,6 @@ def across_layout(columns: int, itemsize: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
 
 
-def vector_layout(n: int) -> Any:
-    """Layout of [n] that every warp has whole, so that sums need no other warp."""
-    return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
-
-
 def column_layout(columns: int) -> Any:
     """Layout of [rows, columns] with a column to a thread where there are enough: sums over rows stay in a warp."""
     lanes = math.gcd(columns // WARPS, WARP)
@@ -122,11 +98,6 @@ def column_layout(columns: int) -> Any:
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
-
-
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Loads from memory to registers."""
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:

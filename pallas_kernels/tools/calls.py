@@ -34,9 +34,12 @@ from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
+from pallas_kernels.layer.expert_row import expert_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
+from pallas_kernels.layer.routing import Choice, choose
+from pallas_kernels.layer.row_product import Convolution, heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
@@ -47,6 +50,17 @@ from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, r
 from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import packed_items, row_items
+
+
+def expert_row_call(x, weights, experts, gate_up, down, gate, up, shared_down):
+    """Both kernels of a row with a shared expert."""
+    return expert_row(x, weights, experts, gate_up, down, (gate, up, shared_down))
+
+
+def filtered_row_call(x, y, norm, weight, state, filters):
+    """The product of a stream whose first channels pass through a convolution."""
+    convolution = Convolution(state, filters, None)
+    return stream_product(x, y, norm, weight, eps=1e-6, dtype=weight.dtype, convolution=convolution)
 
 
 def rule_call(
@@ -359,6 +373,24 @@ CALLS: dict[str, Call] = {
         partial(expert_product, config=ExpertConfig.many()),
         "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
     ),
+    "experts of a row": call(
+        expert_row_call,
+        "bf16[1,1536] f32[1,8] i32[1,8] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
+        "bf16[512,1536]",
+    ),
+    "row of a stream": call(
+        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16, keep=jnp.bfloat16),
+        "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
+    ),
+    "row of a stream, filtered": call(
+        filtered_row_call, "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
+    ),
+    "row of heads": call(
+        partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
+        "bf16[16,128] bf16[81,128] f32[128] bf16[1536,2048]",
+    ),
+    "routing": call(partial(choose, choice=Choice(8, 8, 4, True, 2.5)), "f32[1,128] f32[128]"),
+    "routing, 256 experts": call(partial(choose, choice=Choice(8, 1, 1, True, 2.5)), "f32[32,256] f32[256]"),
     "embedding": call(embedding_gradient, "f32[64,1024] i32[64] i32[33]"),
     "cross entropy": call(cross_entropy, "bf16[8192,1024] bf16[32768,1024] i32[8192]"),
     "cotangents of logits": call(logit_cotangents, "bf16[8192,32768] f32[128,8192] i32[8192] f32[8192]"),

@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "the router's scores are rounded",
-        "self.router[...].astype(rows.dtype)), axis=-1)",
-        "self.router[...].astype(rows.dtype)).astype(rows.dtype), axis=-1)",
+        "self._chosen(rows, self._scores(rows))",
+        "self._chosen(rows, self._scores(rows).astype(rows.dtype))",
         "tests/test_experts.py::test_experts_are_chosen_by_scores_in_float32",
     ),
     Fault(

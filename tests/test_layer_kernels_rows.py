@@ -1,0 +1,165 @@
+"""Kernels of one row, interpreted: the experts that it is multiplied by, how they are chosen, and its products."""
+
+import functools
+
+import fused_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import row_kernels
+from flax import nnx
+from fused_harness import close, draws
+from layer_kernels import INTERPRET
+
+from gdn_jax.blocks import RMSNorm, from_stream, group_projections
+from gdn_jax.fused import experts
+from gdn_jax.fused import routing as plain_routing
+from gdn_jax.fused import row_product as fused_product
+from gdn_jax.fused.experts import SharedExpert, row_mixture
+from gdn_jax.fused.row_product import heads_product, stream_product
+from gdn_jax.layers import KimiDeltaAttention, RecurrentCache, kimi_delta_attention
+from gdn_jax.models import ExpertsConfig, inference
+from gdn_jax.models.config import SigmoidRouting
+from gdn_jax.models.experts import Experts
+from pallas_kernels.decode import channel_step, conv_update
+from pallas_kernels.layer import expert_row, routing, row_product
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        (dict(E=6, D=256, F=128, S=256, k=2), expert_row.Config(5, 3, 5, 3)),
+        pytest.param(
+            dict(E=5, D=384, F=128, S=128, k=4), expert_row.Config(7, 2, 7, 2), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["sums of several CTAs", "four experts"],
+)
+def test_a_row_and_its_experts(sizes, config):
+    """CTAs go on from one tile of columns to the next, and rings wrap; with a weight of the shared expert."""
+    args, want, shared = row_kernels.experts(**sizes)
+    got = expert_row.expert_row(*args, jnp.array([0.5]), config=config, interpret=INTERPRET)
+    assert len(got) > 1
+    close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
+
+
+@pytest.mark.parametrize(
+    ("E", "choice"),
+    [
+        (128, routing.Choice(8, 8, 4, True, 2.5)),
+        pytest.param(64, routing.Choice(4, 1, 1, False, 1.0), marks=pytest.mark.slow),
+        pytest.param(256, routing.Choice(8, 4, 2, True, 2.446), marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_chosen_as_by_sorting(E, choice):
+    """Also among equal scores, the first first."""
+    x, bias = row_kernels.scores(3, E)
+    weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
+    want, places = plain_routing.plain_choose(plain_routing.Choice(*vars(choice).values()), x, bias)
+    np.testing.assert_array_equal(chosen, places)
+    close(want, weights, "weights")
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(4, "bfloat16"), pytest.param(8, "float32", marks=pytest.mark.slow)]
+)
+def test_products_of_a_stream(rows, dtype):
+    args, s, n, want = row_kernels.stream(512, 40, dtype)
+    options = dict(config=row_product.Config(rows, 3), keep=jnp.bfloat16, interpret=INTERPRET)
+    got = row_product.stream_product(*args, eps=1e-6, dtype=jnp.float32, **options)
+    for name, expected, result, roundings in zip("snp", (s, n, want), got[:3], (0, 1, 0), strict=True):
+        close(expected, result, name, roundings)
+
+
+def test_channels_that_pass_through_a_convolution():
+    """The first results of a stream that is added up from parts; the state is that behind the token."""
+    (x, _, norm, weight), *_ = row_kernels.stream(256, 40, "bfloat16")
+    draw = draws(4)
+    y, state, filters, bias = draw(3, 256), draw(1, 24, 3, dtype="bfloat16"), draw(24, 4), draw(24)
+    convolution = row_product.Convolution(state, filters, bias)
+    options = dict(config=row_product.Config(8, 3), convolution=convolution, interpret=INTERPRET)
+    *_, got, after = row_product.stream_product(x, y, norm, weight, eps=1e-6, dtype=jnp.float32, **options)
+    _, n = fused_oracle.add_norm(x, jnp.sum(y, axis=0), norm, 1e-6)
+    product = n @ fused_oracle.wide(weight).T
+    inputs = np.concatenate([fused_oracle.wide(state)[0], product[0, :24, None]], axis=1)
+    total = np.sum(inputs * fused_oracle.wide(filters), axis=1) + fused_oracle.wide(bias)
+    close(np.concatenate([total * fused_oracle.sigmoid(total), product[0, 24:]]), got[0], "y", sums=4e-6)
+    close(inputs[:, 1:], after[0], "state")
+
+
+def test_products_of_heads():
+    (o, channels, *args), want = row_kernels.heads(4, 128, 256, 24, "sigmoid")
+    options = dict(config=row_product.Config(4, 2), dtype=jnp.float32, interpret=INTERPRET)
+    z = channels.reshape(-1, 128)
+    close(want, row_product.heads_product(o, z, *args, eps=1e-6, activation="sigmoid", **options), "y")
+
+
+@pytest.fixture
+def small(monkeypatch, interpreted):
+    """The kernels of one row by a few CTAs, interpreted; which were called."""
+    monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 3, 2))
+    monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(4, 3))
+    monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(4, 3))
+    for module in (experts, fused_product, kimi_delta_attention):
+        monkeypatch.setattr(module, "is_whole", lambda *arrays: True)
+    return interpreted
+
+
+@pytest.mark.slow
+def test_derivatives_are_those_of_plain_forms(small):
+    """The kernels are called once each; gradients are those of the same operations in plain JAX."""
+    (row, weights, chosen, gate_up, down, shared), *_ = row_kernels.experts(4, 128, 128, 128, 2)
+    scores, bias = row_kernels.scores(2, 64)
+    stream, *_ = row_kernels.stream(256, 8, "float32")
+    heads, _ = row_kernels.heads(4, 64, 64, 8, "silu")
+    choice = plain_routing.Choice(4, 1, 1, True, 1.5)
+
+    def loss(row, weights, gate_up, shared, scores, stream, heads):
+        y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])
+        w, _ = plain_routing.choose(scores, bias, choice)
+        _, n, p, _ = stream_product(*stream, eps=1e-6, dtype=jnp.float32, keep=jnp.float32)
+        z = heads_product(*heads, eps=1e-6, activation="silu")
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in (y, w, n, p, z))
+
+    args = row, weights, gate_up, shared, scores, stream, heads
+    gradients = jax.grad(loss, argnums=range(7))(*args)
+    assert small == dict.fromkeys(("expert_row", "choose", "stream_product", "heads_product"), 1)
+    assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
+
+
+@pytest.mark.slow
+def test_a_layer_of_one_product(small, monkeypatch):
+    """A token of Kimi Delta Attention in a copy for one row is that of the plain layer behind the norm."""
+    draw = draws(1)
+    sizes = dict(num_heads=4, head_dim=64, gate="lower_bound", gate_rank=None, output_gate_rank=None)
+    x, y, cache = draw(1, 1, 256), draw(1, 1, 256), RecurrentCache(draw(1, 768, 3), draw(1, 4, 64, 64))
+    plain, layer = (
+        KimiDeltaAttention(256, **sizes, implementation=name, rngs=nnx.Rngs(0)) for name in ("chunked", None)
+    )
+    norm = RMSNorm(256, implementation="chunked")
+    want = from_stream(plain, norm, x, y, cache=cache)
+    for names in inference.GROUPS:
+        group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
+    for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
+    got = from_stream(layer, norm, x, y, cache=cache)
+    assert small == {"stream_product": 1, "heads_product": 1}
+    for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        close(expected, result, "token", sums=4e-6)
+
+
+def test_a_mixture_of_one_row(small):
+    """In a copy for one row, with the norm before it: that of the layer without kernels."""
+    config = ExpertsConfig(64, 4, 128, 128, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5))
+    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
+    x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
+    plain = Experts(256, config, implementation="chunked", **options | {"rngs": nnx.Rngs(0)})
+    want = from_stream(plain, RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
+    layer.read_by_rows(1)
+    got = from_stream(layer, norm, x, y)
+    assert small == dict.fromkeys(("expert_row", "choose", "stream_product"), 1)
+    close(want[0], got[0], "stream")
+    # The plain form rounds the norm, h, what each expert makes, and both sums.
+    close(fused_oracle.wide(want[1]), jnp.sum(got[1], axis=0, keepdims=True), "y", 6, dtype="bfloat16")
