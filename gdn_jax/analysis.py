@@ -1,7 +1,7 @@
 """Views of a gated delta rule at work: attention maps, half-lives, retrieval, spectra, gates, Householder geometry.
 
-Pure functions of arrays, computed in float32 (float64 when an argument is). Those of many operations are compiled, a
-program for each shape. Pictures of the results are drawn by `gdn_jax.plots`.
+Pure functions of arrays, computed in float32 (float64 when an argument is). Functions of many operations are
+compiled, a program for each shape. Pictures of the results are drawn by `gdn_jax.plots`.
 """
 
 import math
