@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax.blocks import group_projections
 from gdn_jax.fused import norms
 from gdn_jax.fused import token as fused_token
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, gated_delta_net
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
 from gdn_jax.models import inference
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.device import launch
@@ -103,7 +103,7 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
         gates.append(channels.shape)
         return of_channels(o, channels, *args, **options)
 
-    monkeypatch.setattr(gated_delta_net, "gated_norm_of_channels", told)
+    monkeypatch.setattr(recurrent, "gated_norm_of_channels", told)
     calls = interpret_tokens(monkeypatch)
     y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "step_of_channels"] and gates == [(3, 1, 288)]
