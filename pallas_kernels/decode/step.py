@@ -142,9 +142,9 @@ def _decode(cta: Cta, x: Vectors) -> None:
     alpha, beta = cta.gates(0)
     is_own_slot = cta.gmem.write_slots is None and beta.ndim == 0
     if cta.config.narrow and is_own_slot and cta.tiles > 2 * NUM_SMS:
-        # It stays what it is, but a compiler that knew would keep the addresses of all loads for the stores, in 50
-        # registers, and two warpgroups would fit on an SM instead of three.
-        to = to + (beta > 2.0).astype(jnp.int32)
+        # It stays what it is, for beta is at most 2, but a compiler that knew would keep the addresses of all loads
+        # for the stores, in 50 registers, and two warpgroups would fit on an SM instead of three.
+        to = to + (beta > 4.0).astype(jnp.int32)
     q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
     v = cta.written(0, v)
     S, o = cta.tile.update(S, q, k, v, alpha, beta, lambda: cta.tile.norms(q_whole, k_whole), again)
