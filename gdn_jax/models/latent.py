@@ -238,7 +238,7 @@ class LatentAttention(Attention):
     def read_by_rows(self) -> None:
         """Adds copies of both parts of Wb as a GPU reads them fastest for few rows, in place.
 
-        That which makes keys is multiplied by Wqb, where there is one: a token needs one product less.
+        The matrix that makes keys is multiplied by Wqb, where there is one: a token needs one product less.
         """
         a, dtype = self.config, self.kv_b_proj.kernel.dtype
         keys, values = jnp.split(self._expansion(dtype), [a.nope_dim], axis=-1)
