@@ -244,6 +244,7 @@ def test_what_keys_say_of_dbeta_counts_by_what_is_left_of_it():
         jnp.float32([3.0, 2.0, 5.0, 1e-3, 2.0**-70, 0.0]),
     )
     got = gradients_kernel.join_weight(late, whole) - gradients_kernel.JOIN
+    # The fourth is (1e-3 / 1.001)^2, 0.2 % below; what is left of 2e-6 beside JOIN has an error of 2^-31 / 2e-6.
     np.testing.assert_allclose(got / gradients_kernel.KEPT, [1, 1, 1, 1e-6, 1, 0], rtol=1e-2, atol=1e-8)
 
 
