@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
 from gdn_jax.findings import ledger
 from gdn_jax.findings.ledger import LEDGER, Published
 from gdn_jax.findings.reproduce import ReproduceOptions, compared, sweep_of
 from gdn_jax.sweeps import grid
 from gdn_jax.tasks.options import RecallOptions
+from gdn_jax.training import options as options_lib
 
-CLAIMS = json.loads((Path(__file__).parent.parent / "results" / "claims.json").read_text())["claims"]
+RESULTS = Path(__file__).parent.parent / "results"
+CLAIMS = json.loads((RESULTS / "claims.json").read_text())["claims"]
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -41,6 +44,31 @@ def test_numbers_of_papers_stand_in_two_places():
         theirs = "" if claim["source"] is None else claim["source"]["theirs"]
         for number in re.findall(r"\d+\.\d+", theirs):
             assert number in known or number in said, (claim["id"], number)
+
+
+def test_a_stored_reproduction_goes_on(tmp_path):
+    """Its options count where the entry states none: a default of today is none of the setting of that day."""
+    name, folder = "2412.06464/table2", tmp_path / "run"
+    again = ReproduceOptions(out=folder, resume=True)
+    config = json.loads((RESULTS / "needle" / "words" / "configs.json").read_text())["ledger"]
+    folder.mkdir()
+
+    def store(**changes):
+        changed = config | {"options": config["options"] | changes}
+        (folder / "config.json").write_text(json.dumps(changed))
+
+    store()
+    made, today = sweep_of(name, again), sweep_of(name, ReproduceOptions())
+    assert options_lib.to_json(made) == config["options"] != options_lib.to_json(today)
+    assert made.sweep.resume and made.sweep.out == folder
+    store(steps=500)
+    with pytest.raises(RunError, match="--steps: expected 500 as in the run to resume, got 2000"):
+        sweep_of(name, again)
+    store()
+    with pytest.raises(RunError, match="--val-sequences: expected 256 as in the run to resume"):
+        sweep_of(name, ReproduceOptions(out=folder, resume=True, small=True))
+    with pytest.raises(RunError, match="expected a run of the task sweep recall, got sweep sentence"):
+        sweep_of("2312.04927/mqar", again)
 
 
 @pytest.mark.slow

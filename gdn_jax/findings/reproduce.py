@@ -30,7 +30,7 @@ class ReproduceOptions:
     out: Path | None = None
     """Folder of the sweep. Without it, runs/reproduce-<entry>."""
     resume: bool = False
-    """Continue the sweep in --out."""
+    """Continue the sweep in --out with its stored options. One that the entry states otherwise is an error."""
     max_minutes: Annotated[float | None, Positive] = None
     """Stop before runs that would not be finished after so many minutes. --resume continues."""
 
@@ -47,7 +47,13 @@ def entry_named(name: str) -> Entry:
 
 
 def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
-    """Makes the options of an entry's sweep."""
+    """Makes the options of an entry's sweep; of one that is continued, those that it has stored.
+
+    What an entry leaves to the defaults may have changed since a sweep began, and is none of its setting.
+
+    Raises:
+      RunError: there is no such entry, or the sweep to continue is not one of it.
+    """
     entry = entry_named(name)
     size, changes = ("small", entry.small) if options.small else ("full", entry.full)
     out = (
@@ -55,9 +61,18 @@ def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
     )
     start = GridOptions(out=out, resume=options.resume, max_minutes=options.max_minutes)
     default = sweep_options.PRESETS[entry.task][size]
-    made = options_lib.from_json(default, options_lib.to_json(default) | changes, start)
-    sweep_options.check(made)
-    return made
+    values = options_lib.to_json(default)
+    if options.resume:
+        _, config = RunFolder.open(out)
+        if config.get("task") != f"sweep {entry.task}":
+            fail("resume", f"a run of the task sweep {entry.task}", f"{config.get('task')} in {out}")
+        values = config["options"]
+    made = options_lib.from_json(default, values, start)
+    stated = options_lib.from_json(default, values | changes | {"size": size}, start)
+    if options.resume:
+        options_lib.check_same(made, stated)
+    sweep_options.check(stated)
+    return stated
 
 
 def show_ledger(console: Console) -> int:
@@ -87,9 +102,6 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
     """
     fields.check(options)
     entry, made = entry_named(name), sweep_of(name, options)
-    if options.resume:
-        _, config = RunFolder.open(made.sweep.out)
-        options_lib.check_same(options_lib.from_json(made, config["options"], made.sweep), made)
     status = sweep.sweep(made, console, command)
     lines = JsonLines(Path(str(made.sweep.out)) / "runs.jsonl").records()
     if status or len({grid.as_run(line) for line in lines}) < grid.count(made):
