@@ -178,6 +178,7 @@ ROOMS: dict[str, set[str]] = {
     "bench": {
         "gdn_jax",
         "shapes",
+        "rules",
         "serving",
         "parallel",
         "fused",

@@ -135,6 +135,10 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("step --tokens 0", "--tokens: expected a number above 0, got 0"),
         ("step --options depth=3", "--options: expected fields of ModelConfig"),
         ("step --options remat=some", "--options: expected values that fit"),
+        (
+            "step --peers jax-linear-attention",
+            "--peers: expected libraries that can be timed here, got jax-linear-attention: not installed",
+        ),
         ("generate --model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),
         ("generate --contexts 8 -1", "--contexts: expected a number above 0, got -1"),
         ("generate --prefill -1", "--prefill: expected 0 or more, got -1"),

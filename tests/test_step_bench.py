@@ -6,8 +6,11 @@ import json
 import jax
 import pytest
 
-from gdn_jax import cli
+import gdn_jax
+from gdn_jax import cli, rules
+from gdn_jax.bench import peers
 from gdn_jax.bench import step as step_bench
+from gdn_jax.commands.errors import RunError
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.training import peak
 
@@ -25,6 +28,58 @@ def test_a_step_is_timed(tmp_path, capsys):
     assert result["length"] == 64 and result["fastest"] == result["ms"] == result["slowest"] == 250
     assert result["tokens/s"] == 512
     assert 5 < result["loss"] < 7  # a fresh model: about ln 256 = 5.5 and half the variance of its logits
+
+
+@pytest.fixture
+def other_library(monkeypatch):
+    """jax-linear-attention, whose two calls are the recurrence times a factor, which the fixture returns."""
+    factor = [1.0]
+
+    def rule(row, tokens, state):
+        o, final = gdn_jax.gated_delta_rule(*tokens, initial_state=state, implementation="recurrent")
+        return (factor[0] * o).astype(o.dtype), final
+
+    def layer(q, k, v, *, g, beta):
+        return gdn_jax.gated_delta_rule(q, k, v, g, beta, implementation="recurrent")[0]
+
+    name = "jax-linear-attention"
+    monkeypatch.setitem(peers.IN_LAYERS, name, peers.IN_LAYERS[name]._replace(rule=rule, layer=layer))
+    monkeypatch.setattr(peers, "missing", lambda peer: None)
+    return factor
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ticking_clock")
+def test_a_step_with_another_librarys_rule_in_the_layers(other_library, tmp_path, capsys):
+    """The same model and batch, so the same loss and gradient; a rule that is wrong is not timed."""
+    words = [
+        *("bench step --model tiny --tokens 64 --lengths 64 --repeats 1".split()),
+        *("--options", "num_layers=1", "--peers", "jax-linear-attention"),
+    ]
+    path = tmp_path / "step.json"
+    assert cli.main([*words, "--json", str(path)]) == 0
+    ours, theirs = json.loads(path.read_text())["results"]
+    assert (ours["rule"], theirs["rule"]) == ("gdn-jax", "jax-linear-attention")
+    # Two forms of one rule in bfloat16, with outputs that are off by up to 5e-3 each, in random directions.
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-3)
+    assert theirs["grad norm"] == pytest.approx(ours["grad norm"], rel=1e-2)
+    assert "jax-linear-attention" not in rules.RULES
+    capsys.readouterr()
+    other_library[0] = 2.0
+    assert cli.main(words) == 1
+    assert "rule jax-linear-attention: wrong: o 1.0e+00" in " ".join(capsys.readouterr().err.split())
+
+
+def test_another_librarys_rule_needs_layers_that_can_have_it(other_library):
+    bench = step_bench.StepBenchmark(model="tiny", lengths=(64,), tokens=64, peers=("jax-linear-attention",))
+    bench.check()
+    with pytest.raises(RunError, match="--peers: expected none but for layers with the gated delta rule"):
+        dataclasses.replace(bench, options=("mixer=kda",)).check()
+    with pytest.raises(RunError, match="--peers: expected none with --dtype float32"):
+        dataclasses.replace(bench, dtype="float32").check()
+    with pytest.raises(ValueError, match="rule: expected a name that no other rule has, got 'delta'"):
+        with rules.listed(rules.RULES["delta"]):
+            pass
 
 
 def test_presets_have_published_sizes():

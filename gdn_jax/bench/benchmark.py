@@ -115,7 +115,7 @@ def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: 
 
     Args:
       console: takes the table, as text that fits its width on a terminal, else as Markdown.
-      progress: takes a line for each result as soon as it is there.
+      progress: takes a line for each result and each note as soon as it is there.
       first_notes: lines behind the table, before those of the cases.
 
     Raises:
@@ -126,6 +126,11 @@ def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: 
     notes: dict[str, None] = dict.fromkeys(first_notes)  # a set in order
     about, started = versions(), time.monotonic()
 
+    def note(text: str) -> None:
+        if text not in notes:  # told at once too: a run that is cut short never comes to its end
+            notes[text] = None
+            _say(progress, text)
+
     def save() -> None:
         options = {name: str(x) for name, x in dataclasses.asdict(benchmark).items()}
         content: dict[str, Any] = {"versions": about, "options": options, "notes": [*notes]}
@@ -133,9 +138,9 @@ def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: 
         benchmark.save(content | {"summary": benchmark.summary(_timed(results))}, results)
 
     _say(progress, ", ".join(f"{name} {value}" for name, value in about.items()))
-    for case in benchmark.cases(lambda text: notes.update({text: None})):
+    for case in benchmark.cases(note):
         if benchmark.max_minutes is not None and time.monotonic() - started > 60 * benchmark.max_minutes:
-            notes[f"not timed, --max-minutes: {_name(case.about)}"] = None
+            note(f"not timed, --max-minutes: {_name(case.about)}")
             continue
         try:
             for result in case.run():

@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from gdn_jax.bench import passes
 from gdn_jax.bench.measure import WARM_UP, Timing, compiled, measure
 from gdn_jax.bench.passes import Part, Problem, named, steps
 from gdn_jax.bench.rows import Row
 from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.rules import Rule
+
+SLACK = 4.0
+"""Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""
 
 
 class Arguments(NamedTuple):
@@ -150,10 +155,28 @@ class JaxPeer(NamedTuple):
     rule: Callable[[Row, Any, jax.Array], tuple[jax.Array, jax.Array]]
     has_backward: bool = True
     gates: tuple[str, ...] = ("head",)
+    kernels: tuple[str, ...] = ()
+    """Beginnings of its kernels' names."""
+    layer: Callable[..., jax.Array] | None = None
+    """Its rule(q, k, v, *, g, beta) -> o over the rows of a layer, which start from nothing; None where a layer of
+    this library cannot have it."""
 
     def takes(self, row: Row) -> bool:
         """See `Peer.takes`."""
         return row.gates in self.gates and len(set(row.lengths)) == 1
+
+    def in_layers(self) -> Rule:
+        """Its rule as layers of this library have one, see `gdn_jax.rules`; it has no state to begin or end with."""
+        layer = self.layer
+        assert layer is not None
+        lacks = dict.fromkeys(("initial_state", "cu_seqlens", "segment_ids"), "a step has whole rows alone")
+        return Rule(
+            self.name,
+            lambda q, k, v, **gates: (layer(q, k, v, **gates), None),
+            gates=("g", "beta"),
+            options=(),
+            refuses=lacks,
+        )
 
     def measure(self, problem: Problem, repeats: int) -> tuple[Timing, dict[str, np.ndarray]]:
         """See `Peer.measure`."""
@@ -179,6 +202,12 @@ def _jla(kind: str, row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array,
     return o.reshape(1, -1, *o.shape[2:]), final
 
 
+def _jla_layer(q: jax.Array, k: jax.Array, v: jax.Array, *, g: jax.Array, beta: jax.Array) -> jax.Array:
+    """o by jax-linear-attention's kernels."""
+    call = import_module("jla.ops").linear_attention
+    return call("gated_deltanet", q, k, v, g=g, beta=beta, impl="mosaic_gpu")[0]
+
+
 CHANNELS = ("uniform", "mixed")
 PEERS = (
     Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), partial(_chunks, "flash_qla")),
@@ -186,9 +215,18 @@ PEERS = (
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
     Peer("fla", ("torch", "triton", "fla"), _fla_channels, gates=CHANNELS),
     JaxPeer("jax-linear-attention", ("jla",), partial(_jla, "kda"), gates=CHANNELS),
-    JaxPeer("jax-linear-attention", ("jla",), partial(_jla, "gated_deltanet")),
+    JaxPeer(
+        "jax-linear-attention",
+        ("jla",),
+        partial(_jla, "gated_deltanet"),
+        kernels=("gdr_", "sg_"),
+        layer=_jla_layer,
+    ),
 )
 """Libraries, those of `rows.PEERS` first."""
+
+IN_LAYERS = {peer.name: peer for peer in PEERS if isinstance(peer, JaxPeer) and peer.layer is not None}
+"""Libraries whose rule a layer of this one can have."""
 
 
 def missing(peer: Peer | JaxPeer) -> str | None:
@@ -198,6 +236,12 @@ def missing(peer: Peer | JaxPeer) -> str | None:
         return f"not installed ({', '.join(absent)} not found)"
     backend = jax.default_backend()
     return None if backend == "gpu" else f"needs a GPU, JAX's default device is a {backend}"
+
+
+def miss(problem: Problem, results: dict[str, np.ndarray]) -> str | None:
+    """Which of a peer's results are wrong; None if none is."""
+    found = passes.errors(problem.expected, results)
+    return passes.miss(found, problem.x, problem.dtype, SLACK)
 
 
 def _arguments(peer: Peer, problem: Problem) -> Arguments:

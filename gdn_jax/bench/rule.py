@@ -27,9 +27,6 @@ Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
 PLAIN = ("chunked", "recurrent")
 """Implementations without kernels. They do not look at known lengths."""
 
-PEER_SLACK = 4.0
-"""Other libraries may be this much less accurate; with an argument misunderstood they are off by far more."""
-
 
 @dataclasses.dataclass(frozen=True)
 class RuleBenchmark(Benchmark):
@@ -137,8 +134,7 @@ class RuleBenchmark(Benchmark):
             except Exception as error:  # another library's, which must not end the table
                 note(f"{row.name}: {peer.name} raised {one_line(error)}")
                 continue
-            errors = passes.errors(problem.expected, results)
-            if failure := passes.miss(errors, problem.x, problem.dtype, PEER_SLACK):
+            if failure := peers.miss(problem, results):
                 note(f"{row.name}: {peer.name} is not counted, {failure}")
             else:
                 note(f"{row.name}, {problem.what}, by {peer.name}: {timing.ms:.4g} ms")

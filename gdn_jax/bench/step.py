@@ -4,6 +4,10 @@ A step is that of `gdn train`: forward, backward, clipping, AdamW, on random tok
 that follow one another without a pause. Seconds to the first step are those of initialising the model, and of
 tracing, compiling and running the first step. On a GPU the kernels of a step are added up by kind from a profile.
 
+With --peers the same model is also timed with another library's rule in its layers: all else is this library's, its
+kernels of what stands around the rule too, so the difference of the two steps is that of the rules. It is not a step
+of the other library's own model and trainer. Its rule is first compared with the recurrence on one row.
+
 The defaults fit a GPU of 80 GB, of which JAX takes 60 GiB: at 32768 tokens the model 0.4b needs 30 GiB for
 temporaries and 4.4 GiB for its state. Memory grows with the tokens.
 """
@@ -17,8 +21,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 
-from gdn_jax.bench import measure, profiles
+from gdn_jax import rules
+from gdn_jax.bench import measure, peers, profiles
 from gdn_jax.bench.benchmark import Benchmark, Case, Result
+from gdn_jax.bench.passes import Problem
+from gdn_jax.bench.peers import JaxPeer
+from gdn_jax.bench.rows import Row
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.bench.training import training_step
 from gdn_jax.commands.errors import fail
@@ -31,7 +39,10 @@ from gdn_jax.training.placement import Placement
 STEPS = 4
 """Steps of one measurement."""
 
-RULE = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients", "channel_", "mma_")
+OWN = ("chunk_gates", "gated_inverse", "outputs", "segment_", "chains", "gradients", "channel_", "mma_")
+RULE = (*OWN, *(name for peer in peers.IN_LAYERS.values() for name in peer.kernels))
+"""Beginnings of the names of a rule's kernels."""
+
 KINDS = (
     ("rule", re.compile("|".join(rf"^{name}\w*mosaic" for name in RULE))),
     (
@@ -72,6 +83,8 @@ class StepBenchmark(Benchmark):
     """Compute dtype."""
     options: tuple[str, ...] = ()
     """More fields of the ModelConfig, as in remat=rule."""
+    peers: tuple[Literal["jax-linear-attention"], ...] = ()
+    """Other libraries whose rule the layers have in the place of ours, a line of the table for each."""
 
     def config(self) -> ModelConfig:
         """The model's configuration.
@@ -88,14 +101,39 @@ class StepBenchmark(Benchmark):
         for length in self.lengths:
             if self.tokens % length:
                 fail("lengths", f"divisors of --tokens {self.tokens}", length)
+        config = self.config()
+        for name in self.peers:
+            if why := peers.missing(peers.IN_LAYERS[name]):
+                fail("peers", "libraries that can be timed here", f"{name}: {why}")
+            if config.rule != "gated_delta" or config.mixer.name != "gated_delta_net":
+                fail("peers", "none but for layers with the gated delta rule", name)
+            if config.dtype == "float32":
+                fail("peers", "none with --dtype float32, which their kernels do not take", name)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
-        """A case for each length."""
+        """A case for each length, by this library and by the others."""
+        config = self.config()
         for length in self.lengths:
-            yield Case({"length": length}, partial(self.time_length, self.config(), length))
+            about = {"length": length} | ({"rule": "gdn-jax"} if self.peers else {})
+            yield Case(about, partial(self.time_length, config, about))
+            for name in self.peers:
+                about = {"length": length, "rule": name}
+                yield Case(about, partial(self.time_peer, peers.IN_LAYERS[name], config, about))
 
-    def time_length(self, config: ModelConfig, length: int) -> Iterator[Result]:
+    def time_peer(self, peer: JaxPeer, config: ModelConfig, about: dict[str, Any]) -> Iterator[Result]:
+        """Times the step with a peer's rule in the layers, after a look at that rule."""
+        row = Row(config.num_heads, config.num_v_heads or config.num_heads, (about["length"],))
+        problem = Problem(row._replace(width=config.head_dim), "training", str(config.dtype), self.seed)
+        if failure := peers.miss(problem, peer.measure(problem, 1)[1]):
+            yield Result(about, failure=failure)
+            return
+        del problem
+        with rules.listed(peer.in_layers()):
+            yield from self.time_length(dataclasses.replace(config, rule=peer.name), about)
+
+    def time_length(self, config: ModelConfig, about: dict[str, Any]) -> Iterator[Result]:
         """Times the step on rows of one length."""
+        length = about["length"]
         with training_step(config, self.tokens // length, length, Placement(), self.seed) as step:
             timing = measure.by_clock(step.once, self.repeats, STEPS)
             kinds, kernels = _kinds(step.once) if measure.on_gpu() else ({}, {})
@@ -108,10 +146,11 @@ class StepBenchmark(Benchmark):
             "init s": step.init_s,
             "first s": step.first_step_s,
             "loss": step.loss,
+            "grad norm": step.grad_norm,
             **{f"{kind} ms": ms for kind, ms in kinds.items()},
             "longest kernels ms": kernels,
         }
-        yield Result({"length": length}, timing, numbers)
+        yield Result(about, timing, numbers)
 
 
 def _kinds(once: Callable[[], Any], calls: int = 3) -> tuple[dict[str, float], dict[str, float]]:

@@ -22,6 +22,7 @@ class TrainingStep(NamedTuple):
     program: Any
     once: Callable[[], steps.StepMetrics]
     loss: float
+    grad_norm: float
     init_s: float
     first_step_s: float
 
@@ -56,4 +57,4 @@ def training_step(
             state, metrics = program(rest, state, batch)
             return metrics
 
-        yield TrainingStep(program, once, float(metrics.loss), init_s, first_step_s)
+        yield TrainingStep(program, once, float(metrics.loss), float(metrics.grad_norm), init_s, first_step_s)

@@ -16,7 +16,7 @@ of its time step.
 from gdn_jax.rules.linear import gated_linear_attention
 from gdn_jax.rules.rule import Rule, RuleInputs
 from gdn_jax.rules.softmax_attention import softmax_attention
-from gdn_jax.rules.table import RULES, apply, wants_unit_length
+from gdn_jax.rules.table import RULES, apply, listed, wants_unit_length
 
 __all__ = [
     "RULES",
@@ -24,6 +24,7 @@ __all__ = [
     "RuleInputs",
     "apply",
     "gated_linear_attention",
+    "listed",
     "softmax_attention",
     "wants_unit_length",
 ]

@@ -1,5 +1,8 @@
 """The rules that are compared, by name."""
 
+import contextlib
+from collections.abc import Iterator
+
 from jaxtyping import Array, Float
 
 from gdn_jax.rules.delta import DELTA
@@ -14,6 +17,27 @@ RULES: dict[str, Rule] = {
     rule.name: rule for rule in (LINEAR_ATTENTION, MAMBA2, DELTA, GATED_DELTA, SOFTMAX_ATTENTION)
 }
 """Rules by name; called through `apply`."""
+
+
+@contextlib.contextmanager
+def listed(rule: Rule) -> Iterator[None]:
+    """Lists one more rule inside the block, so that a `GatedDeltaNet(rule=...)` can have it, for a comparison.
+
+    What was traced with it keeps it; what is traced later no longer finds it.
+
+    Args:
+      rule: one whose name no other has.
+
+    Raises:
+      ValueError: another rule has its name.
+    """
+    if rule.name in RULES:
+        raise ValueError(f"rule: expected a name that no other rule has, got {rule.name!r}")
+    RULES[rule.name] = rule
+    try:
+        yield
+    finally:
+        del RULES[rule.name]
 
 
 def wants_unit_length(rule: str) -> bool:
