@@ -69,6 +69,14 @@ def test_the_readme_is_short_and_names_what_there_is():
     assert commands == cli._COMMANDS.keys()
 
 
+def test_the_first_hour_names_commands_that_are_there():
+    """`make release` runs the page's lines."""
+    install, *blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", (ROOT / "docs" / "first_hour.md").read_text())
+    assert f"gdn_jax-{gdn_jax.__version__}-py3-none-any.whl[experiments]" in install
+    commands = set(re.findall(r"(?m)^gdn (?!--)([a-z]+)", "".join(blocks)))
+    assert {"train", "generate"} <= commands <= cli._COMMANDS.keys()
+
+
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")], ids=lambda path: path.name)
 def test_links_of_pages_lead_somewhere(path):
     broken = [

@@ -1,12 +1,12 @@
 """Builds the wheel and the source distribution, and tries the wheel where nothing else of the project is.
 
-    python tests/release/run.py [--python PYTHON ...] [--with REQUIREMENT ...] [--minutes 0.5] [--out dist]
+    python tests/release/run.py [--python PYTHON ...] [--with REQUIREMENT ...] [--minutes MINUTES] [--out dist]
 
 1. Builds both of the tracked files; the wheel is built of the source distribution. Checks them as the index does, the
    wheel's list of files, and that the description shows nothing that the index cannot reach.
-2. For each PYTHON makes an environment in a temporary folder, installs the wheel with each REQUIREMENT (such as
-   jax==0.11.2), and runs there, in an empty folder: the import, the code of the description, and, with the extra
-   `experiments`, the commands of `commands`.
+2. For each PYTHON, by default each one of `VERSIONS` that the path has, makes an environment in a temporary folder,
+   installs the wheel with each REQUIREMENT (such as jax==0.11.2), and runs there, in an empty folder: the import, the
+   code of the description, and, with the extra `experiments`, every line of docs/first_hour.md.
 3. Puts the files into --out if all of it passed; the exit status is 1 if anything did not.
 
 It needs the extra `release`, git, and the package index. One Python takes about three minutes on two cores.
@@ -15,6 +15,7 @@ It needs the extra `release`, git, and the package index. One Python takes about
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,33 +42,38 @@ for block in blocks:
     exec(compile(block, "README.md", "exec"), {"__name__": "quickstart"})
 print(len(blocks), "blocks")
 """
-SAVE = """
-from gdn_jax.hf import save_hf
-from gdn_jax.training.load import load_run
-save_hf(load_run("tiny").model, "checkpoint")
-"""
-TINY = (
-    "--model hybrid --steps 2 --length 32 --hidden-size 32 --num-layers 4 --val-bytes 1024 --sample-bytes 4"
-)
+VERSIONS = ("3.12", "3.13", "3.14")
+"""Versions of Python that are looked for, from the oldest one that pyproject.toml allows to the newest one of JAX."""
+PAGE = Path(__file__).parents[2] / "docs" / "first_hour.md"
+"""What a user is told to run first."""
 
 
 class Failed(Exception):
     """A step of the rehearsal did not pass."""
 
 
-def commands(python: str, gdn: str, minutes: float) -> Iterator[list[str]]:
-    """What is run with the extra `experiments`, in an empty folder, one after another."""
-    yield [gdn, "--version"]
-    yield [gdn, "train", "bytes", "--max-minutes", f"{minutes}", "--out", "run"]
-    yield [gdn, "train", "bytes", "--resume", "--max-minutes", f"{minutes / 4}", "--out", "run"]
-    yield [gdn, "generate", "run", "--prompt", "def ", "--tokens", "40"]
-    yield [gdn, "eval", "run", "--data", os.__file__, "--val-bytes", "4096"]
-    yield [gdn, "train", "bytes", *TINY.split(), "--out", "tiny"]
-    yield [python, "-c", SAVE]
-    yield [gdn, "generate", "checkpoint", "--prompt", "def ", "--tokens", "8"]
-    yield [gdn, "info", "checkpoint"]
-    yield [gdn, "info", "qwen3.5-small"]
-    yield [gdn, "reproduce"]
+def interpreters() -> list[str]:
+    """The Pythons of `VERSIONS` that the path has, this one among them; says which it has and which not."""
+    found = []
+    for version in VERSIONS:
+        own = version == "{}.{}".format(*sys.version_info)
+        python = sys.executable if own else shutil.which(f"python{version}")
+        # A launcher of several versions may have a name for one that is not there.
+        code = "import ensurepip, platform; print(platform.python_version())"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True) if python else None
+        if python and done and done.returncode == 0:
+            found.append(python)
+        there = done.stdout.strip() if done and done.returncode == 0 else "not found"
+        print(f"Python {version}: {there}", flush=True)
+    return found
+
+
+def commands(minutes: float | None) -> Iterator[str]:
+    """The lines of `PAGE` but for the installation; minutes: of each training run, None for those of the page."""
+    _, *blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", PAGE.read_text())
+    for line in "".join(blocks).splitlines():
+        command = re.sub(r"\s+#.*", "", line)
+        yield command if minutes is None else re.sub(r"(?<=--max-minutes )\S+", f"{minutes}", command)
 
 
 def run(words: list[str], folder: Path, environment: dict[str, str] | None = None, status: int = 0) -> None:
@@ -82,7 +88,11 @@ def run(words: list[str], folder: Path, environment: dict[str, str] | None = Non
         text=True,
         check=False,
     )
-    shown = " ".join([Path(words[0]).name, *(word for word in words[1:] if "\n" not in word)])
+    shown = (
+        words[-1]
+        if words[0] == "sh"
+        else " ".join([Path(words[0]).name, *(w for w in words[1:] if "\n" not in w)])
+    )
     if done.returncode != status:
         raise Failed(f"{shown}\n{done.stdout}\nexit status {done.returncode}")
     last = (done.stdout.strip().splitlines() or [""])[-1]
@@ -107,7 +117,7 @@ def build(folder: Path) -> list[Path]:
     return [wheel, archive]
 
 
-def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float, folder: Path) -> None:
+def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float | None, folder: Path) -> None:
     """Installs a wheel into a new environment and runs what a user runs first."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
@@ -124,24 +134,26 @@ def try_wheel(wheel: Path, python: str, requirements: list[str], minutes: float,
     # The line of the command's message where the extra is missing: what is installed satisfies the name.
     run([*install, "gdn-jax[experiments]", *requirements], folder, environment)
     run([*install, f"{wheel}[hf]", *requirements], folder, environment)
-    for words in commands(own, gdn, minutes):
-        run(words, place, alone)
+    activated = alone | {"PATH": os.pathsep.join([str(Path(own).parent), os.environ["PATH"]])}
+    for command in commands(minutes):
+        run(["sh", "-c", command], place, activated)
 
 
 def main() -> int:
     """Rehearses a release; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--python", nargs="+", default=[sys.executable], help="interpreters to try the wheel with"
-    )
+    parser.add_argument("--python", nargs="+", default=None, help="interpreters to try the wheel with")
     parser.add_argument("--with", nargs="+", default=[], dest="requirements", help="installed with the wheel")
-    parser.add_argument("--minutes", type=float, default=0.5, help="of the training run")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="of each training run, not those of the page"
+    )
     parser.add_argument("--out", type=Path, default=Path("dist"), help="folder of what passed")
     o = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as name:
+            pythons = o.python or interpreters()
             files = build(Path(name))
-            for i, python in enumerate(o.python):
+            for i, python in enumerate(pythons):
                 (folder := Path(name) / f"python{i}").mkdir()
                 print(" ".join([python, *o.requirements]), flush=True)
                 try_wheel(files[0], python, o.requirements, o.minutes, folder)
