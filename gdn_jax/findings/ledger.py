@@ -69,13 +69,10 @@ _KIMI_GRID = {"num_layers": 2, "num_heads": 2, "head_dim": 128, "hidden_size": 2
 _KIMI_GRID |= {
     "lrs": [5e-5, 1e-4, 5e-4, 1e-3],
     "seeds": 1,
-    "together": 1,
+    "together": 4,
     "val_sequences": 256,
     "expand_v": 1.0,
-}
-_KIMI_GRID |= {
     "mixers": ["mamba2", "gated_delta_net", "kda"],
-    "implementation": "chunked",
     "deterministic": False,
 }
 _KIMI_SETTING = (

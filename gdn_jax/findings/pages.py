@@ -126,14 +126,17 @@ class Pages:
         return f"All of it: [{name}](../{place.table}), [figure](../{place.figure})."
 
     def _entry(self, name: str, sweep: str) -> list[str]:
-        """An entry of the ledger: the paper's setting and ours, and its numbers beside those of a sweep."""
+        """An entry of the ledger: the paper's setting and ours, and its numbers beside those of some sweeps."""
         entry = LEDGER[name]
         said = (
             f"`gdn reproduce {name}`: [{entry.paper}]({entry.url}), {entry.where}. There: {entry.setting}. "
             f"Here: {entry.differs}."
         )
-        config, lines = self.results.folder(sweep)
-        return [said, table(*beside(entry, config, lines, small=False)), self._all_of_it(sweep)]
+        names = self.results.matching(sweep)
+        parts = [self.results.folder(name) for name in names]
+        lines = [line for _, part in parts for line in part]
+        numbers = table(*beside(entry, parts[0][0], lines, small=False))
+        return [said, numbers, *(self._all_of_it(name) for name in names)]
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""

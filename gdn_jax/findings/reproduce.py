@@ -14,7 +14,7 @@ from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Positive
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.findings.ledger import LEDGER, Entry
-from gdn_jax.sweeps import grid, report, summary, sweep
+from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps.options import GridOptions, SweepOptions
 from gdn_jax.training import options as options_lib
@@ -121,7 +121,6 @@ def beside(
     the runs that have learned something, at the best learning rate; both stand there.
     """
     about = summary.About(**config["about"])
-    scales = report.stored_options(config).sweep.scales
     percent = about.metric == "accuracy"
     digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
     heads = ["rule", f"there, {entry.unit}", "asked there", "scale", f"best run here, {unit}"]
@@ -136,7 +135,7 @@ def beside(
         if not made:
             rows.append([*cells, "", "no such mixer" if published.mixer is None else "not run", "", "", ""])
             continue
-        for scale in scales:
+        for scale in sorted({x["scale"] for x in made}):
             runs = [x for x in made if x["scale"] == scale]
             best = min(runs, key=lambda x: math.inf if x["val_loss"] is None else x["val_loss"])
             [row] = summary.rows(runs, [best["mixer"]], [scale], about.metric)
