@@ -202,6 +202,7 @@ def _jla(kind: str, row: Row, tokens: Any, state: jax.Array) -> tuple[jax.Array,
     return o.reshape(1, -1, *o.shape[2:]), final
 
 
+@jax.jit  # in all layers of a model one function, whose kernels are lowered once
 def _jla_layer(q: jax.Array, k: jax.Array, v: jax.Array, *, g: jax.Array, beta: jax.Array) -> jax.Array:
     """o by jax-linear-attention's kernels."""
     call = import_module("jla.ops").linear_attention
