@@ -12,6 +12,8 @@ from gdn_jax import gated_delta_rule, serving
 from gdn_jax.bench import measure, passes
 from gdn_jax.bench.rows import Row, inputs
 from gdn_jax.bench.sizes import model_config
+from gdn_jax.checks import check
+from gdn_jax.chunks.stages import Numerics
 from gdn_jax.models.costs import parameters
 from gdn_jax.parallel import exchange
 from gdn_jax.shapes import Dims
@@ -69,7 +71,7 @@ def test_temporary_memory_of_the_chunked_form_on_a_cpu():
     """The row of CPU cores, by the compiler's account, which differs a little between versions of JAX."""
     *said, _ = numbers(
         "performance.md",
-        r"two CPU cores, float32, 1x2048, 4 heads, K = V = 64 \|.*?\| ([\d.]+) / [\d.]+ MiB \| ([\d.]+) / ([\d.]+) MiB",
+        r"1x2048, 4 heads, K = V = 64 \|.*?\| ([\d.]+) / [\d.]+ MiB \| ([\d.]+) / ([\d.]+) MiB",
     )
     x = inputs(Row(4, 4, (2048,), width=64), "float32")
     rule = partial(gated_delta_rule, implementation="chunked")
@@ -78,3 +80,13 @@ def test_temporary_memory_of_the_chunked_form_on_a_cpu():
         step, args = passes.steps(what, lambda tokens, state: rule(*tokens, initial_state=state), x)
         found.append(measure.temporary_gib(measure.compiled(step, *args)) * 1024)
     assert found == pytest.approx(said, rel=0.05)
+
+
+@pytest.mark.slow
+def test_errors_of_the_chunked_form_as_on_a_gpu(monkeypatch):
+    """v_new is rounded to the operands' dtype there."""
+    worst = numbers("accuracy.md", r"are at most (\S+) in o \(K = V = 1\) and (\S+) in dv \(repeated keys\)")
+    monkeypatch.setattr(Numerics, "kept", property(lambda numerics: numerics.operand))
+    rows = check.compare(("K1-V1", "repeated-keys"), ("bfloat16",)).rows
+    errors = {row.case: row.errors for row in rows if row.implementation == "chunked"}
+    assert [errors["K1-V1"]["o"], errors["repeated-keys"]["dv"]] == pytest.approx(worst, rel=0.1)
