@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 
 import ipywidgets
 from IPython.display import display
@@ -17,8 +18,9 @@ STYLE = {
 
 
 def look() -> None:
-    """Makes figures of open axes, with twice the pixels for screens of high density."""
-    set_matplotlib_formats("retina")
+    """Makes figures of open axes, with twice the pixels for screens of high density unless in haste."""
+    if os.environ.get("GDN_NOTEBOOK_FAST") != "1":
+        set_matplotlib_formats("retina")
     plt.rcParams.update(STYLE)
 
 

@@ -144,8 +144,13 @@ CROSSED = (
     "bfloat16-K256-V256",
     "bfloat16-chunk-and-two-chunk-128-K100-V60",
     "bfloat16-segments-no-state-three-groupings",
+    "float32-segments-no-state-three-groupings",
+    "float32-chunk-and-two-chunk-128-K100-V60",
+    "bfloat16-chunk-and-one-l2norm-K96-V192",
+    *(f"bfloat16-segments{of}" for of in ("", "-of-one-token", "-one-each", "-reset")),
 )
-"""More groupings of heads than the others and `test_pairwise.py` have; groupings and sizes crossed with dtypes."""
+"""More groupings of heads than the others and `test_pairwise.py` have; groupings, sizes and segments crossed with
+dtypes (packed rows are there in every one)."""
 
 
 def table(dtypes: tuple[str, ...]) -> list:

@@ -47,12 +47,14 @@ def check(case, dtype: str, implementation: str) -> None:
 
 
 NAMES = {case.name for case in family_cases.TABLE}
-CROSSED = {"K64-chunk-16", "K256"}
-"""A length of chunks that most cases have here, and the widest heads: the rule of one gate a head has them."""
+CROSSED = {"K64-chunk-16", "K256", "K60-V100-chunk-less-one", "groupings-that-do-not-nest"}
+"""A length of chunks that most cases have here, and widths, lengths and groupings of which others have their like, or
+the rule of one gate a head has."""
 CROSSED_IN_BFLOAT16 = CROSSED | {
-    "packed", "segments", "groupings-that-do-not-nest", "no-state-no-strengths", "gate-of-a-head-erase-a-channel"
+    "packed", "segments", "no-state-no-strengths", "gate-of-a-head-erase-a-channel", "erase-2",
+    "packed-vk-erase-a-channel",
 }  # fmt: skip
-"""Left are all values of the gates, erase and write apart, the L2 norm, and packed rows with every option."""
+"""Left are all values of the gates, erase and write apart, and the L2 norm."""
 
 
 OF_THE_DEFINITION = {name for name in NAMES if name.startswith("channels-")} | {

@@ -120,7 +120,7 @@ FORWARD = {
 
 @pytest.mark.parametrize(
     "name",
-    tiers(FORWARD, (), ("packed", "packed segments", "erase and write", "two warpgroups")),
+    tiers(FORWARD, (), ("packed segments", "erase and write", "two warpgroups")),
 )
 def test_forward(name, monkeypatch):
     case, config = FORWARD[name]

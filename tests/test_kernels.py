@@ -137,7 +137,7 @@ CASES = (
         forward_rule.Config(segment_chunks=0, inverse=SMALL.inverse),
     ),
     (
-        cases.Case("packed in segments", T=280, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 200, 1)),
+        cases.Case("packed in segments", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 130, 1)),
         forward_rule.Config(segment_chunks=2, inverse=SMALL.inverse),
     ),
     (
@@ -241,11 +241,11 @@ def test_padding_where_lengths_are_known():
     dirty = {name: getattr(x, name).copy() for name in ("q", "k", "v", "g", "beta")}
     for y in dirty.values():
         y[:, 100:] = np.nan
-    clean = forward(case, config, x, x.cu_seqlens)
-    got = forward(case, config, x._replace(**dirty), x.cu_seqlens)
-    for a, b in zip(clean[:2], got[:2], strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert not np.asarray(got[0])[:, 100:].any()
+    o, final, _ = forward(case, config, x._replace(**dirty), x.cu_seqlens)
+    expected_o, expected = oracle.forward(**x.arguments)
+    assert_close(expected_o[:, :100], np.asarray(o)[:, :100], tolerance("o", "bfloat16"), "o", 2)
+    assert_close(expected, np.asarray(final), tolerance("final_state", "bfloat16"), "final state", 1)
+    assert not np.asarray(o)[:, 100:].any()
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ CUT_KERNELS += ["mma_gradients"]
     ("call", "kernels", "capability", "also"),
     [
         pytest.param("mma, pairs", KERNELS, "8.0", ("8.6", "8.9"), marks=pytest.mark.crossed),
-        ("mma, kv, float16, packed, K 64, V 64", KERNELS, "12.0", ()),
+        pytest.param("mma, kv, float16, packed, K 64, V 64", KERNELS, "12.0", (), marks=pytest.mark.crossed),
         ("mma, segments", CUT_KERNELS, "8.6", ()),
     ],
     ids=["pairs", "packed", "segments"],

@@ -148,7 +148,7 @@ CASES = (
         lengths=(63, 1, 2, 70),
         initial_state=False,
     ),
-    C("packed, three tiles", T=70, B=1, heads=(2, 1, 1), K=64, V=192, lengths=(30, 34)),
+    C("packed, three tiles", T=70, B=1, heads=(1, 1, 1), K=64, V=192, lengths=(30, 34)),
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 

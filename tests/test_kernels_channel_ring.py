@@ -69,7 +69,7 @@ def assert_alike(want, got, before, layout, read=SLOTS):
 
 CALLS = [
     ("float32", "kv", False),
-    pytest.param("bfloat16", "vk", True, marks=pytest.mark.slow),
+    pytest.param("bfloat16", "vk", True, marks=pytest.mark.crossed),
     pytest.param("bfloat16", "kv", False, marks=pytest.mark.crossed),
     pytest.param("float32", "vk", True, marks=pytest.mark.crossed),
 ]

@@ -90,8 +90,10 @@ pyplot.close("all")
 pyplot.rcdefaults()
 get_ipython().run_line_magic("reset", "-f")
 __import__("gc").collect()
+__import__("gc").freeze()
 """
-"""Leaves to a notebook no name, figure or setting of those before it in the same process."""
+"""Leaves to a notebook no name, figure or setting of those before it in the same process. What outlives the
+collection belongs to the libraries: later ones need not look at it again."""
 
 
 def run(notebook: nbformat.NotebookNode, process: KernelManager) -> nbformat.NotebookNode:

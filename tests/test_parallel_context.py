@@ -65,8 +65,11 @@ CASES = {
     "packed, one over all": (4, dict(T=32, B=1, lengths=(32,), state_layout="vk")),
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
 }
-CROSSED = {f"whole rows, {number} devices" for number in ("five", "six")}
-"""Numbers of devices whose exchange has as many steps as that of four and of seven."""
+CROSSED = {f"whole rows, {number} devices" for number in ("three", "five", "six", "eight")} | {
+    "segments, no gates", "packed, one over all",
+}  # fmt: skip
+"""Numbers of devices whose exchange has as many steps as that of four, of seven and of the packed rows; absent gates
+of segments, which rows have; and one sequence, which is a row."""
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ("packed",), CASES.keys() - CROSSED - {"packed"}))
@@ -85,7 +88,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(EXCHANGES, ("segments",)))
+@pytest.mark.parametrize("name", tiers(EXCHANGES, ("segments",), ("packed", "no gates, no state")))
 def test_rule_by_heads(name):
     """All tokens of some heads on every device."""
     devices, options = EXCHANGES[name]
@@ -364,26 +367,42 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lengths",
-    [pytest.param(None, id="rows", marks=pytest.mark.crossed), pytest.param((20, 65, 71), id="packed")],
-)
 @pytest.mark.usefixtures("interpreted")
-def test_kernels_interpreted(lengths):
-    """Two devices one after the other, outside of jit, where the interpreter hangs; what travels is handed over."""
-    T, devices = 78, 2  # two chunks each, and as many segments
-    case = cases.Case("context kernels", T=devices * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
-    x = cases.inputs(case, "bfloat16")
-    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    kernels = Kernels(case.K**-0.5, False, interpret=plgpu.InterpretGPUParams())
-    state = jnp.asarray(x.initial_state)
+def test_kernels_interpreted():
+    """Two devices, outside of jit, where the interpreter hangs; what travels is handed over. Rows know nothing of one
+    another, so that what each device has of one row are two rows of a call."""
+    T = 78  # two chunks on each, and as many segments
+    case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16)
+    x, expected, kernels = drawn_for_kernels(case)
+    state, dh_T = jnp.asarray(x.initial_state), jnp.asarray(x.dh_T)
+    *tokens, do = (jnp.concatenate([jnp.asarray(y)[:, :T], jnp.asarray(y)[:, T:]]) for y in (*x[:5], x.do))
+    yes = jnp.asarray(True)
+    borders = Borders(None, None, yes, yes, yes)
+
+    begins = jnp.concatenate([state, jnp.zeros_like(state)])
+    affine, rest = kernels.forward(RuleArrays(*tokens, begins, None, None), begins, borders)
+    (o, final), saved = rest(jnp.concatenate([state, affine.e[:1]]))
+    ends = jnp.concatenate([jnp.zeros_like(dh_T), dh_T])
+    de, rest = kernels.backward(saved, borders, do, ends)
+    gradients = rest(jnp.concatenate([de[1:], dh_T]))
+
+    got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[5][:1]}
+    for name, y in zip(GRADIENTS[:5], gradients, strict=False):
+        got[name] = jnp.concatenate([y[:1], y[1:]], 1)
+    check_kernels(expected, got)
+
+
+@pytest.mark.crossed
+@pytest.mark.usefixtures("interpreted")
+def test_packed_kernels_interpreted():
+    """Likewise one device after the other, of sequences of which the second one crosses the border."""
+    T, lengths = 78, (20, 65, 71)
+    case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
+    x, expected, kernels = drawn_for_kernels(case)
+    state, dh_T = jnp.asarray(x.initial_state), jnp.asarray(x.dh_T)
     zeros = jnp.zeros((1, *state.shape[1:]))
-    yes, no = jnp.asarray(True), jnp.asarray(False)
-    n = None if lengths is None else jnp.int32(1)  # the sequence that crosses the border
-    cu = [
-        None if lengths is None else jnp.asarray(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32)
-        for d in (0, 1)
-    ]
+    yes, no, n = jnp.asarray(True), jnp.asarray(False), jnp.int32(1)
+    cu = [jnp.asarray(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32) for d in (0, 1)]
     halves = [[jnp.asarray(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
@@ -394,10 +413,7 @@ def test_kernels_interpreted(lengths):
     begins = borders[1].put(state, n, zeros, yes)
     _, rest = kernels.forward(locals_[1], begins, borders[1])
     (o_1, final_1), saved_1 = rest(borders[1].put(state, n, crossing, yes))
-    here = (
-        np.array([1, 0, 0])[:, None, None, None] if lengths else 0
-    )  # which sequences end on the first device
-    dh_T = jnp.asarray(x.dh_T)
+    here = np.array([1, 0, 0])[:, None, None, None]  # which sequences end on the first device
     de, rest = kernels.backward(saved_1, borders[1], halves[1][5], dh_T * (1 - here))
     gradients_1 = rest(dh_T * (1 - here))
     ends = borders[0].put(dh_T * here, n, zeros, yes)
@@ -408,5 +424,16 @@ def test_kernels_interpreted(lengths):
     for i, name in enumerate(GRADIENTS[:5]):
         got[name] = jnp.concatenate([gradients_0[i], gradients_1[i]], 1)
     got["dh_0"] = gradients_0[5] + borders[1].put(gradients_1[5], n, zeros, yes)
+    check_kernels(expected, got)
+
+
+def drawn_for_kernels(case):
+    """Inputs, the results of the oracle, and the kernels in the interpreter."""
+    x = cases.inputs(case, "bfloat16")
+    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    return x, expected, Kernels(case.K**-0.5, False, interpret=plgpu.InterpretGPUParams())
+
+
+def check_kernels(expected, got):
     for name, y in got.items():
         assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))

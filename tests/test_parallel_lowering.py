@@ -159,7 +159,7 @@ def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy
     ("text", "heads", "width"),
     [
         pytest.param("data=8", 4, 64, marks=pytest.mark.crossed),
-        ("data=8", 8, 128),
+        pytest.param("data=8", 8, 128, marks=pytest.mark.crossed),
         ("data=2,head=2,context=2,sharded", 4, 64),
     ],
     ids=["jit", "one operation", "all axes"],

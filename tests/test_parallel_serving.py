@@ -182,7 +182,9 @@ def test_kernels_run_on_their_heads(setting):
 
 
 @pytest.mark.slow
-@settings
+@pytest.mark.parametrize(
+    "setting", ["shardy", *(pytest.param(name, marks=pytest.mark.crossed) for name in ("gspmd", "explicit"))]
+)
 @pytest.mark.usefixtures("plain_kernels")
 def test_kernels_run_on_their_heads_of_rings(setting):
     check_calls(pick(KERNELS, "decode elsewhere", "decode on a ring", "verify on a ring"), setting)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,10 +41,10 @@ ROWS, LENGTH = 8, 32
 OPTIMIZER = steps.make_optimizer(ScheduleOptions(), 10, 1e-2)
 
 EVERY_AXIS = "data=2,head=2,context=2,sharded"
-SHAPES = ["head=8", "context=8", "head=4,context=2", "data=8,sharded"]
-"""Each axis alone and two; data alone is in `test_what_a_step_sends`."""
-TWO = ["data=2,head=4", "data=2,context=4", "data=4,context=2,sharded"]
-"""The other pairs."""
+SHAPES = ["head=8", "context=8", "data=8,sharded"]
+"""Each axis alone; data alone is in `test_what_a_step_sends`."""
+TWO = ["head=4,context=2", "data=2,head=4", "data=2,context=4", "data=4,context=2,sharded"]
+"""The pairs."""
 
 
 def three_steps(text, config=CONFIG):
@@ -92,7 +93,7 @@ HYBRID = dataclasses.replace(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_three_steps_of_a_hybrid_model():
     """Every other layer is attention, whose tokens are exchanged for heads."""
     metrics, params, sent = three_steps(EVERY_AXIS, HYBRID)
@@ -339,26 +340,11 @@ def launch(arguments, environment, victim=None, saved=None):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path, folder, run_alone, compile_once):
-    """One mesh over both: the losses of one device; one folder, written by the first."""
-    if jax.device_count() != 8:
-        pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
-    arguments = ["--data", str(folder), "--out", str(tmp_path / "both"), *tiny_runs.TINY_TEXT, *MESH]
-    codes, outputs = launch(["train", "bytes", *arguments], compile_once)
-    assert codes == [0, 0], outputs
-    check_alike(run_alone, tmp_path / "both")
-    files = {path.name for path in (tmp_path / "both").iterdir()}
-    assert files == {path.name for path in run_alone.iterdir()}
-    assert json.loads((tmp_path / "both" / "result.json").read_text())["finished"]
-    assert "results in" not in outputs[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.crossed)])
-def test_a_process_that_dies(tmp_path, folder, run_alone, compile_once, victim):
-    """The other one ends and says so in a line; the run goes on in one process from the last checkpoint.
-
-    Two thirds on one mesh, the rest on another: the losses are those of one device, within rounding."""
+def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, compile_once, victim):
+    """One mesh over both. The other one ends and says so in a line; the run goes on from the last checkpoint, in two
+    processes, and in one on another mesh: the losses are those of one device, within rounding. One folder, written
+    by the first."""
     if jax.device_count() != 8:
         pytest.skip(f"needs 8 devices, JAX sees {jax.device_count()}")
     out = tmp_path / "run"
@@ -373,8 +359,17 @@ def test_a_process_that_dies(tmp_path, folder, run_alone, compile_once, victim):
     assert "Traceback" not in outputs[1 - victim] and "Check failure" not in outputs[1 - victim]
     assert expected in said[0] or "another process of the run is gone" in said[0]
     (out / "lock").unlink(missing_ok=True)
-    assert tiny_runs.resume(out, "--mesh", "data=4,context=2") == 0
+    alone = shutil.copytree(out, tmp_path / "in one process")
+    assert tiny_runs.resume(alone, "--mesh", "data=4,context=2") == 0
+    check_alike(run_alone, alone)
+    codes, outputs = launch(
+        ["train", "bytes", "--out", str(out), "--resume", "--mesh", EVERY_AXIS], compile_once
+    )
+    assert codes == [0, 0], outputs
     check_alike(run_alone, out)
+    assert {path.name for path in out.iterdir()} == {path.name for path in run_alone.iterdir()}
+    assert json.loads((out / "result.json").read_text())["finished"]
+    assert "results in" not in outputs[1]
 
 
 def test_a_stranger_on_the_port_is_sent_away():
@@ -419,7 +414,12 @@ def test_the_environment_of_several_processes(monkeypatch):
 
 
 @pytest.mark.slow
-def test_bench(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "meshes",
+    [["head=2,context=4"], pytest.param(["data=8", "head=2,context=4"], marks=pytest.mark.crossed)],
+    ids=["one mesh", "two meshes"],
+)
+def test_bench(meshes, capsys, tmp_path, monkeypatch):
     """The command for several devices, on a problem that is over in seconds."""
     monkeypatch.setitem(SIZES["tiny"], "num_layers", 1)
     sizes = (
@@ -429,12 +429,12 @@ def test_bench(capsys, tmp_path, monkeypatch):
     out = tmp_path / "scale.json"
     arguments = ["bench", "scale", *sizes.split(), *step.split(), "--json", str(out)]
     arguments += ["--context-by", "states"]
-    assert cli.main([*arguments, "--mesh", "data=8", "head=2,context=4"]) == 0
+    assert cli.main([*arguments, "--mesh", *meshes]) == 0
     results = json.loads(out.read_text())["results"]
     assert [(r["part"].split()[0], r["mesh"]) for r in results] == [
-        *(("rule", "data=1"), ("rule", "data=8"), ("rule", "data=1"), ("rule", "head=2,context=4")),
-        *(("step", "data=1"), ("step", "data=8"), ("step", "head=2,context=4")),
+        *(("rule", mesh) for other in meshes for mesh in ("data=1", other)),
+        *(("step", mesh) for mesh in ("data=1", *meshes)),
     ]
-    assert results[1]["error"] < 1e-6
-    assert results[3]["error"] < 1e-5
+    errors = [r["error"] for r in results[1 : 2 * len(meshes) : 2]]
+    assert errors[-1] < 1e-5 and all(error < 1e-6 for error in errors[:-1])
     assert "efficiency" in capsys.readouterr().out

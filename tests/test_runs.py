@@ -19,8 +19,13 @@ from gdn_jax import cli
 from gdn_jax.commands import files
 from gdn_jax.tasks import text
 from gdn_jax.tasks.next_byte import BytesTask
+from gdn_jax.tasks.table import make_task
+from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
+from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.load import load_run
+from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -90,47 +95,67 @@ def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypat
     assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
 
 
+@pytest.mark.slow
+def test_a_resumed_step_is_the_program_of_a_first_one(finished):
+    """In a folder of compiled programs it is found."""
+    stored = json.loads((finished[0] / "config.json").read_text())["options"]
+    start = options_lib.RunOptions(out=finished[0], resume=True)
+    options = options_lib.from_json(options_lib.TASKS["bytes"], stored, start)
+    trainer = Trainer.make(options, make_task(options.task, options.run.batch_size, options.run.seed))
+
+    def program():
+        batch = trainer.task.train_batch(1)
+        return trainer.functions.train.lower(trainer.rest, trainer.state, batch).as_text()
+
+    first = program()
+    store = Checkpoints(RunFolder(finished[0]), None)
+    trainer.restore(store)
+    store.close()
+    assert trainer.step == 12 and program() == first
+
+
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from gdn_jax import cli
 
-event, ending = sys.argv[1:3]
+def killed(event, ending, *argv):
+    def kill(name, args):
+        # the file system calls of Orbax are real; the power goes off in one of them
+        if name == event and str(args[0]).endswith(ending):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def kill(name, args):
-    # the file system calls of Orbax are real; the power goes off in one of them
-    if name == event and str(args[0]).endswith(ending):
-        os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(kill)
+    return cli.main(argv)
 
-sys.addaudithook(kill)
-sys.exit(cli.main(sys.argv[3:]))
+for moment in map(json.loads, sys.argv[1:]):
+    child = os.fork()  # before JAX has begun: what is imported is there
+    if not child:
+        sys.exit(killed(*moment))
+    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.stdin.readline()
 """
 
 
 @pytest.mark.slow
 def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
-    out = tmp_path / "run"
+    """Twice: before anything is written, and when all is written and nothing has its name."""
+    out, part = tmp_path / "run", "8.orbax-checkpoint-tmp"
     start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]
-    again = ["train", "bytes", "--out", str(out), "--resume"]
-    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
     moments = [
-        (
-            "os.mkdir",
-            f"8.orbax-checkpoint-tmp{os.sep}state.orbax-checkpoint-tmp",
-            start,
-        ),  # nothing is written
-        ("os.rename", "8.orbax-checkpoint-tmp", again),  # all is written, nothing has its name
+        ["os.mkdir", f"{part}{os.sep}state.orbax-checkpoint-tmp", *start],
+        ["os.rename", part, "train", "bytes", "--out", str(out), "--resume"],
     ]
-    for event, ending, argv in moments:
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, event, ending, *argv],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        assert (out / "checkpoints" / "8.orbax-checkpoint-tmp").exists()
-        with open(out / "metrics.jsonl", "a") as file:
-            file.write('{"step": 9, "lo')
+    command = [sys.executable, "-c", KILLED, *map(json.dumps, moments)]
+    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, **pipes) as running:
+        for _ in moments:
+            ended = next((line for line in running.stdout if line.startswith("ended with")), "")
+            assert ended == f"ended with {-signal.SIGKILL}\n"
+            assert (out / "checkpoints" / part).exists()
+            with open(out / "metrics.jsonl", "a") as file:
+                file.write('{"step": 9, "lo')
+            print(file=running.stdin, flush=True)
     assert resume(out) == 0
     assert metrics(out) == metrics(finished[0])
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["12", "4", "8"]

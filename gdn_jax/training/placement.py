@@ -54,7 +54,9 @@ class Placement:
     def state(self, params: PyTree, optimizer: Any) -> tuple[TrainState, TrainState | None]:
         """Returns the state before the first step, in its place, and its shardings. Call it inside `active`."""
         if self.mesh is None:
-            return TrainState(params, optimizer.init(params)), None
+            # Bound to where it lies, as one that is read from a checkpoint is: both take one compiled program.
+            state = TrainState(params, optimizer.init(params))
+            return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state), None
         try:
             shardings = TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
         except ValueError as error:
