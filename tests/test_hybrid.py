@@ -1,4 +1,4 @@
-"""Hybrid models: attention against its definition, caches, padding, packing, sampling, generation."""
+"""Hybrid models: attention against its definition, caches, padding, packing, configurations."""
 
 import dataclasses
 import math
@@ -8,55 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hybrid_models import MODELS, OLMO, QWEN, SIZES, call, make, tokens
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, generate
+from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.block import ReorderedBlock, make_block
-from gdn_jax.models.sampling import Sampling
 from gdn_jax.training.steps import compiler_flags
 
 F32 = 4 * FLOAT32["o"]  # four float32 layers, each within the bound of the rule; see tests/test_models.py
+
+
 CONTINUED = 1e-4  # absolute, of logits of unit size
 
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "num_layers": 2,
-    "layer_types": ("gated_delta_net", "attention"),
-    "num_heads": 2,
-    "head_dim": 6,
-    "intermediate_size": 24,
-    "implementation": "recurrent",
-    "scale_embedding": False,
-}
-QWEN = AttentionConfig(4, 2, 8, "head", output_gate=True, rotary_dim=4)
-OLMO = AttentionConfig(3, None, 8, "width", rotary_dim=8, bias=True, reordered_norm=True)
+
 NOPE = AttentionConfig(3, 1, 8)
-MODELS = {
-    "qwen3_5": {"attention": QWEN, "zero_centred_norms": True, "tie_embeddings": True},
-    "qwen3_next": {"attention": QWEN, "experts": ExpertsConfig(5, 2, 8, 12), "zero_centred_norms": True},
-    "olmo_hybrid": {"attention": OLMO, "allow_neg_eigval": True, "expand_v": 1.5},
-}
-
-
-def make(name="qwen3_5", **options):
-    return LanguageModel(ModelConfig(**{**SIZES, **MODELS[name], **options}), rngs=nnx.Rngs(0))
-
-
-@nnx.jit(static_argnames="return_cache")
-def _call(model, tokens, **options):
-    return model(tokens, **options)
-
-
-def call(model, tokens, **options):
-    options = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    return _call(model, jnp.asarray(tokens), **options)
-
-
-def tokens(*shape, seed=0):
-    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], shape).astype(np.int32)
 
 
 def draw(*shape, seed=0):
@@ -73,9 +40,6 @@ def perturb(module):
     moved = [jnp.asarray(np.asarray(x) + np.float32(0.2) * draw(*x.shape), x.dtype) for x in leaves]
     nnx.update(module, jax.tree.unflatten(treedef, moved))
     return module
-
-
-# The definitions
 
 
 @pytest.mark.parametrize("config", [QWEN, OLMO, NOPE], ids=["qwen", "olmo", "nope"])
@@ -165,9 +129,6 @@ def test_a_reordered_block_norms_what_its_parts_write():
     y = x + block.mixer_norm(block.mixer(x)[0])
     assert_close(y + block.mlp_norm(block.mlp(y)), stream + added, 1e-6)
     assert not isinstance(make_block(config, 0, rngs=nnx.Rngs(0)), ReorderedBlock)
-
-
-# The cache
 
 
 @pytest.mark.slow
@@ -262,9 +223,6 @@ def test_attention_errors():
         layer(x, cache=layer.init_cache(2))
     with pytest.raises(ValueError, match="x: expected at least one token"):
         layer(x[:, :0])
-
-
-# The model
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -395,80 +353,6 @@ def test_weights_in_bfloat16():
     wide = {"A_log", "dt_bias"}
     for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
         assert x.dtype == (jnp.float32 if path[-1].key in wide else jnp.bfloat16), path
-
-
-# Drawing and stopping
-
-
-def test_limits_of_the_draw():
-    p = np.array([0.05, 0.4, 0.3, 0.15, 0.1])
-    logits = jnp.log(jnp.asarray([p, p[::-1]], jnp.float32))
-
-    def kept(**limits):
-        got = Sampling(**{"temperature": 1.0, **limits}).limited(logits)
-        np.testing.assert_array_equal(np.isfinite(got[1]), np.isfinite(got[0])[::-1])
-        return [*np.flatnonzero(np.isfinite(got[0]))]
-
-    assert kept() == [0, 1, 2, 3, 4]
-    assert kept(top_k=2) == [1, 2]
-    assert kept(top_p=0.69) == [1, 2] and kept(top_p=0.71) == [1, 2, 3]
-    assert kept(top_p=0.01) == [1] and kept(top_p=1.0) == [0, 1, 2, 3, 4]
-    assert kept(min_p=0.37) == [1, 2, 3] and kept(min_p=0.38) == [1, 2]
-    assert kept(min_p=0.0) == [0, 1, 2, 3, 4] and kept(min_p=1.0) == [1]
-    assert kept(temperature=0.5, min_p=0.6) == [1]  # at temperature 1 a second one is 0.75 times as likely
-    assert kept(top_k=3, top_p=0.8) == [1, 2]  # of three tokens, two have 0.82 of the probability
-    assert kept(temperature=0.1, top_p=0.9) == [1]  # the temperature goes first
-
-
-@pytest.mark.slow
-def test_stopping_and_listening():
-    """Rows end, steps are heard in order, what the listener raises comes back."""
-    model, prompt = make(), tokens(2, 5)
-    greedy = np.asarray(generate(model, jnp.asarray(prompt), 8))
-    np.testing.assert_array_equal(np.asarray(call(model, prompt)[0])[:, -1].argmax(-1), greedy[:, 0])
-    heard = []
-    listened = generate(model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()))
-    np.testing.assert_array_equal(listened, greedy)
-    np.testing.assert_array_equal(np.stack(heard, axis=1), greedy)
-
-    stop = int(greedy[0, 2])
-    stopped = np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[stop]))
-    for row, want in zip(stopped, greedy, strict=True):
-        end = [*want, stop].index(stop)
-        np.testing.assert_array_equal(row[: end + 1], want[: end + 1])
-        assert (row[end:] == stop).all() or end == 8
-
-    first = int(greedy[0, 0])
-    assert (np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[first]))[0] == first).all()
-
-    heard.clear()
-    early = generate(
-        model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()) or len(heard) == 3
-    )
-    assert len(heard) == 3
-    np.testing.assert_array_equal(early[:, :3], greedy[:, :3])
-    assert (np.asarray(early[:, 2:]) == greedy[:, 2:3]).all()
-
-    def fails(new):
-        raise KeyError("of the listener")
-
-    with pytest.raises(KeyError, match="of the listener"):
-        generate(model, jnp.asarray(prompt), 8, on_token=fails)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_generation_errors():
-    model, prompt = make(), jnp.asarray(tokens(1, 3))
-    for message, options in [
-        ("top_p: expected a number above 0 and up to 1, got 0", {"top_p": 0.0}),
-        ("min_p: expected a number from 0 to 1, got 2", {"min_p": 2.0}),
-        ("stop_tokens: expected tokens below vocab_size = 31, got 31", {"stop_tokens": [31]}),
-        ("temperature: expected 0 or more, got inf", {"temperature": float("inf")}),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            generate(model, prompt, 3, **options)
-    with pytest.raises(ValueError, match="on_token: expected None under jit"):
-        jax.jit(lambda prompt: generate(model, prompt, 3, on_token=print))(prompt)
 
 
 def test_a_config_is_a_value():

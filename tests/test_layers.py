@@ -7,30 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_layers import F32, D, inputs, make
 from test_conv import conv_oracle
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax import gates
-from gdn_jax.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
 from gdn_jax.checks import oracle
-from gdn_jax.gates import init_A_log, init_dt_bias
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
-from gdn_jax.small_layer import SmallGatedDeltaNet
+from gdn_jax.layers import GatedDeltaNetCache
 
-# The layer is the rule between sums of at most 36 terms: the rule's own bound holds for y and the state.
-F32 = FLOAT32["o"]
 # Gradients likewise.
 F32_GRAD = FLOAT32["dk"]
+
+
 # bfloat16 against float32: about ten roundings of 2^-9 (projections, convolution, normalised q and k, o, the gated
 # norm, y), which add in squares: 3.2 * 2e-3, with a factor of 3 for sums that cancel.
 BF16 = 2e-2
-
-D, W = 20, 4
-SIZES = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6, "expand_v": 1.5}
-
-
-def make(seed=0, **options):
-    return GatedDeltaNet(D, **{**SIZES, "rngs": nnx.Rngs(seed), **options})
 
 
 @nnx.jit
@@ -41,10 +31,6 @@ def _call(layer, x, **options):
 def call(layer, x, **options):
     """Output and cache of one compiled call, as NumPy arrays: slicing those compiles nothing."""
     return jax.device_get(_call(layer, x, **options))
-
-
-def inputs(*shape, seed=1):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def random_cache(layer, N, seed=2):
@@ -344,156 +330,3 @@ def test_no_cache_unless_asked(layer):
         assert (new is not None) == kept
         if kept:  # and of the same shapes and dtypes as the empty one
             assert jax.eval_shape(lambda: cache) == new
-
-
-def test_gate_parameters_start_in_their_ranges():
-    key = jax.random.key(0)
-    A_log, dt_bias = init_A_log(key, 100_000), init_dt_bias(key, 100_000)
-    assert A_log.dtype == dt_bias.dtype == jnp.float32
-    A, dt = np.exp(A_log), np.log1p(np.exp(np.asarray(dt_bias, np.float64)))
-    assert np.all(np.isfinite(A_log)) and A.min() > 0 and A.max() < 16.001
-    np.testing.assert_allclose(A.mean(), 8, rtol=0.02)  # 16 / sqrt(12 * 1e5) = 0.015, 5 of them
-    assert 0.999e-3 < dt.min() and dt.max() < 0.1001
-    np.testing.assert_allclose(
-        np.log(dt).mean(), np.log(1e-2), atol=0.025
-    )  # log(100) / sqrt(12 * 1e5), 6 of them
-
-
-@pytest.mark.parametrize("doubled", [False, True])
-def test_write_start(doubled):
-    """A bias is all that differs, and beta is its start where the projection is 0."""
-    plain, started = (make(allow_neg_eigval=doubled, write_start=start) for start in (None, 0.06))
-    for layer, expected in ((plain, 0.5), (started, 0.06)):
-        beta = layer.rule_inputs(jnp.zeros((1, 3, D)))[0].beta
-        np.testing.assert_allclose(beta, (1 + doubled) * expected, rtol=1e-6)
-    weights = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in (plain, started)]
-    np.testing.assert_allclose(weights[1]["b_proj"].pop("bias"), np.log(0.06 / 0.94), rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, *weights)
-    x = inputs(2, 40, D)  # rows enough for one product of all projections, and few enough for their own
-    beta, few = (np.asarray(started.rule_inputs(jnp.asarray(x[:, :n]))[0].beta) for n in (40, 3))
-    np.testing.assert_allclose(beta[:, :3], few, rtol=1e-5)
-
-
-def test_weight_decay_mask():
-    layer = make(conv_bias=True)
-    params = nnx.state(layer, nnx.Param)
-    for tree in (params, nnx.to_pure_dict(params)):
-        mask = weight_decay_mask(tree)
-        assert jax.tree.structure(mask) == jax.tree.structure(tree)
-        plain = {
-            jax.tree_util.keystr(path[:-1] if tree is params else path).split("'")[1]: value
-            for path, value in jax.tree_util.tree_flatten_with_path(mask)[0]
-        }
-        kept = {name for name, value in plain.items() if not value}
-        assert kept == {"A_log", "dt_bias", "o_norm", "conv_bias"}, kept
-    # A stack of layers gives its norms a second axis: the mark, not the rank, must decide.
-    assert jax.tree.leaves(weight_decay_mask({"w": NoDecayParam(jnp.ones((3, 4)))})) == [False]
-
-
-@pytest.mark.slow
-def test_in_a_linen_model_every_parameter_is_in_params():
-    """An optimiser over the collection `params` trains gates and norms too, and weight decay still spares them."""
-    options = SIZES | {"implementation": "recurrent"}
-    linen = nnx.bridge.ToLinen(GatedDeltaNet, args=(D,), kwargs=options)
-    x = jnp.asarray(inputs(1, 5, D))
-    variables = linen.init(jax.random.key(0), x)
-    assert set(variables) == {"params"}
-    params = variables["params"]
-    assert {"A_log", "dt_bias", "o_norm", "q_proj", "conv_weight"} < set(params)
-    grads = jax.jit(jax.grad(lambda params: jnp.sum(linen.apply({"params": params}, x)[0] ** 2)))(params)
-    for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
-        assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
-    mask = weight_decay_mask(params)
-    assert jax.tree.structure(mask) == jax.tree.structure(params)
-    assert not any(jax.tree.leaves([mask["A_log"], mask["dt_bias"], mask["o_norm"]]))
-    assert all(jax.tree.leaves([mask["q_proj"], mask["conv_weight"]]))
-    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)  # as nn.scan stores layers
-    assert not any(jax.tree.leaves(weight_decay_mask(stacked)["A_log"]))
-
-
-def test_small_layer():
-    layer = SmallGatedDeltaNet(8, 12, 2, rngs=nnx.Rngs(0))
-    x = jnp.asarray(inputs(2, 9, 8))
-    o, state = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    heads = [
-        np.asarray(f(x), np.float64).reshape(2, 9, 2, -1) for f in (layer.q_proj, layer.k_proj, layer.v_proj)
-    ]
-    q, k, v = heads
-    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
-    alpha = 1 / (1 + np.exp(-np.asarray(layer.alpha_proj(x), np.float64)))
-    beta = gates.write_strength(layer.beta_proj(x))
-    want, want_state = oracle.forward(q, k, v, np.log(alpha), beta, scale=1.0)
-    assert_close(want.reshape(2, 9, 12), o, F32)
-    assert_close(want_state, state, F32, axis=1)
-    # The post's own order, the error of the undecayed state, is another function.
-    S = np.zeros((2, 2, 4, 6))
-    for t in range(9):
-        u = np.asarray(beta)[:, t, :, None] * (v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], S))
-        S = alpha[:, t, :, None, None] * S + k[:, t, :, :, None] * u[:, :, None]
-    assert np.linalg.norm(S - state) > 0.01 * np.linalg.norm(S)
-
-
-def test_norm_and_mlp():
-    norm = RMSNorm(8, eps=1e-6, dtype=jnp.bfloat16)
-    x = jnp.asarray(inputs(3, 8) * 1000)
-    y = norm(x)
-    assert y.dtype == jnp.bfloat16
-    want = np.asarray(x, np.float64)
-    want = want / np.sqrt((want**2).mean(-1, keepdims=True))
-    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8)  # one rounding to 8 bits
-    mlp = SwiGLU(8, 16, rngs=nnx.Rngs(0))
-    gate, up = (np.asarray(x, np.float64) @ np.asarray(p.kernel[...]) for p in (mlp.gate_proj, mlp.up_proj))
-    want = (gate / (1 + np.exp(-np.clip(gate, -700, None))) * up) @ np.asarray(mlp.down_proj.kernel[...])
-    assert_close(want, mlp(x), F32)
-
-
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        ("num_v_heads: expected a multiple of num_heads = 2, got 3", {"num_v_heads": 3}),
-        ("expand_v: expected head_dim \\* expand_v to be whole and positive, got 7.8", {"expand_v": 1.3}),
-        ("expand_v: expected", {"expand_v": 0.0}),
-        ("conv_size: expected 2 to 4, got 5", {"conv_size": 5}),
-        ("head_dim: expected a positive integer, got 0", {"head_dim": 0}),
-        ("num_heads: expected a positive integer, got 1.5", {"num_heads": 1.5}),
-        ("head_dim: expected a width up to 256, got 512", {"head_dim": 512}),
-        ("expand_v: expected head_dim \\* expand_v up to 256, got 384", {"head_dim": 128, "expand_v": 3.0}),
-        ("norm_eps: expected a positive number, got 0", {"norm_eps": 0.0}),
-        ("write_start: expected None or a number between 0 and 1, got 1.0", {"write_start": 1.0}),
-        ("implementation: expected one of .*, got 'triton'", {"implementation": "triton"}),
-    ],
-)
-@pytest.mark.usefixtures("no_type_checks")
-def test_construction_errors(message, options):
-    with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_call_errors(layer):
-    x = jnp.asarray(inputs(2, 4, D))
-    ones = jnp.ones((2, 4), bool)
-    cases = [
-        ("x: expected shape", x[0], {}),
-        ("x: expected shape", x[:, :, 1:], {}),
-        ("x: expected dtype", x.astype(int), {}),
-        ("x: expected at least one token", x[:, :0], {}),
-        ("mask: expected shape", x, {"mask": ones[:, 1:]}),
-        ("mask: expected dtype bool, got float32", x, {"mask": ones.astype(jnp.float32)}),
-        ("mask: expected one run of tokens in each row, got a gap in row 1", x, {"mask": ones.at[1, 2].set(False)}),
-        ("segment_ids: expected shape", x, {"segment_ids": jnp.zeros((2, 3), int)}),
-        ("cu_seqlens: expected neither", x, {"cu_seqlens": jnp.array([0, 4]), "mask": ones}),
-        ("cu_seqlens: expected neither", x, {"cu_seqlens": jnp.array([0, 4]), "segment_ids": jnp.zeros((2, 4), int)}),
-        ("cu_seqlens: expected", x, {"cu_seqlens": jnp.array([0, 4])}),
-        ("cache.conv: expected shape", x, {"cache": layer.init_cache(3)}),
-        ("cache.state: expected shape", x, {"cache": layer.init_cache(2)._replace(state=jnp.zeros((2, 4, 9, 6)))}),
-    ]  # fmt: skip
-    for message, x, options in cases:
-        with pytest.raises(ValueError, match=message):
-            layer(x, **options)
-    with pytest.raises(ValueError, match="d_v: expected a multiple of num_heads = 2, got 5"):
-        SmallGatedDeltaNet(8, 5, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="d_k: expected heads of width up to 256, got 300"):
-        SmallGatedDeltaNet(600, 8, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"implementation: expected one of .*, got 'triton'"):
-        SmallGatedDeltaNet(8, 8, 2, implementation="triton", rngs=nnx.Rngs(0))

@@ -1,132 +1,31 @@
 """Serving with gates of each channel and with erase and write apart: every way of taking tokens, against float64."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from family_serving import (
+    LENGTH,
+    SLOTS,
+    STATE_F32,
+    N,
+    Tokens,
+    assert_others_stay,
+    draw,
+    littered,
+    make_ring,
+    rules,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from meshes import mesh_of, spec
-from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw_pool, fresh
+from serving_cases import HK, HV, K, assert_same_bits, compiled, draw_pool, fresh
 from tolerances import assert_close, bound
 
 from gdn_jax import serving
-from gdn_jax.checks import family_oracle
 from gdn_jax.serving.call import interpreted
-
-STATE_F32 = 1e-5
-N, SLOTS, LENGTH = 3, np.array([3, 0, 4]), 5
-GATES = ("A_log", "dt_bias", "lower_bound", "allow_neg_eigval", "use_qk_l2norm")
-RULES = {
-    "KDA": dict(a="channel", b="head"),
-    "KDA bounded": dict(a="channel", b="head", A_log=None, lower_bound=-5.0, allow_neg_eigval=True),
-    "GDN-2": dict(a="channel", b="channel", w="channel", allow_neg_eigval=True),
-    "decay of a head": dict(a="head", b="channel", w="head"),
-}
-
-
-class Tokens(NamedTuple):
-    """Raw tokens [N, T, ...] of a rule, and the options of the call that makes its gates."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    a: np.ndarray
-    b: np.ndarray
-    w: np.ndarray | None
-    options: dict
-
-    def at(self, *index) -> "Tokens":
-        return Tokens(*(None if x is None else x[index] for x in self[:6]), self.options)
-
-    def call(self, f, pool, **more):
-        """f of the tokens on a pool, compiled; the pool stays as it is."""
-        static = {name: x for name, x in (self.options | more).items() if not hasattr(x, "shape")}
-        arrays = {name: x for name, x in (self.options | more).items() if hasattr(x, "shape")}
-        arrays |= {} if self.w is None else {"w": self.w}
-        return compiled(f, **static)(*self[:5], pool, **arrays)
-
-    def gates(self) -> dict:
-        """Log decays and strengths, in float64."""
-        a, b, w, bias = (None if x is None else np.asarray(x, np.float64)
-                         for x in (*self[3:6], self.options["dt_bias"]))  # fmt: skip
-        A_log, bounded = self.options["A_log"], self.options.get("lower_bound")
-        rate = np.ones(HV) if A_log is None else np.exp(np.asarray(A_log, np.float64))
-        rate = rate[:, None] if a.ndim == 4 else rate
-        x = a + bias
-        with np.errstate(over="ignore"):
-            g = -rate * np.logaddexp(0, x) if bounded is None else bounded / (1 + np.exp(-rate * x))
-        erase = (1 + self.options.get("allow_neg_eigval", False)) / (1 + np.exp(-b))
-        return dict(g=g, erase=erase, write=erase if w is None else 1 / (1 + np.exp(-w)))
-
-    def expected(self, states) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs [N, T, HV, V] and last states of requests that start from states [N, ...]."""
-        q, k, v = (np.asarray(x, np.float64) for x in self[:3])
-        do, dh = np.zeros((*q.shape[:2], HV, V)), np.zeros_like(states, np.float64)
-        states = np.asarray(states, np.float64)
-        r = family_oracle.evaluate(
-            q, k, v, **self.gates(), initial_state=states, use_qk_l2norm=True, do=do, dh_T=dh
-        )
-        return r["o"], r["final_state"]
-
-    def every_state(self, states, parents=None) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs and the states after every token [N, T, ...], along the paths of trees."""
-        T = self.q.shape[1]
-        parents = np.tile(np.arange(-1, T - 1), (len(states), 1)) if parents is None else parents
-        after, o = np.zeros((len(states), T, *states.shape[1:])), np.zeros((*self.v.shape[:2], HV, V))
-        for n, t in np.ndindex(len(states), T):
-            before = states[n] if parents[n, t] < 0 else after[n, parents[n, t]]
-            got, state = self.at(slice(n, n + 1), slice(t, t + 1)).expected(before[None])
-            o[n, t], after[n, t] = got[0, 0], state[0]
-        return o, after
-
-
-def draw(rule: str, T: int, seed: int = 0, dtype=np.float32) -> Tokens:
-    rng = np.random.default_rng(seed)
-    options = dict(RULES[rule])
-
-    def normal(*shape):
-        return rng.standard_normal((N, T, *shape)).astype(np.float32).astype(dtype)
-
-    kinds = [options.pop(name, None) for name in ("a", "b", "w")]
-    widths = (
-        {None: None, "head": (HV,), "channel": (HV, width)}[kind]
-        for kind, width in zip(kinds, (K, K, V), strict=True)
-    )
-    a, b, w = (None if shape is None else normal(*shape) for shape in widths)
-    # From channels that hardly decay to some that forget everything at once.
-    bias = rng.uniform(-9, 6, (HV, K) if a.ndim == 4 else (HV,)).astype(np.float32)
-    A_log = np.log(rng.uniform(0.05, 4, HV)).astype(np.float32)
-    options = {"A_log": A_log} | options | {"dt_bias": bias}
-    return Tokens(normal(HK, K), normal(HK, K), normal(HV, V), a, b, w, options)
-
-
-def littered(pool: np.ndarray, used=SLOTS) -> np.ndarray:
-    """The pool with huge numbers and NaN in the slots that no request has."""
-    others = np.setdiff1d(np.arange(len(pool)), used)
-    pool = pool.copy()
-    pool[others[::2]], pool[others[1::2]] = 3e38, np.nan
-    return pool
-
-
-def make_ring(pool, trees: bool = False, dtype=np.float32):
-    options = dict(num_key_heads=HK, length=LENGTH, dtype=dtype, trees=trees, channels=True)
-    ring = serving.make_ring_pool(jnp.asarray(pool), **options)
-    return ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
-
-
-def assert_others_stay(before, after, used=SLOTS):
-    others = np.setdiff1d(np.arange(len(before)), used)
-    assert_same_bits(np.asarray(before)[others], np.asarray(after)[others])
-
-
-def rules(*quick: str):
-    """Parameters of which all but some are slow."""
-    marks = {name: () if name in quick else pytest.mark.slow for name in RULES}
-    return pytest.mark.parametrize("rule", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 @rules("KDA bounded")
@@ -210,97 +109,6 @@ def test_drafts_that_are_no_numbers():
     assert not np.asarray(o)[junk].any()
     kept = compiled(serving.snapshot)(compiled(serving.accept)(ring, SLOTS, np.array([2, 1, 4])), SLOTS)
     assert_close(np.stack([after[0, 1], pool[0], after[2, 3]]), kept, STATE_F32)
-
-
-def packed(x: Tokens, lengths, T: int) -> dict:
-    """Arguments of `prefill` for the first tokens of every request, one behind the other, and padding up to T."""
-    arrays = dict(q=x.q, k=x.k, v=x.v, **{name: y.astype(np.float32) for name, y in x.gates().items()})
-
-    def together(y):
-        rows = np.concatenate([y[n, :length] for n, length in enumerate(lengths)])
-        return jnp.asarray(np.resize(rows, (1, T, *rows.shape[1:])))
-
-    arrays = {name: together(y) for name, y in arrays.items()}
-    return arrays | dict(beta=None, cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]))
-
-
-@pytest.mark.parametrize(
-    "rule, on_ring",
-    [
-        ("GDN-2", True),
-        pytest.param("KDA", False, marks=pytest.mark.slow),
-        pytest.param("decay of a head", False, marks=pytest.mark.slow),
-    ],
-)
-def test_prefill(rule, on_ring):
-    """Prompts in two pieces, over a ring with tokens in it too: what the whole row leaves."""
-    first, rest, T = np.array([3, 2, 4]), np.array([2, 4, 0]), 11
-    x, pool = draw(rule, 8, 3), littered(draw_pool(7))
-    has_state = np.array([True, True, False])
-    begin = np.where(has_state[:, None, None, None], pool[SLOTS], 0).astype(np.float64)
-    start = jnp.asarray(pool)
-    if on_ring:
-        token = x.at(slice(None), slice(7, 8))
-        _, start = token.at(slice(None), 0).call(
-            serving.decode, make_ring(pool), read_slots=np.array([-1, 0, -1])
-        )
-        begin[1] = token.expected(begin)[1][1]
-    prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
-    # A request without a slot: nothing is read or written, outputs are zeros.
-    o, same = prefill(
-        **packed(x, first, T), pool=start, read_slots=np.array([3, -1, 4]), has_initial_state=has_state
-    )
-    assert not np.asarray(o)[0, 3:5].any()
-    assert_others_stay(pool, same.state if on_ring else same, [3, 4])
-    o, pieces = prefill(**packed(x, first, T), pool=start, read_slots=SLOTS, has_initial_state=has_state)
-    behind = Tokens(*(None if y is None else np.stack([np.roll(y[n], -first[n], 0) for n in range(N)])
-                      for y in x[:6]), x.options)  # fmt: skip
-    more, pieces = prefill(
-        **packed(behind, rest, T), pool=pieces, read_slots=SLOTS, has_initial_state=np.ones(3, bool)
-    )
-    left = compiled(serving.snapshot)(pieces, SLOTS) if on_ring else np.asarray(pieces)[SLOTS]
-    ends, ends_more = np.cumsum(first), np.cumsum(rest)
-    for n, length in enumerate(first + rest):
-        want, last = x.at(slice(n, n + 1), slice(length)).expected(begin[n : n + 1])
-        got = [o[0, ends[n] - first[n] : ends[n]], more[0, ends_more[n] - rest[n] : ends_more[n]]]
-        assert_close(want[0], np.concatenate(got), bound("o", "float32"), f"o of request {n}", 1)
-        assert_close(last[0], left[n], bound("final_state", "float32"), f"state of request {n}")
-    assert_others_stay(pool, pieces.state if on_ring else pieces)
-
-
-@pytest.mark.slow
-def test_prompts_that_erase_alone():
-    """All is written then, but padding nothing."""
-    x, pool = draw("GDN-2", 4, 6), draw_pool(5)
-    args = packed(x, [2, 1, 1], 6) | dict(pool=jnp.asarray(pool), read_slots=SLOTS)
-    prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
-    every = prefill(**args | dict(write=jnp.ones((1, 6, HV), jnp.float32)))
-    for a, b in zip(prefill(**args | dict(write=None)), every, strict=True):
-        assert_close(b, a, STATE_F32)
-
-
-@pytest.mark.slow
-def test_checkpoints_and_pieces():
-    """States at every 64 tokens, and pieces of a prompt that have the bits of the whole one."""
-    x, pool = draw("KDA", 130, 4), draw_pool(9)
-    x = Tokens(*(None if y is None else y[:1] for y in x[:6]), x.options)
-    args = packed(x, [130], 130)
-    prefill = partial(compiled, serving.prefill, use_qk_l2norm=True)
-    slots = dict(read_slots=np.array([2]), checkpoint_slots=np.array([[5, 6]]))
-    o, new = prefill(checkpoint_every=64)(**args, pool=jnp.asarray(pool), **slots)
-    for slot, length in ((5, 64), (6, 128), (2, 130)):
-        want, last = x.at(slice(None), slice(length)).expected(pool[2:3])
-        assert_close(last[0], new[slot], bound("final_state", "float32"))
-    assert_close(want[0], o[0], bound("o", "float32"))
-    whole = prefill(checkpoint_every=64, batch_invariant=True)(**args, pool=jnp.asarray(pool), **slots)
-    piece = {name: y[:, :64] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
-    rest = {name: y[:, 64:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
-    piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 64]), np.array([0, 66])
-    of_pieces, slots = prefill(batch_invariant=True), dict(read_slots=np.array([2]))
-    start, pieces = of_pieces(**piece, pool=jnp.asarray(pool), **slots)
-    end, pieces = of_pieces(**rest, pool=pieces, **slots)
-    assert_same_bits(whole[0], np.concatenate([start, end], 1))
-    assert_same_bits(whole[1][2], pieces[2])
 
 
 def test_bfloat16_pools_and_huge_neighbours():

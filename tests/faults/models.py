@@ -37,13 +37,13 @@ FAULTS = (
         "min_p is measured before the temperature",
         "jnp.log(self.min_p)",
         "jnp.log(self.min_p) / self.temperature",
-        "tests/test_hybrid.py::test_limits_of_the_draw",
+        "tests/test_generation.py::test_limits_of_the_draw",
     ),
     Fault(
         "a row whose first token stops it goes on",
         "    ended = ends(token, jnp.zeros(token.shape, bool))\n",
         "    ended = jnp.zeros(token.shape, bool)\n",
-        "tests/test_hybrid.py::test_stopping_and_listening",
+        "tests/test_generation.py::test_stopping_and_listening",
     ),
     Fault(
         "scores that are NaN name places that there are not",
@@ -142,7 +142,7 @@ FAULTS = (
         "top_p leaves out the token that reaches it",
         "kept = jnp.cumsum(p, axis=-1) - p < self.top_p",
         "kept = jnp.cumsum(p, axis=-1) < self.top_p",
-        "tests/test_hybrid.py::test_limits_of_the_draw",
+        "tests/test_generation.py::test_limits_of_the_draw",
     ),
     Fault(
         "vectors decay",

@@ -68,7 +68,7 @@ FAULTS = (
         "half-lives are drawn by their longest",
         "order = np.argsort(lives[2])",
         "order = np.argsort(lives[3])",
-        "tests/test_analysis.py::test_half_lives_are_drawn_by_their_median",
+        "tests/test_plots.py::test_half_lives_are_drawn_by_their_median",
     ),
     Fault(
         "a save counts as training",

@@ -19,7 +19,7 @@ FAULTS = (
         "a prompt without a slot writes where erase and write are apart",
         "return self._replace(write=jnp.where(is_real.reshape(-1, *(1,) * (write.ndim - 2)), write, 0))",
         "return self._replace(write=write)",
-        "tests/test_serving_family.py::test_prefill",
+        "tests/test_serving_family_prompts.py::test_prefill",
     ),
     Fault(
         "a preempted request goes to the end of the queue",
@@ -133,6 +133,6 @@ FAULTS = (
         "prompts that erase alone get a strength of both",
         "if self.erase is None and self.write is None:\n            beta = jnp",
         "if self.write is None:\n            beta = jnp",
-        "tests/test_serving_family.py::test_prompts_that_erase_alone",
+        "tests/test_serving_family_prompts.py::test_prompts_that_erase_alone",
     ),
 )

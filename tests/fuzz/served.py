@@ -7,11 +7,11 @@ for bit. What the next call starts from is read from the pool, so errors do not 
 from collections.abc import Iterator
 from typing import Any
 
+import family_serving as family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import serving_cases
-import test_serving_family as family
 
 from gdn_jax import serving
 from gdn_jax.checks import family_oracle, oracle

@@ -1,0 +1,101 @@
+"""Prompts with gates of each channel and with erase and write apart, against float64."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_serving import (
+    SLOTS,
+    STATE_F32,
+    N,
+    Tokens,
+    assert_others_stay,
+    draw,
+    littered,
+    make_ring,
+    packed,
+)
+from serving_cases import HV, assert_same_bits, compiled, draw_pool
+from tolerances import assert_close, bound
+
+from gdn_jax import serving
+
+
+@pytest.mark.parametrize(
+    "rule, on_ring",
+    [
+        ("GDN-2", True),
+        pytest.param("KDA", False, marks=pytest.mark.slow),
+        pytest.param("decay of a head", False, marks=pytest.mark.slow),
+    ],
+)
+def test_prefill(rule, on_ring):
+    """Prompts in two pieces, over a ring with tokens in it too: what the whole row leaves."""
+    first, rest, T = np.array([3, 2, 4]), np.array([2, 4, 0]), 11
+    x, pool = draw(rule, 8, 3), littered(draw_pool(7))
+    has_state = np.array([True, True, False])
+    begin = np.where(has_state[:, None, None, None], pool[SLOTS], 0).astype(np.float64)
+    start = jnp.asarray(pool)
+    if on_ring:
+        token = x.at(slice(None), slice(7, 8))
+        _, start = token.at(slice(None), 0).call(
+            serving.decode, make_ring(pool), read_slots=np.array([-1, 0, -1])
+        )
+        begin[1] = token.expected(begin)[1][1]
+    prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
+    # A request without a slot: nothing is read or written, outputs are zeros.
+    o, same = prefill(
+        **packed(x, first, T), pool=start, read_slots=np.array([3, -1, 4]), has_initial_state=has_state
+    )
+    assert not np.asarray(o)[0, 3:5].any()
+    assert_others_stay(pool, same.state if on_ring else same, [3, 4])
+    o, pieces = prefill(**packed(x, first, T), pool=start, read_slots=SLOTS, has_initial_state=has_state)
+    behind = Tokens(*(None if y is None else np.stack([np.roll(y[n], -first[n], 0) for n in range(N)])
+                      for y in x[:6]), x.options)  # fmt: skip
+    more, pieces = prefill(
+        **packed(behind, rest, T), pool=pieces, read_slots=SLOTS, has_initial_state=np.ones(3, bool)
+    )
+    left = compiled(serving.snapshot)(pieces, SLOTS) if on_ring else np.asarray(pieces)[SLOTS]
+    ends, ends_more = np.cumsum(first), np.cumsum(rest)
+    for n, length in enumerate(first + rest):
+        want, last = x.at(slice(n, n + 1), slice(length)).expected(begin[n : n + 1])
+        got = [o[0, ends[n] - first[n] : ends[n]], more[0, ends_more[n] - rest[n] : ends_more[n]]]
+        assert_close(want[0], np.concatenate(got), bound("o", "float32"), f"o of request {n}", 1)
+        assert_close(last[0], left[n], bound("final_state", "float32"), f"state of request {n}")
+    assert_others_stay(pool, pieces.state if on_ring else pieces)
+
+
+@pytest.mark.slow
+def test_prompts_that_erase_alone():
+    """All is written then, but padding nothing."""
+    x, pool = draw("GDN-2", 4, 6), draw_pool(5)
+    args = packed(x, [2, 1, 1], 6) | dict(pool=jnp.asarray(pool), read_slots=SLOTS)
+    prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
+    every = prefill(**args | dict(write=jnp.ones((1, 6, HV), jnp.float32)))
+    for a, b in zip(prefill(**args | dict(write=None)), every, strict=True):
+        assert_close(b, a, STATE_F32)
+
+
+@pytest.mark.slow
+def test_checkpoints_and_pieces():
+    """States at every 64 tokens, and pieces of a prompt that have the bits of the whole one."""
+    x, pool = draw("KDA", 130, 4), draw_pool(9)
+    x = Tokens(*(None if y is None else y[:1] for y in x[:6]), x.options)
+    args = packed(x, [130], 130)
+    prefill = partial(compiled, serving.prefill, use_qk_l2norm=True)
+    slots = dict(read_slots=np.array([2]), checkpoint_slots=np.array([[5, 6]]))
+    o, new = prefill(checkpoint_every=64)(**args, pool=jnp.asarray(pool), **slots)
+    for slot, length in ((5, 64), (6, 128), (2, 130)):
+        want, last = x.at(slice(None), slice(length)).expected(pool[2:3])
+        assert_close(last[0], new[slot], bound("final_state", "float32"))
+    assert_close(want[0], o[0], bound("o", "float32"))
+    whole = prefill(checkpoint_every=64, batch_invariant=True)(**args, pool=jnp.asarray(pool), **slots)
+    piece = {name: y[:, :64] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
+    rest = {name: y[:, 64:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
+    piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 64]), np.array([0, 66])
+    of_pieces, slots = prefill(batch_invariant=True), dict(read_slots=np.array([2]))
+    start, pieces = of_pieces(**piece, pool=jnp.asarray(pool), **slots)
+    end, pieces = of_pieces(**rest, pool=pieces, **slots)
+    assert_same_bits(whole[0], np.concatenate([start, end], 1))
+    assert_same_bits(whole[1][2], pieces[2])
