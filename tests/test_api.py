@@ -43,6 +43,7 @@ def test_positional_order():
 # Layouts and dtypes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_layouts_are_transposes(implementation):
     """ "vk" transposes the states that go in and come out, and their gradients; everything else keeps its bits."""

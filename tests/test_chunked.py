@@ -26,8 +26,7 @@ def test_table(case, dtype):
 @pytest.mark.parametrize(
     "C",
     [
-        16,
-        pytest.param(128, marks=pytest.mark.slow),
+        *(pytest.param(C, marks=pytest.mark.slow) for C in (16, 128)),
         *(pytest.param(C, marks=pytest.mark.crossed) for C in (32, 64)),
     ],
 )
@@ -80,9 +79,7 @@ STRETCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", harness.tiers(STRETCHES, (), ("strong-decay-then-slow", "no-state-segments"))
-)
+@pytest.mark.parametrize("name", harness.tiers(STRETCHES, (), ("strong-decay-then-slow",)))
 def test_stretches(name, monkeypatch):
     """Long rows on a CPU are computed in stretches, each from the state of the last; here the same on any device."""
     monkeypatch.setattr(chunked, "stretch_of", lambda T, chunk_size, _: (64, 32))  # 64, 64 and 22 tokens
@@ -129,6 +126,7 @@ def test_temporary_memory_of_a_long_row():
     assert temporary(8192) <= 1.1 * temporary(2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_split_in_two(implementation, at=50):
     """Handing the state over changes nothing. (At other tokens: test_packing.test_split_anywhere.)"""

@@ -64,7 +64,7 @@ OF_THE_DEFINITION = {name for name in NAMES if name.startswith("channels-")} | {
 """All values, and every option once: the definition is one step, which has no lengths or sizes of its own."""
 
 
-@pytest.mark.parametrize("case", tiers(family_cases.TABLE, QUICK, NAMES - CROSSED - {*QUICK}))
+@pytest.mark.parametrize("case", tiers(family_cases.TABLE, {*QUICK} - {"packed"}, NAMES - CROSSED))
 def test_chunked_form(case):
     check(case, "float32", "chunked")
 
@@ -259,6 +259,7 @@ def test_packed_products_and_segments():
         assert_close(expected, np.asarray(got), bound("o", "float32"))
 
 
+@pytest.mark.slow
 def test_steps_equal_the_row():
     """Token by token from a state, as the whole row; and the states at the start of the chunks lie between."""
     case = CASES["erase-and-write-a-channel"]

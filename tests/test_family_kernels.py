@@ -48,7 +48,7 @@ def pairs_of(g, T, *, K=64, HO=1, erases=False, normalize=False, seed=0):
     ("gate", "options"),
     [
         pytest.param("kinds", dict(T=100), id="kinds"),
-        pytest.param("mild", dict(T=72, K=128), id="K128", marks=pytest.mark.slow),
+        pytest.param("mild", dict(T=72, K=128), id="K128", marks=pytest.mark.crossed),
         pytest.param("kinds", dict(T=64, HO=2, erases=True), id="erase", marks=pytest.mark.slow),
         pytest.param("zero", dict(T=64, normalize=True), id="normalised", marks=pytest.mark.crossed),
     ],

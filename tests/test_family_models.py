@@ -91,6 +91,7 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
     assert_close(last[0].state, np.asarray(cache[0].state), F32)
 
 
+@pytest.mark.slow
 def test_generation():
     """Beside attention: the likeliest tokens are those of whole passes, with a prompt that is padded."""
     attention = AttentionConfig(2, None, 8, rotary_dim=4)
@@ -172,7 +173,9 @@ OF_THE_FAMILY = [
 ]
 
 
-@pytest.mark.parametrize("preset", tiers(OF_THE_FAMILY, {*OF_THE_FAMILY} - {"gated-delta-net-2-0.4b"}))
+@pytest.mark.parametrize(
+    "preset", tiers(OF_THE_FAMILY, {*OF_THE_FAMILY} - {"gated-delta-net-2-0.4b", "kda-0.4b"})
+)
 def test_info(preset, capsys):
     assert cli.main(["info", preset]) == 0
     out = capsys.readouterr().out

@@ -58,7 +58,7 @@ def like(case: Case, name: str, **change) -> Case:
 
 
 CASES = (
-    slow(
+    crossed(
         like(WHOLE, "bfloat16 vk", pool_dtype="bfloat16", kv_layout=False, fresh=(1, 2), padding=(0, 4)),
         segment_chunks=0,
     ),
@@ -69,7 +69,7 @@ CASES = (
     crossed(CUT, segment_chunks=2),
     crossed(like(CUT, "segments, new", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
     slow(
-        like(CUT, "segments crossed", crossed=True, padding=(0,), dropped=(2,), pool_dtype="float32"),
+        like(CUT, "segments crossed", crossed=True, padding=(0,), dropped=(2,)),
         segment_chunks=1,
     ),
     crossed(

@@ -157,7 +157,7 @@ def test_what_remat_keeps():
 
 @pytest.mark.parametrize(
     "B, T",
-    [(1, 4096), pytest.param(64, 256, marks=pytest.mark.slow)],
+    [pytest.param(1, 4096, marks=pytest.mark.slow), pytest.param(64, 256, marks=pytest.mark.slow)],
     ids=["cut into segments", "whole sequences"],
 )
 def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
@@ -184,6 +184,7 @@ def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
     assert np.all(plain[1:] < kept[1:]) and np.all(kept[1:] == again[1:])  # projections, convolution, norms
 
 
+@pytest.mark.slow
 def test_residual_stream_in_bfloat16():
     """The stream between the blocks has the asked dtype; the float32 logits stay near those of a float32 stream."""
     row, results = jnp.asarray(tokens(2, 9)), {}

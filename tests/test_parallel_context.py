@@ -72,7 +72,7 @@ CROSSED = {f"whole rows, {number} devices" for number in ("three", "five", "six"
 of segments, which rows have; and one sequence, which is a row."""
 
 
-@pytest.mark.parametrize("name", tiers(CASES, ("packed",), CASES.keys() - CROSSED - {"packed"}))
+@pytest.mark.parametrize("name", tiers(CASES, ("segments",), CASES.keys() - CROSSED))
 def test_rule(name):
     """Outputs, final states and all gradients against float64 on one device."""
     devices, options = CASES[name]
@@ -88,7 +88,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(EXCHANGES, ("segments",), ("packed", "no gates, no state")))
+@pytest.mark.parametrize("name", tiers(EXCHANGES, (), ("segments", "packed", "no gates, no state")))
 def test_rule_by_heads(name):
     """All tokens of some heads on every device."""
     devices, options = EXCHANGES[name]
@@ -137,7 +137,7 @@ def test_rule_by_the_recurrence(name):
     check_rule(devices, cases.Case(f"context {name}", **{**SMALL, **options}), "recurrent")
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_a_scale_that_is_an_array():
     """An array of a scale has a gradient."""
     case = cases.Case("context scale", T=16, B=1, **SMALL)

@@ -175,6 +175,7 @@ def pick(calls, *names):
     return {name: calls[name] for name in names}
 
 
+@pytest.mark.slow
 @settings
 @pytest.mark.usefixtures("plain_kernels")
 def test_kernels_run_on_their_heads(setting):

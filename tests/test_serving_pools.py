@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import tiers
 from serving_cases import HK, HV, K, V, assert_same_bits, draw, draw_pool, one
 
 from gdn_jax import serving
@@ -87,7 +88,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", tiers(CALLS, {*CALLS} - {"prefill"}))
 def test_a_pool_of_bytes(name, start):
     """The same outputs, from the same states; new states are rounded to a step of their head."""
     x = draw(3, 2, heads=(HK, HV), widths=(K, V))
@@ -114,6 +115,7 @@ def test_codes_may_be_floats(start):
         assert new.codes.dtype == jnp.float8_e4m3fn and (new.codes != codes).any()
 
 
+@pytest.mark.slow
 def test_beside_a_ring(start):
     """Outputs of a ring on the same states in float32; a flush rounds the states, and a token does not."""
     x, T = draw(3, 4, heads=(HK, HV), widths=(K, V)), 3

@@ -43,6 +43,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_folder(finished):
     assert sorted(p.name for p in finished.iterdir()) == [
         "config.json",
@@ -66,6 +67,7 @@ def test_folder(finished):
     assert "mean validation loss" in table and "0.9 ln 2 = 0.624 nats" in table
 
 
+@pytest.mark.slow
 def test_curves(finished, tmp_path, monkeypatch):
     """Validation of every kind of sequences on the way, which changes nothing of the runs.
 
@@ -129,6 +131,7 @@ def test_full_disk(finished, tmp_path, monkeypatch, capsys):
     assert records(out) == records(finished)
 
 
+@pytest.mark.slow
 def test_lines_are_whole(finished, tmp_path, capsys):
     out = shutil.copytree(finished, tmp_path / "copy")
     with open(out / "runs.jsonl", "a") as file:
@@ -368,6 +371,7 @@ def test_presets_fit(task, size):
     assert preset.sweep.size == size and preset.task.task == task
 
 
+@pytest.mark.slow
 def test_existing_and_other_folders(finished, capsys):
     before = {p: p.read_bytes() for p in finished.iterdir()}
     assert start(finished) == 1

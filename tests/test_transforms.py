@@ -103,7 +103,7 @@ def test_forward_mode(implementation, name):
 @pytest.mark.parametrize(
     "name, order",
     [
-        pytest.param("plain", "forward-over-reverse", marks=pytest.mark.slow),
+        pytest.param("plain", "forward-over-reverse", marks=pytest.mark.crossed),
         pytest.param("plain", "reverse-over-reverse", marks=pytest.mark.crossed),
         pytest.param("segments", "reverse-over-reverse", marks=pytest.mark.slow),
         pytest.param("packed-reset-l2norm", "forward-over-reverse", marks=pytest.mark.slow),
