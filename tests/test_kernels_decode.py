@@ -86,6 +86,28 @@ def test_default_tiles(K, V, pool_dtype, kv_layout, block):
     assert step.Config.default(K, V, pool_dtype, kv_layout, 4) == step.Config(block)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_several_tiles_of_a_head(monkeypatch):
+    """One after the other by a warpgroup: as a tile to each, also where a request is padding."""
+    case = Case("turns", N=3, K=32, V=128, pool_dtype="bfloat16", kv_layout=False)
+    x, results = pool_steps.draw(case), []
+    for turns in ({}, {2: 0}, {4: 0}):
+        monkeypatch.setattr(cta, "TURNS", turns)
+        results.append(pool_steps.serve(case, x, **KERNELS))
+    pool_steps.assert_right(case, x, *results[0])
+    for other in results[1:]:
+        for y, z in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(z, np.float32))
+
+
+def test_tiles_of_many_heads():
+    """Few heads leave a tile to each warpgroup; V gives as many as divide."""
+    config = step.Config.default(128, 128, "bfloat16", False)
+    turns = [config.for_heads(heads, 128).turns for heads in (32, 63, 64, 255, 256, 1 << 14)]
+    assert turns == [1, 1, 2, 2, 4, 4]
+    assert config.for_heads(1 << 14, 192).turns == 2 and config.for_heads(1 << 14, 96) == config
+
+
 @pytest.mark.parametrize(
     ("pool_dtype", "kv_layout"), [("float32", True), ("bfloat16", True), ("bfloat16", False)]
 )

@@ -266,10 +266,12 @@ def in_float64(x: dict, tokens: list[np.ndarray], states: np.ndarray, kv_layout:
     return oracle.forward(q, k, v, g, beta, use_qk_l2norm=True, initial_state=states, state_layout=layout)[0]
 
 
-@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_the_batch(pool_dtype):
+@pytest.mark.parametrize(
+    ("pool_dtype", "kv_layout"), [("float32", True), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_bits_do_not_depend_on_the_batch(pool_dtype, kv_layout):
     """A request alone, and among 64; and the same call twice."""
-    case = Case("batch", N=64, heads=HEADS, pool_dtype=pool_dtype, padding=False)
+    case = Case("batch", N=64, heads=HEADS, pool_dtype=pool_dtype, kv_layout=kv_layout, padding=False)
     x = pool_steps.draw(case, on_device)
     o, pool = run(case, x)
     again = run(case, x)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.decode.cta import ALONE, Channels, Cta
+from pallas_kernels.decode.cta import ALONE, Channels, Config, Cta
 from pallas_kernels.decode.step import step_of_channels
 from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, vector_layout, write_strength
 from pallas_kernels.device.gates import log_decays
@@ -49,8 +49,11 @@ class ChannelTile(Tile):
         beta: jax.Array,
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
+        add: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The state after a token, and its output along V, see `Tile.update`; alpha lies along the tile as k does."""
+        """The state after a token, and its output along V, see `Tile.update`; alpha lies along the tile as k does. No
+        sum leaves open how it is rounded."""
+        del add
         y, z = self.products(S.astype(jnp.float32), [alpha * self.erased(k, beta), alpha * q])
         rq, rk, qk = norms()
         u = self.written(v - rk * y, beta)
@@ -74,6 +77,11 @@ class ChannelCta(Cta):
     def __init__(self, *arguments: Any, lower_bound: float | None, **static: Any):
         super().__init__(*arguments, **static)
         self.lower_bound = lower_bound
+
+    @classmethod
+    def default_config(cls, sizes: Sizes, pool_dtype: Any, T: int, alone: int) -> Config:
+        """See `Cta.default_config`; others were not timed."""
+        return Config.default(sizes.K, sizes.V, pool_dtype, sizes.kv_layout, T)
 
     @classmethod
     def gate_memory(cls, sizes: Sizes, T: int) -> Memory:

@@ -1,5 +1,6 @@
 """A CTA of `decode.step`: its warpgroup's tile, where the tokens lie, and how the gates of a head enter."""
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ MAX_TILE = 128 * 128
 """Entries of a tile by default: registers do not hold a larger one in float32."""
 
 
+TURNS = {4: 256, 2: 64}
+"""Tiles of a head that a warpgroup of one token takes, from so many heads of all requests on: the fastest on an H200
+from a bfloat16 pool with states [V, K] (docs/log/decode.md). Fewer heads give too few warpgroups for them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the kernel runs, not what it computes."""
@@ -29,8 +35,11 @@ class Config:
     """Whether the tile of one token from a bfloat16 pool waits in 16 bits while sums are taken, and is widened twice.
     Registers then hold more tiles."""
     ahead: int = 0
-    """How many warpgroups later the tile is needed that the warpgroup of one token brings into the L2 cache; 0: it
-    brings none."""
+    """How many warpgroups later the tile is needed that the warpgroup of one token brings into the L2 cache, the
+    first of its turns; 0: it brings none."""
+    turns: int = 1
+    """Tiles of a head that the warpgroup of one token takes one after the other, each on its way while the one before
+    is worked on. They divide those of a head."""
 
     @classmethod
     def default(cls, K: int, V: int, pool_dtype: Any, kv_layout: bool, T: int = 1) -> "Config":
@@ -45,6 +54,15 @@ class Config:
         if not kv_layout:
             return cls(block, ahead=8 * NUM_SMS if is_half else 0)
         return cls(block, across=is_half, narrow=is_half, ahead=(2 if is_half else 1) * NUM_SMS)
+
+    def for_heads(self, heads: int, V: int) -> "Config":
+        """The default for one token of so many heads of all requests, from a bfloat16 pool with states [V, K].
+
+        The bits do not depend on it.
+        """
+        most = V // self.block
+        turns = next((n for n, least in TURNS.items() if heads >= least and most % n == 0), 1)
+        return dataclasses.replace(self, turns=turns, ahead=2 * NUM_SMS) if turns > 1 else self
 
 
 class Channels(NamedTuple):
@@ -72,9 +90,10 @@ class Cta:
         self.gmem, self.smem, self.sizes, self.config = gmem, smem, sizes, config
         N, self.T = gmem.o.shape[:2]
         self.tiles = N * sizes.HV * (sizes.V // config.block)
+        self.warpgroups = self.tiles // config.turns
         self.first, self.dev = first, Device(interpreted)
         self.tile = self.tile_type(sizes, config.block, gmem.pool.dtype.itemsize, config.across)
-        self.row, self.head, self.entries = self.tile.where(grid_index())
+        self.row, self.head, self.entries = self.tile.where(grid_index() * config.turns)
         self.q_head = lax.div(self.head, sizes.HV // sizes.Hq)
         self.k_head = lax.div(self.head, sizes.HV // sizes.Hk)
         self.slot = self.read_slot(self.row)
@@ -103,9 +122,27 @@ class Cta:
         channel = self.first.v + self.head * self.sizes.V + self.entries.start
         return self.gmem.v.at[self.row, t, pl.ds(channel, self.config.block)]
 
+    def turn(self, i: int) -> "Cta":
+        """The same with the i-th tile after this one, of the same head."""
+        other = copy.copy(self)
+        other.entries = pl.ds(self.entries.start + i * self.config.block, self.config.block)
+        return other
+
     def written(self, t: Any, v: jax.Array) -> jax.Array:
         """v of token t times the part of its write strength that `gates` leaves out."""
         return v
+
+    @classmethod
+    def default_config(cls, sizes: Sizes, pool_dtype: Any, T: int, alone: int) -> Config:
+        """How the kernel runs for T tokens of each request.
+
+        Args:
+          alone: how many requests there are, if each has one token; else 0.
+        """
+        config = Config.default(sizes.K, sizes.V, pool_dtype, sizes.kv_layout, T)
+        if not alone or sizes.kv_layout or sizes.K > 128 or jnp.dtype(pool_dtype).itemsize == 4:
+            return config
+        return config.for_heads(alone * sizes.HV, sizes.V)
 
     @classmethod
     def gate_memory(cls, sizes: Sizes, T: int) -> Memory:

@@ -122,9 +122,9 @@ def _bring_near(cta: Cta) -> None:
     """Asks the L2 cache for the tile of a warpgroup that has no room on an SM yet."""
     later = grid_index() + cta.config.ahead
 
-    @pl.when(later < cta.tiles)
+    @pl.when(later < cta.warpgroups)
     def _():
-        row, head, entries = cta.tile.where(later)
+        row, head, entries = cta.tile.where(later * cta.config.turns)
         slot = cta.read_slot(row)
         pl.when(cta.sizes.slots.is_slot(slot))(lambda: plgpu.async_prefetch(cta.state(slot, head, entries)))
 
@@ -132,7 +132,7 @@ def _bring_near(cta: Cta) -> None:
 def _decode(cta: Cta, x: Vectors) -> None:
     """The only token of a row."""
     S = cta.read()
-    if 0 < cta.config.ahead < cta.tiles:
+    if 0 < cta.config.ahead < cta.warpgroups:
         _bring_near(cta)
     to = cta.write_slot(0)
 
@@ -140,18 +140,31 @@ def _decode(cta: Cta, x: Vectors) -> None:
         return cta.dev.unknown(S, cta.tile.layout) if cta.config.narrow else S
 
     alpha, beta = cta.gates(0)
+
+    def add(a, x, c):
+        a = plgpu.layout_cast(lax.broadcast(a, x.shape), cta.tile.v_layout)
+        return cta.dev.multiply_add(a, x, c, cta.tile.v_layout)
+
+    # With one tile to a warpgroup or several, by how many requests there are, a request has the same bits.
+    alike = {} if cta.sizes.kv_layout or cta.gmem.pool.dtype.itemsize == 4 else {"add": add}
     is_own_slot = cta.gmem.write_slots is None and beta.ndim == 0
-    if cta.config.narrow and is_own_slot and cta.tiles > 2 * NUM_SMS:
+    if (cta.config.narrow or cta.config.turns > 1) and is_own_slot and cta.warpgroups > 2 * NUM_SMS:
         # It stays what it is, for beta is at most 2, but a compiler that knew would keep the addresses of all loads
         # for the stores, in 50 registers, and two warpgroups would fit on an SM instead of three.
         to = to + (beta > 4.0).astype(jnp.int32)
     q, k, q_whole, k_whole, v = (y.astype(jnp.float32) for y in x)
-    v = cta.written(0, v)
-    S, o = cta.tile.update(S, q, k, v, alpha, beta, lambda: cta.tile.norms(q_whole, k_whole), again)
-    # Rounded outside of the branch: its registers are free earlier.
-    S = S.astype(cta.gmem.pool.dtype)
-    cta.write_output(0, o)
-    cta.write(to, S)
+    norms = functools.cache(lambda: cta.tile.norms(q_whole, k_whole))
+    for i in range(cta.config.turns):
+        here, following = cta.turn(i), cta.turn(i + 1)
+        is_last = i + 1 == cta.config.turns
+        S_next, v_next = (S, v) if is_last else (following.read(), load(following.v(0), cta.tile.v_layout))
+        v = here.written(0, v)
+        S, o = cta.tile.update(S, q, k, v, alpha, beta, norms, again, **alike)
+        # Rounded outside of the branch: its registers are free earlier.
+        S = S.astype(cta.gmem.pool.dtype)
+        here.write_output(0, o)
+        here.write(to, S)
+        S, v = S_next, v_next.astype(jnp.float32)
 
 
 def _prepare(cta: Cta, group: jax.Array) -> None:
@@ -245,7 +258,13 @@ def _body(gmem: Any, smem: Any, kind: type[Cta], **static: Any) -> None:
         pl.when(is_slot)(lambda: _verify(cta))
     # Padding tokens, or a padding row.
     padding_from = jnp.where(is_slot, cta.count, 0)
-    lax.fori_loop(padding_from, cta.T, lambda t, _: cta.write_output(t, cta.tile.zeros()), None)
+
+    def pad(t, carry):
+        for i in range(cta.config.turns):
+            cta.turn(i).write_output(t, cta.tile.zeros())
+        return carry
+
+    lax.fori_loop(padding_from, cta.T, pad, None)
 
 
 def step(
@@ -323,8 +342,11 @@ def step_of_channels(
     for x, start in zip((q, k, v), first[:3], strict=True):
         assert x.shape[2] % ALIGNED == start % ALIGNED == 0, f"channels from {start} of {x.shape}"
     sizes = Sizes.of(heads, pool, layer, **options)
-    HV, K, V = sizes.HV, sizes.K, sizes.V
-    config = config or Config.default(K, V, pool.dtype, sizes.kv_layout, T)
+    HV, V = sizes.HV, sizes.V
+    alone = T == 1 and num_tokens is None
+    config = config or kind.default_config(sizes, pool.dtype, T, N if alone else 0)
+    assert alone or config.turns == 1
+    assert V // config.block % config.turns == 0
     assert parents is None or 1 < T <= MAX_TREE
     static: Any = dict(sizes=sizes, config=config, first=first, interpreted=interpret is not None)
     static |= settings or {}
@@ -338,7 +360,7 @@ def step_of_channels(
         outputs={"o": jax.ShapeDtypeStruct((N, T, HV, V), v.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},
         memory={**room, **kind.gate_memory(sizes, T)} if room else room,
-        ctas=N * HV * (V // config.block),
+        ctas=N * HV * (V // config.block) // config.turns,
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,

@@ -14,12 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.device import eight_bits
 from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
-
-TOGETHER = plgpu.Layout.TILED(
-    plgpu.Tiling(((64, 64), (16, 64), (8, 64), (16,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""Layout of [64, 64] that is WGMMA's, but for the columns: a thread has 16 neighbours of a row."""
 
 
 class Device:
@@ -132,6 +128,11 @@ class Device:
         """1 / x of float32 in one instruction instead of five; 0 where it is below 2^-126. Relative error 2^-23."""
         return 1.0 / x if self.interpreted else _reciprocal(x.shape, layout)(x)
 
+    def multiply_add(self, a, b, c, layout: Any) -> jax.Array:
+        """a b + c of float32 vectors in one instruction, rounded once. Of a b + c d compilers choose which product is
+        rounded, and not in every program the same."""
+        return a * b + c if self.interpreted else _multiply_add(b.shape, layout)(a, b, c)
+
     def blocks_multiply_add(self, c, a, b_t) -> jax.Array:
         """c_w + a_w @ b_t_w^T of the four 16x16 blocks w of [64, 16] arrays; c float32, a and b_t both float16 or
         both bfloat16."""
@@ -154,10 +155,17 @@ class Device:
 
     def together(self, x) -> jax.Array:
         """The numbers that a thread has of a row put side by side: [64, 64] of 8 bits in the WGMMA layout, to
-        `TOGETHER`. Column 8 i + 2 j + k goes to 16 j + 2 i + k."""
+        `eight_bits.TOGETHER`. Column 8 i + 2 j + k goes to 16 j + 2 i + k."""
         if self.interpreted:
             return x.reshape(64, 8, 4, 2).swapaxes(1, 2).reshape(64, 64)
-        return _together(jnp.dtype(x.dtype).name)(x)
+        return eight_bits.together(jnp.dtype(x.dtype).name)(x)
+
+    def columns_together(self, x) -> jax.Array:
+        """The transpose of [64, 128] of 8 bits, from `eight_bits.BELOW` to `eight_bits.BESIDE`, with its columns in
+        the order of `together`: each thread transposes what it has."""
+        if self.interpreted:
+            return x.reshape(8, 4, 2, 128).transpose(3, 1, 0, 2).reshape(128, 64)
+        return eight_bits.columns_together(jnp.dtype(x.dtype).name)(x)
 
 
 def _registers(values: list, like: fragmented_array.FragmentedArray) -> fragmented_array.FragmentedArray:
@@ -324,6 +332,28 @@ def _reciprocal(shape: tuple[int, int], layout: Any):
 
 
 @functools.cache
+def _multiply_add(shape: tuple[int, ...], layout: Any):
+    """The operation for arrays of a shape."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout),
+    )
+    def multiply_add(ctx, a, b, c):
+        f32, instruction = ir.F32Type.get(), "fma.rn.f32 $0, $1, $2, $3;"
+        values = []
+        for registers in zip(*(x.registers.flat for x in (a, b, c)), strict=True):
+            sums: Any = [
+                llvm.inline_asm(f32, list(numbers), instruction, "=f,f,f,f", has_side_effects=False)
+                for numbers in zip(*map(_elements, registers), strict=True)
+            ]
+            values.append(vector.from_elements(registers[0].type, sums))
+        return _registers(values, b)
+
+    return multiply_add
+
+
+@functools.cache
 def _blocks_multiply_add(dtype: str):
     """The operation for operands of a dtype."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
@@ -383,25 +413,3 @@ def _blocks_transpose(dtype: str):
         return _registers([utils.bitcast(r, x.registers.flat[0].type) for r in results], x)
 
     return transpose
-
-
-@functools.cache
-def _together(dtype: str):
-    """The operation for a dtype."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(dtype), TOGETHER)
-    )
-    def together(ctx, x):
-        i16, layout = ir.IntegerType.get_signless(16), TOGETHER.to_mgpu()
-        pairs = [utils.bitcast(register, i16) for register in x.registers.flat]
-        words = ir.VectorType.get((8,), i16)
-        whole = ir.VectorType.get((16,), ir.VectorType(x.registers.flat[0].type).element_type)
-        registers = np.empty(2, dtype=object)
-        for half in (0, 1):  # rows of a warp, eight apart
-            registers[half] = vector.bitcast(whole, vector.from_elements(words, pairs[half::2]))
-        return fragmented_array.FragmentedArray(
-            _registers=registers.reshape(layout.registers_shape((64, 64))), _layout=layout, _is_signed=None
-        )
-
-    return together
