@@ -16,11 +16,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.fused import eight_bits
 from gdn_jax.fused.kernels import FEW_ROWS, kernels_run
 from gdn_jax.fused.norms import add_norm
 from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
-from gdn_jax.products import times
+from gdn_jax.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -56,7 +57,7 @@ def from_stream(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | None,
+    y: Float[Array, "*P D"] | Addend | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """A part of a block, called with the norm of the residual stream.
@@ -82,7 +83,7 @@ def normalise_first(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | None,
+    y: Float[Array, "*P D"] | Addend | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """`from_stream` for any part."""
@@ -90,9 +91,10 @@ def normalise_first(
     return x, part(normalized, **options)
 
 
-def whole(y: Float[Array, "*P D"], x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-    """Returns what is added to a stream x: y itself, or the sum of its parts [P, .., D]."""
-    return y if y.shape == x.shape else jnp.sum(y.reshape(-1, *x.shape), axis=0)
+def whole(y: Float[Array, "*P D"] | Addend, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+    """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]."""
+    added = array_of(y)
+    return added if added.shape == x.shape else jnp.sum(added.reshape(-1, *x.shape), axis=0)
 
 
 def NoDecayParam(value: Any) -> nnx.Param:
@@ -162,17 +164,29 @@ class RMSNorm(nnx.Module):
         return self.add(x, None)[1]
 
     def add(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
+        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         return self._add(x, y, self.scale(accumulation_dtype(x)))
 
     def add_folded(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None, *projections: Float[Array, "D F"]
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"], list[Float[Array, "D F"]]]:
-        """`add` where projections alone read the norm: their rows are multiplied by `scale` instead of it."""
-        scale = self.scale(jnp.float32)
-        return *self._add(x, y, None), [scale[:, None] * weight for weight in projections]
+        self,
+        x: Float[Array, "*S D"],
+        y: Float[Array, "*P D"] | Addend | None,
+        *projections: Float[Array, "D F"],
+        product: Any = PLAIN,
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Prepared, list[Float[Array, "D F"]]]:
+        """`add` where projections alone read the norm: their rows are multiplied by `scale` instead of it.
+
+        Args:
+          product: by which they do; of a `Float8` the norm is `Prepared` where a kernel makes it so.
+        """
+        scale, dtype = self.scale(jnp.float32), self.dtype or x.dtype
+        folded = [scale[:, None] * weight for weight in projections]
+        if not eight_bits.takes_norm(product, x, folded, dtype, self.implementation):
+            return *self._add(x, y, None), folded
+        y = y if y is None or isinstance(y, Addend) else whole(y, x)
+        return *eight_bits.add_norm(product, x, y, eps=self.eps, dtype=dtype), folded
 
     def _add(self, x, y, scale):
         options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
@@ -218,22 +232,24 @@ class SwiGLU(nnx.Module):
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
         if isinstance(self.gate_proj, ProjectionOfGroup):
             return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
-        return self._product(x, *self._branches())
+        return array_of(self._product(x, *self._branches()))
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Addend]:
         """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
         if not (is_one_product(x, (self.gate_proj, self.up_proj)) and kernels_run(self.implementation)):
             return normalise_first(self, norm, x, y)
-        x, normalized, branches = norm.add_folded(x, y, *self._branches())
+        product = self.gate_proj.dot_general
+        x, normalized, branches = norm.add_folded(x, y, *self._branches(), product=product)
         return x, self._product(normalized, *branches)
 
     def _branches(self):
         return self.gate_proj.kernel[...], self.up_proj.kernel[...]
 
     def _product(self, x, gate, up):
-        x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, self.gate_proj.kernel[...].dtype))
+        if not isinstance(x, Prepared):
+            x = x.astype(self.gate_proj.dtype or jnp.promote_types(x.dtype, self.gate_proj.kernel[...].dtype))
         down, product = self.down_proj.kernel[...], self.gate_proj.dot_general
         return swiglu_on_mesh(x, gate, up, down, product=product, implementation=self.implementation)
 
@@ -415,21 +431,6 @@ def parts_of_group(linears: Sequence[Projection]) -> tuple[ProjectionGroup, list
     if len(own) < len(linears) or any(x.group is not own[0].group for x in own):
         return None
     return own[0].group, [slice(x.start, x.stop) for x in own]
-
-
-def transposed_product(
-    x: Float[Array, "*S D"], weight: Float[Array, "F D"], dtype: DTypeLike
-) -> Float[Array, "*S F"]:
-    """x @ weight.T with sums in float32 (float64 when x is), rounded to dtype.
-
-    A single row is written as products and sums, of which XLA makes one kernel. From a product whose result is wider
-    than its operands it would make a float32 copy of the weight for every token.
-    """
-    if math.prod(x.shape[:-1]) > 1:
-        return jnp.einsum("...d,fd->...f", x, weight, preferred_element_type=dtype)
-    wide = accumulation_dtype(x)
-    y = jnp.sum(x.reshape(-1).astype(wide) * weight.astype(wide), axis=-1)
-    return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):

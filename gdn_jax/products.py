@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -92,7 +93,7 @@ class Float8:
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {value}")
-        return _float8(self, by_kernel(x, w), x, w)
+        return _float8(self, by_kernel(x, w), x, None, w)
 
 
 PRODUCTS: dict[str, Any] = {
@@ -108,9 +109,27 @@ def of_matrix(x: Any) -> Any:
     return ((x.ndim - 1,), (0,)), ((), ())
 
 
-def times(product: Any, x: Float[Array, "*S D"], w: Float[Array, "D F"]) -> Float[Array, "*S F"]:
-    """x @ w by a product."""
+def times(product: Any, x: "Float[Array, '*S D'] | Prepared", w: Float[Array, "D F"]) -> Float[Array, "*S F"]:
+    """x @ w by a product; of a `Prepared` x by a `Float8`."""
+    if isinstance(x, Prepared):
+        kernel = by_kernel(x.value, w)
+        return _float8(product, kernel, x.value, x.operand if kernel else None, w)
     return product(x, w, of_matrix(x))
+
+
+def transposed_product(
+    x: Float[Array, "*S D"], weight: Float[Array, "F D"], dtype: DTypeLike
+) -> Float[Array, "*S F"]:
+    """x @ weight.T with sums in float32 (float64 when x is), rounded to dtype.
+
+    A single row is written as products and sums, of which XLA makes one kernel. From a product whose result is wider
+    than its operands it would make a float32 copy of the weight for every token.
+    """
+    if math.prod(x.shape[:-1]) > 1:
+        return jnp.einsum("...d,fd->...f", x, weight, preferred_element_type=dtype)
+    wide = accumulation_dtype(x)
+    y = jnp.sum(x.reshape(-1).astype(wide) * weight.astype(wide), axis=-1)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 class Scaled(NamedTuple):
@@ -142,7 +161,7 @@ def _scale(x: Float[Array, "..."], dtype: DTypeLike, room: int) -> Float[Array, 
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def sample(x: Float[Array, "M D"]) -> Float[Array, "N D"]:
+def sample(x: Float[Array, "M *D"]) -> Float[Array, "N *D"]:
     """The tokens that a scale is made of."""
     return x[:: _every(len(x))]
 
@@ -168,6 +187,50 @@ class Operand(NamedTuple):
     def by_columns(self) -> Scaled:
         """The form that the weight's gradient reads."""
         return Scaled(self.columns, self.scale)
+
+
+class Prepared(NamedTuple):
+    """Activations, and the operand that a kernel has made of them where it made them. A part of a block that is given
+    this returns an `Addend`, if it can."""
+
+    value: Float[Array, "*S D"]
+    """Their cotangent is that of these."""
+    operand: Operand
+
+
+class Addend(NamedTuple):
+    """A result of a product in 8 bits that is added to the residual stream."""
+
+    value: Float[Array, "*S D"]
+    cotangent: Operand
+    """Zeros that nothing reads and XLA does not make. Their cotangent is the operand that the backward pass makes of
+    the cotangent of `value`: the norm behind the sum gives it here, already in 8 bits, and then none for `value`."""
+
+    @classmethod
+    def of(cls, value: Float[Array, "*S D"], policy: Float8) -> "Addend":
+        """An Addend whose cotangent is that of a policy."""
+        D = value.shape[-1]
+        rows = jnp.zeros((value.size // D, D), policy.cotangents)
+        return cls(value, Operand(rows, rows.T, jnp.float32(0)))
+
+
+def array_of(x: Any) -> Any:
+    """The array itself of a `Prepared` or an `Addend`; else x."""
+    return x.value if isinstance(x, Prepared | Addend) else x
+
+
+def cotangent_operand(policy: Float8, cotangent: Addend) -> Operand:
+    """The operand of the cotangent of an `Addend`, from the cotangents of its two parts, by a kernel.
+
+    Each may be a `SymbolicZero`: readers that do not know of `Addend.cotangent` give that of `value`.
+    """
+    dy, (rows, _, scale) = cotangent
+    if isinstance(rows, SymbolicZero):
+        return operand(_tokens(dy), policy.cotangents, True)
+    if isinstance(dy, SymbolicZero):
+        return cotangent.cotangent
+    both = _tokens(dy).astype(jnp.float32) + rows.astype(jnp.float32) / scale
+    return operand(both.astype(dy.dtype), policy.cotangents, True)
 
 
 def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
@@ -225,14 +288,15 @@ def backward_products(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _float8(policy: Float8, kernel: bool, x: Array, w: Array) -> Array:
-    return _forward(policy, kernel, x, w)[0]
+def _float8(policy: Float8, kernel: bool, x: Array, made: Operand | None, w: Array) -> Array:
+    return _forward(policy, kernel, x, made, w)[0]
 
 
-def _forward(policy, kernel, x, w):
+def _forward(policy, kernel, x, made, w):
     if kernel:
         w = by_rows(w)
-    x8, w8 = operand(_tokens(x), policy.operands, kernel), rounded(w, policy.operands)
+    x8 = operand(_tokens(x), policy.operands, kernel) if made is None else made
+    w8 = rounded(w, policy.operands)
     y = forward_product(x8, w8, x.dtype)
     return y.reshape(*x.shape[:-1], -1), (x8.by_columns, w8)
 
@@ -241,7 +305,7 @@ def _backward(policy, kernel, saved, dy):
     x8, w8 = saved
     dy8 = operand(_tokens(dy), policy.cotangents, kernel)
     dx, dw = backward_products(policy, x8, w8, dy8, dy.dtype)
-    return dx.reshape(*dy.shape[:-1], -1), by_rows(dw) if kernel else dw
+    return dx.reshape(*dy.shape[:-1], -1), None, by_rows(dw) if kernel else dw
 
 
 def by_rows(w: Array) -> Array:

@@ -24,8 +24,10 @@ from pallas_kernels.layer import (
     expert_product,
     expert_row,
     gated_norm,
+    gated_norm_eight_bits,
     logit_cotangents,
     norm,
+    norm_eight_bits,
     routing,
     row_product,
     short_conv,
@@ -57,6 +59,8 @@ KERNELS = (
     (logit_cotangents, "logit_cotangents"),
     (eight_bits, "eight_bits"),
     (swiglu_eight_bits, "swiglu"),
+    (norm_eight_bits, "add_norm_eight_bits"),
+    (gated_norm_eight_bits, "gated_norm_eight_bits"),
 )
 """Every file of a kernel, and the name of its function; that of its derivative ends in `_backward`."""
 

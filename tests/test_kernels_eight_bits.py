@@ -4,13 +4,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from fused_harness import draws
-from layer_kernels import INTERPRET, interpret
+from jax.custom_derivatives import SymbolicZero
+from layer_kernels import INTERPRET, interpret, plain_kernels
 from tolerances import rms_ratio
 
+from gdn_jax import products
+from gdn_jax.blocks import RMSNorm
+from gdn_jax.fused import eight_bits as fused_eight_bits
+from gdn_jax.fused import mixer
+from gdn_jax.fused.eight_bits import scale_of_norm
+from gdn_jax.fused.norms import GatedNorm, plain_gated_norm
 from gdn_jax.fused.swiglu import _branches, gated, swiglu
-from gdn_jax.products import PRODUCTS, operand, rounded, sample, scale_of_sample, times
-from pallas_kernels.layer import eight_bits, swiglu_eight_bits
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.models import ModelConfig
+from gdn_jax.models.block import make_block
+from gdn_jax.products import (
+    PRODUCTS,
+    Addend,
+    cotangent_operand,
+    operand,
+    rounded,
+    sample,
+    scale_of_sample,
+    times,
+)
+from pallas_kernels.layer import eight_bits, gated_norm_eight_bits, norm, norm_eight_bits, swiglu_eight_bits
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -68,12 +88,141 @@ def test_swiglu_in_eight_bits(way):
         np.testing.assert_array_equal(codes(got[1]), codes(by_columns(got[0])))
 
 
+@pytest.mark.parametrize("has_y", [True, False], ids=["sum", "alone"])
+def test_norm_in_eight_bits(has_y, way):
+    """Every bit is that of the norm's kernels and of `eight_bits` behind them."""
+    draw, (N, how), D = draws(5), way, 256
+    x, ds, dn = draw(N, D), draw(N, D), draw(N, D, dtype="bfloat16")
+    y = draw(N, D, dtype="bfloat16") if has_y else None
+    ds = ds.at[70, 100].set(jnp.nan) if has_y else None
+    options = dict(eps=1e-5, dtype=jnp.bfloat16, interpret=how)
+    *results, made = norm_eight_bits.add_norm_eight_bits(x, y, **options, scale=8.0, codes=DTYPES[0])
+    *expected, factors = norm.add_norm(x, y, None, **options, keep=True)
+    for got, want in zip(results, (*expected, factors), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    n, scale = expected[1], jnp.float32(4)
+    check(made, eight_bits.eight_bits(n, jnp.float32(8), DTYPES[0], interpret=how)[0])
+    options = dict(x_dtype=jnp.float32, interpret=how)
+    dx, made = norm_eight_bits.add_norm_eight_bits_backward(
+        n, factors, ds, dn, scale, codes=DTYPES[1], **options
+    )
+    like, dy, _ = norm.add_norm_backward(
+        n, None, ds, dn, eps=1e-5, y_dtype=jnp.bfloat16, factors=factors, **options
+    )
+    np.testing.assert_array_equal(np.asarray(dx), np.asarray(like))
+    check(made, eight_bits.eight_bits(dy, scale, DTYPES[1], interpret=how)[0])
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norm_in_eight_bits(activation, way):
+    draw, (N, how), H, V = draws(6), way, 2, 128
+    o, z, w = draw(N, H * V, dtype="bfloat16"), draw(N, 384 + H * V, dtype="bfloat16"), draw(V)
+    options, scale = dict(eps=1e-5, activation=activation), jnp.float32(16)
+    got = gated_norm_eight_bits.gated_norm_eight_bits(o, z, w, scale, DTYPES[0], **options, interpret=how)
+    heads, gates = o.reshape(N, H, V), z[:, 384:].reshape(N, H, V)
+    y = plain_gated_norm(GatedNorm(**options), heads, gates, w, None).reshape(N, -1)
+    want = (y.astype(jnp.float32) * scale).astype(DTYPES[0])
+    assert (codes(got[0]) != codes(want)).mean() < 1e-3  # sums and sigmoids differ in their last bits
+    np.testing.assert_array_equal(codes(got[1]), codes(by_columns(got[0])))
+
+
+def test_the_scale_of_a_norm():
+    """No number of a norm of D channels is larger than the root of D."""
+    assert scale_of_norm(1024, "float8_e4m3fn") == 8  # 448 / 32 is 14
+    assert scale_of_norm(256, "float8_e4m3fn") == 16  # 28
+
+
 def test_refusals():
     check_supported, shape = eight_bits.check_supported, jax.ShapeDtypeStruct
     assert check_supported(shape((128, 192), jnp.bfloat16)) is None
     assert "float32; the kernel takes" in check_supported(shape((128, 64), jnp.float32))
     for sizes in ((96, 64), (128, 96), (0, 64)):
         assert "multiples of 64 tokens and 64 columns" in check_supported(shape(sizes, jnp.bfloat16))
+    check_supported = norm_eight_bits.check_supported
+    assert check_supported(shape((1, 64, 1024), jnp.float32), jnp.bfloat16) is None
+    assert "the norm is float32" in check_supported(shape((64, 1024), jnp.float32), jnp.float32)
+    assert "rows of 2048" in check_supported(shape((64, 2048), jnp.float32), jnp.bfloat16)
+    assert "96 rows" in check_supported(shape((96, 1024), jnp.float32), jnp.bfloat16)
+    check_supported = gated_norm_eight_bits.check_supported
+    assert check_supported(shape((2, 32, 8, 128), jnp.bfloat16)) is None
+    assert "V = 64" in check_supported(shape((2, 32, 8, 64), jnp.bfloat16))
+    assert "31 tokens" in check_supported(shape((1, 31, 8, 128), jnp.bfloat16))
+    assert "float32" in check_supported(shape((2, 32, 8, 128), jnp.float32))
+
+
+@pytest.mark.parametrize("given", ["array", "codes", "both"])
+def test_cotangents_of_an_addend(given, monkeypatch):
+    """Of the array, of the zeros that stand for its 8 bits, or of both, for a reader that knows of no zeros."""
+    interpret(monkeypatch)
+    dy, policy = draws(7)(64, 64, dtype="bfloat16"), PRODUCTS["float8"]
+    made = operand(dy, policy.cotangents, True)
+    zeros = jax.tree.map(lambda x: SymbolicZero(jax.typeof(x)), Addend(dy, made))
+    cotangent = {"array": zeros._replace(value=dy), "codes": zeros._replace(cotangent=made)}
+    got = cotangent_operand(policy, cotangent.get(given, Addend(dy, made)))
+    if given == "both":  # two roundings to E5M2, of at most 2^-3 each
+        both = np.asarray(dy, np.float64) + np.asarray(made.rows, np.float64) / float(made.scale)
+        assert rms_ratio(both, np.asarray(got.rows, np.float64) / float(got.scale)) < 2**-3
+    else:
+        np.testing.assert_array_equal(codes(got.rows), codes(made.rows))
+        np.testing.assert_array_equal(codes(got.columns), codes(made.columns))
+
+
+@pytest.mark.slow
+def test_blocks_whose_operands_norms_make(monkeypatch):
+    """A block twice: results and gradients have the bits that they have where a kernel makes every operand, with the
+    same scales."""
+    config = ModelConfig(
+        hidden_size=128,
+        num_heads=8,
+        head_dim=128,
+        expand_v=1.0,
+        intermediate_size=64,
+        dtype="bfloat16",
+        matmul="float8",
+    )
+    block, norm = make_block(config, 0, rngs=nnx.Rngs(0)), RMSNorm(128, dtype=jnp.bfloat16)
+    graphdef, state = nnx.split(block)
+    x, dn = draws(8)(1, 64, 128), draws(9)(1, 64, 128, dtype="bfloat16")
+
+    def rule(q, k, v, g, beta, *, segment_ids):
+        return v + q * k * beta[..., None].astype(v.dtype), None
+
+    def run(x, state):
+        block, y = nnx.merge(graphdef, state), None
+        for _ in range(2):
+            x, y, _ = block(x, y)
+        return norm.add(x, y)[1]
+
+    def gated_norm(policy, options, o, channels, weight):  # sums of the kernel differ in their last bits
+        gates = channels[..., -o.shape[2] * o.shape[3] :].reshape(o.shape)
+        y = plain_gated_norm(options, o, gates, weight, None)
+        return operand(y.reshape(-1, o.shape[2] * o.shape[3]), policy.operands, True)
+
+    calls = interpret(monkeypatch)
+    plain_kernels(monkeypatch)
+    monkeypatch.setattr(mixer, "gated_norm", gated_norm)
+    monkeypatch.setattr(GatedDeltaNet, "_rule", lambda _: rule)
+    for module in ("fused.swiglu", "blocks"):
+        monkeypatch.setattr(f"gdn_jax.{module}.FEW_ROWS", 0)
+    own = products._scale
+    monkeypatch.setattr(fused_eight_bits, "scale_of_norm", lambda *_: 64.0)
+    monkeypatch.setattr(
+        products, "_scale", lambda x, t, room: jnp.float32(64) if t == jnp.float8_e4m3fn else own(x, t, room)
+    )
+
+    def both():
+        calls.clear()
+        n, back = jax.vjp(run, x, state)
+        return jax.tree.leaves((n, back(dn)))
+
+    got = both()
+    assert calls["add_norm_eight_bits"] == 4 and calls["add_norm_eight_bits_backward"] == 3
+    # Of the cotangents of channels, of gated norms, and of what was added before the last norm.
+    assert calls["eight_bits"] == 5
+    monkeypatch.setattr(fused_eight_bits, "takes_norm", lambda *_: False)
+    for y, want in zip(got, both(), strict=True):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
+    assert calls["eight_bits"] == 12 and not calls["add_norm_eight_bits"]
 
 
 def test_a_scale_by_some_tokens():

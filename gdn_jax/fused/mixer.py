@@ -16,16 +16,30 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.conv import last_inputs, segment_starts
+from gdn_jax.fused.eight_bits import gated_norm, takes_cotangent, takes_gated_norm
 from gdn_jax.fused.kernels import fused_op, kernels_run
 from gdn_jax.fused.norms import GatedNorm, gated_norm_gradients, gated_norm_kernel
 from gdn_jax.fused.short_conv import KeyHeads, filtered, filtered_gradients
 from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.products import PLAIN, times
+from gdn_jax.products import (
+    PLAIN,
+    Addend,
+    Prepared,
+    array_of,
+    backward_products,
+    by_kernel,
+    by_rows,
+    cotangent_operand,
+    forward_product,
+    rounded,
+    times,
+)
 
 
 class Mixer(NamedTuple):
@@ -118,13 +132,14 @@ def side_by_side(mixer: Mixer, before: Sequence[Array], gate: Float[Array, "D F"
 
 def mix(
     mixer: Mixer,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Prepared,
     weights: Weights,
     segment_ids: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B conv_dim W1"], Float[Array, "B HV K V"] | None]:
+) -> tuple[Float[Array, "B T E"] | Addend, Float[Array, "B conv_dim W1"], Float[Array, "B HV K V"] | None]:
     """Mixes the tokens of whole rows; the module docstring has the equations.
 
-    Where the product is not the plain one, the projection down is an operation of its own, which reads y.
+    Where the product is not the plain one, the projection down is an operation of its own, which reads y, but for a
+    `Prepared` x of which kernels make y in 8 bits: it is then part of this one.
 
     The results can be differentiated once, in reverse.
 
@@ -135,16 +150,28 @@ def mix(
       segment_ids: packed rows; nothing crosses a change of id.
 
     Returns:
-      y in the compute dtype, the last inputs of the convolution, and the rule's final states.
+      y in the compute dtype, an `Addend` where kernels make the projection's operands; the last inputs of the
+      convolution, and the rule's final states.
     """
-    c = times(mixer.product, x.astype(mixer.dtype), weights.inputs.astype(mixer.dtype))
+    prepared = isinstance(x, Prepared) and x.value.dtype == mixer.dtype
+    inputs = x if prepared else array_of(x).astype(mixer.dtype)
+    c = times(mixer.product, inputs, weights.inputs.astype(mixer.dtype))
     _, *others, output = weights
-    output, is_plain = output.astype(mixer.dtype), mixer.product is PLAIN
-    y, state = _mix(mixer, c, *others, output if is_plain else None, segment_ids)
-    if not is_plain:
+    output = output.astype(mixer.dtype)
+    inside = mixer.product is PLAIN or (prepared and _projects_in_eight_bits(mixer, c, output))
+    y, state = _mix(mixer, c, *others, output if inside else None, segment_ids)
+    if not inside:
         y = times(mixer.product, y.reshape(*y.shape[:2], -1), output)
     conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
     return y, conv_state, state
+
+
+def _projects_in_eight_bits(mixer: Mixer, c, output) -> bool:
+    """Whether kernels make the operands of the projection down."""
+    o = jax.ShapeDtypeStruct((*c.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
+    stream = jax.ShapeDtypeStruct((*c.shape[:2], output.shape[1]), jnp.float32)
+    y = c[..., -len(output) :]  # of y's shape
+    return takes_gated_norm(o) and takes_cotangent(stream, mixer.dtype) and by_kernel(y, output)
 
 
 class _Saved(NamedTuple):
@@ -152,8 +179,9 @@ class _Saved(NamedTuple):
 
     convolution: tuple[Array, Array, Array | None]
     """All channels, filters and where segments begin."""
-    gated_norm: tuple[Array, Array, Array | None]
-    """Outputs of the rule, weight of the norm and, if it is multiplied here, projection."""
+    gated_norm: tuple[Array, Array, Any]
+    """Outputs of the rule, weight of the norm and, if it is multiplied here, projection; in 8 bits that is a pair:
+    what it multiplies, by columns, and the projection."""
     through_rule: Callable[..., tuple[Array, ...]] | None
 
 
@@ -175,7 +203,14 @@ def _run(
     gates = c[..., mixer.before : mixer.before + mixer.between]
     inputs = q, k, v, gates, A_log, dt_bias, write_bias
     (o, state), through_rule = jax.vjp(rule, *inputs) if differentiate else (rule(*inputs), None)
-    y = gated_norm_kernel(GatedNorm(mixer.eps), o, _heads(mixer, c), norm, output)
+    options = GatedNorm(mixer.eps)
+    if output is None or mixer.product is PLAIN:
+        y = gated_norm_kernel(options, o, _heads(mixer, c), norm, output)
+    else:
+        policy = mixer.product
+        y8, output8 = gated_norm(policy, options, o, c, norm), rounded(by_rows(output), policy.operands)
+        y = forward_product(y8, output8, o.dtype).reshape(*o.shape[:2], -1)
+        y, output = Addend.of(y, policy), (y8.by_columns, output8)
     return (y, state), _Saved((c, filters, fresh), (o, norm, output), through_rule)
 
 
@@ -193,7 +228,16 @@ def _backward(mixer: Mixer, saved: _Saved, cotangents):
     assert saved.through_rule is not None
     o, norm, output = saved.gated_norm
     heads = _heads(mixer, saved.convolution[0])
-    do, dheads, dnorm, doutput = gated_norm_gradients(GatedNorm(mixer.eps), (o, heads, norm, output), dy)
+    if isinstance(dy, Addend):
+        y8, output8 = output
+        dy8 = cotangent_operand(mixer.product, dy)
+        dy, doutput = backward_products(mixer.product, y8, output8, dy8, o.dtype)
+        saved_here = o, heads, norm, None
+        do, dheads, dnorm, _ = gated_norm_gradients(GatedNorm(mixer.eps), saved_here, dy.reshape(o.shape))
+    else:
+        saved_here = o, heads, norm, output
+        do, dheads, dnorm, doutput = gated_norm_gradients(GatedNorm(mixer.eps), saved_here, _whole(dy))
+    dstate = _whole(dstate)
     dq, dk, dv, dgates, *dparameters = saved.through_rule((do, dstate))
     # So far the last channels alone are written in this array.
     dothers = dgates, dheads.reshape(*dheads.shape[:2], -1)
@@ -201,8 +245,14 @@ def _backward(mixer: Mixer, saved: _Saved, cotangents):
     return dc, dfilters, *dparameters, dnorm, doutput, None
 
 
+def _whole(cotangent: Any) -> Any:
+    """Zeros where there is no cotangent."""
+    zero: Any = cotangent
+    return jnp.zeros(zero.shape, zero.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
 def _alone(mixer, *arguments):
     return _run(mixer, *arguments, differentiate=False)[0]
 
 
-_mix = fused_op(_forward, _backward, alone=_alone)
+_mix = fused_op(_forward, _backward, alone=_alone, symbolic_zeros=True)

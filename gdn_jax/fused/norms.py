@@ -111,7 +111,7 @@ def gated_norm(
         args = (o, gate, weight, projection)
         call = partial(_gated_norm, GatedNorm(eps, activation))
         return on_explicit_shards(call, args, operands, result, sizes)
-    return _plain_gated_norm(GatedNorm(eps, activation), o, gate, weight, projection)
+    return plain_gated_norm(GatedNorm(eps, activation), o, gate, weight, projection)
 
 
 def gated_norm_of_channels(
@@ -137,7 +137,7 @@ def gated_norm_of_channels(
     reason = kernels.check_supported(o) or kernels.check_gates(o, channels.shape[-1])
     if usable("the gated norm", implementation, reason):
         return _gated_norm(static, o, channels.reshape(*leading, -1, V), weight, projection)
-    return _plain_gated_norm(static, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
+    return plain_gated_norm(static, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
 
 
 class _Norm(NamedTuple):
@@ -280,7 +280,10 @@ _gated_norm = fused_op(lambda options, *args: (gated_norm_kernel(options, *args)
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
-def _plain_gated_norm(options, o, gate, weight, projection):
+def plain_gated_norm(
+    options: GatedNorm, o: Array, gate: Array, weight: Array, projection: Array | None
+) -> Array:
+    """`gated_norm` without kernels."""
     wide = accumulation_dtype(o)
     _, n = add_norm(o, None, weight, eps=options.eps, dtype=wide, implementation="chunked")
     return _project((n * _ACTIVATIONS[options.activation](gate.astype(wide))).astype(o.dtype), projection)

@@ -14,11 +14,15 @@ from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.products import (
     COLUMNS,
     PLAIN,
+    Addend,
     Float8,
     Operand,
+    Prepared,
+    array_of,
     backward_products,
     by_kernel,
     by_rows,
+    cotangent_operand,
     forward_product,
     operand,
     rounded,
@@ -39,14 +43,14 @@ their product."""
 
 
 def swiglu(
-    x: Float[Array, "*S D"],
+    x: Float[Array, "*S D"] | Prepared,
     gate_kernel: Float[Array, "D F"],
     up_kernel: Float[Array, "D F"],
     down_kernel: Float[Array, "F E"],
     *,
     product: Any = PLAIN,
     implementation: str | None = None,
-) -> Float[Array, "*S E"]:
+) -> Float[Array, "*S E"] | Addend:
     """(silu(x @ gate_kernel) * (x @ up_kernel)) @ down_kernel.
 
     With the kernels both branches are one product, in the backward pass too, whose cotangent of x is then one product
@@ -69,9 +73,11 @@ def swiglu(
         "recurrent" do not. "mosaic_gpu" is None with a warning where more than `FEW_ROWS` rows have none.
 
     Returns:
-      [.., E] in x's dtype. Numerics: the branches are rounded to x's dtype; their product is in float32 (float64 when
-      x is), rounded once. The cotangent of that product is rounded too where XLA multiplies.
+      [.., E] in x's dtype, of a `Prepared` x as an `Addend` where kernels take all of it. Numerics: the branches are
+      rounded to x's dtype; their product is in float32 (float64 when x is), rounded once. The cotangent of that
+      product is rounded too where XLA multiplies.
     """
+    given, x = x, array_of(x)
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
     F, E = down_kernel.shape
     is_plain = product is PLAIN
@@ -79,7 +85,7 @@ def swiglu(
     reason = None if in_products else _check_supported(x, F)
     if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
         if not is_plain:
-            return _multiplied_by(product, x, gate_kernel, up_kernel, down_kernel)
+            return _multiplied_by(product, given, gate_kernel, up_kernel, down_kernel)
         group = _group(in_products)
         weight = side_by_side(gate_kernel, up_kernel, group)
         down_kernel = jnp.pad(down_kernel, ((0, -len(down_kernel) % group), (0, 0)))
@@ -91,47 +97,51 @@ def swiglu(
     return times(product, gated(gate, up), down_kernel)
 
 
-def _multiplied_by(product: Any, x, gate_kernel, up_kernel, down_kernel) -> Float[Array, "*S E"]:
+def _multiplied_by(product: Any, given, gate_kernel, up_kernel, down_kernel) -> Float[Array, "*S E"] | Addend:
     """The SwiGLU by kernels, whose projections are multiplied by a product of `gdn_jax.products`."""
+    x = array_of(given)
     more = -gate_kernel.shape[1] % COLUMNS  # whole tiles of 8-bit operands
     gate_kernel, up_kernel = (jnp.pad(w, ((0, 0), (0, more))) for w in (gate_kernel, up_kernel))
     down_kernel = jnp.pad(down_kernel, ((0, more), (0, 0)))
     if isinstance(product, Float8) and by_kernel(x, gate_kernel) and by_kernel(x, down_kernel.T):
-        return _eight_bits(product, x, side_by_side(gate_kernel, up_kernel, COLUMNS), down_kernel)
+        made = given.operand if isinstance(given, Prepared) else None
+        addend = _eight_bits(product, x, made, side_by_side(gate_kernel, up_kernel, COLUMNS), down_kernel)
+        return addend.value if made is None else addend
     branches = times(product, x, side_by_side(gate_kernel, up_kernel, _group(False)))
     return times(product, _gated_by_kernel(branches), down_kernel)
 
 
-def _eight_bits_forward(policy, x, weight, down_kernel):
+def _eight_bits_forward(policy, x, made, weight, down_kernel):
     from pallas_kernels.layer import swiglu_eight_bits as kernels
 
     tokens, dtype = x.reshape(-1, x.shape[-1]), policy.operands
-    x8 = operand(tokens, dtype, True)
+    x8 = operand(tokens, dtype, True) if made is None else made
     weight8, down8 = (rounded(by_rows(w), dtype) for w in (weight, down_kernel))
     branches = checkpoint_name(forward_product(x8, weight8, x.dtype), BRANCHES_NAME)
     scale = scale_of_sample(gated(*_branches(sample(branches))), len(tokens), dtype)
     h8 = Operand(*kernels.swiglu(branches, scale, dtype), scale)
     y = forward_product(h8, down8, x.dtype)
     kept = x8.by_columns, weight8, branches, h8.by_columns, down8
-    return y.reshape(*x.shape[:-1], -1), kept
+    return Addend.of(y.reshape(*x.shape[:-1], -1), policy), kept
 
 
-def _eight_bits_backward(policy, kept, dy):
+def _eight_bits_backward(policy, kept, cotangent):
     from pallas_kernels.layer import swiglu_eight_bits as kernels
 
     x8, weight8, branches, h8, down8 = kept
-    dtype, tokens = policy.cotangents, dy.reshape(-1, dy.shape[-1])
-    dy8 = operand(tokens, dtype, True)
-    dh, ddown = backward_products(policy, h8, down8, dy8, dy.dtype)
+    dtype, like = policy.cotangents, cotangent.value
+    dy8 = cotangent_operand(policy, cotangent)
+    dh, ddown = backward_products(policy, h8, down8, dy8, like.dtype)
     some, back = jax.vjp(gated, *_branches(sample(branches)))
-    scale = scale_of_sample(jnp.stack(back(sample(dh).astype(some.dtype))), len(tokens), dtype)
+    scale = scale_of_sample(jnp.stack(back(sample(dh).astype(some.dtype))), len(branches), dtype)
     dbranches8 = Operand(*kernels.swiglu_backward(branches, dh, scale, dtype), scale)
-    dx, dweight = backward_products(policy, x8, weight8, dbranches8, dy.dtype)
-    return dx.reshape(*dy.shape[:-1], -1), dweight, ddown
+    dx, dweight = backward_products(policy, x8, weight8, dbranches8, like.dtype)
+    return dx.reshape(*like.shape[:-1], -1), None, dweight, ddown
 
 
-_eight_bits = fused_op(_eight_bits_forward, _eight_bits_backward)
-"""The SwiGLU of x, branches' weights `side_by_side` in groups of COLUMNS, and the projection down, in 8 bits."""
+_eight_bits = fused_op(_eight_bits_forward, _eight_bits_backward, symbolic_zeros=True)
+"""The SwiGLU in 8 bits of x, its operand or None, branches' weights `side_by_side` in groups of COLUMNS, and the
+projection down."""
 
 
 def _branches(x: Float[Array, "N F2"]) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:

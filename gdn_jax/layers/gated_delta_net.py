@@ -22,6 +22,7 @@ from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.layers.options import check_options, value_width
 from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer, at_tokens
+from gdn_jax.products import Addend
 
 GatedDeltaNetCache = RecurrentCache
 """Memory of a `GatedDeltaNet`, which is that of every recurrent layer."""
@@ -146,8 +147,12 @@ class GatedDeltaNet(RecurrentMixer):
         self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "B T D"], y: Float[Array, "P T D"] | None, **options: Any
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], GatedDeltaNetCache | None]]:
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "P T D"] | Addend | None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"] | Addend, GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
         is_plain = all(options.get(name) is None for name in ("cache", "mask", "cu_seqlens"))
         found = self._as_one(x) if is_plain else None
@@ -155,7 +160,7 @@ class GatedDeltaNet(RecurrentMixer):
             return normalise_first(self, norm, x, y, **options)
         (sizes, weights), ids, return_cache = found, options.get("segment_ids"), options.get("return_cache")
         self._check_call(x, None, None, ids, None, return_cache)
-        x, normalized, (inputs,) = norm.add_folded(x, y, weights.inputs)
+        x, normalized, (inputs,) = norm.add_folded(x, y, weights.inputs, product=sizes.product)
         return x, self._mix(sizes, weights._replace(inputs=inputs), normalized, ids, return_cache)
 
     def rule_inputs(

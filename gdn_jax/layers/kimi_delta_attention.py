@@ -16,6 +16,7 @@ from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
 from gdn_jax.layers.recurrent import RecurrentCache
+from gdn_jax.products import Addend, array_of
 
 
 class KimiDeltaAttention(ChannelDecayMixer):
@@ -58,7 +59,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         cache: RecurrentCache | None = None,
         mask: Bool[Array, "B T"] | None = None,
@@ -72,7 +73,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
             if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
                 static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype)
-                arrays = x, y, norm.scale(jnp.float32), weight, convolution
+                arrays = x, array_of(y), norm.scale(jnp.float32), weight, convolution
                 after, _, channels, conv = stream_product(*arrays, **static)
                 assert conv is not None
                 behind = RecurrentCache(conv, cache.state)

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import mosaic
-from gdn_jax.blocks import Initializer, transposed_product
+from gdn_jax.blocks import Initializer
 from gdn_jax.chunks import rows
 from gdn_jax.fused.embedding import embed
 from gdn_jax.fused.kernels import kernels_run
@@ -18,6 +18,7 @@ from gdn_jax.models import alike
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
+from gdn_jax.products import array_of, transposed_product
 from gdn_jax.shapes import check_array, check_integer
 
 Cache = tuple[Any, ...]
@@ -190,7 +191,8 @@ class LanguageModel(nnx.Module):
 
             def run_period(stream, states):
                 for graphdef, state in zip(graphdefs, states, strict=True):
-                    stream, _ = run(0, nnx.merge(graphdef, state), stream, None)
+                    (x, y), _ = run(0, nnx.merge(graphdef, state), stream, None)
+                    stream = x, array_of(y)  # that of the start is an array
                 return stream, None
 
             stream, _ = jax.lax.scan(run_period, (x, jnp.zeros(x.shape, self.config.dtype)), states)

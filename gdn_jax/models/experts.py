@@ -16,14 +16,13 @@ from gdn_jax.blocks import (
     SwiGLU,
     group_projections,
     normalise_first,
-    transposed_product,
 )
 from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture, takes_row
 from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.fused.routing import Choice, choose, largest
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
-from gdn_jax.products import PLAIN
+from gdn_jax.products import PLAIN, Addend, array_of, transposed_product
 
 
 class Experts(nnx.Module):
@@ -95,7 +94,7 @@ class Experts(nnx.Module):
         return self._mix(x, None)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | None
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
         """See `blocks.from_stream`: of one row the norm and the router's product are one kernel, and the result is
         in parts."""
@@ -103,7 +102,9 @@ class Experts(nnx.Module):
         if weight is None or not takes_stream(x, weight[...], self.implementation):
             return normalise_first(self, norm, x, y)
         options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype)
-        x, normalized, scores, _ = stream_product(x, y, norm.scale(jnp.float32), weight[...], **options)
+        x, normalized, scores, _ = stream_product(
+            x, array_of(y), norm.scale(jnp.float32), weight[...], **options
+        )
         return x, self._mix(normalized, scores.reshape(1, -1))
 
     def _mix(self, x, scores):

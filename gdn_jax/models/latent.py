@@ -16,11 +16,11 @@ from gdn_jax.blocks import (
     normalise_first,
     parts_of_group,
     products,
-    transposed_product,
 )
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
+from gdn_jax.products import Addend, array_of, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
 LATENT_NORM_EPS = 1e-6
@@ -159,7 +159,7 @@ class LatentAttention(Attention):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         cache: AttentionCache | None = None,
         mask: Bool[Array, "B T"] | None = None,
@@ -177,7 +177,7 @@ class LatentAttention(Attention):
         weight = group.weight[...]
         if takes_stream(x, weight, self.implementation):
             static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype)
-            x, _, channels, _ = stream_product(x, y, norm.scale(jnp.float32), weight, **static)
+            x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
         else:
             x, normalized = norm.add(x, y)
             channels = group(normalized)

@@ -25,7 +25,7 @@ from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.products import PLAIN
+from gdn_jax.products import PLAIN, Addend, Prepared, array_of
 
 
 def splits_heads() -> bool:
@@ -67,14 +67,14 @@ def projections_on_mesh(
 
 
 def swiglu_on_mesh(
-    x: Float[Array, "*S D"],
+    x: Float[Array, "*S D"] | Prepared,
     gate_kernel: Float[Array, "D F"],
     up_kernel: Float[Array, "D F"],
     down_kernel: Float[Array, "F E"],
     *,
     product: Any = PLAIN,
     implementation: str | None = None,
-) -> Float[Array, "*S E"]:
+) -> Float[Array, "*S E"] | Addend:
     """`gdn_jax.fused.swiglu.swiglu`, on a mesh too.
 
     The devices of the head axis share the columns of the branches. Their results and the cotangents of x are summed
@@ -89,12 +89,13 @@ def swiglu_on_mesh(
         y = swiglu(*vary_alike((x, *kernels)), product=product, implementation=implementation)
         return lax.psum(y, HEAD)
 
-    tokens = _tokens(sizes, x)
+    array = array_of(x)
+    tokens = _tokens(sizes, array)
     columns = PartitionSpec(None, HEAD)
     run = jax.shard_map(local, in_specs=(tokens, (columns, columns, PartitionSpec(HEAD))), out_specs=tokens)
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
     keep = jax.checkpoint_policies.save_only_these_names(BRANCHES_NAME)
-    return jax.checkpoint(run, policy=keep)(x, kernels)
+    return jax.checkpoint(run, policy=keep)(array, kernels)
 
 
 def short_conv_on_mesh(

@@ -27,7 +27,7 @@ from pallas_kernels.decode.drafts import drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
-from pallas_kernels.layer import swiglu_eight_bits
+from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.eight_bits import eight_bits
@@ -344,6 +344,24 @@ CALLS: dict[str, Call] = {
     "swiglu": call(swiglu, "bf16[131072]"),
     "swiglu, backwards": call(swiglu_backward, "bf16[131072] bf16[65536]"),
     "operands of 8 bits": call(partial(eight_bits, dtype="float8_e4m3fn"), "bf16[4096,1024] f32[]"),
+    "norm, 8 bits": call(
+        partial(
+            norm_eight_bits.add_norm_eight_bits,
+            eps=1e-5,
+            dtype=jnp.bfloat16,
+            scale=8.0,
+            codes="float8_e4m3fn",
+        ),
+        "f32[4096,1024] bf16[4096,1024]",
+    ),
+    "norm, 8 bits, backwards": call(
+        partial(norm_eight_bits.add_norm_eight_bits_backward, x_dtype=jnp.float32, codes="float8_e5m2"),
+        "bf16[4096,1024] f32[4096] f32[4096,1024] bf16[4096,1024] f32[]",
+    ),
+    "gated norm, 8 bits": call(
+        partial(gated_norm_eight_bits.gated_norm_eight_bits, dtype="float8_e4m3fn", eps=1e-5),
+        "bf16[4096,1024] bf16[4096,4224] f32[128] f32[]",
+    ),
     "swiglu, 8 bits": call(partial(swiglu_eight_bits.swiglu, dtype="float8_e4m3fn"), "bf16[4096,5504] f32[]"),
     "swiglu, 8 bits, backwards": call(
         partial(swiglu_eight_bits.swiglu_backward, dtype="float8_e5m2"),
