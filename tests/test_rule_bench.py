@@ -390,7 +390,9 @@ def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
     """jax-linear-attention takes rows of one length as a batch; a function of its signature stands for it."""
     asked = []
 
-    def linear_attention(kind, q, k, v, *, impl="auto", g, beta, initial_state, output_final_state):
+    def linear_attention(
+        kind, q, k, v, *, impl="auto", g, beta, initial_state=None, output_final_state=False
+    ):
         asked.append((kind, impl, output_final_state, q.shape[:2]))
         return gdn_jax.gated_delta_rule(
             q, k, v, g, beta, initial_state=initial_state, implementation="recurrent"
@@ -405,6 +407,17 @@ def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
     assert results.keys() == problem.expected.keys()
     assert passes.miss(passes.errors(problem.expected, results), problem.x, "bfloat16") is None
     assert peer.takes(row) and not peer.takes(Row(1, 2, (3, 4)))
+    if what == "training":
+        return
+    options = dict(initial_state=None, cu_seqlens=None, segment_ids=None, implementation=None, layer=0)
+    *qkv, g, beta = (x.reshape(2, 3, *x.shape[2:]) for x in problem.x.tokens)
+    rule = peer.in_layers()
+    o, state = rule(*qkv, {"g": g, "beta": beta}, normalized=True, **options)
+    expected, _ = gdn_jax.gated_delta_rule(*qkv, g, beta, implementation="recurrent")
+    assert state is None and asked[-1] == ("gated_deltanet", "mosaic_gpu", False, (2, 3))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (o, expected)), rtol=2**-7, atol=2**-9)
+    with pytest.raises(NotImplementedError, match="segment_ids: a step has whole rows alone"):
+        rule(*qkv, {"g": g, "beta": beta}, normalized=True, **options | {"segment_ids": jnp.zeros((2, 3))})
 
 
 def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch):
