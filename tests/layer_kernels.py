@@ -49,6 +49,7 @@ KERNELS = (
     (swiglu_cotangents, "swiglu_cotangents"),
     (expert_product, "expert_product"),
     (expert_row, "expert_row"),
+    (expert_row, "routed_row"),
     (routing, "choose"),
     (row_product, "stream_product"),
     (row_product, "heads_product"),

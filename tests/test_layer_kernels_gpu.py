@@ -363,6 +363,21 @@ def test_experts_of_a_row():
     close(want + shared, jnp.sum(got, axis=0, keepdims=True), "y", 0)
 
 
+def test_experts_that_a_row_chooses():
+    """At the sizes of Ling-3.0-tiny: as by the kernel that only chooses."""
+    (row, _, _, gate_up, down, shared), *_ = row_kernels.experts(128, 1536, 512, 512, 8)
+    choice, shared = routing.Choice(8, 8, 4, True, 2.5), experts.SharedExpert(*shared)
+    call = jax.jit(functools.partial(routing.routed_mixture, choice=choice))
+    for seed in range(REPEATS):
+        x, bias = row_kernels.scores(1, 128, seed)
+        weights, chosen = routing.choose(x, bias, choice)
+        want = experts.row_mixture(row, weights, chosen, gate_up, down, shared)
+        got = call(row, x, bias, gate_up=gate_up, down=down, shared=shared)
+        np.testing.assert_array_equal(call(row, x, bias, gate_up=gate_up, down=down, shared=shared), got)
+        # The sum by which weights are divided is added up in another order.
+        close(fused_oracle.wide(jnp.sum(want, axis=0)), jnp.sum(got, axis=0), "y", 0)
+
+
 @pytest.mark.parametrize(("N", "E", "groups", "kept"), [(1, 128, 8, 4), (100, 256, 1, 1)])
 def test_routing(N, E, groups, kept):
     x, bias = row_kernels.scores(N, E)

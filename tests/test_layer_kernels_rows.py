@@ -23,7 +23,7 @@ from gdn_jax.models import ExpertsConfig, inference
 from gdn_jax.models.config import SigmoidRouting
 from gdn_jax.models.experts import Experts
 from pallas_kernels.decode import channel_step, conv_update
-from pallas_kernels.layer import expert_row, routing, row_product
+from pallas_kernels.layer import expert_row, routing, row_choice, row_product
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -33,9 +33,9 @@ squares, and the largest of some thousand results is about four times as far off
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        (dict(E=6, D=256, F=128, S=256, k=2), expert_row.Config(5, 3, 5, 3)),
+        (dict(E=6, D=256, F=128, S=256, k=2), expert_row.Config(5, 3, 8, 3)),
         pytest.param(
-            dict(E=5, D=384, F=128, S=128, k=4), expert_row.Config(7, 2, 7, 2), marks=pytest.mark.slow
+            dict(E=5, D=384, F=128, S=128, k=4), expert_row.Config(7, 2, 13, 2), marks=pytest.mark.slow
         ),
     ],
     ids=["sums of several CTAs", "four experts"],
@@ -46,6 +46,27 @@ def test_a_row_and_its_experts(sizes, config):
     got = expert_row.expert_row(*args, jnp.array([0.5]), config=config, interpret=INTERPRET)
     assert len(got) > 1
     close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
+
+
+@pytest.mark.parametrize(
+    ("E", "choice"),
+    [
+        (128, routing.Choice(4, 8, 3, True, 2.5)),
+        pytest.param(128, routing.Choice(4, 1, 1, False, 1.5), marks=pytest.mark.slow),
+        pytest.param(256, routing.Choice(8, 8, 4, True, 2.5), marks=pytest.mark.slow),
+    ],
+)
+def test_a_row_chooses_its_experts(E, choice):
+    """Inside the kernel of the branches: as by the kernel of its own, among equal scores too; no shared expert."""
+    assert row_choice.check_supported(E, choice, 4) is None
+    (row, _, _, gate_up, down, _), *_ = row_kernels.experts(E, 128, 128, 128, 4)
+    x, bias = row_kernels.scores(1, E)
+    config, arrays = expert_row.Config(3, 2, 4, 2), (gate_up, down)
+    weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
+    want = expert_row.expert_row(row, weights, chosen, *arrays, config=config, interpret=INTERPRET)
+    got = expert_row.routed_row(row, x, bias, choice, *arrays, config=config, interpret=INTERPRET)
+    # The sum by which weights are divided is added up in another order.
+    close(fused_oracle.wide(want), got, "y", sums=4 * 2.0**-24)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,7 @@ def test_products_of_heads():
 @pytest.fixture
 def small(monkeypatch, interpreted):
     """The kernels of one row by a few CTAs, interpreted; which were called."""
-    monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 3, 2))
+    monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(4, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(4, 3))
     for module in (experts, fused_product, kimi_delta_attention):
@@ -122,13 +143,18 @@ def test_derivatives_are_those_of_plain_forms(small):
     def loss(row, weights, gate_up, shared, scores, stream, heads):
         y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])
         w, _ = plain_routing.choose(scores, bias, choice)
+        routed = plain_routing.routed_mixture(
+            row, scores[:1], bias, choice, jnp.tile(gate_up, (16, 1, 1)), jnp.tile(down, (16, 1, 1)), SharedExpert(*shared)
+        )
         _, n, p, _ = stream_product(*stream, eps=1e-6, dtype=jnp.float32, keep=jnp.float32)
         z = heads_product(*heads, eps=1e-6, activation="silu")
-        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in (y, w, n, p, z))
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in (y, w, routed, n, p, z))
 
     args = row, weights, gate_up, shared, scores, stream, heads
     gradients = jax.grad(loss, argnums=range(7))(*args)
-    assert small == dict.fromkeys(("expert_row", "choose", "stream_product", "heads_product"), 1)
+    assert small == dict.fromkeys(
+        ("expert_row", "choose", "routed_row", "stream_product", "heads_product"), 1
+    )
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
 
 
@@ -153,9 +179,13 @@ def test_a_layer_of_one_product(small, monkeypatch):
         close(expected, result, "token", sums=IN_TURN)
 
 
-def test_a_mixture_of_one_row(small):
-    """In a copy for one row, with the norm before it: that of the layer without kernels."""
-    config = ExpertsConfig(64, 4, 128, 128, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5))
+@pytest.mark.parametrize(
+    ("groups", "kernels"), [((1, 1), ("routed_row",)), ((4, 2), ("choose", "expert_row"))], ids=["one", "four"]
+)
+def test_a_mixture_of_one_row(small, groups, kernels):
+    """In a copy for one row, with the norm before it: that of the layer without kernels. Where groups are too few for
+    a register, another kernel chooses."""
+    config = ExpertsConfig(64, 4, 128, 128, shared_gate=False, routing=SigmoidRouting(*groups, 2.5))
     options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
     x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
@@ -163,7 +193,7 @@ def test_a_mixture_of_one_row(small):
     want = from_stream(plain, RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
     layer.read_by_rows(1)
     got = from_stream(layer, norm, x, y)
-    assert small == dict.fromkeys(("expert_row", "choose", "stream_product"), 1)
+    assert small == dict.fromkeys((*kernels, "stream_product"), 1)
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, h, what each expert makes, and both sums.
     close(fused_oracle.wide(want[1]), jnp.sum(got[1], axis=0, keepdims=True), "y", 6, dtype="bfloat16")

@@ -233,7 +233,8 @@ def _row_forward(_, *args):
     return expert_row(*args), args
 
 
-def _row_backward(_, saved, dy):
+def row_gradients(saved, dy):
+    """Cotangents of the arguments of `row_mixture`, by its plain form."""
     row, weights, chosen, *others = saved
 
     def plain(row, weights, gate_up, down, shared, weight):
@@ -247,4 +248,4 @@ def _row_backward(_, saved, dy):
     return drow, dweights, None, *gradients
 
 
-_row_mixture = fused_op(_row_forward, _row_backward)
+_row_mixture = fused_op(_row_forward, lambda _, saved, dy: row_gradients(saved, dy))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.experts import FEW
+from gdn_jax.fused.experts import FEW, SharedExpert, row_gradients
 from gdn_jax.fused.kernels import fused_op, kernels_run, run
 
 
@@ -122,3 +122,51 @@ def _backward(choice: Choice, saved, cotangents):
 
 
 _choose = fused_op(_forward, _backward)
+
+
+def takes_row(scores: Float[Array, "1 E"], choice: Choice) -> bool:
+    """Whether `routed_mixture` takes the scores of a row."""
+    from pallas_kernels.layer import expert_row, row_choice, routing
+
+    warpgroups = expert_row.Config().warpgroups
+    reason = row_choice.check_supported(scores.shape[1], routing.Choice(*choice), warpgroups)
+    return scores.dtype == jnp.float32 and reason is None
+
+
+def routed_mixture(
+    row: Float[Array, "1 D"],
+    scores: Float[Array, "1 E"],
+    bias: Float[Array, " E"],
+    choice: Choice,
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+    shared: SharedExpert,
+    weight: Float[Array, "1"] | None = None,
+) -> Float[Array, "P D"]:
+    """`fused.experts.row_mixture` of the experts that `choose` gives for scores and bias, by two kernels, in parts.
+
+    Args: those of `choose`, for which `takes_row` is true, and of `row_mixture`. The result can be differentiated
+      once, in reverse.
+
+    Returns:
+      [P, D] float32, whose sum it is. Numerics: nothing in between is rounded.
+    """
+    gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
+    return _routed(choice, row, scores, bias, gate_up, down, tuple(shared), weight)
+
+
+def _routed_forward(choice: Choice, *args):
+    from pallas_kernels.layer import expert_row, routing
+
+    row, scores, bias, *others = args
+    return expert_row.routed_row(row, scores, bias, routing.Choice(*choice), *others), args
+
+
+def _routed_backward(choice: Choice, saved, dy):
+    row, scores, bias, *others = saved
+    weights, pull, chosen = jax.vjp(lambda x: plain_choose(choice, x, bias, True), scores, has_aux=True)
+    drow, dweights, _, *gradients = row_gradients((row, weights, chosen, *others), dy)
+    return drow, *pull(dweights), None, *gradients
+
+
+_routed = fused_op(_routed_forward, _routed_backward)

@@ -17,9 +17,10 @@ from gdn_jax.blocks import (
     group_projections,
     normalise_first,
 )
-from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture, takes_row
+from gdn_jax.fused import experts as fused_experts
+from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.fused.routing import Choice, choose, largest
+from gdn_jax.fused.routing import Choice, choose, largest, routed_mixture, takes_row
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.products import PLAIN, Addend, array_of, transposed_product
@@ -111,15 +112,19 @@ class Experts(nnx.Module):
         """A call, with the router's scores or None."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
+        own, experts = self._shared_beside(rows), (self.gate_up[...], self.down[...])
+        if own is not None and scores is not None and (choice := self._choice()) is not None:
+            if takes_row(scores, choice):
+                assert self.router_bias is not None
+                args = rows, scores, self.router_bias[...], choice, *experts, own, self._gate(rows)
+                return routed_mixture(*args)[:, None]  # in parts, which the next norm of the stream adds up
         weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
-        if (own := self._shared_beside(rows)) is not None:
-            y = row_mixture(rows, weights, chosen, self.gate_up[...], self.down[...], own, self._gate(rows))
+        if own is not None:
+            y = row_mixture(rows, weights, chosen, *experts, own, self._gate(rows))
             if scores is not None:
-                return y[:, None]  # in parts, which the next norm of the stream adds up
+                return y[:, None]
             return jnp.sum(y, axis=0).astype(dtype).reshape(x.shape)
-        y = mixture(
-            rows, weights, chosen, self.gate_up[...], self.down[...], implementation=self.implementation
-        )
+        y = mixture(rows, weights, chosen, *experts, implementation=self.implementation)
         shared = self.shared(rows).astype(y.dtype)
         gate = self._gate(rows)
         y = y + (shared if gate is None else gate[:, None] * shared)
@@ -139,10 +144,9 @@ class Experts(nnx.Module):
 
     def _chosen(self, rows, scores):
         """`route` from scores."""
-        c, routing, few = self.config, self.config.routing, rows.shape[0] <= FEW
-        if routing is not None:
+        c, few = self.config, rows.shape[0] <= FEW
+        if (choice := self._choice()) is not None:
             assert self.router_bias is not None
-            choice = Choice(c.per_token, routing.groups, routing.kept_groups, c.normalise, routing.factor)
             return choose(scores, self.router_bias[...], choice, implementation=self.implementation)
         # Largest scores are found by counting on a GPU, where a sort is many kernels.
         counts = few and kernels_run(self.implementation)
@@ -150,6 +154,13 @@ class Experts(nnx.Module):
         if c.normalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
+
+    def _choice(self) -> Choice | None:
+        """How sigmoid routing chooses; None for the other."""
+        c, routing = self.config, self.config.routing
+        if routing is None:
+            return None
+        return Choice(c.per_token, routing.groups, routing.kept_groups, c.normalise, routing.factor)
 
     def _scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """Products of rows and the router, in float32."""
@@ -177,7 +188,7 @@ class Experts(nnx.Module):
             return None
         shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
         gate_up = self.gate_up[...]
-        return shared if takes_row(rows, gate_up, shared, self.implementation) else None
+        return shared if fused_experts.takes_row(rows, gate_up, shared, self.implementation) else None
 
 
 def _dot(x, weight, precision=None):

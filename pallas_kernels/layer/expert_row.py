@@ -4,16 +4,16 @@
     y = sum_j weights_j h_j W_e + weight h_shared W
 
 With one row a product is as long as its weights take to arrive, and a tile of the tensor cores would be empty but for
-one row. Here weights pass through shared memory in tiles of [`DEPTH`, `COLUMNS`], and threads multiply and add. All
-tiles of all experts are shared out evenly, so that every multiprocessor reads as much: a sum is made in parts by
-several CTAs, and who reads it adds the parts up, always in one order.
+one row. Here weights pass through shared memory in tiles of `DEPTH` rows, and threads multiply and add. All tiles of
+all experts are shared out evenly, so that every multiprocessor reads as much: a sum is made in parts by several CTAs,
+and who reads it adds the parts up, always in one order.
 
 Inputs (GMEM): x [1, D]; gate_up [E, D, 2 F]; down [E, F, D]; experts [1, k] int32, below E; weights [1, k] float32;
 of the shared expert, if there is one, gate, up [D, S] and shared_down [S, D], and its weight [1] float32, or none
 for 1. x and all matrices bfloat16 or float16, of one dtype. Between the kernels (GMEM): both branches in parts,
 [2, parts, k F + S and what fills it up] float32. Output (GMEM): y in parts [parts, D] float32.
-Grid: persistent, CTAs of one warpgroup, see `Config`. The copies of a CTA's first tiles are on their way while it
-makes its part of h. Shared memory: `_memory`.
+Grid: persistent, CTAs of some warpgroups, see `Config`, which take the tiles of a CTA in turn and add up at its end.
+The copies of the first tiles are on their way while a CTA makes its part of h. Shared memory: `_memory`.
 Numerics: float32, h too. The same bits in every call. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
@@ -29,49 +29,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.lanes import lane_layout, load, vector_layout
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import round_up
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
+from pallas_kernels.device.memory import (
+    REDUCTION_BYTES,
+    SMEM_LIMIT,
+    Barriers,
+    Buffer,
+    Memory,
+    smem_bytes,
+    store_any,
+)
+from pallas_kernels.layer import row_choice
+from pallas_kernels.layer.routing import Choice
 
-DEPTH = 64
+DEPTH = 32
 """Numbers of the sum in a tile."""
 
 COLUMNS = 128
-"""Columns of a tile."""
+"""Columns of a tile of the branches."""
 
-TILE = DEPTH, COLUMNS
+DOWN_COLUMNS = 64
+"""Columns of a tile of the projection down: fewer CTAs then share a sum, and its reader has fewer parts to add up."""
 
-WIDTH = 4
-"""Neighbouring numbers of a thread, as many as sums over warps take."""
 
-LAYOUT = lane_layout(COLUMNS // WIDTH, WIDTH)
-"""A tile in registers."""
-
-ALONG = LAYOUT.reduce(1)
-"""Numbers of the sum beside a tile."""
-
-ACROSS = LAYOUT.reduce(0)
-"""Columns of a tile."""
-
-REDUCTION_BYTES = 4096
-"""Shared memory for sums over warps."""
+def tile_layout(columns: int) -> Any:
+    """A tile in registers, whose rows lie below each other over the warps."""
+    return lane_layout(WARP, columns // WARP)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the tiles are shared out, not what is computed."""
 
-    ctas: int = 3 * NUM_SMS
-    """CTAs of the branches: one on a multiprocessor multiplies more slowly than memory is read.
-
-    (H200, 2026-11-26, 9 experts of 1536 x 512: one, two, three and four of them 10.7, 10.0, 9.6 and 10.2 us.)
-    """
-    stages: int = 4
-    """Tiles of one of them in shared memory."""
+    ctas: int = NUM_SMS
+    """CTAs of the branches."""
+    stages: int = 6
+    """Tiles of a warpgroup in shared memory."""
     down_ctas: int = NUM_SMS
     """CTAs of the projection down: its result has a part for each CTA of a tile of columns."""
     down_stages: int = 8
+    warpgroups: int = 4
+    """Warpgroups of a CTA: one multiplies more slowly than memory is read."""
 
 
 class Sizes(NamedTuple):
@@ -109,7 +109,7 @@ def first_parts(sizes: Sizes, config: Config) -> Parts:
 
 def second_parts(sizes: Sizes, config: Config) -> Parts:
     """Shares of the projection down: as many CTAs for each tile of columns."""
-    items, steps = sizes.D // COLUMNS, sizes.inner // DEPTH
+    items, steps = sizes.D // DOWN_COLUMNS, sizes.inner // DEPTH
     each = pl.cdiv(steps, max(1, config.down_ctas // items))
     parts = pl.cdiv(steps, each)
     return Parts(each, items * parts, parts)
@@ -132,50 +132,66 @@ def check_supported(
     return None
 
 
-def _memory(numbers: int, stages: int, dtype: Any) -> Memory:
+def _memory(numbers: int, columns: int, stages: int, spans: int, warpgroups: int, dtype: Any) -> Memory:
     return {
-        "tiles": Buffer((stages, *TILE), dtype),
+        "tiles": Buffer((warpgroups * stages, DEPTH, columns), dtype),
         "x": Buffer((numbers,)),
-        "full": Barriers(arrivals=1, count=stages),
+        "sums": Buffer((spans, warpgroups, WARPS, columns)),
+        "full": Barriers(arrivals=1, count=warpgroups * stages),
+        "made": Barriers(arrivals=warpgroups),
     }
 
 
 def _walk(
     smem: Any,
-    count: Any,
-    steps: Callable[[Any], tuple[Any, Any]],
+    bounds: list[Any],
+    choose: Callable[[Any, Callable[[], None]], None],
     copy: Callable[[Any, Any, Any], None],
-    factor: Callable[[Any], Any],
-    prepare: Callable[[], None],
-    flush: Callable[[Any, jax.Array], None],
+    place: Callable[[Any], Any],
+    prepare: Callable[[Any], None],
+    flush: Callable[[int, jax.Array], None],
 ) -> None:
-    """Multiplies and adds the tiles of a CTA.
+    """Multiplies and adds the tiles of a CTA, which its warpgroups take in turn.
 
     Args:
-      count: how many there are.
-      steps: from the number of a tile to where its numbers of the sum begin in smem.x, and how many tiles of the
-        same columns are left, itself counted.
+      choose: choose(wg, meet) is called before all.
+      bounds: the first tile, 0, and behind the last one of the same columns, for each of `smem.sums`' spans.
       copy: copy(i, destination, barrier) starts the copy of tile i.
-      factor: from a tile's number to what its products are multiplied by.
-      prepare: writes smem.x.
-      flush: flush(i, sums) is called behind the last tile i of some columns.
+      place: from the number of a tile to where its numbers of the sum begin in smem.x.
+      prepare: prepare(wg) writes a warpgroup's part of smem.x.
+      flush: flush(span, sums) is called with the sums of a span.
     """
-    stages = smem.tiles.shape[0]
+    spans, warpgroups, _, columns = smem.sums.shape
+    layout, wg, stages = tile_layout(columns), warpgroup_index(), smem.tiles.shape[0] // warpgroups
+
+    def before(end):
+        """How many tiles of this warpgroup there are before tile `end`."""
+        return lax.div(end + (warpgroups - 1) - wg, jnp.int32(warpgroups))
+
+    count = before(bounds[-1])
 
     def start(i):
-        slot = lax.rem(i, jnp.int32(stages))
-        copy(i, smem.tiles.at[slot], smem.full.at[slot])
+        slot = wg * stages + lax.rem(i, jnp.int32(stages))
+        copy(i * warpgroups + wg, smem.tiles.at[slot], smem.full.at[slot])
 
+    def meet():
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.made)
+        plgpu.barrier_wait(smem.made)
+
+    choose(wg, meet)
     lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: start(i), None)
-    prepare()
-    plgpu.commit_smem()
+    prepare(wg)
+    meet()
 
     def multiply(i, acc):
-        slot, (first, _) = lax.rem(i, jnp.int32(stages)), steps(i)
+        slot = wg * stages + lax.rem(i, jnp.int32(stages))
+        x = load(smem.x.at[pl.ds(place(i * warpgroups + wg), DEPTH)], layout.reduce(1))
         plgpu.barrier_wait(smem.full.at[slot])
-        x = load(smem.x.at[pl.ds(first, DEPTH)], ALONG) * factor(i)
-        x = plgpu.layout_cast(lax.broadcast_in_dim(x, TILE, [0]), LAYOUT)
-        acc = acc + load(smem.tiles.at[slot], LAYOUT).astype(jnp.float32) * x
+        x = plgpu.layout_cast(lax.broadcast_in_dim(x, (DEPTH, columns), [0]), layout)
+        products = load(smem.tiles.at[slot], layout).astype(jnp.float32) * x
+        for first in range(0, DEPTH, WARPS):
+            acc = acc + products[first : first + WARPS]
 
         @pl.when(i + stages < count)
         def _():
@@ -184,36 +200,47 @@ def _walk(
 
         return acc
 
-    def columns(carry):
-        i = carry
-        end = jnp.minimum(i + steps(i)[1], count)
-        zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), LAYOUT)
-        acc = lax.fori_loop(i, end, multiply, zeros)
-        flush(end - 1, jnp.sum(acc, axis=0))
-        return end
+    for span in range(spans):
+        zeros = plgpu.layout_cast(jnp.zeros((WARPS, columns), jnp.float32), layout)
+        acc = lax.fori_loop(before(bounds[span]), before(bounds[span + 1]), multiply, zeros)
+        store_any(smem.sums.at[span, wg], acc)
+    meet()
+    for span in range(spans):
 
-    lax.while_loop(lambda i: i < count, columns, jnp.int32(0))
+        @pl.when(span % warpgroups == wg)
+        def _(span=span):
+            rows = [smem.sums.at[span, w, warp] for w in range(warpgroups) for warp in range(WARPS)]
+            flush(span, functools.reduce(jnp.add, [load(row, layout.reduce(0)) for row in rows]))
 
 
-def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
+def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choice | None) -> None:
     """The first kernel."""
+    wg = warpgroup_index()
     D, F, k, S = sizes
     steps, of_expert, first = D // DEPTH, 2 * F // COLUMNS, grid_index() * parts.each
     count = jnp.clip(2 * sizes.inner // COLUMNS * steps - first, 0, parts.each)
+    rest = steps - lax.rem(first, jnp.int32(steps))
+    """Tiles of the columns that this CTA begins with."""
+    spans, warpgroups = smem.sums.shape[:2]
+    bounds = [jnp.int32(0), *(jnp.minimum(count, rest + i * steps) for i in range(spans))]
 
-    def where(i):
-        """The tile of columns of step i, and the place in the sum."""
-        return lax.div(first + i, jnp.int32(steps)), lax.rem(first + i, jnp.int32(steps))
+    def item_of(i):
+        """The tile of columns of step i, and its expert among those of the row."""
+        item = lax.div(first + i, jnp.int32(steps))
+        return item, jnp.minimum(lax.div(item, jnp.int32(of_expert)), k)
+
+    def place(i):
+        return lax.rem(first + i, jnp.int32(steps)) * DEPTH
 
     def copy(i, destination, barrier):
-        item, step = where(i)
-        j, rows = lax.div(item, jnp.int32(of_expert)), pl.ds(step * DEPTH, DEPTH)
+        (item, j), rows = item_of(i), pl.ds(place(i), DEPTH)
 
         @pl.when(j < k)
         def _():
             columns = pl.ds((item - j * of_expert) * COLUMNS, COLUMNS)
-            w = gmem.gate_up.at[gmem.experts[0, jnp.minimum(j, k - 1)], rows, columns]
-            plgpu.copy_gmem_to_smem(w, destination, barrier)
+            number = jnp.minimum(j, k - 1)
+            expert = gmem.experts[0, number] if choice is None else smem.chosen[wg, number]
+            plgpu.copy_gmem_to_smem(gmem.gate_up.at[expert, rows, columns], destination, barrier)
 
         column = (item - k * of_expert) * COLUMNS
         for ref, start in ((gmem.gate, 0), (gmem.up, S)) if S else ():
@@ -222,30 +249,44 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
             def _(ref=ref, start=start):
                 plgpu.copy_gmem_to_smem(ref.at[rows, pl.ds(column - start, COLUMNS)], destination, barrier)
 
-    def prepare():
-        layout = plgpu.Layout.WG_STRIDED((D,), vec_size=1)
-        store_any(smem.x, load(gmem.x.at[0], layout).astype(jnp.float32))
+    def choose(wg, meet):
+        if choice is None:
+            return
+        row_choice.choose(gmem, smem, choice, wg, meet)
 
-    def flush(i, sums):
-        item, step = where(i)
-        j = jnp.minimum(lax.div(item, jnp.int32(of_expert)), k)
-        column, width = (item - j * of_expert) * COLUMNS, jnp.where(j < k, F, S)
-        branch = jnp.where(column < width, 0, 1)
-        own = pl.ds(j * F + column - branch * width, COLUMNS)
-        part = grid_index() - lax.div(item * steps, jnp.int32(parts.each))
-        store_any(gmem.h.at[branch, part, own], sums)
-        zeros = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), ACROSS)
-        for other in range(1, parts.parts):  # those that no CTA has
+        @pl.when((grid_index() == 0) & (wg == 0))
+        def _():
+            for source, target in ((smem.chosen, gmem.chosen), (smem.weights, gmem.chosen_weights)):
+                layout = tile_layout(COLUMNS).reduce(1)
+                store_any(target.at[0], load(source.at[0], layout))
 
-            @pl.when((part < other) & (step == steps - 1))
-            def _(other=other):
-                store_any(gmem.h.at[branch, other, own], zeros)
+    def prepare(wg):
+        makers = next(n for n in range(warpgroups, 0, -1) if D % (n * COLUMNS) == 0)
+        own = pl.ds(wg * (D // makers), D // makers)
+        layout = plgpu.Layout.WG_STRIDED((D // makers,), vec_size=1)
+        pl.when(wg < makers)(
+            lambda: store_any(smem.x.at[own], load(gmem.x.at[0, own], layout).astype(jnp.float32))
+        )
 
-    def place(i):
-        step = where(i)[1]
-        return step * DEPTH, steps - step
+    def flush(span, sums):
+        end = bounds[span + 1]
 
-    _walk(smem, count, place, copy, lambda i: 1.0, prepare, flush)
+        @pl.when(bounds[span] < end)
+        def _():
+            item, j = item_of(end - 1)
+            column, width = (item - j * of_expert) * COLUMNS, jnp.where(j < k, F, S)
+            branch = jnp.where(column < width, 0, 1)
+            own = pl.ds(j * F + column - branch * width, COLUMNS)
+            part = grid_index() - lax.div(item * steps, jnp.int32(parts.each))
+            store_any(gmem.h.at[branch, part, own], sums)
+            zeros = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), tile_layout(COLUMNS).reduce(0))
+            for other in range(1, parts.parts):  # those that no CTA has
+
+                @pl.when((part < other) & (place(end - 1) == (steps - 1) * DEPTH))
+                def _(other=other):
+                    store_any(gmem.h.at[branch, other, own], zeros)
+
+    _walk(smem, bounds, choose, copy, place, prepare, flush)
 
 
 def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
@@ -254,16 +295,12 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
     item, part = lax.div(grid_index(), jnp.int32(parts.parts)), lax.rem(grid_index(), jnp.int32(parts.parts))
     first = part * parts.each
     count = jnp.clip(sizes.inner // DEPTH - first, 0, parts.each)
-
-    def where(i):
-        """The expert among those of the row, and the first of its inner numbers."""
-        number = (first + i) * DEPTH
-        j = jnp.minimum(lax.div(number, jnp.int32(F)), k)
-        return j, number - j * F
+    columns = pl.ds(item * DOWN_COLUMNS, DOWN_COLUMNS)
 
     def copy(i, destination, barrier):
-        (j, number), columns = where(i), pl.ds(item * COLUMNS, COLUMNS)
-        rows = pl.ds(number, DEPTH)
+        number = (first + i) * DEPTH
+        j = jnp.minimum(lax.div(number, jnp.int32(F)), k)
+        rows = pl.ds(number - j * F, DEPTH)
 
         @pl.when(j < k)
         def _():
@@ -275,28 +312,34 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
                 lambda: plgpu.copy_gmem_to_smem(gmem.shared_down.at[rows, columns], destination, barrier)
             )
 
-    def factor(i):
-        j, _ = where(i)
-        weight = gmem.weights[0, jnp.minimum(j, k - 1)]
-        own = jnp.float32(1) if gmem.weight is None else gmem.weight[0]
-        return jnp.where(j < k, weight, own)
-
-    def prepare():
-        numbers = parts.each * DEPTH
-        layout, own = vector_layout(numbers), pl.ds(first * DEPTH, numbers)
+    def prepare(wg):
+        numbers = smem.x.shape[0] // smem.sums.shape[1]
+        layout = plgpu.Layout.WG_STRIDED((numbers,), vec_size=1)
+        start = first * DEPTH + wg * numbers
 
         def branch(b):
-            return functools.reduce(
-                jnp.add, [load(gmem.h.at[b, p, own], layout) for p in range(gmem.h.shape[1])]
-            )
+            refs = [gmem.h.at[b, p, pl.ds(start, numbers)] for p in range(gmem.h.shape[1])]
+            return functools.reduce(jnp.add, [load(ref, layout) for ref in refs])
 
         gate, up = branch(0), branch(1)
-        store_any(smem.x, gate / (1.0 + jnp.exp(-gate)) * up)
+        h = gate / (1.0 + jnp.exp(-gate)) * up
+        own = plgpu.broadcasted_iota(jnp.int32, (numbers,), 0, layout=layout) + start
+        factor = None
+        for n in range((numbers - 2) // F + 2):  # so many experts may have part of these numbers
+            j = lax.div(start, jnp.int32(F)) + n
+            weight = jnp.where(
+                j < k,
+                gmem.weights[0, jnp.minimum(j, k - 1)],
+                jnp.float32(1) if gmem.weight is None else gmem.weight[0],
+            )
+            factor = weight if factor is None else jnp.where(own < jnp.minimum(j, k) * F, factor, weight)
+        store_any(smem.x.at[pl.ds(wg * numbers, numbers)], h * factor)
 
-    def flush(i, sums):
-        store_any(gmem.y.at[part, pl.ds(item * COLUMNS, COLUMNS)], sums)
+    def flush(_, sums):
+        store_any(gmem.y.at[part, columns], sums)
 
-    _walk(smem, count, lambda i: (i * DEPTH, count - i), copy, factor, prepare, flush)
+    bounds = [jnp.int32(0), count]
+    _walk(smem, bounds, lambda *_: None, copy, lambda i: i * DEPTH, prepare, flush)
 
 
 def expert_row(
@@ -323,41 +366,77 @@ def expert_row(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    arrays = x, weights, experts, gate_up, down, shared, weight
-    return compiled(_run, interpret, static=2)(config or Config(), interpret, *arrays)
+    arrays = x, (weights, experts), gate_up, down, shared, weight
+    return compiled(_run, interpret, static=3)(config or Config(), None, interpret, *arrays)
 
 
-def _run(config, interpret, x, weights, experts, gate_up, down, shared, weight):
-    (_, D), F = x.shape, down.shape[1]
+def routed_row(
+    x: Float[Array, "1 D"],
+    scores: Float[Array, "1 E"],
+    bias: Float[Array, " E"],
+    choice: Choice,
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+    shared: tuple[Float[Array, "D S"], Float[Array, "D S"], Float[Array, "S D"]] | None = None,
+    weight: Float[Array, "1"] | None = None,
+    *,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "parts D"]:
+    """`expert_row` of the experts that `routing.choose` would choose from scores and bias, which the kernel chooses
+    itself, where `row_choice.check_supported` says so too."""
+    config = config or Config()
+    arrays = x, (scores, bias), gate_up, down, shared, weight
+    return compiled(_run, interpret, static=3)(config, choice, interpret, *arrays)
+
+
+def _run(config, choice, interpret, x, route, gate_up, down, shared, weight):
+    (E, _, F2), D = gate_up.shape, x.shape[1]
+    k = route[1].shape[1] if choice is None else choice.per_token
     gate, up, shared_down = shared or (None,) * 3
-    sizes = Sizes(D, F, experts.shape[1], 0 if shared is None else shared[0].shape[1])
+    sizes = Sizes(D, F2 // 2, k, 0 if shared is None else shared[0].shape[1])
     first, second = first_parts(sizes, config), second_parts(sizes, config)
-    padded = round_up(sizes.inner, second.each * DEPTH)
-    options: dict[str, Any] = dict(auto_barriers=False, reduction_bytes=REDUCTION_BYTES)
-    options |= {"interpret": interpret}
+    warpgroups = config.warpgroups
+    numbers = round_up(second.each * DEPTH, warpgroups * COLUMNS)
+    padded = (second.parts - 1) * second.each * DEPTH + numbers
+    spans = (first.each - 2) // (D // DEPTH) + 2
+    options: dict[str, Any] = dict(auto_barriers=False, warpgroups=warpgroups, interpret=interpret)
     memories = [
-        _memory(numbers, min(stages, parts.each), x.dtype)
-        for numbers, stages, parts in (
-            (D, config.stages, first),
-            (second.each * DEPTH, config.down_stages, second),
+        _memory(numbers, columns, min(stages, pl.cdiv(parts.each, warpgroups)), spans, warpgroups, x.dtype)
+        for numbers, columns, stages, spans, parts in (
+            (D, COLUMNS, config.stages, spans, first),
+            (numbers, DOWN_COLUMNS, config.down_stages, 1, second),
         )
     ]
+    inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up}
+    outputs = {"h": jax.ShapeDtypeStruct((2, first.parts, padded), jnp.float32)}
+    if choice is None:
+        inputs["experts"] = route[1]
+    else:
+        some = choice.kept_groups < choice.groups
+        for name, y in zip(("scores", "bias"), route, strict=True):
+            inputs[name] = y.reshape(-1)
+            inputs[f"{name}_of_groups"] = y.reshape(choice.groups, -1) if some else None
+        outputs["chosen"] = jax.ShapeDtypeStruct((1, k), jnp.int32)
+        outputs["chosen_weights"] = jax.ShapeDtypeStruct((1, k), jnp.float32)
+        memories[0] = {**memories[0], **row_choice.memory(E, choice, warpgroups)}
     for memory in memories:
         assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
-    h = launch(
-        "expert_row",
-        functools.partial(_branches, sizes=sizes, parts=first),
-        inputs={"x": x, "experts": experts, "gate_up": gate_up, "gate": gate, "up": up},
-        outputs={"h": jax.ShapeDtypeStruct((2, first.parts, padded), jnp.float32)},
+    made = launch(
+        "expert_row" if choice is None else "routed_row",
+        functools.partial(_branches, sizes=sizes, parts=first, choice=choice),
+        inputs=inputs,
+        outputs=outputs,
         memory=memories[0],
         ctas=first.ctas,
         **options,
-    )["h"]
+    )
+    weights, experts = route if choice is None else (made["chosen_weights"], made["chosen"])
     return launch(
         "expert_row_down",
         functools.partial(_down, sizes=sizes, parts=second),
         inputs={
-            "h": h,
+            "h": made["h"],
             "experts": experts,
             "weights": weights,
             "weight": weight,

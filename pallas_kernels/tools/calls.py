@@ -34,7 +34,7 @@ from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
-from pallas_kernels.layer.expert_row import expert_row
+from pallas_kernels.layer.expert_row import expert_row, routed_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
@@ -55,6 +55,11 @@ from pallas_kernels.work.tables import packed_items, row_items
 def expert_row_call(x, weights, experts, gate_up, down, gate, up, shared_down):
     """Both kernels of a row with a shared expert."""
     return expert_row(x, weights, experts, gate_up, down, (gate, up, shared_down))
+
+
+def routed_row_call(x, scores, bias, gate_up, down, gate, up, shared_down):
+    """The same of a row that chooses its experts."""
+    return routed_row(x, scores, bias, Choice(8, 8, 4, True, 2.5), gate_up, down, (gate, up, shared_down))
 
 
 def filtered_row_call(x, y, norm, weight, state, filters):
@@ -396,12 +401,17 @@ CALLS: dict[str, Call] = {
         "bf16[1,1536] f32[1,8] i32[1,8] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
         "bf16[512,1536]",
     ),
+    "experts that a row chooses": call(
+        routed_row_call,
+        "bf16[1,1536] f32[1,128] f32[128] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
+        "bf16[512,1536]",
+    ),
     "row of a stream": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16, keep=jnp.bfloat16),
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
     ),
     "row of a stream, filtered": call(
-        filtered_row_call, "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
+        filtered_row_call, "f32[1,1536] f32[6,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
     ),
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
