@@ -51,3 +51,36 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     weight = draw(F, H * V, dtype="bfloat16", scale=(H * V) ** -0.5)
     y = fused_oracle.gated_norm(o, channels[others:].reshape(H, V), norm, 1e-6, activation)
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
+
+
+def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
+    """Arguments of `latent_row.latent_row` with a gate, its static ones, and what it gives: y, and the k_r and c that
+    the token leaves in the cache."""
+    draw, R, rank = draws(seed), 64, 32
+    half, first = R // 2, (rank, rank + C + R)
+    channels, q = draw(1, first[1] + H, dtype="bfloat16"), draw(1, H * (C + R), dtype="bfloat16")
+    norm, values = 1 + 0.1 * draw(C), draw(H, V, C, dtype="bfloat16", scale=C**-0.5)
+    frequencies = jnp.asarray(1e4 ** -(np.arange(half) / half), jnp.float32)
+    k, v = draw(1, S, 1, R, dtype="bfloat16"), draw(1, S, 1, C, dtype="bfloat16")
+    args = channels, q, norm, frequencies, values, k, v, jnp.array([length], jnp.int32)
+    static = dict(kv=first[0], gate=first[1], scale=0.5 / (C + R) ** 0.5, eps=1e-6)
+    row, q = wide(channels)[0], wide(q)[0]
+    kv, pairs, gate = np.split(row[rank:], [C, C + R])
+    c = kv * (np.mean(kv**2) + 1e-6) ** -0.5 * wide(norm)
+    angles = np.float64(np.float32(length) * np.asarray(frequencies))
+
+    def turned(x):
+        a, b = x[..., 0::2], x[..., 1::2]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    k_r = turned(pairs)
+    of_token = [wide(jnp.asarray(x, jnp.bfloat16)) for x in (c, k_r)]
+    keys = np.concatenate([wide(v)[0, :length, 0], of_token[0][None]])
+    turned_keys = np.concatenate([wide(k)[0, :length, 0], of_token[1][None]])
+    q_c, q_r = np.split(q, [H * C])
+    scores = q_c.reshape(H, C) @ keys.T + turned(q_r.reshape(H, R)) @ turned_keys.T
+    p = np.exp(static["scale"] * scores)
+    o = p / p.sum(axis=1, keepdims=True) @ keys
+    y = np.einsum("hvc,hc->hv", wide(values), o) * fused_oracle.sigmoid(gate)[:, None]
+    return args, static, y.reshape(1, -1), k_r, c

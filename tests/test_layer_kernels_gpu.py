@@ -15,7 +15,7 @@ from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, d
 from layer_kernels import check_one_operation
 
 from gdn_jax import losses
-from gdn_jax.fused import channel_gates, embedding, experts, norms, routing, row_product, swiglu
+from gdn_jax.fused import channel_gates, embedding, experts, latent_token, norms, routing, row_product, swiglu
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import ExpertsConfig, LanguageModel, ModelConfig, generate, inference
@@ -409,6 +409,25 @@ def test_row_of_heads():
     close(want, call(*args), "y")
 
 
+@pytest.mark.parametrize("length", [0, 100, 190])
+def test_latent_attention_of_a_row(length):
+    """At the sizes of Ling-3.0-tiny, behind no token, some, and before the last slot."""
+    args, static, y, k_r, c = row_kernels.latent(16, 512, 128, 192, length)
+    *arrays, norm, _, values, k, v, at = args
+    latents = latent_token.Latents(static["kv"], static["gate"], static["scale"], static["eps"], 1e4)
+    token = latent_token.LatentToken(*arrays, norm, values, k, v, at)
+    assert latent_token.takes_token(token, latents, None)
+    call = jax.jit(functools.partial(latent_token.latent_token, latents=latents))
+    got, new_k, new_v, after = call(token)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(token)[0], got)
+    close(y, got, "y")
+    close(k_r, new_k[0, length, 0], "k")
+    close(c, new_v[0, length, 0], "c")
+    assert after == length + 1
+    np.testing.assert_array_equal(new_v.at[0, length].set(0), v.at[0, length].set(0))
+
+
 def test_row_of_filtered_channels():
     """A stream in parts; the first channels pass through the convolution, whose state lies where it was."""
     (x, _, norm, weight), *_ = row_kernels.stream(1536, 10368, "bfloat16")
@@ -441,6 +460,11 @@ def test_a_token_of_one_row_of_a_model():
     )
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     plain = LanguageModel(dataclasses.replace(config, implementation="chunked"), rngs=nnx.Rngs(0))
+    for block in (
+        *model.blocks[1:],
+        *plain.blocks[1:],
+    ):  # two programs that round would choose others now and then
+        block.mlp.router_bias[...] = 2.0 * (37 * jnp.arange(64) % 64)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
     want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
     copy = nnx.jit(lambda model: inference.for_decoding(inference.for_inference(model), 1))(model)

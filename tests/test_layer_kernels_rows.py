@@ -13,17 +13,19 @@ from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.blocks import RMSNorm, from_stream, group_projections
-from gdn_jax.fused import experts
+from gdn_jax.fused import experts, latent_token
 from gdn_jax.fused import routing as plain_routing
 from gdn_jax.fused import row_product as fused_product
 from gdn_jax.fused.experts import SharedExpert, row_mixture
 from gdn_jax.fused.row_product import heads_product, stream_product
 from gdn_jax.layers import KimiDeltaAttention, RecurrentCache, kimi_delta_attention
 from gdn_jax.models import ExpertsConfig, inference
-from gdn_jax.models.config import SigmoidRouting
+from gdn_jax.models.attention import FixedAttentionCache
+from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.latent import LatentAttention
 from pallas_kernels.decode import channel_step, conv_update
-from pallas_kernels.layer import expert_row, routing, row_choice, row_product
+from pallas_kernels.layer import expert_row, latent_row, routing, row_choice, row_product
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -120,13 +122,36 @@ def test_products_of_heads():
     close(want, row_product.heads_product(o, z, *args, eps=1e-6, activation="sigmoid", **options), "y")
 
 
+@pytest.mark.parametrize(
+    ("H", "C", "length"),
+    [(8, 256, 21), pytest.param(16, 512, 0, marks=pytest.mark.slow)],
+    ids=["some", "none"],
+)
+def test_latent_attention_of_a_token(H, C, length):
+    """By three CTAs, whose tokens go around their shared memory; with no token before it; and without a slot left."""
+    args, static, y, k_r, c = row_kernels.latent(H, C, 32, 24, length)
+    places = latent_row.Places(static.pop("kv"), static.pop("gate"))
+    call = functools.partial(
+        latent_row.latent_row, places=places, config=latent_row.Config(3, 1), interpret=INTERPRET, **static
+    )
+    got, k, v, after = call(*args)
+    assert after == length + 1
+    close(y, got, "y")
+    *_, old_k, old_v, _ = args
+    for name, new, old, want in (("k", k, old_k, k_r), ("c", v, old_v, c)):
+        close(want, new[0, length, 0], name)
+        np.testing.assert_array_equal(new.at[0, length].set(0), old.at[0, length].set(0))
+    assert jnp.isnan(call(*args[:-1], jnp.array([24], jnp.int32))[0]).all()
+
+
 @pytest.fixture
 def small(monkeypatch, interpreted):
     """The kernels of one row by a few CTAs, interpreted; which were called."""
     monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(4, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(4, 3))
-    for module in (experts, fused_product, kimi_delta_attention):
+    monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
+    for module in (experts, fused_product, kimi_delta_attention, latent_token):
         monkeypatch.setattr(module, "is_whole", lambda *arrays: True)
     return interpreted
 
@@ -144,7 +169,13 @@ def test_derivatives_are_those_of_plain_forms(small):
         y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])
         w, _ = plain_routing.choose(scores, bias, choice)
         routed = plain_routing.routed_mixture(
-            row, scores[:1], bias, choice, jnp.tile(gate_up, (16, 1, 1)), jnp.tile(down, (16, 1, 1)), SharedExpert(*shared)
+            row,
+            scores[:1],
+            bias,
+            choice,
+            jnp.tile(gate_up, (16, 1, 1)),
+            jnp.tile(down, (16, 1, 1)),
+            SharedExpert(*shared),
         )
         _, n, p, _ = stream_product(*stream, eps=1e-6, dtype=jnp.float32, keep=jnp.float32)
         z = heads_product(*heads, eps=1e-6, activation="silu")
@@ -179,8 +210,34 @@ def test_a_layer_of_one_product(small, monkeypatch):
         close(expected, result, "token", sums=IN_TURN)
 
 
+@pytest.mark.slow
+def test_a_layer_of_latents(small):
+    """A token of latent attention in a copy for one row is that of the plain layer behind the norm."""
+    config = LatentAttentionConfig(8, 64, 64, 64, 256, q_rank=256, rope_theta=1e4, head_gate=True)
+    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    plain, layer = (LatentAttention(256, config, **options, rngs=nnx.Rngs(0)) for _ in range(2))
+    draw, norm = draws(3), RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked")
+    plain.implementation = "chunked"
+    x, y = draw(1, 1, 256), draw(1, 1, 256)
+    k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
+    cache = FixedAttentionCache(k, v, jnp.array([5], jnp.int32))
+    _, (o, after) = from_stream(plain, norm, x, y, cache=cache)
+    for names in inference.GROUPS:
+        group_projections(layer, names)
+    layer.read_by_rows()
+    _, (p, new) = from_stream(layer, norm, x, y, cache=cache)
+    assert (small["stream_product"], small["latent_row"]) == (2, 1)
+    # The projections, their norms, the turn, the cache, the weights of values, what heads see, gates and the output.
+    close(fused_oracle.wide(o), p, "o", 8)
+    close(fused_oracle.wide(after.k), new.k, "k", 4)
+    close(fused_oracle.wide(after.v), new.v, "v", 4)
+    assert new.length == after.length
+
+
 @pytest.mark.parametrize(
-    ("groups", "kernels"), [((1, 1), ("routed_row",)), ((4, 2), ("choose", "expert_row"))], ids=["one", "four"]
+    ("groups", "kernels"),
+    [((1, 1), ("routed_row",)), ((4, 2), ("choose", "expert_row"))],
+    ids=["one", "four"],
 )
 def test_a_mixture_of_one_row(small, groups, kernels):
     """In a copy for one row, with the norm before it: that of the layer without kernels. Where groups are too few for

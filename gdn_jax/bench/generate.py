@@ -149,7 +149,10 @@ def _continue(graphdef, params, token, cache, *, num_tokens):
 
 
 def _fill(model: LanguageModel, batch: int, context: int, capacity: int) -> Cache:
-    """A cache of so many tokens, as if rows of random numbers had made it; all rows have the same ones."""
+    """A cache of so many tokens, as if rows of random numbers had made it.
+
+    Rows differ by signs alone, which is enough for them to choose other experts.
+    """
     key, shapes = jax.random.key(0), jax.eval_shape(lambda: model.init_cache(batch, capacity))
     layers = enumerate(shapes)
     return jax.block_until_ready(
@@ -163,7 +166,9 @@ def _fill_layer(key, empty, batch: int, context: int):
     keys = iter(jax.random.split(key, len(jax.tree.leaves(empty))))
 
     def drawn(x):
-        return jnp.broadcast_to(jax.random.normal(next(keys), x.shape[1:], x.dtype), x.shape)
+        key, other = jax.random.split(next(keys))
+        signs = jax.random.rademacher(other, x.shape[:2], x.dtype)
+        return jnp.expand_dims(signs, range(2, x.ndim)) * jax.random.normal(key, x.shape[1:], x.dtype)
 
     if isinstance(empty, AttentionCache | WindowCache):
         return empty._replace(k=drawn(empty.k), v=drawn(empty.v), length=jnp.full(batch, context, jnp.int32))

@@ -126,7 +126,7 @@ _choose = fused_op(_forward, _backward)
 
 def takes_row(scores: Float[Array, "1 E"], choice: Choice) -> bool:
     """Whether `routed_mixture` takes the scores of a row."""
-    from pallas_kernels.layer import expert_row, row_choice, routing
+    from pallas_kernels.layer import expert_row, routing, row_choice
 
     warpgroups = expert_row.Config().warpgroups
     reason = row_choice.check_supported(scores.shape[1], routing.Choice(*choice), warpgroups)

@@ -17,6 +17,7 @@ from gdn_jax.blocks import (
     parts_of_group,
     products,
 )
+from gdn_jax.fused.latent_token import Latents, LatentToken, latent_token, takes_token
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
@@ -184,10 +185,28 @@ class LatentAttention(Attention):
         q, kv, *gate = (channels[..., place] for place in places)
         T = x.shape[1]
         q_b = self._second_of_channels(channels, places[0].start)
+        if (found := self._of_channels(channels, q_b, places, cache)) is not None:
+            return x, found
         q, k, v = self._heads_of(q, kv, cache.length[:, None] + jnp.arange(T), q_b)
         count = jnp.full(x.shape[0], T, jnp.int32)
         o, after = self.mix(q, k, v, cache, count, None, None, return_cache)
         return x, (self.o_proj(self._gated(o, *gate)), after)
+
+    def _of_channels(self, channels, q_b, places, cache):
+        """A token of one row from its products, and the cache; None where no kernel takes them."""
+        a, (_, kv, *gate) = self.config, places
+        if q_b is None or self.value_rows is None or a.rope_theta is None:
+            return None
+        if not isinstance(cache, FixedAttentionCache):
+            return None
+        first = gate[0].start if gate else None
+        latents = Latents(kv.start, first, a.key_dim**-0.5, LATENT_NORM_EPS, a.rope_theta)
+        norm, values = self.kv_a_norm.scale(jnp.float32), self.value_rows[...].astype(q_b.dtype)
+        token = LatentToken(channels.reshape(1, -1), q_b.reshape(1, -1), norm, values, *cache)
+        if not takes_token(token, latents, self.implementation):
+            return None
+        o, *after = latent_token(token, latents)
+        return self.o_proj(o[None]), FixedAttentionCache(*after)
 
     def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
         """See `Attention.mix`."""

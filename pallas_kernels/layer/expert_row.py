@@ -324,7 +324,7 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
         gate, up = branch(0), branch(1)
         h = gate / (1.0 + jnp.exp(-gate)) * up
         own = plgpu.broadcasted_iota(jnp.int32, (numbers,), 0, layout=layout) + start
-        factor = None
+        factor: Any = None
         for n in range((numbers - 2) // F + 2):  # so many experts may have part of these numbers
             j = lax.div(start, jnp.int32(F)) + n
             weight = jnp.where(
@@ -332,7 +332,7 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
                 gmem.weights[0, jnp.minimum(j, k - 1)],
                 jnp.float32(1) if gmem.weight is None else gmem.weight[0],
             )
-            factor = weight if factor is None else jnp.where(own < jnp.minimum(j, k) * F, factor, weight)
+            factor = jnp.where(own < jnp.minimum(j, k) * F, factor, weight) if n else weight
         store_any(smem.x.at[pl.ds(wg * numbers, numbers)], h * factor)
 
     def flush(_, sums):

@@ -6,8 +6,9 @@
 A kernel of its own, that of `layer.routing`, takes longer than this choice: it ends before the experts are read, and
 what it finds goes through memory.
 
-Inputs (GMEM): x, bias [E] float32, and once more as [groups, E / groups]. Shared memory: `memory`, where the numbers and the weights are for
-each warpgroup. Numerics: float32; of a row with NaN the numbers mean nothing. Limits: `check_supported`.
+Inputs (GMEM): x, bias [E] float32, and once more as [groups, E / groups]. Shared memory: `memory`, where the numbers
+and the weights are for each warpgroup. Numerics: float32; of a row with NaN the numbers mean nothing. Limits:
+`check_supported`.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.layer.routing import Choice
 
+
 def check_supported(experts: int, choice: Choice, warpgroups: int) -> str | None:
     """Why a CTA cannot choose among so many experts; None if it can."""
     if experts not in (64, 128, 256) or experts % (warpgroups * WARPS):
@@ -32,7 +34,8 @@ def check_supported(experts: int, choice: Choice, warpgroups: int) -> str | None
         return None
     size = experts // choice.groups
     if experts % choice.groups or size < 4 or size & (size - 1) or choice.groups > min(size, 32):
-        return f"{choice.groups} groups of {experts} experts; the kernel takes groups of 4, 8, 16 .., as many and 32 at most"
+        of = "of 4, 8, 16 .. experts, as many and 32 at most"
+        return f"{choice.groups} groups of {experts} experts; the kernel takes groups {of}"
     if choice.groups % _rows_at_once(size):
         return f"{choice.groups} groups of {size}; the kernel takes multiples of {_rows_at_once(size)}"
     return None
@@ -63,8 +66,8 @@ def choose(gmem: Any, smem: Any, choice: Choice, wg: Any, meet: Any) -> None:
     """Writes numbers and weights of the experts to this warpgroup's part of smem.chosen and smem.weights.
 
     Args:
-      gmem: its references scores and bias are the inputs, and scores_of_groups and bias_of_groups, if only some groups
-        are kept.
+      gmem: its references scores and bias are the inputs, and scores_of_groups and bias_of_groups, if only some
+        groups are kept.
       smem: its references are those of `memory`.
       choice: how experts are chosen.
       wg: number of the warpgroup.
@@ -81,7 +84,9 @@ def choose(gmem: Any, smem: Any, choice: Choice, wg: Any, meet: Any) -> None:
         if mask is None:
             return score, c
         number = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + first
-        bit = lax.shift_right_logical(lax.broadcast(mask, (count,)), lax.div(number, jnp.int32(E // choice.groups)))
+        bit = lax.shift_right_logical(
+            lax.broadcast(mask, (count,)), lax.div(number, jnp.int32(E // choice.groups))
+        )
         return score, jnp.where((bit & 1) == 1, c, -jnp.inf)
 
     _, mine = biased(wg * own, own, layout.reduce(1))
@@ -112,7 +117,9 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 def _pair(mine: jax.Array, other: jax.Array, layout: Any) -> list[jax.Array]:
     """A vector along rows and one along columns, as matrices."""
     shape = *mine.shape, *other.shape
-    return [plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [d]), layout) for d, x in enumerate((mine, other))]
+    return [
+        plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [d]), layout) for d, x in enumerate((mine, other))
+    ]
 
 
 def _before(other: jax.Array, mine: jax.Array, is_first: jax.Array) -> jax.Array:

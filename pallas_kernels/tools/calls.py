@@ -36,6 +36,8 @@ from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_row import expert_row, routed_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
+from pallas_kernels.layer.latent_row import Places as LatentPlaces
+from pallas_kernels.layer.latent_row import latent_row
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.routing import Choice, choose
@@ -416,6 +418,10 @@ CALLS: dict[str, Call] = {
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
         "bf16[16,128] bf16[81,128] f32[128] bf16[1536,2048]",
+    ),
+    "latent attention of a row": call(
+        partial(latent_row, places=LatentPlaces(256, 832), scale=192**-0.5, eps=1e-6),
+        "bf16[1,848] bf16[1,9216] f32[512] f32[32] bf16[16,128,512] bf16[1,192,1,64] bf16[1,192,1,512] i32[1]",
     ),
     "routing": call(partial(choose, choice=Choice(8, 8, 4, True, 2.5)), "f32[1,128] f32[128]"),
     "routing, 256 experts": call(partial(choose, choice=Choice(8, 1, 1, True, 2.5)), "f32[32,256] f32[256]"),

@@ -1,0 +1,131 @@
+"""Latent attention of a token of one row, by two kernels between the projections of its input and of its output."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.fused.kernels import fused_op, kernels_run
+from gdn_jax.fused.token import is_whole
+
+
+class Latents(NamedTuple):
+    """The static part of a call of `latent_token`."""
+
+    kv: int
+    """First channel of c before its norm; k_r is behind it."""
+    gate: int | None
+    """First channel of the gates of the heads; None where there are none."""
+    scale: float
+    """Factor of the scores."""
+    eps: float
+    """Epsilon of the norm of c."""
+    theta: float
+    """Base of the wavelengths by which k_r and q_r are turned."""
+
+
+class LatentToken(NamedTuple):
+    """Arrays that `latent_token` takes."""
+
+    channels: Float[Array, "1 F"]
+    """Projections of the token."""
+    q: Float[Array, "1 G"]
+    """Queries of all heads as they meet c, and then what is turned of them, in pairs (0, 1), (2, 3) .."""
+    norm: Float[Array, " C"]
+    """Weight of the norm of c, float32."""
+    values: Float[Array, "H V C"]
+    """Matrix of each head that makes values of c."""
+    k: Float[Array, "1 S 1 R"]
+    """Cache of k_r behind the turn, the firsts of all pairs before the seconds."""
+    v: Float[Array, "1 S 1 C"]
+    """Cache of c."""
+    length: Int[Array, "1"]
+    """Tokens before this one."""
+
+
+def takes_token(token: LatentToken, latents: Latents, implementation: str | None) -> bool:
+    """Whether `latent_token` takes a call: one row in 16 bits on one device, and no more slots than pay."""
+    if not kernels_run(implementation) or not is_whole(token.channels, token.k, token.v):
+        return False
+    from pallas_kernels.layer.latent_row import Places, check_supported
+
+    places = Places(latents.kv, latents.gate)
+    return check_supported(token.q, token.k, token.v, token.values, places) is None
+
+
+def latent_token(
+    token: LatentToken, latents: Latents
+) -> tuple[Float[Array, "1 O"], Float[Array, "1 S 1 R"], Float[Array, "1 S 1 C"], Int[Array, "1"]]:
+    """What the heads see of the cache and the token itself, times their gates, and the cache with the token.
+
+        c = kv (mean(kv^2) + eps)^(-1/2) norm,   k_r and each q_r turned by the token's position
+        o_h = sum_j softmax_j((q_h . c_j + q_r,h . k_r,j) scale) c_j;   y_h = sigmoid(gate_h) values_h o_h
+
+    A loop that carries the cache has it changed where it lies. The result can be differentiated once, in reverse.
+
+    Args:
+      token: arrays for which `takes_token` is true.
+      latents: what is static.
+
+    Returns:
+      y [1, H V] in q's dtype, side by side, both caches, and how many tokens they hold. A token for which there is no
+      slot takes the last one, and its y is NaN. Numerics: float32; c and k_r are rounded as they lie in the cache.
+    """
+    return _latent(latents, *token)
+
+
+def frequencies(latents: Latents, width: int) -> np.ndarray:
+    """Angles of the pairs of so many turned dimensions from a token to the next, float32."""
+    return (1.0 / latents.theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)
+
+
+def _by_kernels(latents: Latents, *arrays):
+    from pallas_kernels.layer.latent_row import Places, latent_row
+
+    token = LatentToken(*arrays)
+    static = dict(places=Places(latents.kv, latents.gate), scale=latents.scale, eps=latents.eps)
+    angles = jnp.asarray(frequencies(latents, token.k.shape[-1]))
+    return latent_row(*token[:3], angles, *token[3:], **static)
+
+
+def _plain(latents: Latents, length, channels, q, norm, values, k, v):
+    """The operation in plain JAX, for its derivative."""
+    (H, _, C), R, wide = values.shape, k.shape[-1], jnp.float32
+    angles = length.astype(wide) * frequencies(latents, R)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def turned(x):
+        a, b = x[..., 0::2], x[..., 1::2]
+        return jnp.concatenate([cos * a - sin * b, cos * b + sin * a], axis=-1)
+
+    kv, k_r = (
+        channels[0, first : first + n].astype(wide) for first, n in ((latents.kv, C), (latents.kv + C, R))
+    )
+    c = kv * jax.lax.rsqrt(jnp.mean(kv * kv) + latents.eps) * norm
+    at = (0, length[0], 0, 0)
+    k, v = (
+        jax.lax.dynamic_update_slice(old, new.astype(old.dtype).reshape(1, 1, 1, -1), at)
+        for old, new in ((k, turned(k_r)), (v, c))
+    )
+    q_c, q_r = (x.astype(wide).reshape(H, -1) for x in jnp.split(q[0], [H * C]))
+    keys, turned_keys = v[0, :, 0].astype(wide), k[0, :, 0].astype(wide)
+    einsum = partial(jnp.einsum, precision="highest")
+    scores = einsum("hc,sc->hs", q_c, keys) + einsum("hr,sr->hs", turned(q_r), turned_keys)
+    seen = jnp.arange(k.shape[1]) <= length[0]
+    p = jax.nn.softmax(jnp.where(seen, scores * latents.scale, -jnp.inf), axis=-1)
+    y = einsum("hvc,hc->hv", values.astype(wide), einsum("hs,sc->hc", p, keys))
+    if latents.gate is not None:
+        y = y * jax.nn.sigmoid(channels[0, latents.gate : latents.gate + H].astype(wide))[:, None]
+    y = jnp.where(length[0] < k.shape[1], y, jnp.nan)
+    return y.reshape(1, -1).astype(q.dtype), k, v
+
+
+def _backward(latents: Latents, saved, cotangents):
+    *arrays, length = saved
+    return *jax.vjp(partial(_plain, latents, length), *arrays)[1](cotangents[:3]), None
+
+
+_latent = fused_op(lambda latents, *arrays: (_by_kernels(latents, *arrays), arrays), _backward)
