@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from fused_harness import draws
+from fused_oracle import wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax.fused import mixer, norms
@@ -21,6 +22,7 @@ from pallas_kernels.layer import (
     cross_entropy,
     eight_bits,
     embedding,
+    expert_gradient,
     expert_product,
     expert_row,
     gated_norm,
@@ -49,6 +51,7 @@ KERNELS = (
     (swiglu_product, "swiglu_product"),
     (swiglu_cotangents, "swiglu_cotangents"),
     (expert_product, "expert_product"),
+    (expert_gradient, "expert_gradient"),
     (expert_row, "expert_row"),
     (expert_row, "routed_row"),
     (routing, "choose"),
@@ -191,3 +194,17 @@ def check_one_operation(evaluate, close, *, B, T, heads, width, borders=None):
     np.testing.assert_array_equal(dbetween[..., 2 * heads :], 0)
     close(dgate, got_dgate.reshape(gate.shape), "dgate")
     close(dnorm, gradients[5], "dnorm")
+
+
+def dense_gradients(rows, weights, chosen, gate_up, down, dy):
+    """Gradients of a mixture of experts that are all multiplied by all rows, in float64: of the rows, the weights of
+    the choices, and both projections."""
+
+    def dense(rows, weights, gate_up, down):
+        a, b = jnp.split(jnp.einsum("nd,edf->nef", rows, gate_up), 2, axis=-1)
+        y = jnp.einsum("nef,efd->ned", jax.nn.silu(a) * b, down)
+        return jnp.einsum("nk,nkd->nd", weights, jnp.take_along_axis(y, chosen[..., None], axis=1))
+
+    with jax.enable_x64(True):
+        *args, dy = (jnp.asarray(wide(x)) for x in (rows, weights, gate_up, down, dy))
+        return [np.asarray(x) for x in jax.vjp(dense, *args)[1](dy)]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
 from gdn_jax.fused import experts
-from pallas_kernels.layer import expert_product
+from pallas_kernels.layer import expert_gradient, expert_product
 from pallas_kernels.layer.expert_product import Config
 
 
@@ -75,7 +75,7 @@ def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
 
 
 @pytest.mark.slow
-def test_parts_of_the_experts_add_up_and_the_derivative_is_the_plain_one(monkeypatch):
+def test_parts_of_the_experts_add_up(monkeypatch):
     small_tiles(monkeypatch)
     for N in (3, 9):
         args = rows, weights, chosen, gate_up, down = arguments(N)
@@ -88,19 +88,29 @@ def test_parts_of_the_experts_add_up_and_the_derivative_is_the_plain_one(monkeyp
         ]
         np.testing.assert_allclose(halves[0] + halves[1], whole, atol=1e-6)
 
-    def gradient(f):
-        def loss(rows, weights, gate_up, down):
-            return jnp.sum(jnp.sin(f(rows, weights, chosen, gate_up, down)))
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(rows, weights, gate_up, down)
+@pytest.mark.parametrize("N", [5, pytest.param(75, marks=pytest.mark.slow)])
+def test_the_derivative_is_that_of_the_dense_form(N, monkeypatch):
+    """By kernels, near the float64 derivative of all experts times all rows; 0 for an expert that nobody chooses."""
+    calls = small_tiles(monkeypatch)
+    rows, weights, chosen, gate_up, down = arguments(N)
+    dy = draws(1)(N, 64)
+    _, pull = jax.vjp(
+        lambda *args: experts.mixture(args[0], args[1], chosen, *args[2:]), rows, weights, gate_up, down
+    )
+    got = pull(dy)
+    assert calls == {"expert_product": 5, "expert_gradient": 2}
+    want = layer_kernels.dense_gradients(rows, weights, chosen, gate_up, down, dy)
+    # Of the cotangents, the branches, what comes back through the projection down, and what becomes of the branches.
+    names = ("rows", "weights", "gate_up", "down")
+    for name, x, y in zip(names, want, got, strict=True):
+        close(x, y, name, 4, dtype="bfloat16")
+    assert not got[2][-1].any() and not got[3][-1].any()
 
-    got, want = gradient(experts.mixture), gradient(experts.plain_mixture)
-    for name, x, y in zip(("rows", "weights", "gate_up", "down"), want, got, strict=True):
-        close(fused_oracle.wide(x), y, name, 4, dtype="bfloat16")  # the cotangent of a rounded result
 
-
-def plain_product(x, w, experts, used, *, config, shared=False, swiglu=False):
+def plain_product(x, w, experts, used, *, config, shared=False, swiglu=False, transpose=False):
     """The kernel's product in plain JAX, which a mesh of CPUs can compute."""
+    w = jnp.swapaxes(w, 1, 2) if transpose else w
     x = jnp.pad(x, ((0, config.rows - len(x)), (0, 0))) if shared else x
     x = jnp.broadcast_to(x, (len(experts), *x.shape)) if shared else x.reshape(len(experts), config.rows, -1)
     y = jnp.einsum("trd,tdn->trn", x.astype(jnp.float32), w[experts].astype(jnp.float32))
@@ -110,12 +120,21 @@ def plain_product(x, w, experts, used, *, config, shared=False, swiglu=False):
     return y.reshape(-1, y.shape[-1]).astype(x.dtype)
 
 
+def plain_gradient(x, dy, first, count, *, rows):
+    """The same of the gradient's."""
+    tile = jnp.arange(len(x)) // rows
+    is_own = (tile >= first[:, None]) & (tile < (first + count)[:, None])
+    products = (y.astype(jnp.float32) for y in (is_own, x, dy))
+    return jnp.einsum("et,tm,tn->emn", *products).astype(x.dtype)
+
+
 @pytest.mark.parametrize("N", [pytest.param(8, marks=pytest.mark.slow), 80])
 @pytest.mark.parametrize("split", ["rows", "experts"])
 def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
     """Of rows that are split no device has others'; of experts each has its own, and a part of all sums."""
     small_tiles(monkeypatch)
     monkeypatch.setattr(expert_product, "expert_product", plain_product)
+    monkeypatch.setattr(expert_gradient, "expert_gradient", plain_gradient)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     args = arguments(N, E=2 * jax.device_count())
     want = jax.jit(experts.plain_mixture)(*args)
@@ -124,6 +143,17 @@ def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
     program = jax.jit(experts.mixture).lower(*args).compile()
     assert traffic(program.as_text()).count == ({} if split == "rows" else {"all-reduce": 1})
     close(fused_oracle.wide(want), program(*args), "y", 3, dtype="bfloat16")
+
+    @jax.jit
+    def gradients(rows, weights, chosen, *projections):
+        return jax.grad(
+            lambda *args: jnp.sum(jnp.sin(experts.mixture(*args[:2], chosen, *args[2:]))), range(4)
+        )(rows, weights, *projections)
+
+    alone = gradients(*(jnp.asarray(np.asarray(x)) for x in args))
+    # The same sums in another order, rounded, and parts of them are.
+    for name, x, y in zip(("rows", "weights", "gate_up", "down"), alone, gradients(*args), strict=True):
+        close(fused_oracle.wide(x), y, name, 2, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

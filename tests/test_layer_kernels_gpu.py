@@ -12,7 +12,7 @@ import pytest
 import row_kernels
 from flax import nnx
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
-from layer_kernels import check_one_operation
+from layer_kernels import check_one_operation, dense_gradients
 
 from gdn_jax import losses
 from gdn_jax.fused import channel_gates, embedding, experts, latent_token, norms, routing, row_product, swiglu
@@ -333,7 +333,7 @@ def test_generation_is_that_of_the_plain_model(mixer):
 
 @pytest.mark.parametrize("N", [1, 100, 3000])
 def test_experts(N):
-    """A row, few and many; an expert of nobody; values by the kernel, the derivative by the plain form."""
+    """A row, few and many; an expert of nobody; values and the derivative by kernels."""
     (D, F, E, k), draw, random = (256, 192, 16, 3), draws(N), np.random.default_rng(N)
     chosen = jnp.asarray(np.argsort(random.random((N, E - 1)), axis=1)[:, :k].astype(np.int32))
     rows, weights = draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k))
@@ -351,6 +351,25 @@ def test_experts(N):
         y = fused_oracle.branches(branches[:, :F], branches[:, F:]) @ d[e]
         np.add.at(want, at, np.asarray(weights, np.float64)[at, place][:, None] * y)
     close(want, got, "y", 2, dtype="bfloat16")  # h is rounded, and what an expert makes of it
+    dy = draw(N, D)
+
+    @jax.jit
+    def gradients(rows, weights, chosen, gate_up, down, dy):
+        def mixture(rows, weights, gate_up, down):
+            return experts.mixture(rows, weights, chosen, gate_up, down)
+
+        return jax.vjp(mixture, rows, weights, gate_up, down)[1](dy)
+
+    args = rows, weights, chosen, gate_up, down, dy
+    assert gradients.lower(*args).as_text().count("expert_gradient") > 0
+    got = gradients(*args)
+    for _ in range(REPEATS):
+        for x, y in zip(gradients(*args), got, strict=True):
+            np.testing.assert_array_equal(x, y)
+    # Of the cotangents, the branches, what comes back through the projection down, and what becomes of the branches.
+    names = ("rows", "weights", "gate_up", "down")
+    for name, x, y in zip(names, dense_gradients(*args), got, strict=True):
+        close(x, y, name, 4, dtype="bfloat16")
 
 
 def test_experts_of_a_row():

@@ -32,7 +32,7 @@ def mixture(
 
     The kernels take bfloat16 and float16 with D and F multiples of 64, and read those experts alone that a row has
     chosen. Rows may be split over devices, or experts, whose parts of the sum are then added. The result can be
-    differentiated once, in reverse; its derivative is that of the plain form.
+    differentiated once, in reverse: by kernels too, or, where devices share the work, as the plain form.
 
     The plain form of many rows is `jax.lax.ragged_dot`, which XLA makes a product of all rows with all experts where
     it has no better form, on GPUs too. That of a few rows copies the weights of their experts.
@@ -119,8 +119,23 @@ def _tiles_of_few(rows, chosen, num_experts: int, size: int) -> Tiles:
     return Tiles(rows, experts, tile[-1:] + 1, jnp.maximum(places, 0))
 
 
-def _tiles_of_many(rows, chosen, num_experts: int, size: int) -> Tiles:
-    """The rows of an expert side by side, in as many tiles as they fill."""
+class Shares(NamedTuple):
+    """The tiles of experts whose rows lie side by side."""
+
+    first: Int[Array, " E"]
+    """The first tile of each expert."""
+    count: Int[Array, " E"]
+    """How many it has."""
+    experts: Int[Array, " tiles"]
+    """The expert of each tile."""
+    places: Int[Array, "N k"]
+    """Where each choice lies; behind all tiles where it is nobody's."""
+    pairs: Int[Array, " M"]
+    """The choice that lies in each place, n k + j; N k in those that fill a tile up."""
+
+
+def _shares(chosen, num_experts: int, size: int) -> Shares:
+    """Tiles of `size` rows: as many for each expert as its rows fill."""
     N, k = chosen.shape
     key = chosen.reshape(-1)
     order = jnp.argsort(key, stable=True)
@@ -135,19 +150,24 @@ def _tiles_of_many(rows, chosen, num_experts: int, size: int) -> Tiles:
     clipped = jnp.minimum(key, num_experts - 1)
     places = (ends - tiles)[clipped] * size + among_all - first[clipped]
     places = jnp.where(key < num_experts, places, most * size)
-    tokens = jnp.arange(N * k, dtype=jnp.int32) // k
-    row_of = jnp.zeros(most * size, jnp.int32).at[places].set(tokens, mode="drop")
-    return Tiles(rows[row_of], experts, ends[-1:], places.reshape(N, k))
+    pairs = jnp.full(most * size, N * k, jnp.int32)
+    pairs = pairs.at[places].set(jnp.arange(N * k, dtype=jnp.int32), mode="drop")
+    return Shares(ends - tiles, tiles, experts, places.reshape(N, k), pairs)
+
+
+def _tiles_of_many(rows, chosen, num_experts: int, size: int) -> Tiles:
+    """The rows of an expert side by side, in as many tiles as they fill."""
+    shares, (N, k) = _shares(chosen, num_experts, size), chosen.shape
+    row_of = jnp.minimum(shares.pairs, N * k - 1) // k
+    return Tiles(rows[row_of], shares.experts, shares.first[-1:] + shares.count[-1:], shares.places)
 
 
 def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
     """`mixture` by kernels; where ids are those of some experts, the part of the sum that is theirs."""
     from pallas_kernels.layer.expert_product import Config, expert_product
 
-    num_experts, few, chosen = gate_up.shape[0], rows.shape[0] <= FEW, chosen.astype(jnp.int32)
-    if ids is not None:
-        chosen = chosen - ids[0]
-        chosen = jnp.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
+    num_experts, few = gate_up.shape[0], rows.shape[0] <= FEW
+    chosen = _own(chosen, num_experts, ids)
     config = Config.few(rows.shape[0]) if few else Config.many()
     tiles = (_tiles_of_few if few else _tiles_of_many)(rows, chosen, num_experts, config.rows)
     if few and len(rows) > OF_EIGHT:
@@ -158,6 +178,15 @@ def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
     if ids is not None:
         y = jnp.where((chosen < num_experts)[..., None], y, 0)
     return jnp.sum(weights[..., None] * y, axis=1)
+
+
+def _own(chosen, num_experts: int, ids):
+    """Numbers among the experts with these ids, num_experts for others; as they are where there are no ids."""
+    chosen = chosen.astype(jnp.int32)
+    if ids is None:
+        return chosen
+    chosen = chosen - ids[0]
+    return jnp.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
 
 
 OPERANDS = "n .", "n .", "n .", "e . .", "e . .", "e"
@@ -175,9 +204,49 @@ def _forward(_, rows, weights, chosen, gate_up, down):
 
 def _backward(_, saved, dy):
     rows, weights, chosen, gate_up, down = saved
-    _, pull = jax.vjp(lambda r, w, g, d: plain_mixture(r, w, chosen, g, d), rows, weights, gate_up, down)
-    drows, dweights, dgate_up, ddown = pull(dy)
-    return drows, dweights, None, dgate_up, ddown
+    args = rows, weights, chosen, gate_up, down, dy
+    if expected_shards(args) is None:
+        drows, dweights, *others = _gradients(None, *args, None)
+    else:
+        sizes, ids = (
+            {"n": rows.shape[0], "e": gate_up.shape[0]},
+            jnp.arange(gate_up.shape[0], dtype=jnp.int32),
+        )
+        operands, results = (*OPERANDS[:-1], "n .", "e"), ("n . +e", "n . +e", "e . . +n", "e . . +n")
+        drows, dweights, *others = run(_gradients, None, (*args, ids), operands, results, sizes)
+    return drows, dweights, None, *others
+
+
+def _gradients(_, rows, weights, chosen, gate_up, down, dy, ids):
+    """Gradients of `mixture` by kernels, from the rows of each expert alone: their branches are made again.
+
+    Where ids are those of some experts, the parts of the sums that are theirs.
+    """
+    from pallas_kernels.layer.expert_gradient import expert_gradient
+    from pallas_kernels.layer.expert_product import Config, expert_product
+
+    (N, k), config, dtype = chosen.shape, Config.many(), rows.dtype
+    chosen = _own(chosen, gate_up.shape[0], ids)
+    shares = _shares(chosen, gate_up.shape[0], config.rows)
+    of_tiles = dict(experts=shares.experts, used=shares.first[-1:] + shares.count[-1:], config=config)
+    of_experts = dict(first=shares.first, count=shares.count, rows=config.rows)
+    pair = jnp.minimum(shares.pairs, N * k - 1)
+    x, weight = rows[pair // k], weights.reshape(-1)[pair][:, None]
+    # Rows that fill a tile up have cotangents of 0. What is behind the used tiles nobody reads.
+    dy = jnp.where((shares.pairs < N * k)[:, None], dy[pair // k], 0).astype(dtype)
+    a, b = jnp.split(expert_product(x, gate_up, **of_tiles).astype(jnp.float32), 2, axis=-1)
+    gate = jax.nn.sigmoid(a)
+    h = a * gate * b
+    dh = expert_product(dy, down, **of_tiles, transpose=True).astype(jnp.float32)
+    dweights, dh = jnp.sum(dh * h, axis=-1)[shares.places], weight * dh
+    branches = jnp.concatenate([dh * b * gate * (1 + a * (1 - gate)), dh * a * gate], axis=-1).astype(dtype)
+    drows = expert_product(branches, gate_up, **of_tiles, transpose=True)[shares.places]
+    dgate_up = expert_gradient(x, branches, **of_experts)
+    ddown = expert_gradient(h.astype(dtype), (weight * dy).astype(dtype), **of_experts)
+    if ids is not None:
+        is_own = chosen < gate_up.shape[0]
+        drows, dweights = jnp.where(is_own[..., None], drows, 0), jnp.where(is_own, dweights, 0)
+    return jnp.sum(drows.astype(jnp.float32), axis=1), dweights, dgate_up, ddown
 
 
 _mixture = fused_op(_forward, _backward)

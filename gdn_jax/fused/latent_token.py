@@ -59,7 +59,7 @@ def takes_token(token: LatentToken, latents: Latents, implementation: str | None
 def latent_token(
     token: LatentToken, latents: Latents
 ) -> tuple[Float[Array, "1 O"], Float[Array, "1 S 1 R"], Float[Array, "1 S 1 C"], Int[Array, "1"]]:
-    """What the heads see of the cache and the token itself, times their gates, and the cache with the token.
+    """The heads' results of a cache and the token itself, times their gates, and the cache with the token.
 
         c = kv (mean(kv^2) + eps)^(-1/2) norm,   k_r and each q_r turned by the token's position
         o_h = sum_j softmax_j((q_h . c_j + q_r,h . k_r,j) scale) c_j;   y_h = sigmoid(gate_h) values_h o_h

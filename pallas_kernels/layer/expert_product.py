@@ -2,6 +2,8 @@
 
     y_t = x_t W_e,   or of a SwiGLU   y_t = silu(x_t A_e) * (x_t B_e)   with [A_e | B_e] = W_e,   e = experts[t]
 
+A product may be one with W_e^T, as a gradient is, from weights [N, D] of an expert.
+
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
 
 Inputs (GMEM): x [tiles * rows, D], or up to [rows, D] that all tiles share; w [E, D, N], of x's dtype, bfloat16 or
@@ -43,7 +45,7 @@ from pallas_kernels.device.launch import (
     warpgroup_index,
 )
 from pallas_kernels.device.layouts import WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
 
 ROWS = 64
@@ -104,11 +106,13 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array, w: jax.ShapeDtypeStruct
     return None
 
 
-def _memory(config: Config, parts: int, dtype: Any) -> Memory:
+def _memory(config: Config, parts: int, transpose: bool, dtype: Any) -> Memory:
     own = config.columns // parts
     return {
         "x": Buffer((config.stages, config.rows, DEPTH), dtype, swizzle=128),
-        "w": Buffer((config.stages, parts, DEPTH, own), dtype, swizzle=128),
+        "w": Buffer(
+            (config.stages, parts, *((own, DEPTH) if transpose else (DEPTH, own))), dtype, swizzle=128
+        ),
         "out": Buffer((config.warpgroups, ROWS, OUT), dtype, swizzle=128),
         "full": Barriers(arrivals=1 + parts, count=config.stages),
         "empty": Barriers(arrivals=config.warpgroups, count=config.stages),
@@ -118,8 +122,19 @@ def _memory(config: Config, parts: int, dtype: Any) -> Memory:
 class _Cta:
     """The knowledge of every warpgroup of a CTA."""
 
-    def __init__(self, gmem: Any, smem: Any, *, config: Config, parts: int, shared: bool, interpreted: bool):
+    def __init__(
+        self,
+        gmem: Any,
+        smem: Any,
+        *,
+        config: Config,
+        parts: int,
+        shared: bool,
+        transpose: bool,
+        interpreted: bool,
+    ):
         self.gmem, self.smem, self.config, self.parts, self.shared = gmem, smem, config, parts, shared
+        self.transpose = transpose
         self.dev = Device(interpreted)
         self.wg = warpgroup_index()
         self.width = config.columns // parts
@@ -162,7 +177,8 @@ def _load(cta: _Cta) -> None:
             plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, config.rows), depth], smem.x.at[slot], barrier)
             for part in range(cta.parts):
                 columns = pl.ds(part * gmem.y.shape[1] + column, cta.width)
-                plgpu.copy_gmem_to_smem(gmem.w.at[expert, depth, columns], smem.w.at[slot, part], barrier)
+                own = (expert, columns, depth) if cta.transpose else (expert, depth, columns)
+                plgpu.copy_gmem_to_smem(gmem.w.at[own], smem.w.at[slot, part], barrier)
             return ()
 
         lax.fori_loop(0, cta.steps, step, ())
@@ -185,7 +201,8 @@ def _multiply(cta: _Cta) -> None:
             slot = cta.slot(first + k)
             plgpu.barrier_wait(smem.full.at[slot])
             for part, acc in enumerate(accs):
-                dev.issue(acc, smem.x.at[slot, own], smem.w.at[slot, part])
+                w = smem.w.at[slot, part]
+                dev.issue(acc, smem.x.at[slot, own], transposed(w) if cta.transpose else w)
             dev.finish(cta.parts)
             pl.when(k > 0)(lambda: cta.release(first + k - 1))
             return carry
@@ -227,35 +244,38 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
 
 def expert_product(
     x: Float[Array, "M D"],
-    w: Float[Array, "E D N"],
+    w: Float[Array, "E D1 N"],
     experts: Int[Array, " tiles"],
     used: Int[Array, "1"],
     *,
     config: Config,
     shared: bool = False,
     swiglu: bool = False,
+    transpose: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "M1 F"]:
     """The rows of every tile times the weights of its expert, where `check_supported` says so.
 
     Args:
       x: rows [tiles * config.rows, D], or with shared up to config.rows of them, those of every tile.
-      w: weights of all experts.
+      w: weights of all experts, [E, D, N].
       experts: the expert of each tile.
       used: how many tiles there are; those behind are not written.
       config: how the work is cut.
       shared: whether all tiles have the same rows.
       swiglu: whether w holds both branches of a SwiGLU side by side, of whose product y is.
+      transpose: whether w is [E, N, D].
 
     Returns:
       y [tiles * config.rows, N], N / 2 with swiglu, in x's dtype.
     """
-    return compiled(_run, interpret, static=4)(config, shared, swiglu, interpret, x, w, experts, used)
+    static = config, shared, swiglu, transpose, interpret
+    return compiled(_run, interpret, static=5)(*static, x, w, experts, used)
 
 
-def _run(config, shared, swiglu, interpret, x, w, experts, used):
+def _run(config, shared, swiglu, transpose, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
-    memory = _memory(config, parts, x.dtype)
+    memory, N = _memory(config, parts, transpose, x.dtype), w.shape[1 if transpose else 2]
     assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
     assert x.shape[0] <= config.rows if shared else x.shape[0] == tiles * config.rows, (x.shape, tiles)
     results = launch(
@@ -265,10 +285,11 @@ def _run(config, shared, swiglu, interpret, x, w, experts, used):
             config=config,
             parts=parts,
             shared=shared,
+            transpose=transpose,
             interpreted=interpret is not None,
         ),
         inputs={"x": x, "w": w, "experts": experts, "used": used},
-        outputs={"y": jax.ShapeDtypeStruct((tiles * config.rows, w.shape[2] // parts), x.dtype)},
+        outputs={"y": jax.ShapeDtypeStruct((tiles * config.rows, N // parts), x.dtype)},
         memory=memory,
         auto_barriers=False,
         ctas=config.ctas,

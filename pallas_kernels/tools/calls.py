@@ -32,6 +32,7 @@ from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_back
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
+from pallas_kernels.layer.expert_gradient import expert_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_row import expert_row, routed_row
@@ -397,6 +398,13 @@ CALLS: dict[str, Call] = {
     "experts, many rows, down": call(
         partial(expert_product, config=ExpertConfig.many()),
         "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
+    ),
+    "experts, many rows, transposed": call(
+        partial(expert_product, config=ExpertConfig.many(), transpose=True),
+        "bf16[8192,1024] bf16[128,1536,1024] i32[64] i32[1]",
+    ),
+    "experts, gradient": call(
+        partial(expert_gradient, rows=128), "bf16[8192,1536] bf16[8192,1024] i32[128] i32[128]"
     ),
     "experts of a row": call(
         expert_row_call,
