@@ -9,10 +9,11 @@ has a head or two, and all that a token asks of it stays in registers. A CTA of 
 found for a head, and multiplies it by some rows of the matrix, which are on their way meanwhile.
 
 Inputs (GMEM): channels [1, F], from `Places` on kv [C], k_r [R] in pairs and the gates [H]; q [1, H C + H R], all
-q_h, then all q_r,h in pairs; w [C] float32; R / 2 frequencies float32; length [1] int32, tokens before this one;
-W [H, V, C]. In place (GMEM): the cache, k_r [1, S, 1, R], the firsts of the pairs before the seconds, and c
+q_h, then all q_r,h in pairs; w [C] float32; R / 2 frequencies float32; W [H, V, C]. In place (GMEM): length [1],
+int32, tokens before this one; the cache, k_r [1, S, 1, R], the firsts of the pairs before the seconds, and c
 [1, S, 1, C]. A token for which there is no slot takes the last one, and its y is NaN. Between the kernels (GMEM):
-maxima and sums [parts, H], o [parts, H, C] float32. Outputs (GMEM): y [1, H V] of q's dtype, length + 1.
+maxima and sums [parts, H], o [parts, H, C] float32, and the length, which the second one changes. Output (GMEM):
+y [1, H V] of q's dtype.
 Grid: CTAs of some warpgroups: `Config.parts` of the first, one for each head and `ROWS` rows of W to a warpgroup of
 the second. Shared memory: `_memory`.
 Numerics: float32; c is rounded as it lies in the cache. The same bits in every call. Hardware: compute capability
@@ -233,10 +234,15 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
     ones = plgpu.layout_cast(jnp.full((rows,), jnp.where(is_last, 1.0, 0.0)), WIDE.reduce(1))
     acc = [jnp.where(is_last, _spread(x, (rows, PIECE), 1, WIDE), 0.0) for x in c]
     m, total, *acc = lax.fori_loop(0, groups, group, (s, ones, *acc))
+    pl.when((cta == 0) & (wg == 0))(lambda: _copy(gmem.length, gmem.now))
     store_any(gmem.m.at[cta, heads], m)
     store_any(gmem.total.at[cta, heads], total)
     for own, x in zip(columns, acc, strict=True):
         store_any(gmem.o.at[cta, heads, own], x)
+
+
+def _copy(source: Any, target: Any) -> None:
+    target[0] = source[0]
 
 
 def _own(gmem: Any, places: Places, eps: float, columns: list[Any], cos: Any, sin: Any, dtype: Any):
@@ -289,12 +295,12 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
     y = jnp.sum(functools.reduce(jnp.add, products), axis=1)
     if places.gate is not None:
         y = y / (1.0 + jnp.exp(-gmem.channels[0, places.gate + head].astype(jnp.float32)))
-    y = jnp.where(gmem.length[0] < slots, y, jnp.nan)
+    y = jnp.where(gmem.now[0] < slots, y, jnp.nan)
     store_any(gmem.y.at[0, pl.ds(head * V + row, ROWS)], y.astype(gmem.y.dtype))
 
     @pl.when((grid_index() == 0) & (wg == 0))
     def _():
-        gmem.after[0] = gmem.length[0] + 1
+        gmem.length[0] = gmem.now[0] + 1
 
 
 def latent_row(
@@ -356,6 +362,7 @@ def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, 
             "m": like((parts, H), jnp.float32),
             "total": like((parts, H), jnp.float32),
             "o": like((parts, H, C), jnp.float32),
+            "now": like((1,), jnp.int32),
         },
         updated={"k": k, "v": v},
         memory=_memory(C, R, config.stages, warpgroups, k.dtype),
@@ -365,9 +372,10 @@ def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, 
     joined = launch(
         "latent_row_values",
         functools.partial(_join, places=places, slots=k.shape[1]),
-        inputs={name: made[name] for name in ("m", "total", "o")}
-        | {"values": values, "channels": channels, "length": length},
-        outputs={"y": like((1, H * V), q.dtype), "after": like((1,), jnp.int32)},
+        inputs={name: made[name] for name in ("m", "total", "o", "now")}
+        | {"values": values, "channels": channels},
+        outputs={"y": like((1, H * V), q.dtype)},
+        updated={"length": length},
         memory={
             "tiles": Buffer((warpgroups, C // PIECE, ROWS, PIECE), values.dtype),
             "row": Buffer((C,)),
@@ -377,4 +385,4 @@ def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, 
         ctas=H * V // (ROWS * warpgroups),
         **options,
     )
-    return joined["y"], made["k"], made["v"], joined["after"]
+    return joined["y"], made["k"], made["v"], joined["length"]

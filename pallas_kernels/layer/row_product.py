@@ -12,8 +12,8 @@ Inputs (GMEM): W [F, D] float32, bfloat16 or float16; for `Stream` x [1, D], y [
 w [D] float32; for `Heads` o [H, V], z [G, V], whose last H rows are the gates, w [V] float32; with a convolution its
 filters [C, taps] and bias [C] or none. In place (GMEM): states of the convolution [1, C, taps - 1]. Outputs (GMEM):
 out [1, F] in the dtype asked for; for `Stream` s [1, D] of x's dtype, and v [1, D], if asked for.
-Grid: persistent, CTAs of some warpgroups, see `Config`, which make the row together. Then each takes tiles of
-`Config.rows` rows of W by itself, in pieces of `columns` columns. Shared memory: `_memory`.
+Grid: persistent, CTAs of one warpgroup, see `Config`, which take every ctas-th tile of `Config.rows` rows of W, in
+pieces of `columns` columns. Shared memory: `_memory`.
 Numerics: float32; v is not rounded. The same bits in every call. Hardware: compute capability 9.0. Limits:
 `check_stream`, `check_heads`.
 """
@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
@@ -41,11 +41,8 @@ WIDEST = 256
 BYTES = 192 * 1024
 """Shared memory of a multiprocessor's CTAs for tiles of W, at most."""
 
-WIDE = 512
-"""Numbers that a warpgroup reads at once, 16 bytes a thread."""
-
-HELD = 2048
-"""The longest row that every warp holds in registers while it multiplies; a longer one waits in shared memory."""
+MOST_BYTES = 200 * 1024
+"""The same of one CTA, where its share would be less than two tiles."""
 
 REDUCTION_BYTES = 2048
 
@@ -54,14 +51,8 @@ REDUCTION_BYTES = 2048
 class Row(Protocol):
     """How the row is made: static, and hashable."""
 
-    def make(self, gmem: Any, x: Any, wg: Any, warpgroups: int) -> None:
-        """Writes this warpgroup's part of what the row is made of to shared memory x, and of what else is asked
-        for."""
-        ...
-
-    def finish(self, gmem: Any, pieces: list[jax.Array], is_first: Any) -> list[jax.Array]:
-        """The row from the pieces of what all have written, of which every warp has all; the first warpgroup
-        also writes what else is asked for."""
+    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
+        """Writes the row to shared memory x; the first CTA also writes what else is asked for."""
         ...
 
 
@@ -73,37 +64,23 @@ class Stream:
     first: int = 0
     """Number of the channel that x begins with; without y the stream may be some channels of an array."""
 
-    def make(self, gmem: Any, x: Any, wg: Any, warpgroups: int) -> None:
+    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
         """See `Row.make`."""
         D = gmem.w.shape[0]
-        makers = next(n for n in range(warpgroups, 0, -1) if D % (n * WIDE) == 0 or n == 1)
-        width = D // makers
-        own = pl.ds(wg * width, width)
+        s = r.load(gmem.x.at[:, pl.ds(self.first, D)], 0, D, 1)
+        if gmem.y is not None:
+            for part in range(gmem.y.shape[0]):
+                s = s + r.load(gmem.y, part, D, 1)
+        scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
+        v = s * r.spread(scale, D) * r.load_along(gmem.w, 1)
+        store_any(x, v)
 
-        @pl.when(wg < makers)
+        @pl.when(is_first)
         def _():
-            s = r.load(gmem.x.at[:, pl.ds(self.first + wg * width, width)], 0, width, 1)
-            if gmem.y is not None:
-                for part in range(gmem.y.shape[0]):
-                    s = s + r.load(gmem.y.at[:, own], part, width, 1)
-            store_any(x.at[:, own], s)
             if gmem.s is not None:
-                pl.when(grid_index() == 0)(lambda: r.store(gmem.s.at[:, own], 0, s))
-
-    def finish(self, gmem: Any, pieces: list[jax.Array], is_first: Any) -> list[jax.Array]:
-        """See `Row.finish`."""
-        columns = pieces[0].shape[0]
-        D = len(pieces) * columns
-        scale = lax.rsqrt(jnp.sum(functools.reduce(jnp.add, [s * s for s in pieces])) / D + self.eps)
-        row = []
-        for i, s in enumerate(pieces):
-            own = pl.ds(i * columns, columns)
-            row.append(s * scale * load(gmem.w.at[own], _along(columns)))
+                r.store(gmem.s, 0, s)
             if gmem.v is not None:
-                pl.when(is_first)(
-                    lambda v=row[-1], own=own: store_any(gmem.v.at[0, own], v.astype(gmem.v.dtype))
-                )
-        return row
+                r.store(gmem.v, 0, v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,23 +90,14 @@ class Heads:
     eps: float
     activation: str
 
-    def make(self, gmem: Any, x: Any, wg: Any, warpgroups: int) -> None:
+    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
         """See `Row.make`."""
         H, V = gmem.o.shape
-        makers = next(n for n in range(warpgroups, 0, -1) if H % (n * r.WARPS) == 0)
-        heads = H // makers
-
-        @pl.when(wg < makers)
-        def _():
-            o = r.load(gmem.o, wg * heads, V, heads)
-            z = r.load(gmem.z, gmem.z.shape[0] - H + wg * heads, V, heads)
-            scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + self.eps), V)
-            f = ACTIVATIONS[self.activation].value(z, r.sigmoid(z))
-            store_any(x.at[pl.ds(wg * heads, heads)], o * scale * r.load_along(gmem.w, heads) * f)
-
-    def finish(self, gmem: Any, pieces: list[jax.Array], is_first: Any) -> list[jax.Array]:
-        """See `Row.finish`."""
-        return pieces
+        o, z = r.load(gmem.o, 0, V, H), r.load(gmem.z, gmem.z.shape[0] - H, V, H)
+        scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + self.eps), V)
+        store_any(
+            x, o * scale * r.load_along(gmem.w, H) * ACTIVATIONS[self.activation].value(z, r.sigmoid(z))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,18 +107,28 @@ class Config:
     rows: int
     """Rows of a tile, a multiple of 4."""
     ctas: int = NUM_SMS
-    warpgroups: int = 4
-    """Warpgroups of a CTA: one multiplies more slowly than memory is read."""
 
     @classmethod
     def heads(cls) -> "Config":
-        """For a row that is soon made."""
-        return cls(4)
+        """For a row that is soon made: three CTAs multiply on a multiprocessor.
+
+        (H200, 2026-11-26, 1536 x 2048: 3.5 us; one CTA 4.2; two with tiles of 8 rows 3.7.)
+        """
+        return cls(4, 3 * NUM_SMS)
 
     @classmethod
     def stream(cls, F: int) -> "Config":
-        """For a row that every CTA adds up from all parts of y."""
-        return cls(4)
+        """The tallest tiles that keep the multiprocessors as busy as any. Every CTA adds up all parts of y.
+
+        (H200, 2026-11-26, 10368 x 1536 behind 11 parts, with a convolution: 12.3 us; with two and three CTAs on a
+        multiprocessor 13.1 and 17.2, with tiles of 4 rows 15.7 and more.)
+        """
+
+        def longest(rows):
+            """Rows of the multiprocessor that has most."""
+            return pl.cdiv(pl.cdiv(F, rows), NUM_SMS) * rows
+
+        return cls(min((8, 4), key=longest))
 
 
 def _check_matrix(weight) -> str | None:
@@ -200,119 +178,88 @@ def check_convolution(
     return None
 
 
-def _along(columns: int) -> Any:
-    """Layout of a piece of the row, which every warp has whole."""
-    return lane_layout(WARP, columns // WARP).reduce(0)
-
-
 def _memory(config: Config, shape: tuple[int, int], D: int, tiles: int, dtype: Any) -> Memory:
     columns = min(shape[1], WIDEST)
-    pieces, walkers = D // columns, config.ctas * config.warpgroups
+    pieces = D // columns
     tile = pieces * config.rows * columns * jnp.dtype(dtype).itemsize
-    room = BYTES // pl.cdiv(config.ctas, NUM_SMS) // config.warpgroups
-    stages = max(1, min(room // tile, pl.cdiv(tiles, walkers)))
+    room = BYTES // pl.cdiv(config.ctas, NUM_SMS)
+    room = room if 2 * tile <= room else MOST_BYTES
+    stages = max(1, min(room // tile, pl.cdiv(tiles, config.ctas)))
     return {
-        "tiles": Buffer((config.warpgroups * stages, pieces, config.rows, columns), dtype),
+        "tiles": Buffer((stages, pieces, config.rows, columns), dtype),
         "row": Buffer(shape),
-        "full": Barriers(arrivals=pieces, count=config.warpgroups * stages),
-        "made": Barriers(arrivals=config.warpgroups),
+        "full": Barriers(arrivals=pieces, count=stages),
     }
 
 
 def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
-    slots, pieces, rows, columns = smem.tiles.shape
-    layout, wg = lane_layout(WARP, columns // WARP), warpgroup_index()
-    stages, walkers = slots // config.warpgroups, config.ctas * config.warpgroups
-    own, tiles = wg * config.ctas + grid_index(), gmem.weight.shape[0] // rows
-    count = lax.div(jnp.int32(tiles + walkers - 1) - own, jnp.int32(walkers))
+    stages, pieces, rows, columns = smem.tiles.shape
+    layout = lane_layout(WARP, columns // WARP)
+    tiles = gmem.weight.shape[0] // rows
+    count = lax.div(jnp.int32(tiles + config.ctas - 1) - grid_index(), jnp.int32(config.ctas))
 
     def first_row(i):
-        return (own + i * walkers) * rows
-
-    def slot_of(i):
-        return wg * stages + lax.rem(i, jnp.int32(stages))
+        return (grid_index() + i * config.ctas) * rows
 
     def start(i):
-        slot = slot_of(i)
+        slot = lax.rem(i, jnp.int32(stages))
         for piece in range(pieces):
-            source = gmem.weight.at[pl.ds(first_row(i), rows), pl.ds(piece * columns, columns)]
-            plgpu.copy_gmem_to_smem(source, smem.tiles.at[slot, piece], smem.full.at[slot])
-
-    def past_of(i):
-        if gmem.state is None:
-            return ()
-        is_own = (i < count) & (first_row(i) < gmem.filters.shape[0])
-        return _load_past(gmem, first_row(i), rows, layout.reduce(1), is_own)
-
-    def meet():
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
-    def stored(piece):
-        at = (0, pl.ds(piece * columns, columns)) if smem.row.shape[0] == 1 else (piece,)
-        return smem.row.at[at]
+            own = gmem.weight.at[pl.ds(first_row(i), rows), pl.ds(piece * columns, columns)]
+            plgpu.copy_gmem_to_smem(own, smem.tiles.at[slot, piece], smem.full.at[slot])
 
     lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: start(i), None)
-    first_past = past_of(0)
-    row.make(gmem, smem.row, wg, config.warpgroups)
-    meet()
-    whole = [load(stored(piece), layout.reduce(0)) for piece in range(pieces)]
-    vector = row.finish(gmem, whole, (grid_index() == 0) & (wg == 0))
-    if len(vector) * columns > HELD:
-        meet()  # all have read what the row is made of
-        for piece, v in enumerate(vector):
-            pl.when(piece % config.warpgroups == wg)(lambda piece=piece, v=v: store_any(stored(piece), v))
-        meet()
+    row.make(gmem, smem.row, grid_index() == 0)
+    plgpu.commit_smem()
 
-    def tile(i, past):
-        slot, later = slot_of(i), past_of(i + 1)
+    def piece_of_row(piece):
+        if smem.row.shape[0] == 1:
+            return smem.row.at[0, pl.ds(piece * columns, columns)]
+        return smem.row.at[piece]
+
+    def tile(i, _):
+        slot = lax.rem(i, jnp.int32(stages))
+        past = None if gmem.state is None else _load_past(gmem, pl.ds(first_row(i), rows), layout.reduce(1))
         plgpu.barrier_wait(smem.full.at[slot])
         total = None
         for piece in range(pieces):
-            v = vector[piece] if pieces * columns <= HELD else load(stored(piece), layout.reduce(0))
+            v = load(piece_of_row(piece), layout.reduce(0))
             v = plgpu.layout_cast(lax.broadcast_in_dim(v, (rows, columns), [1]), layout)
             part = load(smem.tiles.at[slot, piece], layout).astype(jnp.float32) * v
             total = part if total is None else total + part
         assert total is not None
         sums = jnp.sum(total, axis=1)
-        place, sums = pl.ds(first_row(i), rows), sums.astype(gmem.out.dtype)
-        if not past:
-            store_any(gmem.out.at[place], sums)
+        own, sums = pl.ds(first_row(i), rows), sums.astype(gmem.out.dtype)
+        if past is None:
+            store_any(gmem.out.at[own], sums)
         else:
             is_filtered = first_row(i) < gmem.filters.shape[0]
-            pl.when(is_filtered)(lambda: _filter(gmem, place, sums, past))
-            pl.when(jnp.logical_not(is_filtered))(lambda: store_any(gmem.out.at[place], sums))
+            pl.when(is_filtered)(lambda: _filter(gmem, own, sums, *past))
+            pl.when(jnp.logical_not(is_filtered))(lambda: store_any(gmem.out.at[own], sums))
 
         @pl.when(i + stages < count)
         def _():
             plgpu.commit_smem()  # a barrier: every thread has read the tile
             start(i + stages)
 
-        return later
+        return ()
 
-    lax.fori_loop(0, count, tile, first_past)
-
-
-def _load_past(gmem: Any, first: Any, rows: int, layout: Any, is_own: Any) -> tuple[jax.Array, ...]:
-    """States, oldest first, filters and the bias if there is one of a tile's channels; zeros of one that has none."""
-    own, taps = pl.ds(first, rows), gmem.filters.shape[1]
-    refs = [gmem.state.at[0, own, j] for j in range(taps - 1)]
-    refs += [gmem.filters.at[own, j] for j in range(taps)]
-    refs += [] if gmem.bias is None else [gmem.bias.at[own]]
-
-    def zeros():
-        return tuple(plgpu.layout_cast(jnp.zeros((rows,), ref.dtype), layout) for ref in refs)
-
-    return lax.cond(is_own, lambda: tuple(load(ref, layout) for ref in refs), zeros)
+    lax.fori_loop(0, count, tile, ())
 
 
-def _filter(gmem: Any, own: Any, x: jax.Array, past: tuple[jax.Array, ...]) -> None:
+def _load_past(gmem: Any, own: Any, layout: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array | None]:
+    """States, oldest first, filters and bias of a tile's channels; those of the last channels where it has none."""
+    C, taps = gmem.filters.shape
+    own = pl.ds(jnp.minimum(own.start, C - own.size), own.size)
+    states = [load(gmem.state.at[0, own, j], layout) for j in range(taps - 1)]
+    filters = [load(gmem.filters.at[own, j], layout) for j in range(taps)]
+    return states, filters, None if gmem.bias is None else load(gmem.bias.at[own], layout)
+
+
+def _filter(gmem: Any, own: Any, x: jax.Array, states: list, filters: list, bias: jax.Array | None) -> None:
     """The convolution of a tile's channels, as in `decode.conv_update`."""
-    taps = gmem.filters.shape[1]
-    inputs, filters, bias = [*past[: taps - 1], x], past[taps - 1 : 2 * taps - 1], past[2 * taps - 1 :]
+    inputs = [*states, x]
     total = sum(s.astype(jnp.float32) * w.astype(jnp.float32) for s, w in zip(inputs, filters, strict=True))
-    total = total + bias[0].astype(jnp.float32) if bias else total
+    total = total if bias is None else total + bias.astype(jnp.float32)
     store_any(gmem.out.at[own], (total / (1.0 + jnp.exp(-total))).astype(gmem.out.dtype))
     for j, s in enumerate(inputs[1:]):
         store_any(gmem.state.at[0, own, j], s.astype(gmem.state.dtype))
@@ -435,6 +382,5 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, *, updated
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
-        warpgroups=config.warpgroups,
         interpret=interpret,
     )

@@ -421,7 +421,7 @@ CALLS: dict[str, Call] = {
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
     ),
     "row of a stream, filtered": call(
-        filtered_row_call, "f32[1,1536] f32[6,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
+        filtered_row_call, "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
     ),
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
