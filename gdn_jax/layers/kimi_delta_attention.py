@@ -1,7 +1,7 @@
 """Kimi Delta Attention (KDA): the delta rule with a decay of each key channel and one write strength a head."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,25 @@ from gdn_jax.gates import write_strength
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
 from gdn_jax.layers.recurrent import RecurrentCache
 from gdn_jax.products import Addend, array_of
+
+
+class _Joined(NamedTuple):
+    """Places in the product of q, k and v, in a copy of the layer for single tokens, which other projections share.
+
+    Where the results of a projection of x begin in it; None where they are a product of their own, or need a bias.
+    """
+
+    product: blocks.ProjectionGroup | None
+    """None in a layer that has none."""
+    decay: int | None
+    gate: int | None
+    """The gate of the output; None also where others lie behind it."""
+    strength: int | None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all that is made of x lies there."""
+        return None not in self
 
 
 class KimiDeltaAttention(ChannelDecayMixer):
@@ -68,7 +87,8 @@ class KimiDeltaAttention(ChannelDecayMixer):
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
         """See `blocks.from_stream`: of one row the norm, the product of all projections and the convolution are one
         kernel."""
-        group = self._group() if self._is_one_product() else None
+        joined = self._joined()
+        group = joined.product if joined.is_all and self.conv_weight is not None else None
         if group is not None and cache is not None and mask is None and segment_ids is None:
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
             if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
@@ -94,22 +114,22 @@ class KimiDeltaAttention(ChannelDecayMixer):
     def _projected(self, x) -> tuple[Array, Array, Array]:
         """The arrays of `ChannelToken` that are made of x: channels, f and b, each [B, T, ..]."""
         f, b, _ = self.raw_gates(x)
-        both, group = self._joined_factors(x), self._group()
-        channels = self.project_qkv(x) if group is None else group(x)
-        if self._first(self._factors("f")[-1]) is not None:
+        both, joined = self._joined_factors(x), self._joined()
+        channels = self.project_qkv(x) if joined.product is None else joined.product(x)
+        if joined.decay is not None:
             f = channels
         else:
             f = f.reshape(*f.shape[:2], -1) if both is None else both
-        return channels, f, b if self._first(self.b_proj) is None else channels
+        return channels, f, b if joined.strength is None else channels
 
     def _of_channels(self, channels, f, b, cache, x=None):
         """A token from its products; None where kernels do not take it.
 
         Without x all are one product, in which q, k and v are behind the convolution, as is the cache.
         """
-        f_first, b_first = (self._first(linear) or 0 for linear in (self._factors("f")[-1], self.b_proj))
-        options = self.lower_bound, self.allow_neg_eigval
-        gates = channel_token.ChannelGates(self.num_heads, f_first, b_first, *options)
+        joined, options = self._joined(), (self.lower_bound, self.allow_neg_eigval)
+        begin = joined.decay or 0, joined.strength or 0
+        gates = channel_token.ChannelGates(self.num_heads, *begin, *options)
         A_log = None if self.A_log is None else self.A_log[...]
         weight, bias = (None, None) if x is None else self.filters()
         inputs, parameters = (channels[:, 0], f[:, 0], b[:, 0]), (A_log, self.dt_bias[...])
@@ -118,37 +138,24 @@ class KimiDeltaAttention(ChannelDecayMixer):
             return None
         o, *after = channel_token.mix_channel_token(token, gates)
         o, cache = o[:, None], RecurrentCache(*after)
-        if x is None or self._has_last(self._factors("g")[-1], channels):
+        if x is None or joined.gate is not None:
             return self._gated_output_of_channels(o, channels, "sigmoid"), cache
         return self.rule_output(o, x), cache
 
-    def _is_one_product(self) -> bool:
-        """Whether all that is made of x are parts of one product, the output gate the last ones."""
-        linears = self._factors("f") + self._factors("g") + [self.b_proj]
-        group = self._group()
-        return (
-            len(linears) == 3
-            and all(self._first(linear) is not None for linear in linears)
-            and group is not None
-            and self._factors("g")[-1].stop == group.weight.shape[0]
-            and self.conv_weight is not None
-        )
+    def _joined(self) -> _Joined:
+        product = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
 
-    def _has_last(self, linear: blocks.Projection, channels: Array) -> bool:
-        """Whether a projection's results are the last ones of that product."""
-        first = self._first(linear)
-        return first is not None and first + blocks.width_of(linear) == channels.shape[-1]
+        def first(linear: blocks.Projection) -> int | None:
+            if not isinstance(linear, blocks.ProjectionOfGroup) or linear.group is not product:
+                return None
+            return linear.start if linear.bias is None else None
 
-    def _group(self) -> blocks.ProjectionGroup | None:
-        """The product that the projections of x are parts of, in a copy of the layer for single tokens."""
-        return blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
-
-    def _first(self, linear: blocks.Projection) -> int | None:
-        """Where a projection's results begin in that product, if they lie there as they are."""
+        decay, gate = (self._factors(name)[-1] for name in "fg")
+        start = first(gate)
         if (
-            isinstance(linear, blocks.ProjectionOfGroup)
-            and linear.group is self._group()
-            and linear.bias is None
+            product is not None
+            and start is not None
+            and start + blocks.width_of(gate) < product.weight.shape[0]
         ):
-            return linear.start
-        return None
+            start = None
+        return _Joined(product, first(decay), start, first(self.b_proj))
