@@ -189,7 +189,7 @@ class Tile:
         beta: jax.Array,
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
-        add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = lambda a, b, c: a * b + c,
+        add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """The state after a token, and its output along V; all float32.
 
@@ -197,12 +197,16 @@ class Tile:
           q, k, v: vectors along the tile, float32.
           norms: computes the norms, after the sums.
           again: makes the S that is changed from the S that sums are taken of.
-          add: a scalar times a vector along V and another vector, where how it is rounded is to be known.
+          add: a scalar times a vector along V and another vector, where how it is rounded is to be known; None: the
+            compiler chooses.
         """
         y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)
-        o = (self.sizes.scale * rq) * add(alpha, z, (rk * qk) * u)
+        if add is None:
+            o = (self.sizes.scale * rq) * (alpha * z + (rk * qk) * u)
+        else:
+            o = (self.sizes.scale * rq) * add(alpha, z, (rk * qk) * u)
         return again(S).astype(jnp.float32) * alpha + self.over_v(k) * self.over_k(rk * u), o
 
     def follow(
