@@ -216,6 +216,43 @@ def test_what_kimi_linear_reads_and_what_it_cannot_write():
             own_family(changed)
 
 
+def read_with(folder, **changes):
+    """The configuration of a config.json with other fields, without those that are None."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    described = describe({name: value for name, value in config.items() if value is not None}, "config.json")
+    return described.family.config(described.fields)
+
+
+def test_fields_that_are_missing_or_have_another_name_are_what_transformers_takes(folder):
+    """As transformers 5.24.0 reads them; nothing in the shapes of the tensors shows these."""
+    said = ("num_expert_group", "n_group", "topk_group", "moe_renormalize", "norm_topk_prob")
+    said += (
+        "first_k_dense_replace",
+        "routed_scaling_factor",
+        "num_experts_per_token",
+        "num_experts_per_tok",
+    )
+    read = read_with(folder, **dict.fromkeys(said), num_experts=16)
+    kimi = folder == KIMI
+    assert read.experts.routing == (SigmoidRouting(1, 1, 2.446) if kimi else SigmoidRouting(8, 4, 2.5))
+    assert read.dense_layers == ((0,) if kimi else (0, 1))
+    assert read.experts.normalise and read.experts.per_token == 8
+    others = dict(
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+        num_experts_per_tok=1,
+        num_local_experts=8,
+        n_shared_experts=2,
+    )
+    read = read_with(folder, **dict.fromkeys((*said, "num_experts", "num_shared_experts")) | others)
+    e = read.experts
+    assert (e.num_experts, e.per_token, e.routing.groups, e.normalise) == (8, 1, 2, False)
+    assert e.shared_size == 2 * e.expert_size
+    both = read_with(folder, **others | {"num_experts_per_token": 3, "moe_renormalize": True})
+    assert both.experts.per_token == 3 and both.experts.normalise
+
+
 def test_groups_have_two_experts_or_more():
     with pytest.raises(ValueError, match="groups: expected groups of 2 or more of 8 experts"):
         ExpertsConfig(8, 2, 4, 4, routing=SigmoidRouting(groups=3))

@@ -14,6 +14,7 @@ from flax import nnx
 from gdn_jax import cli
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
+from gdn_jax.hf.families import describe
 from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig, costs
 from gdn_jax.models.attention import WindowCache
 from gdn_jax.models.window import WindowAttention
@@ -149,6 +150,13 @@ def test_costs_and_the_ring_are_those_of_the_window(model, capsys):
     )
     assert cli.main(["info", str(FOLDER)]) == 0
     assert "window_attention" in capsys.readouterr().out
+
+
+def test_layers_of_a_file_that_does_not_say_them_are_those_of_transformers():
+    config = json.loads((FOLDER / "config.json").read_text()) | {"layer_types": None, "num_hidden_layers": 7}
+    described = describe(config, "config.json")
+    period = ("gated_delta_net", "window_attention", "gated_delta_net", "attention", "window_attention")
+    assert described.family.config(described.fields).types == period + period[:2]
 
 
 def test_what_is_not_supported_is_refused(tmp_path):

@@ -15,24 +15,28 @@ from gdn_jax.hf.fields import Fields
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
-DEFAULTS = kda_decoder.DEFAULTS | {"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1}
+DEFAULTS = kda_decoder.DEFAULTS | {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6e6,
+    "partial_rotary_factor": 1.0,
+    "layer_group_size": 6,
+    "first_k_dense_replace": 2,
+    "short_conv_kernel_size": 4,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "num_nextn_predict_layers": 1,
+}
 GATE = {"kda_safe_gate": True, "kda_lower_bound": -5.0}
 """Fields of the gate and what they are where they are missing. The older generation has none of them."""
 MARKS = (*GATE, "no_kda_lora", "use_kda_lora")
 """Fields that only models with Kimi Delta Attention have."""
 PUBLISHED = {
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "moe_renormalize": "norm_topk_prob",
-}
-"""Published fields by the names that transformers writes."""
-ELSEWHERE = {
     "linear_num_heads": "num_attention_heads",
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
     "full_attention_interval": "layer_group_size",
 }
-"""Published fields that count where those that transformers writes are missing."""
+"""Published fields that count where those that transformers writes are missing, beside `kda_decoder.ALIASES`."""
 MIXER = KimiDelta(gate_rank=None, output_gate_rank=None)
 
 SPELLING = kda_decoder.Spelling(
@@ -57,17 +61,9 @@ def _check_generation(fields: Fields) -> None:
         )
 
 
-def _as_written(fields: Fields) -> Fields:
-    """The fields as transformers writes them."""
-    values = fields.values
-    given = {ours: values[name] for ours, name in PUBLISHED.items() if values.get(name) is not None}
-    given |= {ours: values.get(name) for ours, name in ELSEWHERE.items() if values.get(ours) is None}
-    return Fields(values | given, GATE, fields.where)
-
-
 def _config(fields: Fields) -> ModelConfig:
     _check_generation(fields)
-    fields = _as_written(fields)
+    fields = kda_decoder.by_written_names(fields, PUBLISHED, {"num_expert_group": 8} | GATE)
     for name in ("use_bias", "use_qkv_bias"):
         fields.refuse(name, False, "projections with biases are not supported")
     fields.refuse("no_kda_lora", True, "narrow projections of the gates are not supported here")

@@ -18,11 +18,17 @@ DEFAULTS = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "moe_layer_freq": 1,
-    "first_k_dense_replace": 0,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "moe_renormalize": True,
 }
+SAME = {"num_experts_per_token": 8, "num_shared_experts": 1, "moe_renormalize": True}
+"""Fields with other names in the checkpoints' authors' files, and what they are where neither name is there."""
+ALIASES = {
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "moe_renormalize": "norm_topk_prob",
+}
+"""Other names of fields, by those that transformers writes. It reads both, and those that it writes go first."""
 TYPES = {"linear_attention": "kda", "full_attention": "attention"}
 SCORES = ("moe_router_activation_func", "score_function", "scoring_func")
 """Fields that name the function of the router's scores."""
@@ -59,6 +65,20 @@ def _dense_layers(fields: Fields) -> tuple[int, ...]:
     if not isinstance(kinds, list) or len(kinds) != number or {*map(str, kinds)} - {"dense", "sparse"}:
         raise ValueError(f"{fields.where}: expected {number} mlp_layer_types, dense or sparse, got {kinds!r}")
     return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+
+
+def by_written_names(fields: Fields, others: dict[str, str], defaults: dict[str, Any]) -> Fields:
+    """Fields under the names that transformers writes.
+
+    Args:
+      fields: of config.json.
+      others: names that count where those that transformers writes are missing, beside `ALIASES`.
+      defaults: what a field is where it is missing under all its names.
+    """
+    values = fields.values
+    found = {name: values[other] for name, other in (ALIASES | others).items() if other in values}
+    missing = {name: value for name, value in found.items() if values.get(name) is None}
+    return Fields(values | missing, SAME | defaults, fields.where)
 
 
 def decoder(fields: Fields, mixer: KimiDelta, **attention: Any) -> ModelConfig:

@@ -20,6 +20,14 @@ PUBLISHED = {
 }
 """Fields of a published `linear_attn_config`, by the names that transformers writes."""
 
+DEFAULTS = kda_decoder.DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "linear_conv_kernel_dim": 4,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+}
+
 OF_K3 = "a part of Kimi K3, whose text model has this model type too, is not supported"
 
 SPELLING = kda_decoder.Spelling(
@@ -35,15 +43,19 @@ SPELLING = kda_decoder.Spelling(
 
 def _as_written(fields: Fields) -> Fields:
     """The fields as transformers writes them: those of `linear_attn_config` beside the others."""
+    fields = kda_decoder.by_written_names(fields, {}, {"num_expert_group": 1})
     number, inner = fields.size("num_hidden_layers"), fields.values.get("linear_attn_config")
     if inner is None:
+        fields.get("layer_types", list)
         return fields
     if not isinstance(inner, dict):
         raise ValueError(f"{fields.where}: expected an object linear_attn_config, got {inner!r}")
     linear = Fields(inner, {}, f"{fields.where}: linear_attn_config")
     for name in ("gate_lower_bound", "use_full_rank_gate"):
         linear.refuse(name, False, OF_K3)
-    values: dict[str, Any] = {ours: linear.size(theirs) for ours, theirs in PUBLISHED.items()}
+    values: dict[str, Any] = {
+        ours: linear.size(theirs) for ours, theirs in PUBLISHED.items() if theirs in inner
+    }
     if fields.values.get("layer_types") is None:
         kda, full = linear.get("kda_layers", list), linear.get("full_attn_layers", list)
         if sorted([*kda, *full], key=str) != sorted(range(1, number + 1), key=str):
@@ -72,7 +84,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     model_types=("kimi_linear",),
     architecture="KimiLinearForCausalLM",
-    defaults=kda_decoder.DEFAULTS,
+    defaults=DEFAULTS,
     config=_config,
     fields=_fields,
     weights=partial(kda_decoder.weights, SPELLING),

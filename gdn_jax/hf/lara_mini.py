@@ -5,6 +5,7 @@ The shared expert has no gate. Source: `modeling_lara_mini.py` of transformers.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,18 +19,27 @@ from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 DEFAULTS = {
     "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 512,
+    "linear_conv_kernel_dim": 4,
+    "num_experts_per_tok": 4,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "partial_rotary_factor": 1.0,
     "norm_topk_prob": True,
 }
+PERIOD = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
+"""Types of layers, over and over, of a file that says none."""
 
 
 def _config(fields: Fields) -> ModelConfig:
     fields.refuse("hidden_act", "silu", "only 'silu' is supported")
     fields.refuse("attention_bias", False, "attention with biases is not supported")
     fields.refuse("partial_rotary_factor", 1.0, "a window's heads are rotated whole")
-    fields.get("layer_types", list)
+    if fields.values.get("layer_types") is None:
+        kinds = list(itertools.islice(itertools.cycle(PERIOD), fields.size("num_hidden_layers")))
+        fields = Fields(fields.values | {"layer_types": kinds}, {}, fields.where)
     types = fields.layer_types(LAYER_TYPES | {"sliding_attention": "window_attention"})
     head_dim, key_dim = fields.size("head_dim"), fields.size("linear_key_head_dim")
     whole = AttentionConfig(
