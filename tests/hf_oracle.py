@@ -134,7 +134,9 @@ def experts(p, e, x):
     chosen = np.argsort(-c)[:, : e.per_token]
     picked, weights = np.take_along_axis(scores, chosen, 1), np.zeros(scores.shape)
     factor = 1 if r is None else r.factor
-    np.put_along_axis(weights, chosen, factor * picked / picked.sum(1, keepdims=True), 1)
+    np.put_along_axis(
+        weights, chosen, factor * picked / (picked.sum(1, keepdims=True) if e.normalise else 1), 1
+    )
     gate, up = np.split(np.einsum("td,edf->tef", x, p("gate_up")), 2, -1)
     mixed = np.einsum("tef,efd,te->td", silu(gate) * up, p("down"), weights, optimize=True)
     return swiglu(p, x, "shared.") + mixed
