@@ -1,9 +1,10 @@
 """Figures of `gdn_jax.analysis`: one function per figure, arrays in, matplotlib Axes out.
 
 Every function draws on `ax`, or on a new figure where that is None, and returns the Axes. matplotlib comes with the
-extra `gdn-jax[experiments]` and is imported by the first figure. Colours are those of Okabe and Ito, which differ
-for colour-blind readers; `COLORS`, and line styles beside them, also survive a print in grey. A rule looks alike in
-every figure of the project: `STYLES` says how, and in which order rules stand.
+extra `gdn-jax[experiments]` and is imported by the first figure. Colours are those of Okabe and Ito, and for rules
+beyond these of Paul Tol, which differ for colour-blind readers; `COLORS`, and line styles beside them, also survive
+a print in grey. A rule looks alike in every figure of the project, and no other has its colour: `STYLES` says how,
+and in which order rules stand.
 """
 
 import math
@@ -18,6 +19,7 @@ from gdn_jax.analysis import apply_householder, effective_rank, layer_half_lives
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#777777"
+OLIVE, WINE, ROSE, TEAL, INDIGO, BROWN = "#999933", "#882255", "#CC6677", "#44AA99", "#332288", "#7F4F24"
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINE_STYLES = ("-", "--", "-.", ":")
 
@@ -48,18 +50,21 @@ STYLES: dict[str, Style] = {
         VERMILION, "D", "none", "-", ("gated deltanet, beta to 2", "gated delta rule, beta to 2")
     ),
     "softmax_attention": Style(BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1)), ("softmax attention",)),
-    "transformer": Style(BLACK, "*", "none", (0, (3, 1)), ("transformer",)),
-    "gla": Style(ORANGE, "<", "none", (0, (5, 1)), ("gated linear attention",)),
-    "kda": Style(GREEN, ">", "full", (0, (5, 1)), ("kda",)),
-    "kda_lower_bound": Style(GREEN, "8", "none", (0, (5, 1)), ("kda, bounded gate",)),
-    "gated_delta_net_2": Style(SKY, "p", "full", "-", ("gated deltanet-2",)),
-    "gated_delta_product": Style(VERMILION, "2", "full", "--", ("deltaproduct, 2 steps",)),
-    "gated_delta_product_3": Style(VERMILION, "3", "full", "-.", ("deltaproduct, 3 steps",)),
-    "gated_delta_product_4": Style(VERMILION, "4", "full", ":", ("deltaproduct, 4 steps",)),
+    "transformer": Style(BROWN, "*", "none", (0, (3, 1)), ("transformer",)),
+    "gla": Style(OLIVE, "<", "none", (0, (5, 1)), ("gated linear attention",)),
+    "kda": Style(WINE, ">", "full", (0, (5, 1)), ("kda",)),
+    "kda_lower_bound": Style(ROSE, "8", "none", (0, (5, 1)), ("kda, bounded gate",)),
+    "gated_delta_net_2": Style(TEAL, "p", "full", "-", ("gated deltanet-2",)),
+    "gated_delta_product": Style(INDIGO, "2", "full", "--", ("deltaproduct, 2 steps",)),
+    "gated_delta_product_3": Style(INDIGO, "3", "full", "-.", ("deltaproduct, 3 steps",)),
+    "gated_delta_product_4": Style(INDIGO, "4", "full", ":", ("deltaproduct, 4 steps",)),
     "hybrid": Style(PURPLE, "P", "full", (0, (6, 2)), ("gated deltanet and attention", "hybrid")),
     "hybrid_control": Style(SKY, "h", "none", (0, (1, 1)), ("hybrid without attention", "hybrid's control")),
 }
-"""Looks of the rules by the name of their mixer, in the order in which figures and tables have them."""
+"""Looks of the rules by the name of their mixer, in the order in which figures and tables have them.
+
+DeltaProduct has one colour, and a marker and a line for each number of steps.
+"""
 
 
 def style_of(label: str) -> Style | None:

@@ -7,7 +7,7 @@ from tiny_sweeps import options
 
 from gdn_jax.plots import COLORS, STYLES, retrieval_curves, style_of
 from gdn_jax.sweeps import figure as figure_lib
-from gdn_jax.sweeps import grid, summary
+from gdn_jax.sweeps import grid, report, summary
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.tasks.options import ParityOptions
 from gdn_jax.tasks.table import make_task
@@ -174,6 +174,8 @@ def test_figure(tmp_path, monkeypatch):
     assert [line.get_color() for line in seeds] == [STYLES[row.mixer].color for row in rows for _ in range(3)]
     # without colour: marker, filling and line differ
     assert len({style[1:4] for style in STYLES.values()}) == len(STYLES)
+    colors = [style.color for name, style in STYLES.items() if "product" not in name]
+    assert len({*colors}) == len(colors)
 
 
 def test_rules_look_alike_everywhere():
@@ -259,6 +261,27 @@ def test_figure_of_starts(tmp_path, monkeypatch):
         first, second = axes.lines
         np.testing.assert_allclose(first.get_ydata(), [10, 60])
         np.testing.assert_allclose(second.get_ydata(), [np.nan, 40])
+
+
+def test_a_sweep_of_one_test_shows_every_learning_rate(tmp_path, monkeypatch):
+    """One size has no curve along sizes: the figure has those of learning, a panel for each rate."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: figures.append(figure))
+    about = summary.About.of(make_task(ParityOptions(), 4))
+    o = options(seeds=1, lrs=(0.1, 0.2), mixers=("delta_net",))
+    config = {
+        "task": "sweep parity",
+        "options": options_lib.to_json(o),
+        "about": about._asdict(),
+    }
+    curve = {"steps": [10, 20], "accuracy": {"all": [0.5, 0.6]}}
+    runs = [
+        line("delta_net", lr, 0, loss, 0.5) | {"curve": curve, "test_accuracy": {"4": 0.5}}
+        for lr, loss in ((0.1, 0.2), (0.2, 0.1))
+    ]
+    report.draw(tmp_path / "figure.png", config, runs)
+    titles = [axes.get_title().splitlines() for axes in figures[0].axes]
+    assert titles == [["DeltaNet", f"learning rate {lr:g}", "1 of 1 learned"] for lr in (0.1, 0.2)]
 
 
 def test_the_middle_of_steps():

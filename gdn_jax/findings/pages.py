@@ -63,6 +63,8 @@ class Pages:
                 blocks.append(self._sweep_table(block["table"]))
             elif "ledger" in block:
                 blocks += self._entry(block["ledger"], block["sweep"])
+            elif "rates" in block:
+                blocks.append(self._rates(block))
             elif "tables" in block:
                 blocks += [self._sweep_table(name) for name in self.results.matching(block["tables"])]
             else:
@@ -137,6 +139,25 @@ class Pages:
         lines = [line for _, part in parts for line in part]
         numbers = table(*beside(entry, parts[0][0], lines, small=False))
         return [said, numbers, *(self._all_of_it(name) for name in names)]
+
+    def _rates(self, block: dict[str, Any]) -> str:
+        """Scores of every mixer, scale and learning rate of sweeps with one seed, and the best of all rates.
+
+        A score is the best at its size of the test, as in papers that show their best run; the rates apart are at
+        the last of these sizes.
+        """
+        sweep, sizes = block["rates"], block["at"]
+        lines = [line for name in self.results.matching(sweep) for line in self.results.folder(name)[1]]
+        rates, axis = sorted({x["lr"] for x in lines}), self.results.about(sweep).axis
+        rows = []
+        for mixer, scale in itertools.product(block["mixers"], sorted({x["scale"] for x in lines})):
+            if any((x["mixer"], x["scale"]) == (mixer, scale) for x in lines):
+                cells = [self.words.best(sweep, mixer, at, scale) for at in sizes]
+                for lr in rates:
+                    cells += self.words.seeds(sweep, mixer, sizes[-1], scale, lr)
+                rows.append([MIXERS[mixer].label, str(scale), *(f"{x:.1f}" for x in cells)])
+        heads = ["mixer", "scale", *(f"{at} {axis}, best" for at in sizes)]
+        return table([*heads, f"{sizes[-1]} at {rates[0]:g}", *(f"{lr:g}" for lr in rates[1:])], rows)
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""

@@ -38,7 +38,8 @@ class Words:
         safe = (min, max, sum, len, sorted, abs, zip, range, round, int)
         self._names: dict[str, Any] = {f.__name__: f for f in safe}
         own = (self.seeds, self.learned_seeds, self.mean, self.learned, self.runs, self.halves, self.told)
-        own += (self.run, self.baseline, self.option, self.exists, self.parameters, self.trained_bytes)
+        own += (self.run, self.best, self.baseline, self.option, self.exists, self.parameters)
+        own += (self.trained_bytes,)
         own += (self.comparisons, self.largest_p, self.config_names, choose, steps)
         self._names |= {f.__name__: f for f in own}
         self._names |= {"median": statistics.median, "interval": interval, "horizon": _horizon, "t": _t}
@@ -124,6 +125,12 @@ class Words:
     def run(self, sweep: str, mixer: str, lr: float, seed: int) -> dict[str, Any]:
         """A line of runs.jsonl."""
         return self.results.records(Arm(sweep, mixer, lr=lr))[seed]
+
+    def best(self, sweep: str, mixer: str, at: int | str, scale: int = 1) -> float:
+        """The best score of all runs, whatever their rate and seed: the rule of papers that show their best run."""
+        lines = [line for name in self.results.matching(sweep) for line in self.results.folder(name)[1]]
+        rates = {x["lr"] for x in lines if (x["mixer"], x["scale"]) == (mixer, scale)}
+        return max(x for lr in rates for x in self.seeds(sweep, mixer, at, scale, lr))
 
     def baseline(self, sweep: str, name: str) -> float:
         """The metric of a simple method, the first whose name begins like this."""

@@ -38,11 +38,18 @@ def make_table(config: dict[str, Any], records: Records) -> str:
 
 
 def draw(path: Path, config: dict[str, Any], records: Records) -> None:
-    """Draws figure.png of the runs of a sweep: learning curves, where the grid varies what runs start with."""
+    """Draws figure.png of the runs of a sweep.
+
+    These are learning curves where the grid varies what runs start with, and where there is one size of the test
+    alone: then of every learning rate.
+    """
     options, about = stored_options(config), summary.About(**config["about"])
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, about.metric, starts(options))
-    if rows[0].curves and rows[0].start.names():
+    if rows[0].curves and (rows[0].start.names() or len(rows[0].scores) == 1):
+        if not rows[0].start.names():
+            by_lr = summary.rows_by_lr(records, o.mixers, o.scales, about.metric, starts(options))
+            rows = [row for part in by_lr for _, row in part]
         figure.draw_curves(path, rows, axis=about.axis, label=about.label, answers=about.answers)
         return
     along, sizes = None, {scale: scaled_model(options, scale) for scale in o.scales}
