@@ -7,8 +7,8 @@ device; times are by the clock. The cache is given to the call and comes back fr
 Weights have the compute dtype, as those of a checkpoint have.
 
 The column "ms of bytes" is the time of the bytes that a token has to move at least, at the memory's published speed:
-the weights that it is multiplied by, all states once in and once out, all keys and values once in. The part that
-grows with the context is the attention layers'.
+the weights that its rows are multiplied by, with all experts that one of them chooses, all states once in and once
+out, all keys and values once in. The part that grows with the context is the attention layers'.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.commands.files import replacing
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache, WindowCache
-from gdn_jax.models.costs import layer_costs, model_costs, multiplied_parameters
+from gdn_jax.models.costs import layer_costs, model_costs, parameters_of_step
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference import for_inference
@@ -182,12 +182,12 @@ def _tokens(config: ModelConfig, shape: tuple[int, ...], seed: int) -> np.ndarra
 def bytes_ms(config: ModelConfig, batch: int, context: int) -> float | None:
     """Milliseconds of a step at the memory's published speed, by bytes alone; None where the device is not known.
 
-    The experts of one token count, in whatever batch.
+    Experts are those that rows choose in the mean, see `parameters_of_step`.
     """
     speed = of_device(BANDWIDTH)
     if speed is None:
         return None
-    weights = multiplied_parameters(config) * jnp.dtype(config.dtype).itemsize
+    weights = parameters_of_step(config, batch) * jnp.dtype(config.dtype).itemsize
     # A state is read and written; of keys and values only those of one token are written.
     passes = {kind: 2 if config.attention_of(kind) is None else 1 for kind in config.types}
     rows = batch * sum(passes[kind] * layer_costs(config, kind, context).cache_bytes for kind in config.types)

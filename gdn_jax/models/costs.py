@@ -64,6 +64,20 @@ def multiplied_parameters(config: ModelConfig) -> int:
     return active_parameters(config) - looked_up
 
 
+def parameters_of_step(config: ModelConfig, rows: int) -> float:
+    """Values that a step of so many rows, a token of each, is multiplied by at least once.
+
+    Where rows choose experts at random, this is the mean: an expert is left out by a row with 1 - per_token /
+    num_experts, and by all with that to the power of rows.
+    """
+    values = float(multiplied_parameters(config))
+    if (e := config.experts) is None:
+        return values
+    chosen = e.num_experts * (1 - (1 - e.per_token / e.num_experts) ** rows)
+    layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
+    return values + layers * (chosen - e.per_token) * 3 * e.expert_size * config.hidden_size
+
+
 def attention_costs(
     config: ModelConfig, L: int, of: AttentionConfig | LatentAttentionConfig | None = None
 ) -> MixerCosts:
