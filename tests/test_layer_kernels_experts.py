@@ -1,5 +1,8 @@
 """The kernel that multiplies rows by their experts, interpreted, and the mixture that is made with it."""
 
+import functools
+from collections import Counter
+
 import fused_oracle
 import jax
 import jax.numpy as jnp
@@ -12,31 +15,30 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
 from gdn_jax.fused import experts
-from pallas_kernels.layer import expert_gradient, expert_product
+from pallas_kernels.layer import expert_gradient, expert_product, expert_swiglu, expert_tiles
 from pallas_kernels.layer.expert_product import Config
 
 
 @pytest.mark.parametrize(
-    ("config", "shared", "swiglu", "dtype"),
+    ("config", "swiglu", "dtype"),
     [
-        (Config(1, 128, 3, ctas=2), True, True, "bfloat16"),
-        (Config(2, 128, 3, ctas=2), False, False, "float16"),
-        pytest.param(Config(2, 256, 2, ctas=3), False, True, "bfloat16", marks=pytest.mark.slow),
+        (Config(2, 128, 3, ctas=2), False, "float16"),
+        pytest.param(Config(2, 256, 2, ctas=3), True, "bfloat16", marks=pytest.mark.slow),
     ],
-    ids=["shared rows", "a ring that wraps", "columns that end in a tile"],
+    ids=["a ring that wraps", "columns that end in a tile"],
 )
-def test_rows_times_their_experts(config, shared, swiglu, dtype):
+def test_rows_times_their_experts(config, swiglu, dtype):
     """Tiles of columns that end beyond the matrix; a tile that is not used is not read, its expert being none."""
     (D, N, E), draw = (256, 384, 4), draws(0)
-    x = draw(40 if shared else 3 * config.rows, D, dtype=dtype)
+    x = draw(3 * config.rows, D, dtype=dtype)
     w = draw(E, D, N, dtype=dtype, scale=D**-0.5)
     tiles = jnp.array([3, 0, 99], jnp.int32)
-    options = dict(config=config, shared=shared, swiglu=swiglu, interpret=INTERPRET)
+    options = dict(config=config, swiglu=swiglu, interpret=INTERPRET)
     y = expert_product.expert_product(x, w, tiles, jnp.array([2], jnp.int32), **options)
     assert y.shape == (3 * config.rows, N // 2 if swiglu else N)
     for tile, expert in enumerate((3, 0)):
-        rows = slice(tile * config.rows, tile * config.rows + (40 if shared else config.rows))
-        want = fused_oracle.wide(x if shared else x[rows]) @ fused_oracle.wide(w[expert])
+        rows = slice(tile * config.rows, (tile + 1) * config.rows)
+        want = fused_oracle.wide(x[rows]) @ fused_oracle.wide(w[expert])
         if swiglu:
             want = fused_oracle.branches(want[:, : N // 2], want[:, N // 2 :])
         close(want, y[rows], f"tile {tile}")
@@ -44,14 +46,14 @@ def test_rows_times_their_experts(config, shared, swiglu, dtype):
 
 def small_tiles(monkeypatch):
     calls = layer_kernels.interpret(monkeypatch)
-    few, many = Config(1, 128, 3, ctas=3), Config(1, 128, 2, ctas=3)
-    monkeypatch.setattr(Config, "few", classmethod(lambda cls, rows: few))
-    monkeypatch.setattr(Config, "many", classmethod(lambda cls: many))
+    monkeypatch.setattr(expert_product, "Config", functools.partial(Config, 1, 128, 2, ctas=3))
+    few = classmethod(lambda cls, rows, D: cls(rows, 1, stages=4, ctas=3))
+    monkeypatch.setattr(expert_swiglu.Config, "default", few)
     monkeypatch.setattr(experts, "FEW", 8)
     return calls
 
 
-def arguments(N, E=6, k=2, D=64, F=64):
+def arguments(N, E=6, k=2, D=128, F=64):
     draw, random = draws(N), np.random.default_rng(N)
     chosen = np.stack([random.permutation(E - 1)[:k] for _ in range(N)]).astype(np.int32)
     w = [draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D))]
@@ -64,9 +66,9 @@ def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
     calls = small_tiles(monkeypatch)
     args = rows, weights, chosen, gate_up, down = arguments(N)
     got = experts.mixture(*args)
-    assert calls == {"expert_product": 2}
+    assert calls == ({"expert_tiles": 1, "expert_swiglu": 1} if N <= 8 else {"expert_product": 2})
     x, g, d = (fused_oracle.wide(y) for y in (rows, gate_up, down))
-    want = np.zeros((N, 64))
+    want = np.zeros((N, 128))
     for n, (es, ws) in enumerate(zip(np.asarray(chosen), np.asarray(weights, np.float64), strict=True)):
         for e, w in zip(es, ws, strict=True):
             a, b = np.split(x[n] @ g[e], 2)
@@ -96,12 +98,13 @@ def test_the_derivative_is_that_of_the_dense_form(N, monkeypatch):
     """By kernels, near the float64 derivative of all experts times all rows; 0 for an expert that nobody chooses."""
     calls = small_tiles(monkeypatch)
     rows, weights, chosen, gate_up, down = arguments(N)
-    dy = draws(1)(N, 64)
+    dy = draws(1)(N, 128)
     _, pull = jax.vjp(
         lambda *args: experts.mixture(args[0], args[1], chosen, *args[2:]), rows, weights, gate_up, down
     )
     got = pull(dy)
-    assert calls == {"expert_product": 5, "expert_gradient": 2}
+    forward = {"expert_tiles": 1, "expert_swiglu": 1} if N <= 8 else {"expert_product": 2}
+    assert sum((Counter(forward), Counter(expert_product=3)), Counter(expert_gradient=2)) == calls
     want = layer_kernels.dense_gradients(rows, weights, chosen, gate_up, down, dy)
     # Of the cotangents, the branches, what comes back through the projection down, and what becomes of the branches.
     names = ("rows", "weights", "gate_up", "down")
@@ -110,11 +113,10 @@ def test_the_derivative_is_that_of_the_dense_form(N, monkeypatch):
     assert not got[2][-1].any() and not got[3][-1].any()
 
 
-def plain_product(x, w, experts, used, *, config, shared=False, swiglu=False, transpose=False):
+def plain_product(x, w, experts, used, *, config, swiglu=False, transpose=False):
     """The kernel's product in plain JAX, which a mesh of CPUs can compute."""
     w = jnp.swapaxes(w, 1, 2) if transpose else w
-    x = jnp.pad(x, ((0, config.rows - len(x)), (0, 0))) if shared else x
-    x = jnp.broadcast_to(x, (len(experts), *x.shape)) if shared else x.reshape(len(experts), config.rows, -1)
+    x = x.reshape(len(experts), config.rows, -1)
     y = jnp.einsum("trd,tdn->trn", x.astype(jnp.float32), w[experts].astype(jnp.float32))
     if swiglu:
         gate, up = jnp.split(y, 2, axis=-1)
@@ -136,6 +138,7 @@ def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
     """Of rows that are split no device has others'; of experts each has its own, and a part of all sums."""
     small_tiles(monkeypatch)
     monkeypatch.setattr(expert_product, "expert_product", plain_product)
+    monkeypatch.setattr(expert_tiles, "check_supported", lambda *_: "tiles are not interpreted on a mesh")
     monkeypatch.setattr(expert_gradient, "expert_gradient", plain_gradient)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     args = arguments(N, E=2 * jax.device_count())

@@ -12,11 +12,7 @@ from gdn_jax.fused.token import is_whole
 from gdn_jax.partitioning import expected_shards
 
 FEW = 128
-"""Rows up to which kernels multiply all of them by every expert that one of them has chosen: to read the weights of
-an expert then takes longer than to multiply."""
-
-OF_EIGHT = 8
-"""Rows that are copied into swizzled memory are a multiple of this, or fewer."""
+"""Rows up to which to read the weights of an expert takes longer than to multiply by them."""
 
 
 def mixture(
@@ -96,27 +92,11 @@ class Tiles(NamedTuple):
     """Rows in tiles, each of one expert."""
 
     x: Float[Array, "M D"]
-    """The rows of the tiles one behind the other, or of one that all tiles share."""
+    """The rows of the tiles one behind the other."""
     experts: Int[Array, " tiles"]
     used: Int[Array, "1"]
     places: Int[Array, "N k"]
-    """Where the result of each choice lies."""
-
-
-def _tiles_of_few(rows, chosen, num_experts: int, size: int) -> Tiles:
-    """A tile for each expert that is chosen, and all rows in each."""
-    N, k = chosen.shape
-    if N == 1:  # its experts are all different
-        experts, tiles = jnp.minimum(chosen[0], num_experts - 1), jnp.arange(k, dtype=jnp.int32)
-        return Tiles(rows, experts, jnp.full(1, k, jnp.int32), tiles[None] * size)
-    ids = jnp.arange(num_experts, dtype=jnp.int32)
-    of_expert = jnp.any(chosen.reshape(-1, 1) == ids, axis=0)
-    tile = jnp.cumsum(of_expert, dtype=jnp.int32) - 1
-    numbers = jnp.arange(min(num_experts, N * k), dtype=jnp.int32)[:, None]
-    experts = jnp.sum(jnp.where((tile == numbers) & of_expert, ids, 0), axis=1, dtype=jnp.int32)
-    # One behind the last expert is nobody's, and is given the last tile.
-    places = tile[jnp.minimum(chosen, num_experts - 1)] * size + jnp.arange(N, dtype=jnp.int32)[:, None]
-    return Tiles(rows, experts, tile[-1:] + 1, jnp.maximum(places, 0))
+    """Where each choice lies; behind all tiles, or -1, where it is nobody's."""
 
 
 class Shares(NamedTuple):
@@ -164,16 +144,45 @@ def _tiles_of_many(rows, chosen, num_experts: int, size: int) -> Tiles:
 
 def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
     """`mixture` by kernels; where ids are those of some experts, the part of the sum that is theirs."""
+    chosen = _own(chosen, gate_up.shape[0], ids)
+    if rows.shape[0] <= FEW and (config := _config_of_few(chosen, rows, gate_up)) is not None:
+        return _few_by_kernels(config, rows, weights, chosen, gate_up, down, ids)
+    return _many_by_kernels(rows, weights, chosen, gate_up, down, ids)
+
+
+def _config_of_few(chosen, rows, gate_up):
+    """How the kernels of few rows cut a call: tiles hold about four times the rows that an expert has in the mean, so
+    that few experts fill more than one. None where they cannot take one."""
+    from pallas_kernels.layer import expert_swiglu, expert_tiles
+
+    if expert_tiles.check_supported(*rows.shape) is not None:
+        return None
+    mean = chosen.size / gate_up.shape[0]
+    for size in [n for n in (8, 16, 32) if n >= min(4 * mean, 32)] + [16, 8]:
+        if expert_swiglu.check_supported(rows, gate_up, size) is None:
+            return expert_swiglu.Config.default(size, rows.shape[1])
+    return None
+
+
+def _few_by_kernels(config, rows, weights, chosen, gate_up, down, ids):
+    from pallas_kernels.layer.expert_swiglu import expert_swiglu
+    from pallas_kernels.layer.expert_tiles import expert_tiles
+
+    num_experts = gate_up.shape[0]
+    tiles = Tiles(*expert_tiles(rows, chosen, experts=num_experts, size=config.rows))
+    places = tiles.places
+    if ids is not None:
+        places = jnp.where(chosen < num_experts, places[: len(rows)], -1)
+    return expert_swiglu(tiles.x, gate_up, down, tiles.experts, tiles.used, weights, places, config=config)
+
+
+def _many_by_kernels(rows, weights, chosen, gate_up, down, ids):
     from pallas_kernels.layer.expert_product import Config, expert_product
 
-    num_experts, few = gate_up.shape[0], rows.shape[0] <= FEW
-    chosen = _own(chosen, num_experts, ids)
-    config = Config.few(rows.shape[0]) if few else Config.many()
-    tiles = (_tiles_of_few if few else _tiles_of_many)(rows, chosen, num_experts, config.rows)
-    if few and len(rows) > OF_EIGHT:
-        tiles = tiles._replace(x=jnp.pad(rows, ((0, -len(rows) % OF_EIGHT), (0, 0))))
+    num_experts, config = gate_up.shape[0], Config()
+    tiles = _tiles_of_many(rows, chosen, num_experts, config.rows)
     of_tiles = dict(experts=tiles.experts, used=tiles.used, config=config)
-    h = expert_product(tiles.x, gate_up, **of_tiles, shared=few, swiglu=True)
+    h = expert_product(tiles.x, gate_up, **of_tiles, swiglu=True)
     y = expert_product(h, down, **of_tiles)[tiles.places]
     if ids is not None:
         y = jnp.where((chosen < num_experts)[..., None], y, 0)
@@ -225,7 +234,7 @@ def _gradients(_, rows, weights, chosen, gate_up, down, dy, ids):
     from pallas_kernels.layer.expert_gradient import expert_gradient
     from pallas_kernels.layer.expert_product import Config, expert_product
 
-    (N, k), config, dtype = chosen.shape, Config.many(), rows.dtype
+    (N, k), config, dtype = chosen.shape, Config(), rows.dtype
     chosen = _own(chosen, gate_up.shape[0], ids)
     shares = _shares(chosen, gate_up.shape[0], config.rows)
     of_tiles = dict(experts=shares.experts, used=shares.first[-1:] + shares.count[-1:], config=config)

@@ -8,15 +8,8 @@ Inputs (GMEM): x [tiles * rows, M], dy [tiles * rows, N], bfloat16 or float16, o
 a tile up; first and count [E] int32, the first tile of each expert, and how many it has. Output (GMEM): dW
 [E, M, N] of x's dtype.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile [`TILE`, `COLUMNS`] of a dW, those of an expert
-one after another, so that its rows stay in the L2 cache. Two warpgroups multiply, `ROWS` rows of dW each, one loads.
-Operands pass through a ring of slots, `DEPTH` rows at a time.
-
-Barriers:
-
-    barrier       who arrives                              who waits
-    full[slot]    both copies into the slot                the multiplying warpgroups
-    empty[slot]   the multiplying warpgroups               the loading warpgroup
-
+one after another, so that its rows stay in the L2 cache. Two warpgroups multiply, `ROWS` rows of dW each, one loads,
+`DEPTH` rows at a time: `layer.expert_ring`.
 Shared memory: `_memory`, 208 KB.
 Numerics: float32 sums, rounded once. The same bits in every call. Hardware: compute capability 9.0. Limits:
 `check_supported`.
@@ -33,20 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import (
-    NUM_SMS,
-    check_registers,
-    compiled,
-    grid_index,
-    launch,
-    release_registers,
-    warpgroup_index,
-)
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.operations import Device
-
-ROWS = 64
-"""Rows of dW of a warpgroup."""
+from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 MULTIPLYING = 2
 """Warpgroups that multiply."""
@@ -56,16 +39,6 @@ TILE = MULTIPLYING * ROWS
 
 COLUMNS = 256
 """Columns of an item, as many as a wgmma takes."""
-
-DEPTH = 64
-"""Rows of x in a slot."""
-
-OUT = 64
-"""Columns that are stored at once: 128 bytes, over which rows are swizzled."""
-
-LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
-
-check_registers(LOADING_REGISTERS, MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +64,7 @@ def _memory(config: Config, dtype: Any) -> Memory:
         "x": Buffer((config.stages, DEPTH, TILE), dtype, swizzle=128),
         "dy": Buffer((config.stages, DEPTH, COLUMNS), dtype, swizzle=128),
         "out": Buffer((MULTIPLYING, ROWS, OUT), dtype, swizzle=128),
-        "full": Barriers(arrivals=2, count=config.stages),
-        "empty": Barriers(arrivals=MULTIPLYING, count=config.stages),
+        **barriers(2, MULTIPLYING, config.stages),
     }
 
 
@@ -101,12 +73,12 @@ class _Cta:
 
     def __init__(self, gmem: Any, smem: Any, *, config: Config, rows: int, interpreted: bool):
         self.gmem, self.smem, self.config, self.rows = gmem, smem, config, rows
-        self.dev, self.wg = Device(interpreted), warpgroup_index()
+        self.dev, self.wg, self.ring = Device(interpreted), warpgroup_index(), Ring(smem, config.stages)
         E, M, N = gmem.dw.shape
         self.columns = pl.cdiv(N, COLUMNS)
         self.of_expert = pl.cdiv(M, TILE) * self.columns
         """Items of an expert."""
-        self.items = lax.div(E * self.of_expert + config.ctas - 1 - grid_index(), jnp.int32(config.ctas))
+        self.items = share(E * self.of_expert, config.ctas)
         """Items of this CTA."""
 
     def place(self, i) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -118,10 +90,6 @@ class _Cta:
     def steps(self, i) -> jax.Array:
         """Steps of the i-th item."""
         return self.gmem.count[self.place(i)[0]] * (self.rows // DEPTH)
-
-    def slot(self, step) -> jax.Array:
-        """The place of the operands of a step, counted from the first item on."""
-        return lax.rem(step, jnp.int32(self.config.stages))
 
     def walk(self, item: Any) -> None:
         """item(i, first) for all items of this CTA, with the number of the item's first step."""
@@ -135,7 +103,6 @@ class _Cta:
 
 def _load(cta: _Cta) -> None:
     """The role of the loading warpgroup."""
-    release_registers(LOADING_REGISTERS, MULTIPLYING + 1)
     gmem, smem = cta.gmem, cta.smem
 
     def item(i, first):
@@ -143,9 +110,8 @@ def _load(cta: _Cta) -> None:
         begin = gmem.first[expert] * cta.rows
 
         def step(k, _):
-            slot, rows = cta.slot(first + k), pl.ds(begin + k * DEPTH, DEPTH)
-            pl.when(first + k >= cta.config.stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
-            barrier = smem.full.at[slot]
+            slot, barrier = cta.ring.free(first + k)
+            rows = pl.ds(begin + k * DEPTH, DEPTH)
             plgpu.copy_gmem_to_smem(gmem.x.at[rows, pl.ds(row, TILE)], smem.x.at[slot], barrier)
             plgpu.copy_gmem_to_smem(gmem.dy.at[rows, pl.ds(column, COLUMNS)], smem.dy.at[slot], barrier)
             return ()
@@ -157,38 +123,31 @@ def _load(cta: _Cta) -> None:
 
 def _multiply(cta: _Cta) -> None:
     """The role of a multiplying warpgroup."""
-    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
-    smem, dev, own = cta.smem, cta.dev, pl.ds(cta.wg * ROWS, ROWS)
-
-    def release(step):
-        plgpu.barrier_arrive(smem.empty.at[cta.slot(step)])
+    smem, dev, ring, own = cta.smem, cta.dev, cta.ring, pl.ds(cta.wg * ROWS, ROWS)
 
     def product(first, steps, acc):
         def step(k, carry):
-            slot = cta.slot(first + k)
-            plgpu.barrier_wait(smem.full.at[slot])
+            slot = ring.filled(first + k)
             dev.issue(acc, transposed(smem.x.at[slot, :, own]), smem.dy.at[slot])
             dev.finish(1)
-            pl.when(k > 0)(lambda: release(first + k - 1))
+            pl.when(k > 0)(lambda: ring.release(first + k - 1))
             return carry
 
         lax.fori_loop(0, steps, step, ())
         dev.finish(0)
         dw = dev.collect(acc)
-        pl.when(steps > 0)(lambda: release(first + steps - 1))
+        pl.when(steps > 0)(lambda: ring.release(first + steps - 1))
         return dw
 
     def item(i, first):
         expert, row, column = cta.place(i)
         steps = cta.steps(i)
         dw = pl.run_scoped(lambda acc: product(first, steps, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
-        out, rounded = smem.out.at[cta.wg], dw.astype(cta.gmem.dw.dtype)
-        for at in range(0, COLUMNS, OUT):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out[...] = rounded[:, at : at + OUT]
-            plgpu.commit_smem()
-            target = cta.gmem.dw.at[expert, pl.ds(row + cta.wg * ROWS, ROWS), pl.ds(column + at, OUT)]
-            plgpu.copy_smem_to_gmem(out, target)
+
+        def target(at):
+            return cta.gmem.dw.at[expert, pl.ds(row + cta.wg * ROWS, ROWS), pl.ds(column + at, OUT)]
+
+        store(smem.out.at[cta.wg], dw, target)
 
     cta.walk(item)
     plgpu.wait_smem_to_gmem(0)
@@ -196,8 +155,7 @@ def _multiply(cta: _Cta) -> None:
 
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     cta = _Cta(gmem, smem, **static)
-    pl.when(cta.wg == MULTIPLYING)(lambda: _load(cta))
-    pl.when(cta.wg < MULTIPLYING)(lambda: _multiply(cta))
+    roles(cta.wg, MULTIPLYING, lambda: _load(cta), lambda: _multiply(cta))
 
 
 def expert_gradient(

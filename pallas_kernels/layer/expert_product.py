@@ -5,20 +5,14 @@
 A product may be one with W_e^T, as a gradient is, from weights [N, D] of an expert.
 
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
+For few rows `layer.expert_swiglu` is faster.
 
-Inputs (GMEM): x [tiles * rows, D], or up to [rows, D] that all tiles share; w [E, D, N], of x's dtype, bfloat16 or
-float16; experts [tiles] int32, in [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2
-columns of a SwiGLU; what is behind the used tiles is not written.
+Inputs (GMEM): x [tiles * rows, D]; w [E, D, N], of x's dtype, bfloat16 or float16; experts [tiles] int32, in
+[0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2 columns of a SwiGLU; what is behind
+the used tiles is not written.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns, the items of one
 tile of rows one after another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that
-loads. Operands pass through a ring of slots, `DEPTH` numbers of the sum at a time.
-
-Barriers:
-
-    barrier       who arrives                              who waits
-    full[slot]    every copy into the slot                 the multiplying warpgroups
-    empty[slot]   the multiplying warpgroups               the loading warpgroup
-
+loads: `layer.expert_ring`.
 Shared memory: `_memory`.
 Numerics: float32 sums. Branches of a SwiGLU and their product are float32, rounded once. The same bits in every call.
 Hardware: compute capability 9.0. Limits: `check_supported`.
@@ -35,42 +29,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import (
-    NUM_SMS,
-    check_registers,
-    compiled,
-    grid_index,
-    launch,
-    release_registers,
-    warpgroup_index,
-)
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import SMEM_LIMIT, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
-
-ROWS = 64
-"""Rows of a tile that a warpgroup multiplies."""
-
-DEPTH = 64
-"""Numbers of the sum in a slot: 128 bytes, over which rows are swizzled."""
-
-OUT = 64
-"""Columns that are stored at once: 128 bytes, over which rows are swizzled."""
-
-LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
-
-check_registers(LOADING_REGISTERS, MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS)
+from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the tiles are cut and walked over, not what is computed."""
 
-    warpgroups: int
+    warpgroups: int = 2
     """Warpgroups that multiply, 1 or 2."""
-    columns: int
+    columns: int = 256
     """Columns of W in a tile, half of them of A and half of B in a SwiGLU; 128 or 256."""
-    stages: int
+    stages: int = 4
     """Slots of the ring."""
     ctas: int = NUM_SMS
 
@@ -78,21 +52,6 @@ class Config:
     def rows(self) -> int:
         """Rows of a tile."""
         return self.warpgroups * ROWS
-
-    @classmethod
-    def few(cls, rows: int) -> "Config":
-        """For tiles whose time is that of reading weights, of up to so many rows that all tiles share.
-
-        The ring holds 128 KB of weights on their way. (H100, 2026-11-26, 8 experts of 1536 x 512 and one row, calls
-        in one program with a sum between them: branches with 64, 128 and 256 columns 23.6, 17.9 and 24.3 us, down
-        12.3, 14.0 and 13.5; 109 experts and 32 rows, branches 169, 131 and 134, down with 128 and 256 76.0 and 78.0.)
-        """
-        return cls(1, 128, 8) if rows <= ROWS else cls(2, 128, 6)
-
-    @classmethod
-    def many(cls) -> "Config":
-        """For rows whose time is that of multiplying."""
-        return cls(2, 256, 4)
 
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, w: jax.ShapeDtypeStruct | jax.Array) -> str | None:
@@ -114,8 +73,7 @@ def _memory(config: Config, parts: int, transpose: bool, dtype: Any) -> Memory:
             (config.stages, parts, *((own, DEPTH) if transpose else (DEPTH, own))), dtype, swizzle=128
         ),
         "out": Buffer((config.warpgroups, ROWS, OUT), dtype, swizzle=128),
-        "full": Barriers(arrivals=1 + parts, count=config.stages),
-        "empty": Barriers(arrivals=config.warpgroups, count=config.stages),
+        **barriers(1 + parts, config.warpgroups, config.stages),
     }
 
 
@@ -123,26 +81,17 @@ class _Cta:
     """The knowledge of every warpgroup of a CTA."""
 
     def __init__(
-        self,
-        gmem: Any,
-        smem: Any,
-        *,
-        config: Config,
-        parts: int,
-        shared: bool,
-        transpose: bool,
-        interpreted: bool,
+        self, gmem: Any, smem: Any, *, config: Config, parts: int, transpose: bool, interpreted: bool
     ):
-        self.gmem, self.smem, self.config, self.parts, self.shared = gmem, smem, config, parts, shared
+        self.gmem, self.smem, self.config, self.parts = gmem, smem, config, parts
         self.transpose = transpose
-        self.dev = Device(interpreted)
+        self.dev, self.ring = Device(interpreted), Ring(smem, config.stages)
         self.wg = warpgroup_index()
         self.width = config.columns // parts
         """Columns of y in a tile."""
         self.columns = pl.cdiv(gmem.y.shape[1], self.width)
         self.steps = gmem.x.shape[1] // DEPTH
-        items = gmem.used[0] * self.columns
-        self.items = jnp.maximum(lax.div(items + config.ctas - 1 - grid_index(), jnp.int32(config.ctas)), 0)
+        self.items = jnp.maximum(share(gmem.used[0] * self.columns, config.ctas), 0)
         """Items of this CTA."""
 
     def place(self, i) -> tuple[jax.Array, jax.Array]:
@@ -150,30 +99,18 @@ class _Cta:
         item = grid_index() + i * self.config.ctas
         return lax.div(item, self.columns), lax.rem(item, self.columns) * self.width
 
-    def slot(self, step) -> jax.Array:
-        """The place of a step's operands."""
-        return lax.rem(step, self.config.stages)
-
-    def release(self, step) -> None:
-        """Tells the loading warpgroup that this one is done with the slot of a step."""
-        plgpu.barrier_arrive(self.smem.empty.at[self.slot(step)])
-
 
 def _load(cta: _Cta) -> None:
     """The role of the loading warpgroup."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
-    if config.warpgroups > 1:
-        release_registers(LOADING_REGISTERS, config.warpgroups + 1)
 
     def item(i, _):
         tile, column = cta.place(i)
-        expert, row = gmem.experts[tile], tile * (0 if cta.shared else config.rows)
+        expert, row = gmem.experts[tile], tile * config.rows
 
         def step(k, _):
-            n = i * cta.steps + k
-            slot, depth = cta.slot(n), pl.ds(k * DEPTH, DEPTH)
-            pl.when(n >= config.stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
-            barrier = smem.full.at[slot]
+            depth = pl.ds(k * DEPTH, DEPTH)
+            slot, barrier = cta.ring.free(i * cta.steps + k)
             plgpu.copy_gmem_to_smem(gmem.x.at[pl.ds(row, config.rows), depth], smem.x.at[slot], barrier)
             for part in range(cta.parts):
                 columns = pl.ds(part * gmem.y.shape[1] + column, cta.width)
@@ -189,28 +126,25 @@ def _load(cta: _Cta) -> None:
 
 def _multiply(cta: _Cta) -> None:
     """The role of a multiplying warpgroup."""
-    smem, dev = cta.smem, cta.dev
-    if cta.config.warpgroups > 1:
-        plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+    smem, dev, ring = cta.smem, cta.dev, cta.ring
     own = pl.ds(cta.wg * ROWS, ROWS)
 
     def products(i, *accs):
         first = i * cta.steps
 
         def step(k, carry):
-            slot = cta.slot(first + k)
-            plgpu.barrier_wait(smem.full.at[slot])
+            slot = ring.filled(first + k)
             for part, acc in enumerate(accs):
                 w = smem.w.at[slot, part]
                 dev.issue(acc, smem.x.at[slot, own], transposed(w) if cta.transpose else w)
             dev.finish(cta.parts)
-            pl.when(k > 0)(lambda: cta.release(first + k - 1))
+            pl.when(k > 0)(lambda: ring.release(first + k - 1))
             return carry
 
         lax.fori_loop(0, cta.steps, step, ())
         dev.finish(0)
         results = [dev.collect(acc) for acc in accs]
-        cta.release(first + cta.steps - 1)
+        ring.release(first + cta.steps - 1)
         return results
 
     def item(i, _):
@@ -219,27 +153,17 @@ def _multiply(cta: _Cta) -> None:
         y, *rest = pl.run_scoped(functools.partial(products, i), *accs)
         for branch in rest:
             y = y * dev.reciprocal(1.0 + jnp.exp(-y), WGMMA) * branch
-        _store(cta, tile * cta.config.rows + cta.wg * ROWS, column, y)
+        rows = pl.ds(tile * cta.config.rows + cta.wg * ROWS, ROWS)
+        store(smem.out.at[cta.wg], y, lambda first: cta.gmem.y.at[rows, pl.ds(column + first, OUT)])
         return ()
 
     lax.fori_loop(0, cta.items, item, ())
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(cta: _Cta, row, column, y) -> None:
-    """Writes the rows of a warpgroup."""
-    out, rounded = cta.smem.out.at[cta.wg], y.astype(cta.gmem.y.dtype)
-    for first in range(0, cta.width, OUT):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = rounded[:, first : first + OUT]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, cta.gmem.y.at[pl.ds(row, ROWS), pl.ds(column + first, OUT)])
-
-
 def _body(gmem: Any, smem: Any, **static: Any) -> None:
     cta = _Cta(gmem, smem, **static)
-    pl.when(cta.wg == cta.config.warpgroups)(lambda: _load(cta))
-    pl.when(cta.wg < cta.config.warpgroups)(lambda: _multiply(cta))
+    roles(cta.wg, cta.config.warpgroups, lambda: _load(cta), lambda: _multiply(cta))
 
 
 def expert_product(
@@ -249,7 +173,6 @@ def expert_product(
     used: Int[Array, "1"],
     *,
     config: Config,
-    shared: bool = False,
     swiglu: bool = False,
     transpose: bool = False,
     interpret: Any = None,
@@ -257,34 +180,32 @@ def expert_product(
     """The rows of every tile times the weights of its expert, where `check_supported` says so.
 
     Args:
-      x: rows [tiles * config.rows, D], or with shared up to config.rows of them, those of every tile.
+      x: rows [tiles * config.rows, D].
       w: weights of all experts, [E, D, N].
       experts: the expert of each tile.
       used: how many tiles there are; those behind are not written.
       config: how the work is cut.
-      shared: whether all tiles have the same rows.
       swiglu: whether w holds both branches of a SwiGLU side by side, of whose product y is.
       transpose: whether w is [E, N, D].
 
     Returns:
       y [tiles * config.rows, N], N / 2 with swiglu, in x's dtype.
     """
-    static = config, shared, swiglu, transpose, interpret
-    return compiled(_run, interpret, static=5)(*static, x, w, experts, used)
+    static = config, swiglu, transpose, interpret
+    return compiled(_run, interpret, static=4)(*static, x, w, experts, used)
 
 
-def _run(config, shared, swiglu, transpose, interpret, x, w, experts, used):
+def _run(config, swiglu, transpose, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
     memory, N = _memory(config, parts, transpose, x.dtype), w.shape[1 if transpose else 2]
     assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
-    assert x.shape[0] <= config.rows if shared else x.shape[0] == tiles * config.rows, (x.shape, tiles)
+    assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     results = launch(
         "expert_product",
         functools.partial(
             _body,
             config=config,
             parts=parts,
-            shared=shared,
             transpose=transpose,
             interpreted=interpret is not None,
         ),

@@ -32,9 +32,6 @@ from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_back
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
-from pallas_kernels.layer.expert_gradient import expert_gradient
-from pallas_kernels.layer.expert_product import Config as ExpertConfig
-from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_row import expert_row, routed_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.latent_row import Places as LatentPlaces
@@ -48,6 +45,7 @@ from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
+from pallas_kernels.tools.batch_calls import BATCH_CALLS
 from pallas_kernels.tools.call import Call, call, shapes
 from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
 from pallas_kernels.work.residuals import Segments, Transition
@@ -380,32 +378,6 @@ CALLS: dict[str, Call] = {
         swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
     ),
     "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
-    "experts, few rows": call(
-        partial(expert_product, config=ExpertConfig.few(1), shared=True, swiglu=True),
-        "bf16[1,1536] bf16[128,1536,1024] i32[8] i32[1]",
-    ),
-    "experts, few rows, down": call(
-        partial(expert_product, config=ExpertConfig.few(64)), "bf16[512,512] bf16[128,512,1536] i32[8] i32[1]"
-    ),
-    "experts, 128 rows": call(
-        partial(expert_product, config=ExpertConfig.few(128), shared=True, swiglu=True),
-        "bf16[128,1536] bf16[128,1536,1024] i32[128] i32[1]",
-    ),
-    "experts, many rows": call(
-        partial(expert_product, config=ExpertConfig.many(), swiglu=True),
-        "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",
-    ),
-    "experts, many rows, down": call(
-        partial(expert_product, config=ExpertConfig.many()),
-        "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
-    ),
-    "experts, many rows, transposed": call(
-        partial(expert_product, config=ExpertConfig.many(), transpose=True),
-        "bf16[8192,1024] bf16[128,1536,1024] i32[64] i32[1]",
-    ),
-    "experts, gradient": call(
-        partial(expert_gradient, rows=128), "bf16[8192,1536] bf16[8192,1024] i32[128] i32[128]"
-    ),
     "experts of a row": call(
         expert_row_call,
         "bf16[1,1536] f32[1,8] i32[1,8] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
@@ -416,6 +388,7 @@ CALLS: dict[str, Call] = {
         "bf16[1,1536] f32[1,128] f32[128] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
         "bf16[512,1536]",
     ),
+    **BATCH_CALLS,
     "row of a stream": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16, keep=jnp.bfloat16),
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",

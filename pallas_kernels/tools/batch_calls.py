@@ -1,0 +1,44 @@
+"""Calls of the kernels that several rows of a batch need for their experts."""
+
+from functools import partial
+
+from pallas_kernels.layer.expert_gradient import expert_gradient
+from pallas_kernels.layer.expert_product import Config as ExpertConfig
+from pallas_kernels.layer.expert_product import expert_product
+from pallas_kernels.layer.expert_swiglu import Config as SwigluConfig
+from pallas_kernels.layer.expert_swiglu import expert_swiglu
+from pallas_kernels.layer.expert_tiles import expert_tiles
+from pallas_kernels.tools.call import Call, call
+
+BATCH_CALLS: dict[str, Call] = {
+    "experts, 32 rows into tiles": call(
+        partial(expert_tiles, experts=128, size=8), "bf16[32,1536] i32[32,8]"
+    ),
+    "experts, 128 rows into tiles": call(
+        partial(expert_tiles, experts=128, size=32), "bf16[128,1536] i32[128,8]"
+    ),
+    **{
+        f"experts, tiles of {size} rows": call(
+            partial(expert_swiglu, config=SwigluConfig.default(size, 1536)),
+            f"bf16[{tiles * size},1536] bf16[128,1536,1024] bf16[128,512,1536] i32[{tiles}] i32[1] "
+            f"f32[{rows},8] i32[{rows},8]",
+        )
+        for size, rows, tiles in ((8, 32, 144), (16, 64, 152), (32, 128, 156))
+    },
+    "experts, many rows": call(
+        partial(expert_product, config=ExpertConfig(), swiglu=True),
+        "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",
+    ),
+    "experts, many rows, down": call(
+        partial(expert_product, config=ExpertConfig()),
+        "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
+    ),
+    "experts, many rows, transposed": call(
+        partial(expert_product, config=ExpertConfig(), transpose=True),
+        "bf16[8192,1024] bf16[128,1536,1024] i32[64] i32[1]",
+    ),
+    "experts, gradient": call(
+        partial(expert_gradient, rows=128), "bf16[8192,1536] bf16[8192,1024] i32[128] i32[128]"
+    ),
+}
+"""Name -> a call."""
