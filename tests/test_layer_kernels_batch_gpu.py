@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_harness import close, draws
+from test_layer_kernels_latents import latents
 
 from gdn_jax.fused import experts
+from gdn_jax.fused.latent_rows import latent_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +39,17 @@ def test_experts_of_few_rows(N):
         y = fused_oracle.branches(branches[:, :F], branches[:, F:]) @ d[e]
         np.add.at(want, at, np.asarray(weights, np.float64)[at, place][:, None] * y)
     close(want, got, "y", 1, dtype="bfloat16")  # h is rounded
+
+
+@pytest.mark.parametrize(
+    ("lengths", "S"), [((4100,), 4104), ((1, 700, 64, 1023), 1024), (tuple(range(1, 200)), 200)]
+)
+def test_latents_of_rows(lengths, S):
+    """One row in many parts, rows of unlike lengths, and more rows than multiprocessors."""
+    *arrays, want = latents(lengths, S, H=16, C=512)
+    call = jax.jit(lambda *args: latent_rows(*args, scale=0.1))
+    assert "mosaic_gpu" in call.lower(*arrays).as_text()
+    got = call(*arrays)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*arrays), got)
+    close(want, got, "o", 2, dtype="bfloat16")  # weights are rounded, and the result

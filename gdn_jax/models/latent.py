@@ -17,12 +17,12 @@ from gdn_jax.blocks import (
     parts_of_group,
     products,
 )
+from gdn_jax.fused.latent_rows import latent_rows
 from gdn_jax.fused.latent_token import Latents, LatentToken, latent_token, takes_token
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
 from gdn_jax.products import Addend, array_of, transposed_product
-from gdn_jax.shapes import accumulation_dtype
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the latents, whatever that of the model is, as in released models."""
@@ -218,19 +218,10 @@ class LatentAttention(Attention):
 
     def one_query(self, q, cache):
         """See `Attention.one_query`: k_r and c lie apart, and so a score is the sum of two products."""
-        a, (q_c, q_r), dtype = self.config, self._parts(q), q.dtype
-        k_r, c, arrays = cache.k[:, :, 0], cache.v[:, :, 0], (q_c[:, 0], q_r[:, 0])
-        if dtype == jnp.float16:  # XLA has no such products on a CPU
-            k_r, c, *arrays = (x.astype(jnp.float32) for x in (k_r, c, *arrays))
-        wide = accumulation_dtype(c)
-        scores = [
-            jnp.einsum("bhk,bsk->bhs", x, y, preferred_element_type=wide)
-            for x, y in zip(arrays, (c, k_r), strict=True)
-        ]
-        seen = jnp.arange(c.shape[1]) < jnp.maximum(cache.length, 1)[:, None]
-        scores = jnp.where(seen[:, None], (scores[0] + scores[1]) * a.key_dim**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(c.dtype)
-        return jnp.einsum("bhs,bsc->bhc", weights, c)[:, None].astype(dtype)
+        q_c, q_r = self._parts(q)
+        options: Any = dict(scale=self.config.key_dim**-0.5, implementation=self.implementation)
+        arrays = q_c[:, 0], q_r[:, 0], cache.v[:, :, 0], cache.k[:, :, 0], cache.length
+        return latent_rows(*arrays, **options)[:, None]
 
     def _parts(self, q):
         """Queries multiplied by the part of Wb that makes keys, and their rotated part."""

@@ -1,4 +1,4 @@
-"""Calls of the kernels that several rows of a batch need for their experts."""
+"""Calls of the kernels that several rows of a batch need: their experts, and the latents that they attend to."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_swiglu import Config as SwigluConfig
 from pallas_kernels.layer.expert_swiglu import expert_swiglu
 from pallas_kernels.layer.expert_tiles import expert_tiles
+from pallas_kernels.layer.latent_rows import latent_rows
 from pallas_kernels.tools.call import Call, call
 
 BATCH_CALLS: dict[str, Call] = {
@@ -39,6 +40,14 @@ BATCH_CALLS: dict[str, Call] = {
     ),
     "experts, gradient": call(
         partial(expert_gradient, rows=128), "bf16[8192,1536] bf16[8192,1024] i32[128] i32[128]"
+    ),
+    "latents of 32 rows": call(
+        partial(latent_rows, scale=0.07),
+        "bf16[32,16,512] bf16[32,16,64] bf16[32,32832,512] bf16[32,32832,64] i32[32]",
+    ),
+    "latents of 128 rows, 32 heads": call(
+        partial(latent_rows, scale=0.07),
+        "bf16[128,32,512] bf16[128,32,64] bf16[128,4096,512] bf16[128,4096,64] i32[128]",
     ),
 }
 """Name -> a call."""
