@@ -169,11 +169,11 @@ def _few_by_kernels(config, rows, weights, chosen, gate_up, down, ids):
     from pallas_kernels.layer.expert_tiles import expert_tiles
 
     num_experts = gate_up.shape[0]
-    tiles = Tiles(*expert_tiles(rows, chosen, experts=num_experts, size=config.rows))
-    places = tiles.places
+    made = expert_tiles(rows, chosen, experts=num_experts, size=config.rows)
+    x, experts, counts, used, places = made
     if ids is not None:
         places = jnp.where(chosen < num_experts, places[: len(rows)], -1)
-    return expert_swiglu(tiles.x, gate_up, down, tiles.experts, tiles.used, weights, places, config=config)
+    return expert_swiglu(x, gate_up, down, experts, counts, used, weights, places, config=config)
 
 
 def _many_by_kernels(rows, weights, chosen, gate_up, down, ids):

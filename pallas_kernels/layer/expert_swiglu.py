@@ -9,8 +9,9 @@ are CTAs. A CTA keeps the sum over its items of a tile in registers, and writes 
 and its last one it waits for nothing but memory: h lives in shared memory.
 
 Inputs (GMEM): x [tiles * rows, D]; gate_up [E, D, 2 F]; down [E, F, D], bfloat16 or float16, all of one dtype;
-experts [tiles] int32, in [0, E); used [1] int32, tiles that there are. Output (GMEM): pieces [tiles + ctas - 1, rows,
-D] float32, that of CTA c of tile t at c + t; `Span` says which there are.
+experts [tiles] int32, in [0, E), and counts [tiles] int32, rows that each tile has; used [1] int32, tiles that there
+are. Output (GMEM): pieces [tiles + ctas - 1, rows, D] float32, that of CTA c of tile t at c + t; `Span` says which
+there are. Groups of `GROUP` rows that a tile has none of are neither read nor written.
 Grid: persistent, one CTA or two on each multiprocessor, of `Config.warpgroups` warpgroups that multiply, each some
 rows of a tile, and one that loads. The rows of a tile stay in shared memory. Weights pass through a ring of slots,
 for `DEPTH` numbers of the sum of both branches, then the rows of W for 128 columns of y: `layer.expert_ring`.
@@ -54,6 +55,9 @@ from pallas_kernels.layer.expert_ring import DEPTH, Ring, barriers, roles
 M = 64
 """Columns of weights that a product of the tensor cores has."""
 
+GROUP = 8
+"""Rows that are read and written together, where a tile has them."""
+
 SUMS = 192
 """Registers of a thread that hold sums of y, at most."""
 
@@ -78,14 +82,9 @@ class Config:
     @classmethod
     def default(cls, rows: int, D: int) -> "Config":
         """For tiles of 8, 16 or 32 rows of width D."""
-        if rows == 8:  # two on a multiprocessor
-            return cls(8, 1, _stages(SMEM_LIMIT // 2 - 2048, 8, D), 2 * NUM_SMS)
-        return cls(rows, 2, _stages(SMEM_LIMIT, rows, D))
-
-
-def _stages(memory: int, rows: int, D: int) -> int:
-    """Slots that so many bytes have room for, beside x and h."""
-    return min(12, (memory - 2048 - 2 * rows * (D + M)) // (4 * DEPTH * M))
+        stages = min(10, (SMEM_LIMIT - 4096 - 2 * rows * (D + M)) // (4 * DEPTH * M))
+        # Multiprocessors are not all as fast, and those that are take more of the CTAs. Each has a piece more.
+        return cls(8, 1, stages, 2 * NUM_SMS) if rows == 8 else cls(rows, 2, stages)
 
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, gate_up: Any, rows: int) -> str | None:
@@ -107,7 +106,7 @@ def _memory(config: Config, D: int, dtype: Any) -> Memory:
         "x": Buffer((D // DEPTH, config.rows, DEPTH), dtype, swizzle=128),
         "w": Buffer((config.stages, 2, DEPTH, M), dtype, swizzle=128),
         "h": Buffer((config.warpgroups, config.own, M), dtype, swizzle=128),
-        "x_full": Barriers(arrivals=D // DEPTH),
+        "x_full": Barriers(arrivals=D // DEPTH * (config.rows // GROUP)),
         "x_empty": Barriers(arrivals=config.warpgroups),
         **barriers(2, config.warpgroups, config.stages),
     }
@@ -170,10 +169,21 @@ def _load(cta: _Cta) -> None:
         plgpu.copy_gmem_to_smem(source, smem.w.at[slot, n], barrier)
 
     def tile(t, begin, end):
-        expert, rows = gmem.experts[t], pl.ds(t * config.rows, config.rows)
+        expert, count = gmem.experts[t], gmem.counts[t]
         pl.when(begin > cta.first)(lambda: plgpu.barrier_wait(smem.x_empty))
-        for k in range(cta.deep):
-            plgpu.copy_gmem_to_smem(gmem.x.at[rows, pl.ds(k * DEPTH, DEPTH)], smem.x.at[k], smem.x_full)
+
+        def rows(k, _):
+            for n in range(0, config.rows, GROUP):
+
+                @pl.when(n < count)
+                def _(n=n):
+                    source = gmem.x.at[pl.ds(t * config.rows + n, GROUP), pl.ds(k * DEPTH, DEPTH)]
+                    plgpu.copy_gmem_to_smem(source, smem.x.at[k, n : n + GROUP], smem.x_full)
+
+                pl.when(n >= count)(lambda: plgpu.barrier_arrive(smem.x_full))
+            return ()
+
+        lax.fori_loop(0, cta.deep, rows, ())
 
         def item(i, _):
             own, first = pl.ds((i - t * cta.of_tile) * M, M), (i - cta.first) * cta.steps
@@ -249,9 +259,16 @@ def _multiply(cta: _Cta) -> None:
                 return ()
 
             lax.fori_loop(begin, end, item, ())
-            for n, part in enumerate(sums):
-                piece = cta.gmem.pieces.at[grid_index() + t, rows, pl.ds(n * M, M)]
-                store_any(transposed(piece), plgpu.layout_cast(dev.collect(part), WGMMA_TRANSPOSED))
+            results = [dev.collect(part) for part in sums]
+            for row in range(0, config.own, GROUP):
+                first = cta.wg * config.own + row
+
+                @pl.when(first < cta.gmem.counts[t])
+                def _(row=row, first=first):
+                    for n, y in enumerate(results):
+                        piece = cta.gmem.pieces.at[grid_index() + t, pl.ds(first, GROUP), pl.ds(n * M, M)]
+                        some = plgpu.layout_cast(y[:, row : row + GROUP], WGMMA_TRANSPOSED)
+                        store_any(transposed(piece), some)
 
         pl.run_scoped(body, *[acc] * (2 * cta.wide))
 
@@ -310,6 +327,7 @@ def expert_swiglu(
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
     experts: Int[Array, " tiles"],
+    counts: Int[Array, " tiles"],
     used: Int[Array, "1"],
     weights: Float[Array, "N k"],
     places: Int[Array, "P k"],
@@ -323,6 +341,7 @@ def expert_swiglu(
       x: rows [tiles * config.rows, D].
       gate_up, down: weights of all experts.
       experts: the expert of each tile.
+      counts: how many rows it has, or more.
       used: how many tiles there are; those behind are not read.
       weights: of the choices of each row, float32.
       places: where each choice lies in x; -1 for one that counts nothing. There may be more rows.
@@ -333,10 +352,10 @@ def expert_swiglu(
       [N, D] float32.
     """
     run = compiled(_run, interpret, static=2)
-    return run(config, interpret, x, gate_up, down, experts, used, weights, places)
+    return run(config, interpret, x, gate_up, down, experts, counts, used, weights, places)
 
 
-def _run(config, interpret, x, gate_up, down, experts, used, weights, places):
+def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, places):
     tiles, D, F = experts.shape[0], x.shape[1], down.shape[1]
     memory = _memory(config, D, x.dtype)
     assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
@@ -345,7 +364,7 @@ def _run(config, interpret, x, gate_up, down, experts, used, weights, places):
     made = launch(
         "expert_swiglu",
         functools.partial(_body, config=config, interpreted=interpret is not None),
-        inputs={"x": x, "gate_up": gate_up, "down": down, "experts": experts, "used": used},
+        inputs={"x": x, "gate_up": gate_up, "down": down, "experts": experts, "counts": counts, "used": used},
         outputs={"pieces": pieces},
         memory=memory,
         auto_barriers=False,

@@ -6,9 +6,9 @@ all experts, finds the expert and the rows of its own tile, and copies them.
 
 Inputs (GMEM): x [N, D], of 16 bits; chosen [rows, k] int32, N rows and what fills them up to 32, 64 or 128, numbers
 of experts that are all different in a row, or of none: `experts` and above. Outputs (GMEM): tiles [T * size, D],
-where places that no choice has are not written; experts [T] int32; used [1] int32, how many tiles there are: those
-behind, and their experts, are not written; places [rows k] int32, where each choice lies, not written for one of no
-expert.
+where places that no choice has are not written, or hold any row; experts and counts [T] int32, of each tile its
+expert and how many rows it has; used [1] int32, how many tiles there are: of those behind nothing is written; places
+[rows k] int32, where each choice lies, not written for one of no expert.
 Grid: a CTA of one warpgroup for each tile. Limits: `check_supported`. Hardware: compute capability 9.0.
 """
 
@@ -96,8 +96,9 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
 
     @pl.when(tile < used)
     def _():
-        gmem.experts[tile] = expert
-        own, rest = (tile - first) * size, smem.count[expert] - (tile - first) * size
+        own = (tile - first) * size
+        rest = jnp.minimum(smem.count[expert] - own, size)
+        gmem.experts[tile], gmem.counts[tile] = expert, rest
         is_one = functools.reduce(jnp.add, [jnp.where(c == expert, 1.0, 0.0) for c in chosen])
 
         def ranks(i, _):
@@ -123,7 +124,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
 
 
 def _copy(gmem: Any, smem: Any, tile: Any, rest: Any) -> None:
-    """The rows of a tile, `rest` of them or all, and the places of their choices."""
+    """The `rest` rows of a tile, and the places of their choices."""
     (size,), k, D = smem.pairs.shape, gmem.chosen.shape[1], gmem.x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=2 if D % (8 * WARP) == 0 else 1)
     for first in range(0, size, COPIED):
@@ -147,7 +148,7 @@ def expert_tiles(
     experts: int,
     size: int,
     interpret: Any = None,
-) -> tuple[Float[Array, "M D"], Int[Array, " T"], Int[Array, "1"], Int[Array, "P k"]]:
+) -> tuple[Float[Array, "M D"], Int[Array, " T"], Int[Array, " T"], Int[Array, "1"], Int[Array, "P k"]]:
     """The rows in tiles of the experts that they have chosen, where `check_supported` says so.
 
     Args:
@@ -158,8 +159,8 @@ def expert_tiles(
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
-      The tiles one behind the other [T * size, D]; the expert of each [T]; how many there are [1]; and where each
-      choice lies, in N rows or more, which is no place for one of no expert.
+      The tiles one behind the other [T * size, D]; the expert of each [T]; how many rows it has [T]; how many tiles
+      there are [1]; and where each choice lies, in N rows or more, which is no place for one of no expert.
     """
     return compiled(_run, interpret, static=3)(experts, size, interpret, x, chosen)
 
@@ -177,6 +178,7 @@ def _run(experts, size, interpret, x, chosen):
         outputs={
             "tiles": jax.ShapeDtypeStruct((tiles * size, D), x.dtype),
             "experts": jax.ShapeDtypeStruct((tiles,), i32),
+            "counts": jax.ShapeDtypeStruct((tiles,), i32),
             "used": jax.ShapeDtypeStruct((1,), i32),
             "places": jax.ShapeDtypeStruct((rows * k,), i32),
         },
@@ -184,4 +186,4 @@ def _run(experts, size, interpret, x, chosen):
         ctas=tiles,
         interpret=interpret,
     )
-    return found["tiles"], found["experts"], found["used"], found["places"].reshape(rows, k)
+    return found["tiles"], found["experts"], found["counts"], found["used"], found["places"].reshape(rows, k)

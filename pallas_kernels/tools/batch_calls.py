@@ -21,7 +21,7 @@ BATCH_CALLS: dict[str, Call] = {
     **{
         f"experts, tiles of {size} rows": call(
             partial(expert_swiglu, config=SwigluConfig.default(size, 1536)),
-            f"bf16[{tiles * size},1536] bf16[128,1536,1024] bf16[128,512,1536] i32[{tiles}] i32[1] "
+            f"bf16[{tiles * size},1536] bf16[128,1536,1024] bf16[128,512,1536] i32[{tiles}] i32[{tiles}] i32[1] "
             f"f32[{rows},8] i32[{rows},8]",
         )
         for size, rows, tiles in ((8, 32, 144), (16, 64, 152), (32, 128, 156))
