@@ -84,6 +84,8 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
     monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
     single = inference.for_decoding(inference.for_inference(model), 1)
     assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
+    own, (first, *_, last_read) = single.blocks[0].mixer, single.blocks[0].mixer.ahead
+    assert first is own.q_proj.group.weight and last_read is single.head
     for t in range(5):
         one, cache = call(single, tokens[:, t : t + 1], cache)
         logits.append(one)

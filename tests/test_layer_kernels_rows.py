@@ -101,17 +101,19 @@ def test_products_of_a_stream(rows, dtype):
 
 def test_channels_that_pass_through_a_convolution():
     """The first results of a stream that is added up from parts; the state is that behind the token."""
-    (x, _, norm, weight), *_ = row_kernels.stream(256, 40, "bfloat16")
+    C = 136
+    (x, _, norm, weight), *_ = row_kernels.stream(256, C + 24, "bfloat16")
     draw = draws(4)
-    y, state, filters, bias = draw(3, 256), draw(1, 24, 3, dtype="bfloat16"), draw(24, 4), draw(24)
+    y, state, filters, bias = draw(3, 256), draw(1, C, 3, dtype="bfloat16"), draw(C, 4), draw(C)
     convolution = row_product.Convolution(state, filters, bias)
-    options = dict(config=row_product.Config(8, 3), convolution=convolution, interpret=INTERPRET)
+    options = dict(config=row_product.Config(8, 3, 2), convolution=convolution, interpret=INTERPRET)
+    options["ahead"] = filters, weight, draw(3, 5), draw(128)  # a hint, of any shape
     *_, got, after = row_product.stream_product(x, y, norm, weight, eps=1e-6, dtype=jnp.float32, **options)
     _, n = fused_oracle.add_norm(x, jnp.sum(y, axis=0), norm, 1e-6)
     product = n @ fused_oracle.wide(weight).T
-    inputs = np.concatenate([fused_oracle.wide(state)[0], product[0, :24, None]], axis=1)
+    inputs = np.concatenate([fused_oracle.wide(state)[0], product[0, :C, None]], axis=1)
     total = np.sum(inputs * fused_oracle.wide(filters), axis=1) + fused_oracle.wide(bias)
-    close(np.concatenate([total * fused_oracle.sigmoid(total), product[0, 24:]]), got[0], "y", sums=IN_TURN)
+    close(np.concatenate([total * fused_oracle.sigmoid(total), product[0, C:]]), got[0], "y", sums=IN_TURN)
     close(inputs[:, 1:], after[0], "state")
 
 

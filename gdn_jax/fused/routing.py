@@ -1,5 +1,6 @@
 """Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -142,31 +143,33 @@ def routed_mixture(
     down: Float[Array, "E F D"],
     shared: SharedExpert,
     weight: Float[Array, "1"] | None = None,
+    ahead: Sequence[jax.Array] = (),
 ) -> Float[Array, "P D"]:
     """`fused.experts.row_mixture` of the experts that `choose` gives for scores and bias, by two kernels, in parts.
 
-    Args: those of `choose`, for which `takes_row` is true, and of `row_mixture`. The result can be differentiated
-      once, in reverse.
+    Args: those of `choose`, for which `takes_row` is true, and of `row_mixture`; ahead as for
+      `fused.row_product.stream_product`. The result can be differentiated once, in reverse.
 
     Returns:
       [P, D] float32, whose sum it is. Numerics: nothing in between is rounded.
     """
     gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return _routed(choice, row, scores, bias, gate_up, down, tuple(shared), weight)
+    return _routed(choice, row, scores, bias, gate_up, down, tuple(shared), weight, tuple(ahead))
 
 
 def _routed_forward(choice: Choice, *args):
     from pallas_kernels.layer import expert_row, routing
 
-    row, scores, bias, *others = args
-    return expert_row.routed_row(row, scores, bias, routing.Choice(*choice), *others), args
+    row, scores, bias, *others, ahead = args
+    choice_of_kernel = routing.Choice(*choice)
+    return expert_row.routed_row(row, scores, bias, choice_of_kernel, *others, ahead=ahead), args[:-1]
 
 
 def _routed_backward(choice: Choice, saved, dy):
     row, scores, bias, *others = saved
     weights, pull, chosen = jax.vjp(lambda x: plain_choose(choice, x, bias, True), scores, has_aux=True)
     drow, dweights, _, *gradients = row_gradients((row, weights, chosen, *others), dy)
-    return drow, *pull(dweights), None, *gradients
+    return drow, *pull(dweights), None, *gradients, None
 
 
 _routed = fused_op(_routed_forward, _routed_backward)

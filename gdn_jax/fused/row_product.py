@@ -1,5 +1,6 @@
 """A product of one row, with what makes the row in the same kernel: a norm, and the sum before it or the gate."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ def stream_product(
     dtype: DTypeLike,
     keep: DTypeLike | None = None,
     first: int = 0,
+    ahead: Sequence[jax.Array] = (),
 ) -> tuple[
     Float[Array, "*S C"], Float[Array, "*S D"] | None, Float[Array, "*S F"], Float[Array, "1 B W1"] | None
 ]:
@@ -87,13 +89,14 @@ def stream_product(
       dtype: of the product.
       keep: dtype of n as a result; None: n is none.
       first: without y, the channel of x with which the stream begins; it is as wide as the norm.
+      ahead: arrays that the next kernels read first: this one brings them near, see `pallas_kernels.device.ahead`.
 
     Returns:
       s in x's dtype, n or None, the product, and the state of the convolution or None. Numerics: float32; n is
       rounded as a result only.
     """
     static = _Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
-    return _stream(static, x, y, norm, weight, convolution)
+    return _stream(static, x, y, norm, weight, convolution, tuple(ahead))
 
 
 def takes_heads(
@@ -115,6 +118,7 @@ def heads_product(
     *,
     eps: float,
     activation: str,
+    ahead: Sequence[jax.Array] = (),
 ) -> Float[Array, "1 F"]:
     """The gated norm of a token's heads, side by side, times weight^T, in one kernel.
 
@@ -129,19 +133,21 @@ def heads_product(
       weight: the matrix.
       eps: of the norm.
       activation: f, "silu" or "sigmoid".
+      ahead: as for `stream_product`.
 
     Returns:
       [1, F] in the matrix' dtype. Numerics: float32; v is not rounded.
     """
-    return _heads(_Heads(eps, activation, weight.dtype), o, channels, norm, weight)
+    return _heads(_Heads(eps, activation, weight.dtype), o, channels, norm, weight, tuple(ahead))
 
 
-def _stream_by_kernel(static: _Stream, x, y, norm, weight, convolution):
+def _stream_by_kernel(static: _Stream, x, y, norm, weight, convolution, ahead):
     from pallas_kernels.layer import row_product as kernels
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
     own = None if convolution is None else kernels.Convolution(*convolution)
-    *results, state = kernels.stream_product(row, parts, norm, weight, convolution=own, **static._asdict())
+    options: dict[str, Any] = static._asdict() | {"convolution": own, "ahead": ahead}
+    *results, state = kernels.stream_product(row, parts, norm, weight, **options)
     return *(None if a is None else a.reshape(*x.shape[:-1], -1) for a in results), state
 
 
@@ -164,15 +170,16 @@ def _plain_stream(static: _Stream, x, y, norm, weight, convolution):
 
 
 _stream = fused_op(
-    lambda static, *args: (_stream_by_kernel(static, *args), args),
-    lambda static, saved, cotangents: jax.vjp(partial(_plain_stream, static), *saved)[1](cotangents),
+    lambda static, *args: (_stream_by_kernel(static, *args), args[:-1]),
+    lambda static, saved, cotangents: (*jax.vjp(partial(_plain_stream, static), *saved)[1](cotangents), None),
 )
 
 
-def _heads_by_kernel(static: _Heads, o, channels, norm, weight):
+def _heads_by_kernel(static: _Heads, o, channels, norm, weight, ahead):
     from pallas_kernels.layer.row_product import heads_product
 
-    return heads_product(o, channels.reshape(-1, o.shape[1]), norm, weight, **static._asdict())
+    z = channels.reshape(-1, o.shape[1])
+    return heads_product(o, z, norm, weight, ahead=ahead, **static._asdict())
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -186,6 +193,6 @@ def _plain_heads(static: _Heads, o, channels, norm, weight):
 
 
 _heads = fused_op(
-    lambda static, *args: (_heads_by_kernel(static, *args), args),
-    lambda static, saved, cotangents: jax.vjp(partial(_plain_heads, static), *saved)[1](cotangents),
+    lambda static, *args: (_heads_by_kernel(static, *args), args[:-1]),
+    lambda static, saved, cotangents: (*jax.vjp(partial(_plain_heads, static), *saved)[1](cotangents), None),
 )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm, normalise_first
 from gdn_jax.fused import channel_token
+from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.row_product import Convolution, stream_product, takes_stream
 from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
@@ -92,7 +93,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         if group is not None and cache is not None and mask is None and segment_ids is None:
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
             if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
-                static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype)
+                static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
                 arrays = x, array_of(y), norm.scale(jnp.float32), weight, convolution
                 after, _, channels, conv = stream_product(*arrays, **static)
                 assert conv is not None

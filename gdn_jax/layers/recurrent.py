@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax import blocks
 from gdn_jax.blocks import ProjectionOfGroup, RMSNorm
 from gdn_jax.conv import causal_conv1d_update
+from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.norms import gated_norm_of_channels
 from gdn_jax.fused.row_product import heads_product, takes_heads
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
@@ -217,6 +218,16 @@ class RecurrentMixer(nnx.Module):
         """The raw inputs a, b and w of the gates, as `serving.decode` takes them behind the tokens."""
         raise NotImplementedError
 
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `fused.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `fused.ahead.Reader.token_weights`."""
+        group = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
+        groups = group, getattr(self.o_proj, "group", None)
+        weights = [group.weight for group in groups if group is not None]
+        return weights if len(weights) == len(groups) else []
+
     def join_factors(self) -> None:
         """Makes one product of projections of different inputs, in place, for single tokens."""
 
@@ -270,7 +281,7 @@ class RecurrentMixer(nnx.Module):
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_whole:
             matrix = last.group.weight[...]
             if takes_heads(row, channels.shape[-1], matrix, self.implementation):
-                static: Any = dict(eps=self.o_norm.eps, activation=activation)
+                static: Any = dict(eps=self.o_norm.eps, activation=activation, ahead=read_ahead(self, 2))
                 return heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
         return self._gated_output(partial(gated_norm_of_channels, activation=activation), o, channels)
 

@@ -18,6 +18,7 @@ from gdn_jax.blocks import (
     normalise_first,
 )
 from gdn_jax.fused import experts as fused_experts
+from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.fused.routing import Choice, choose, largest, routed_mixture, takes_row
@@ -102,7 +103,7 @@ class Experts(nnx.Module):
         weight, dtype = self.router_rows, self.dtype or x.dtype
         if weight is None or not takes_stream(x, weight[...], self.implementation):
             return normalise_first(self, norm, x, y)
-        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype)
+        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
         x, normalized, scores, _ = stream_product(
             x, array_of(y), norm.scale(jnp.float32), weight[...], **options
         )
@@ -117,6 +118,7 @@ class Experts(nnx.Module):
             if takes_row(scores, choice):
                 assert self.router_bias is not None
                 args = rows, scores, self.router_bias[...], choice, *experts, own, self._gate(rows)
+                args = *args, read_ahead(self, len(self.token_weights()))
                 return routed_mixture(*args)[:, None]  # in parts, which the next norm of the stream adds up
         weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
         if own is not None:
@@ -167,6 +169,17 @@ class Experts(nnx.Module):
         if self.router_rows is not None and rows.shape[0] == 1:
             return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
         return _dot(rows, self.router[...].astype(rows.dtype), precision)
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `fused.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `fused.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
+        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
+        if self.router_rows is None or not all(type(linear) is nnx.Linear for linear in linears):
+            return []
+        bias = [] if self.router_bias is None else [self.router_bias]
+        return [self.router_rows, *bias, *(linear.kernel for linear in linears)]
 
     def read_by_rows(self, rows: int) -> None:
         """Makes weights lie as a GPU reads them fastest in calls of so few rows, in place.

@@ -1,5 +1,7 @@
 """Copies of a model with its weights as generation reads them, made once so that no token pays for it again."""
 
+import itertools
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -88,7 +90,27 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
             part.read_by_rows(rows)
         elif isinstance(part, LatentAttention):
             part.read_by_rows()
+    if rows == 1:
+        _look_ahead(model)
     return model
+
+
+AHEAD = 6
+"""Weights of other layers that a layer knows as the next ones. Kernels take the first bytes of them."""
+
+
+def _look_ahead(model: LanguageModel) -> None:
+    """Lets the parts of all blocks know what a token reads next."""
+    parts = [part for block in model.blocks for part in (block.mixer, block.mlp) if hasattr(part, "ahead")]
+    read = [part.token_weights() for part in parts]
+    all_weights = [
+        *itertools.chain.from_iterable(read),
+        model.embedding if model.head is None else model.head,
+    ]
+    begin = 0
+    for part, own in zip(parts, read, strict=True):
+        part.ahead = nnx.data(tuple(all_weights[begin : begin + len(own) + AHEAD]) if own else ())
+        begin += len(own)
 
 
 def _convert(weight: nnx.Variable, dtype: DTypeLike) -> None:

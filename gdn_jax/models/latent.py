@@ -17,6 +17,7 @@ from gdn_jax.blocks import (
     parts_of_group,
     products,
 )
+from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.latent_rows import latent_rows
 from gdn_jax.fused.latent_token import Latents, LatentToken, latent_token, takes_token
 from gdn_jax.fused.row_product import stream_product, takes_stream
@@ -154,6 +155,7 @@ class LatentAttention(Attention):
         if matrix is None or first % 4 or not takes_stream(channels, matrix, self.implementation):
             return None
         static: Any = dict(eps=LATENT_NORM_EPS, dtype=self.dtype or channels.dtype, first=first)
+        static["ahead"] = read_ahead(self, 2)
         return stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[2]
 
     def from_stream(
@@ -177,7 +179,7 @@ class LatentAttention(Attention):
         group, places = found
         weight = group.weight[...]
         if takes_stream(x, weight, self.implementation):
-            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype)
+            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
             x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
         else:
             x, normalized = norm.add(x, y)
@@ -244,6 +246,17 @@ class LatentAttention(Attention):
         if self.value_rows is not None:
             return jnp.einsum("bthc,hvc->bthv", o, self.value_rows[...].astype(o.dtype))
         return jnp.einsum("bthc,chv->bthv", o, self._expansion(o.dtype)[..., self.config.nope_dim :])
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `fused.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `fused.ahead.Reader.token_weights`."""
+        groups = [getattr(linear, "group", None) for linear in (self.kv_a_proj, self.o_proj)]
+        if self.query_rows is None or self.value_rows is None:
+            return []
+        first, last = ([] if group is None else [group.weight] for group in groups)
+        return [*first, self.query_rows, self.value_rows, *last] if first and last else []
 
     def read_by_rows(self) -> None:
         """Adds copies of both parts of Wb as a GPU reads them fastest for few rows, in place.

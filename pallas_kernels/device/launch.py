@@ -1,7 +1,7 @@
 """The start of a kernel, with its inputs, outputs and shared memory by name."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +58,7 @@ def launch(
     auto_barriers: bool = True,
     reduction_bytes: int | None = None,
     updated: Mapping[str, jax.Array | None] | None = None,
+    ahead: Sequence[jax.Array] = (),
     interpret: Any = None,
 ) -> dict[str, jax.Array]:
     """Runs body(gmem, smem) in every warpgroup of every CTA.
@@ -78,13 +79,15 @@ def launch(
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
       updated: arrays of which the kernel writes parts. XLA lets it write into the array itself where nothing else
         reads that, and else into a copy.
+      ahead: what the kernel brings to the L2 cache, of `ahead.rows_of`; the list gmem.ahead has their references.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Returns:
       The outputs and the updated arrays that are not None, by name. Inside jax.shard_map the outputs vary over the
       mesh axes that any of the inputs varies over; Pallas forgets these.
     """
-    updated = updated or {}
+    updated, later = updated or {}, [f"ahead {n}" for n in range(len(ahead))]
+    inputs = {**inputs, **dict(zip(later, ahead, strict=True))}
     given, results, changed = (
         {key: x for key, x in part.items() if x is not None} for part in (inputs, outputs, updated)
     )
@@ -95,6 +98,7 @@ def launch(
         global_refs, shared_refs = refs[: len(names)], refs[len(names) :]
         gmem = dict.fromkeys((*inputs, *updated, *outputs)) | dict(zip(names, global_refs, strict=True))
         smem = dict.fromkeys(memory) | dict(zip(scratch, shared_refs, strict=True))
+        gmem["ahead"] = [gmem.pop(key) for key in later]
         with jax.enable_x64(False):
             body(SimpleNamespace(**gmem), SimpleNamespace(**smem))
 

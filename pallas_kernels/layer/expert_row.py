@@ -13,13 +13,14 @@ of the shared expert, if there is one, gate, up [D, S] and shared_down [S, D], a
 for 1. x and all matrices bfloat16 or float16, of one dtype. Between the kernels (GMEM): both branches in parts,
 [2, parts, k F + S and what fills it up] float32. Output (GMEM): y in parts [parts, D] float32.
 Grid: persistent, CTAs of some warpgroups, see `Config`, which take the tiles of a CTA in turn and add up at its end.
-The copies of the first tiles are on their way while a CTA makes its part of h. Shared memory: `_memory`.
+The copies of the first tiles are on their way while a CTA makes its part of h. Each kernel asks the L2 cache for
+what is read after it. Shared memory: `expert_walk.memory_of`.
 Numerics: float32, h too. The same bits in every call. Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,34 +30,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.ahead import WIDTH, bring, rows_of
+from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import (
     REDUCTION_BYTES,
     SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
     smem_bytes,
     store_any,
 )
 from pallas_kernels.layer import row_choice
+from pallas_kernels.layer.expert_walk import DEPTH, memory_of, tile_layout, walk
 from pallas_kernels.layer.routing import Choice
-
-DEPTH = 32
-"""Numbers of the sum in a tile."""
 
 COLUMNS = 128
 """Columns of a tile of the branches."""
 
+BROUGHT_ROWS = 64
+"""Rows of an expert's projection down that the first kernel asks for at once."""
+
 DOWN_COLUMNS = 64
 """Columns of a tile of the projection down: fewer CTAs then share a sum, and its reader has fewer parts to add up."""
-
-
-def tile_layout(columns: int) -> Any:
-    """A tile in registers, whose rows lie below each other over the warps."""
-    return lane_layout(WARP, columns // WARP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,87 +134,6 @@ def check_supported(
     return None
 
 
-def _memory(numbers: int, columns: int, stages: int, spans: int, warpgroups: int, dtype: Any) -> Memory:
-    return {
-        "tiles": Buffer((warpgroups * stages, DEPTH, columns), dtype),
-        "x": Buffer((numbers,)),
-        "sums": Buffer((spans, warpgroups, WARPS, columns)),
-        "full": Barriers(arrivals=1, count=warpgroups * stages),
-        "made": Barriers(arrivals=warpgroups),
-    }
-
-
-def _walk(
-    smem: Any,
-    bounds: list[Any],
-    choose: Callable[[Any, Callable[[], None]], None],
-    copy: Callable[[Any, Any, Any], None],
-    place: Callable[[Any], Any],
-    prepare: Callable[[Any], None],
-    flush: Callable[[int, jax.Array], None],
-) -> None:
-    """Multiplies and adds the tiles of a CTA, which its warpgroups take in turn.
-
-    Args:
-      choose: choose(wg, meet) is called before all.
-      bounds: the first tile, 0, and behind the last one of the same columns, for each of `smem.sums`' spans.
-      copy: copy(i, destination, barrier) starts the copy of tile i.
-      place: from the number of a tile to where its numbers of the sum begin in smem.x.
-      prepare: prepare(wg) writes a warpgroup's part of smem.x.
-      flush: flush(span, sums) is called with the sums of a span.
-    """
-    spans, warpgroups, _, columns = smem.sums.shape
-    layout, wg, stages = tile_layout(columns), warpgroup_index(), smem.tiles.shape[0] // warpgroups
-
-    def before(end):
-        """How many tiles of this warpgroup there are before tile `end`."""
-        return lax.div(end + (warpgroups - 1) - wg, jnp.int32(warpgroups))
-
-    count = before(bounds[-1])
-
-    def start(i):
-        slot = wg * stages + lax.rem(i, jnp.int32(stages))
-        copy(i * warpgroups + wg, smem.tiles.at[slot], smem.full.at[slot])
-
-    def meet():
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
-    choose(wg, meet)
-    lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: start(i), None)
-    prepare(wg)
-    meet()
-
-    def multiply(i, acc):
-        slot = wg * stages + lax.rem(i, jnp.int32(stages))
-        x = load(smem.x.at[pl.ds(place(i * warpgroups + wg), DEPTH)], layout.reduce(1))
-        plgpu.barrier_wait(smem.full.at[slot])
-        x = plgpu.layout_cast(lax.broadcast_in_dim(x, (DEPTH, columns), [0]), layout)
-        products = load(smem.tiles.at[slot], layout).astype(jnp.float32) * x
-        for first in range(0, DEPTH, WARPS):
-            acc = acc + products[first : first + WARPS]
-
-        @pl.when(i + stages < count)
-        def _():
-            plgpu.commit_smem()  # a barrier: every thread has read the tile
-            start(i + stages)
-
-        return acc
-
-    for span in range(spans):
-        zeros = plgpu.layout_cast(jnp.zeros((WARPS, columns), jnp.float32), layout)
-        acc = lax.fori_loop(before(bounds[span]), before(bounds[span + 1]), multiply, zeros)
-        store_any(smem.sums.at[span, wg], acc)
-    meet()
-    for span in range(spans):
-
-        @pl.when(span % warpgroups == wg)
-        def _(span=span):
-            rows = [smem.sums.at[span, w, warp] for w in range(warpgroups) for warp in range(WARPS)]
-            flush(span, functools.reduce(jnp.add, [load(row, layout.reduce(0)) for row in rows]))
-
-
 def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choice | None) -> None:
     """The first kernel."""
     wg = warpgroup_index()
@@ -266,13 +180,14 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choic
             for source, target in ((smem.chosen, gmem.chosen), (smem.weights, gmem.chosen_weights)):
                 store_any(target.at[0], load(source.at[0], tile_layout(COLUMNS).reduce(1)))
 
-    def prepare(wg):
-        makers = next(n for n in range(warpgroups, 0, -1) if D % (n * COLUMNS) == 0)
-        own = pl.ds(wg * (D // makers), D // makers)
-        layout = plgpu.Layout.WG_STRIDED((D // makers,), vec_size=1)
-        pl.when(wg < makers)(
-            lambda: store_any(smem.x.at[own], load(gmem.x.at[0, own], layout).astype(jnp.float32))
-        )
+    makers = next(n for n in range(warpgroups, 0, -1) if D % (n * COLUMNS) == 0)
+    own_of_row = pl.ds(jnp.minimum(wg, makers - 1) * (D // makers), D // makers)
+
+    def load_row(_):
+        return load(gmem.x.at[0, own_of_row], plgpu.Layout.WG_STRIDED((D // makers,), vec_size=1))
+
+    def keep_row(wg, x):
+        pl.when(wg < makers)(lambda: store_any(smem.x.at[own_of_row], x.astype(jnp.float32)))
 
     def flush(span, sums):
         end = bounds[span + 1]
@@ -292,7 +207,23 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choic
                 def _(other=other):
                     store_any(gmem.h.at[branch, other, own], zeros)
 
-    _walk(smem, bounds, choose, copy, place, prepare, flush)
+    def bring_later():
+        """Asks for what the second kernel multiplies by."""
+        columns = next(n for n in (WIDTH, COLUMNS) if D % n == 0)
+        across, below = D // columns, F // BROUGHT_ROWS
+
+        def ask(i, _):
+            box = grid_index() + i * parts.ctas
+            j = lax.div(box, jnp.int32(across * below))
+            row, column = lax.div(box, jnp.int32(across)) - j * below, lax.rem(box, jnp.int32(across))
+            own = pl.ds(row * BROUGHT_ROWS, BROUGHT_ROWS), pl.ds(column * columns, columns)
+            expert = gmem.experts[0, j] if choice is None else smem.chosen[0, j]
+            plgpu.async_prefetch(gmem.down.at[expert, *own])
+
+        boxes = k * across * below - grid_index()
+        lax.fori_loop(0, lax.div(boxes + (parts.ctas - 1), jnp.int32(parts.ctas)), ask, None)
+
+    walk(smem, bounds, choose, copy, place, load_row, keep_row, bring_later, flush)
 
 
 def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
@@ -302,6 +233,7 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
     first = part * parts.each
     count = jnp.clip(sizes.inner // DEPTH - first, 0, parts.each)
     columns = pl.ds(item * DOWN_COLUMNS, DOWN_COLUMNS)
+    experts = [gmem.experts[0, j] for j in range(k)]
 
     def copy(i, destination, barrier):
         number = (first + i) * DEPTH
@@ -310,24 +242,24 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
 
         @pl.when(j < k)
         def _():
-            w = gmem.down.at[gmem.experts[0, jnp.minimum(j, k - 1)], rows, columns]
-            plgpu.copy_gmem_to_smem(w, destination, barrier)
+            e = functools.reduce(lambda e, n: jnp.where(j == n, experts[n], e), range(1, k), experts[0])
+            plgpu.copy_gmem_to_smem(gmem.down.at[e, rows, columns], destination, barrier)
 
         if S:
             pl.when(j >= k)(
                 lambda: plgpu.copy_gmem_to_smem(gmem.shared_down.at[rows, columns], destination, barrier)
             )
 
-    def prepare(wg):
-        numbers = smem.x.shape[0] // smem.sums.shape[1]
-        layout = plgpu.Layout.WG_STRIDED((numbers,), vec_size=1)
+    numbers = smem.x.shape[0] // smem.sums.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((numbers,), vec_size=1)
+
+    def load_row(wg):
+        own = pl.ds(first * DEPTH + wg * numbers, numbers)
+        return [[load(gmem.h.at[b, p, own], layout) for p in range(gmem.h.shape[1])] for b in (0, 1)]
+
+    def keep_row(wg, branches):
         start = first * DEPTH + wg * numbers
-
-        def branch(b):
-            refs = [gmem.h.at[b, p, pl.ds(start, numbers)] for p in range(gmem.h.shape[1])]
-            return functools.reduce(jnp.add, [load(ref, layout) for ref in refs])
-
-        gate, up = branch(0), branch(1)
+        gate, up = (functools.reduce(jnp.add, parts) for parts in branches)
         h = gate / (1.0 + jnp.exp(-gate)) * up
         own = plgpu.broadcasted_iota(jnp.int32, (numbers,), 0, layout=layout) + start
         factor: Any = None
@@ -345,7 +277,11 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
         store_any(gmem.y.at[part, columns], sums)
 
     bounds = [jnp.int32(0), count]
-    _walk(smem, bounds, lambda *_: None, copy, lambda i: i * DEPTH, prepare, flush)
+
+    def bring_later():
+        bring(gmem.ahead, parts.ctas)
+
+    walk(smem, bounds, lambda *_: None, copy, lambda i: i * DEPTH, load_row, keep_row, bring_later, flush)
 
 
 def expert_row(
@@ -357,6 +293,7 @@ def expert_row(
     shared: tuple[Float[Array, "D S"], Float[Array, "D S"], Float[Array, "S D"]] | None = None,
     weight: Float[Array, "1"] | None = None,
     *,
+    ahead: Sequence[jax.Array] = (),
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "parts D"]:
@@ -369,10 +306,11 @@ def expert_row(
       gate_up, down: weights of all experts.
       shared: both branches and the projection down of an expert that every row has.
       weight: its weight; None: 1.
+      ahead: arrays that the kernels after these read first, see `device.ahead`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    arrays = x, (weights, experts), gate_up, down, shared, weight
+    arrays = x, (weights, experts), gate_up, down, shared, weight, rows_of(ahead)
     return compiled(_run, interpret, static=3)(config or Config(), None, interpret, *arrays)
 
 
@@ -386,17 +324,18 @@ def routed_row(
     shared: tuple[Float[Array, "D S"], Float[Array, "D S"], Float[Array, "S D"]] | None = None,
     weight: Float[Array, "1"] | None = None,
     *,
+    ahead: Sequence[jax.Array] = (),
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "parts D"]:
     """`expert_row` of the experts that `routing.choose` would choose from scores and bias, which the kernel chooses
     itself, where `row_choice.check_supported` says so too."""
     config = config or Config()
-    arrays = x, (scores, bias), gate_up, down, shared, weight
+    arrays = x, (scores, bias), gate_up, down, shared, weight, rows_of(ahead)
     return compiled(_run, interpret, static=3)(config, choice, interpret, *arrays)
 
 
-def _run(config, choice, interpret, x, route, gate_up, down, shared, weight):
+def _run(config, choice, interpret, x, route, gate_up, down, shared, weight, ahead):
     (E, _, F2), D = gate_up.shape, x.shape[1]
     k = route[1].shape[1] if choice is None else choice.per_token
     gate, up, shared_down = shared or (None,) * 3
@@ -408,13 +347,13 @@ def _run(config, choice, interpret, x, route, gate_up, down, shared, weight):
     spans = (first.each - 2) // (D // DEPTH) + 2
     options: dict[str, Any] = dict(auto_barriers=False, warpgroups=warpgroups, interpret=interpret)
     memories = [
-        _memory(numbers, columns, min(stages, pl.cdiv(parts.each, warpgroups)), spans, warpgroups, x.dtype)
+        memory_of(numbers, columns, min(stages, pl.cdiv(parts.each, warpgroups)), spans, warpgroups, x.dtype)
         for numbers, columns, stages, spans, parts in (
             (D, COLUMNS, config.stages, spans, first),
             (numbers, DOWN_COLUMNS, config.down_stages, 1, second),
         )
     ]
-    inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up}
+    inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up, "down": down}
     outputs = {"h": jax.ShapeDtypeStruct((2, first.parts, padded), jnp.float32)}
     if choice is None:
         inputs["experts"] = route[1]
@@ -444,6 +383,7 @@ def _run(config, choice, interpret, x, route, gate_up, down, shared, weight):
         inputs={"h": made["h"], "experts": experts, "weights": weights, "weight": weight}
         | {"down": down, "shared_down": shared_down},
         outputs={"y": jax.ShapeDtypeStruct((second.parts, D), jnp.float32)},
+        ahead=ahead,
         memory=memories[1],
         ctas=second.ctas,
         **options,

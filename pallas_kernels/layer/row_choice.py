@@ -74,13 +74,19 @@ def choose(gmem: Any, smem: Any, choice: Choice, wg: Any, meet: Any) -> None:
       meet: waits for all warpgroups of the CTA.
     """
     E, warpgroups, k = gmem.scores.shape[0], smem.chosen.shape[0], choice.per_token
-    mask = _keep(gmem, smem, choice, wg) if choice.kept_groups < choice.groups else None
     layout, own = lane_layout(WARP, E // WARP), E // warpgroups
+    # All is asked for at once: the first of it has been long on its way when the last is used.
+    whole, part = (pl.ds(0, E), layout.reduce(0)), (pl.ds(wg * own, own), layout.reduce(1))
+    loaded = [
+        [load(ref.at[numbers], spread) for ref in (gmem.scores, gmem.bias)]
+        for numbers, spread in (whole, part)
+    ]
+    mask = _keep(gmem, smem, choice, wg) if choice.kept_groups < choice.groups else None
 
-    def biased(first, count, layout):
+    def biased(score, bias, first, layout):
         """The score, and the biased one, which is -inf in groups that are not kept."""
-        score = _sigmoid(load(gmem.scores.at[pl.ds(first, count)], layout))
-        c = score + load(gmem.bias.at[pl.ds(first, count)], layout)
+        (count,), score = score.shape, _sigmoid(score)
+        c = score + bias
         if mask is None:
             return score, c
         number = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + first
@@ -89,8 +95,9 @@ def choose(gmem: Any, smem: Any, choice: Choice, wg: Any, meet: Any) -> None:
         )
         return score, jnp.where((bit & 1) == 1, c, -jnp.inf)
 
-    _, mine = biased(wg * own, own, layout.reduce(1))
-    score, other = biased(0, E, layout.reduce(0))
+    (scores, bias), (own_scores, own_bias) = loaded
+    _, mine = biased(own_scores, own_bias, wg * own, layout.reduce(1))
+    score, other = biased(scores, bias, 0, layout.reduce(0))
     mine, other = _pair(mine, other, layout)
     i, j = (plgpu.broadcasted_iota(jnp.int32, mine.shape, d, layout=layout) for d in (0, 1))
     store_any(smem.places.at[pl.ds(wg * own, own)], jnp.sum(_before(other, mine, j < i + wg * own), axis=1))

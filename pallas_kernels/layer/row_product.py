@@ -20,7 +20,8 @@ Numerics: float32; v is not rounded. The same bits in every call. Hardware: comp
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.gated_norm import ACTIVATIONS
+from pallas_kernels.layer.made_rows import Heads, Row, Stream
 
 WIDEST = 256
-"""Columns of a piece at most: what is copied at once."""
+"""Columns of a piece at most, and so of a dimension of what is copied at once."""
+
+MANY_TILES = 4
+"""Tiles of a CTA from which on two warpgroups share them."""
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
 
 BYTES = 192 * 1024
 """Shared memory of a multiprocessor's CTAs for tiles of W, at most."""
@@ -47,59 +56,6 @@ MOST_BYTES = 200 * 1024
 REDUCTION_BYTES = 2048
 
 
-@runtime_checkable
-class Row(Protocol):
-    """How the row is made: static, and hashable."""
-
-    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
-        """Writes the row to shared memory x; the first CTA also writes what else is asked for."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """The norm of the residual stream."""
-
-    eps: float
-    first: int = 0
-    """Number of the channel that x begins with; without y the stream may be some channels of an array."""
-
-    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
-        """See `Row.make`."""
-        D = gmem.w.shape[0]
-        s = r.load(gmem.x.at[:, pl.ds(self.first, D)], 0, D, 1)
-        if gmem.y is not None:
-            for part in range(gmem.y.shape[0]):
-                s = s + r.load(gmem.y, part, D, 1)
-        scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
-        v = s * r.spread(scale, D) * r.load_along(gmem.w, 1)
-        store_any(x, v)
-
-        @pl.when(is_first)
-        def _():
-            if gmem.s is not None:
-                r.store(gmem.s, 0, s)
-            if gmem.v is not None:
-                r.store(gmem.v, 0, v)
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """The gated norm of each head."""
-
-    eps: float
-    activation: str
-
-    def make(self, gmem: Any, x: Any, is_first: Any) -> None:
-        """See `Row.make`."""
-        H, V = gmem.o.shape
-        o, z = r.load(gmem.o, 0, V, H), r.load(gmem.z, gmem.z.shape[0] - H, V, H)
-        scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + self.eps), V)
-        store_any(
-            x, o * scale * r.load_along(gmem.w, H) * ACTIVATIONS[self.activation].value(z, r.sigmoid(z))
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the matrix is walked over, not what is computed."""
@@ -107,6 +63,8 @@ class Config:
     rows: int
     """Rows of a tile, a multiple of 4."""
     ctas: int = NUM_SMS
+    warpgroups: int = 1
+    """Warpgroups of a CTA, which take its tiles in turn. The first one makes the row."""
 
     @classmethod
     def heads(cls) -> "Config":
@@ -120,6 +78,9 @@ class Config:
     def stream(cls, F: int) -> "Config":
         """The tallest tiles that keep the multiprocessors as busy as any. Every CTA adds up all parts of y.
 
+        Where a CTA has many tiles, one warpgroup multiplies them hardly faster than they come, and begins when the
+        row is made: two catch up.
+
         (H200, 2026-11-26, 10368 x 1536 behind 11 parts, with a convolution: 12.3 us; with two and three CTAs on a
         multiprocessor 13.1 and 17.2, with tiles of 4 rows 15.7 and more.)
         """
@@ -128,7 +89,8 @@ class Config:
             """Rows of the multiprocessor that has most."""
             return pl.cdiv(pl.cdiv(F, rows), NUM_SMS) * rows
 
-        return cls(min((8, 4), key=longest))
+        rows = min((8, 4), key=longest)
+        return cls(rows, warpgroups=2 if pl.cdiv(F // rows, NUM_SMS) >= MANY_TILES else 1)
 
 
 def _check_matrix(weight) -> str | None:
@@ -175,94 +137,149 @@ def check_convolution(
         return "an array of the convolution has more than 32 bits; the kernel takes at most these"
     if channels % 8 or channels > weight.shape[0] or taps < 2:
         return f"{channels} channels and {taps} taps; the kernel takes a multiple of 8, and 2 taps or more"
-    return None
+    config = Config.stream(weight.shape[0])
+    least = _channels(config, weight.shape[0] // config.rows)
+    return f"{channels} channels; the kernel takes {least} or more" if channels < least else None
 
 
-def _memory(config: Config, shape: tuple[int, int], D: int, tiles: int, dtype: Any) -> Memory:
-    columns = min(shape[1], WIDEST)
-    pieces = D // columns
-    tile = pieces * config.rows * columns * jnp.dtype(dtype).itemsize
+def _memory(
+    config: Config, shape: tuple[int, int], weight: jax.Array, tiles: int, filters: jax.Array | None
+) -> Memory:
+    _, pieces, columns = weight.shape
+    tile, own = pieces * config.rows * columns * weight.dtype.itemsize, pl.cdiv(tiles, config.ctas)
     room = BYTES // pl.cdiv(config.ctas, NUM_SMS)
     room = room if 2 * tile <= room else MOST_BYTES
-    stages = max(1, min(room // tile, pl.cdiv(tiles, config.ctas)))
+    groups = config.warpgroups
+    stages = max(1, min(room // tile // groups, pl.cdiv(own, groups))) * groups
+    past = None if filters is None else Buffer((2 * filters.shape[1], _channels(config, tiles)))
     return {
-        "tiles": Buffer((stages, pieces, config.rows, columns), dtype),
+        "tiles": Buffer((stages, config.rows, pieces, columns), weight.dtype),
         "row": Buffer(shape),
-        "full": Barriers(arrivals=pieces, count=stages),
+        "past": past,
+        "full": Barriers(arrivals=1, count=stages),
+        "made": Barriers(arrivals=groups) if groups > 1 else None,
     }
 
 
-def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
-    stages, pieces, rows, columns = smem.tiles.shape
-    layout = lane_layout(WARP, columns // WARP)
-    tiles = gmem.weight.shape[0] // rows
-    count = lax.div(jnp.int32(tiles + config.ctas - 1) - grid_index(), jnp.int32(config.ctas))
+def _channels(config: Config, tiles: int) -> int:
+    """Channels of a convolution whose states, filters and biases a CTA reads: its own, and some to fill up."""
+    return round_up(pl.cdiv(tiles, config.ctas) * config.rows, WARPGROUP)
 
-    def first_row(i):
-        return (grid_index() + i * config.ctas) * rows
+
+def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
+    stages, rows, pieces, columns = smem.tiles.shape
+    layout, warpgroups = lane_layout(WARP, columns // WARP), config.warpgroups
+    wg = warpgroup_index() if warpgroups > 1 else jnp.int32(0)
+    tiles = gmem.weight.shape[0] // rows
+    each = pl.cdiv(tiles, config.ctas)
+    first = grid_index() * each
+    count = jnp.clip(tiles - first, 0, each)
+    past = None if smem.past is None else _Past(gmem, smem.past, first * rows)
 
     def start(i):
         slot = lax.rem(i, jnp.int32(stages))
-        for piece in range(pieces):
-            own = gmem.weight.at[pl.ds(first_row(i), rows), pl.ds(piece * columns, columns)]
-            plgpu.copy_gmem_to_smem(own, smem.tiles.at[slot, piece], smem.full.at[slot])
+        own = gmem.weight.at[pl.ds((first + i) * rows, rows)]
+        plgpu.copy_gmem_to_smem(own, smem.tiles.at[slot], smem.full.at[slot])
 
-    lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: start(i), None)
-    row.make(gmem, smem.row, grid_index() == 0)
-    plgpu.commit_smem()
+    def prepare(makes: list[Any]):
+        """Starts the first copies of a warpgroup, and makes its part of what all read.
+
+        What that is made of is asked for behind one tile: behind all of them it would come after them.
+        """
+        pl.when(wg < count)(lambda: start(wg))
+        loaded = [load() for load, _ in makes]
+        others = lax.div(jnp.minimum(count, stages) - wg + (warpgroups - 1), jnp.int32(warpgroups))
+        lax.fori_loop(1, others, lambda i, _: start(wg + i * warpgroups), None)
+        for (_, make), x in zip(makes, loaded, strict=True):
+            make(x)
+        plgpu.commit_smem()
+
+    makes: list[Any] = [
+        (lambda: row.load(gmem), lambda loaded: row.make(gmem, loaded, smem.row, grid_index() == 0))
+    ]
+    makes += [] if past is None else [(past.load, past.keep)]
+    if warpgroups == 1:
+        prepare(makes)
+    else:
+        for n in range(warpgroups):
+            own = makes[n : n + 1] if n + 1 < warpgroups else makes[n:]
+            pl.when(wg == n)(functools.partial(prepare, own))
+        plgpu.barrier_arrive(smem.made)
+        plgpu.barrier_wait(smem.made)
 
     def piece_of_row(piece):
         if smem.row.shape[0] == 1:
             return smem.row.at[0, pl.ds(piece * columns, columns)]
         return smem.row.at[piece]
 
-    def tile(i, _):
+    last = jnp.maximum(lax.div(count - 1, jnp.int32(warpgroups)), 0) * warpgroups
+    """The last tile of the first warpgroup, behind whose copies it asks for what others need."""
+
+    def tile(n, _):
+        i = wg + n * warpgroups
+        if gmem.ahead:
+            pl.when(i == last)(lambda: bring(gmem.ahead, config.ctas))
         slot = lax.rem(i, jnp.int32(stages))
-        past = None if gmem.state is None else _load_past(gmem, pl.ds(first_row(i), rows), layout.reduce(1))
         plgpu.barrier_wait(smem.full.at[slot])
         total = None
         for piece in range(pieces):
             v = load(piece_of_row(piece), layout.reduce(0))
             v = plgpu.layout_cast(lax.broadcast_in_dim(v, (rows, columns), [1]), layout)
-            part = load(smem.tiles.at[slot, piece], layout).astype(jnp.float32) * v
+            part = load(smem.tiles.at[slot, :, piece], layout).astype(jnp.float32) * v
             total = part if total is None else total + part
         assert total is not None
         sums = jnp.sum(total, axis=1)
-        own, sums = pl.ds(first_row(i), rows), sums.astype(gmem.out.dtype)
+        own, sums = pl.ds((first + i) * rows, rows), sums.astype(gmem.out.dtype)
         if past is None:
             store_any(gmem.out.at[own], sums)
         else:
-            is_filtered = first_row(i) < gmem.filters.shape[0]
-            pl.when(is_filtered)(lambda: _filter(gmem, own, sums, *past))
+            is_filtered = own.start < gmem.filters.shape[0]
+            pl.when(is_filtered)(lambda: past.filter(own, sums, layout.reduce(1)))
             pl.when(jnp.logical_not(is_filtered))(lambda: store_any(gmem.out.at[own], sums))
 
         @pl.when(i + stages < count)
         def _():
-            plgpu.commit_smem()  # a barrier: every thread has read the tile
+            plgpu.commit_smem()  # a barrier: every thread of the warpgroup has read the tile
             start(i + stages)
 
         return ()
 
-    lax.fori_loop(0, count, tile, ())
+    lax.fori_loop(0, lax.div(count - wg + (warpgroups - 1), jnp.int32(warpgroups)), tile, ())
 
 
-def _load_past(gmem: Any, own: Any, layout: Any) -> tuple[list[jax.Array], list[jax.Array], jax.Array | None]:
-    """States, oldest first, filters and bias of a tile's channels; those of the last channels where it has none."""
-    C, taps = gmem.filters.shape
-    own = pl.ds(jnp.minimum(own.start, C - own.size), own.size)
-    states = [load(gmem.state.at[0, own, j], layout) for j in range(taps - 1)]
-    filters = [load(gmem.filters.at[own, j], layout) for j in range(taps)]
-    return states, filters, None if gmem.bias is None else load(gmem.bias.at[own], layout)
+class _Past:
+    """States, filters and biases of a CTA's channels, which it reads at once: one behind the other they would take as
+    long as its tiles."""
 
+    def __init__(self, gmem: Any, kept: Any, first: Any) -> None:
+        """Takes as many channels as there is room for in shared memory, from the first one on."""
+        self.gmem, self.kept, (C, self.taps) = gmem, kept, gmem.filters.shape
+        self.channels = pl.ds(jnp.minimum(first, C - kept.shape[1]), kept.shape[1])
 
-def _filter(gmem: Any, own: Any, x: jax.Array, states: list, filters: list, bias: jax.Array | None) -> None:
-    """The convolution of a tile's channels, as in `decode.conv_update`."""
-    inputs = [*states, x]
-    total = sum(s.astype(jnp.float32) * w.astype(jnp.float32) for s, w in zip(inputs, filters, strict=True))
-    total = total if bias is None else total + bias.astype(jnp.float32)
-    store_any(gmem.out.at[own], (total / (1.0 + jnp.exp(-total))).astype(gmem.out.dtype))
-    for j, s in enumerate(inputs[1:]):
-        store_any(gmem.state.at[0, own, j], s.astype(gmem.state.dtype))
+    def load(self) -> list[jax.Array]:
+        """Asks for them."""
+        gmem, own = self.gmem, self.channels
+        layout = plgpu.Layout.WG_STRIDED((own.size,), vec_size=1)
+        refs = [gmem.state.at[0, own, j] for j in range(self.taps - 1)]
+        refs += [gmem.filters.at[own, j] for j in range(self.taps)]
+        refs += [] if gmem.bias is None else [gmem.bias.at[own]]
+        return [load(ref, layout) for ref in refs]
+
+    def keep(self, loaded: list[jax.Array]) -> None:
+        """Writes them to shared memory."""
+        for n, x in enumerate(loaded):
+            store_any(self.kept.at[n], x.astype(jnp.float32))
+
+    def filter(self, own: Any, x: jax.Array, layout: Any) -> None:
+        """The convolution of a tile's channels, as in `decode.conv_update`."""
+        gmem, taps, place = self.gmem, self.taps, pl.ds(own.start - self.channels.start, own.size)
+        kept = [load(self.kept.at[n, place], layout) for n in range(2 * taps - (gmem.bias is None))]
+        inputs = [*kept[: taps - 1], x.astype(jnp.float32)]
+        total = sum(s * w for s, w in zip(inputs, kept[taps - 1 :], strict=False))
+        total = total if gmem.bias is None else total + kept[-1]
+        store_any(gmem.out.at[own], (total / (1.0 + jnp.exp(-total))).astype(gmem.out.dtype))
+        for j, s in enumerate(inputs[1:]):
+            store_any(gmem.state.at[0, own, j], s.astype(gmem.state.dtype))
 
 
 class Convolution(NamedTuple):
@@ -285,6 +302,7 @@ def stream_product(
     keep: Any = None,
     convolution: Convolution | None = None,
     first: int = 0,
+    ahead: Sequence[jax.Array] = (),
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[
@@ -304,6 +322,7 @@ def stream_product(
       keep: dtype of the norm as a result; None where it is none.
       convolution: of the first channels, that `check_convolution` accepts; None: there is none.
       first: without y, the channel of x with which the stream begins, a multiple of 4.
+      ahead: arrays that the kernels after this one read first, see `device.ahead`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
@@ -312,10 +331,12 @@ def stream_product(
     config = config or Config.stream(weight.shape[0])
     keep = None if keep is None else jnp.dtype(keep)
     static = row, config, jnp.dtype(dtype), keep, interpret
-    return compiled(_run_stream, interpret, static=5)(*static, x, y, norm, weight, convolution)
+    return compiled(_run_stream, interpret, static=5)(
+        *static, x, y, norm, weight, convolution, rows_of(ahead)
+    )
 
 
-def _run_stream(row, config, dtype, keep, interpret, x, y, norm, weight, convolution):
+def _run_stream(row, config, dtype, keep, interpret, x, y, norm, weight, convolution, ahead):
     D, like = weight.shape[1], jax.ShapeDtypeStruct
     inputs = {"x": x, "y": y, "w": norm.astype(jnp.float32)}
     outputs = {
@@ -324,7 +345,7 @@ def _run_stream(row, config, dtype, keep, interpret, x, y, norm, weight, convolu
     }
     state, filters, bias = (None,) * 3 if convolution is None else convolution
     inputs |= {"filters": filters, "bias": bias}
-    options: dict[str, Any] = dict(updated={"state": state}, interpret=interpret)
+    options: dict[str, Any] = dict(updated={"state": state}, ahead=ahead, interpret=interpret)
     results = _launch("stream_product", row, config, (1, D), inputs, outputs, dtype, weight, **options)
     return results.get("s", x), results.get("v"), results["out"][None], results.get("state")
 
@@ -338,6 +359,7 @@ def heads_product(
     eps: float,
     activation: str,
     dtype: Any,
+    ahead: Sequence[jax.Array] = (),
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "1 F"]:
@@ -351,26 +373,29 @@ def heads_product(
       eps: of the norm.
       activation: of the gate, one of `gated_norm.ACTIVATIONS`.
       dtype: of the result.
+      ahead: arrays that the kernels after this one read first, see `device.ahead`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     row = Heads(eps, activation)
     config = config or Config.heads()
     return compiled(_run_heads, interpret, static=4)(
-        row, config, jnp.dtype(dtype), interpret, o, z, norm, weight
+        row, config, jnp.dtype(dtype), interpret, o, z, norm, weight, rows_of(ahead)
     )
 
 
-def _run_heads(row, config, dtype, interpret, o, z, norm, weight):
+def _run_heads(row, config, dtype, interpret, o, z, norm, weight, ahead):
     inputs = {"o": o, "z": z, "w": norm.astype(jnp.float32), "filters": None, "bias": None}
-    options: dict[str, Any] = dict(updated={"state": None}, interpret=interpret)
+    options: dict[str, Any] = dict(updated={"state": None}, ahead=ahead, interpret=interpret)
     return _launch("heads_product", row, config, o.shape, inputs, {}, dtype, weight, **options)["out"][None]
 
 
-def _launch(name, row, config, shape, inputs, outputs, dtype, weight, *, updated, interpret):
-    F, D = weight.shape
+def _launch(name, row, config, shape, inputs, outputs, dtype, weight, *, updated, ahead, interpret):
+    (F, D), filters = weight.shape, inputs.get("filters")
     config = dataclasses.replace(config, ctas=min(config.ctas, F // config.rows))
-    memory = _memory(config, shape, D, F // config.rows, weight.dtype)
+    columns = min(shape[1], WIDEST)
+    weight = weight.reshape(F, D // columns, columns)  # one copy then brings a tile
+    memory = _memory(config, shape, weight, F // config.rows, filters)
     assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
     return launch(
         name,
@@ -378,9 +403,11 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, *, updated
         inputs=inputs | {"weight": weight},
         outputs=outputs | {"out": jax.ShapeDtypeStruct((F,), dtype)},
         updated=updated,
+        ahead=ahead,
         memory=memory,
         auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
+        warpgroups=config.warpgroups if config.warpgroups > 1 else None,
         interpret=interpret,
     )

@@ -1,0 +1,79 @@
+"""Rows that `layer.row_product` multiplies: a warpgroup makes them from the residual stream, or from heads."""
+
+import dataclasses
+import functools
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.device.memory import store_any
+from pallas_kernels.layer import rows as r
+from pallas_kernels.layer.gated_norm import ACTIVATIONS
+
+
+@runtime_checkable
+class Row(Protocol):
+    """How the row is made: static, and hashable."""
+
+    def load(self, gmem: Any) -> Any:
+        """Asks for all that the row is made of, to registers."""
+        ...
+
+    def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
+        """Writes the row to shared memory x; the first CTA also writes what else is asked for."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The norm of the residual stream."""
+
+    eps: float
+    first: int = 0
+    """Number of the channel that x begins with; without y the stream may be some channels of an array."""
+
+    def load(self, gmem: Any) -> Any:
+        """See `Row.load`: the weight of the norm and the parts of the sum."""
+        D = gmem.w.shape[0]
+        parts = [gmem.x.at[:, pl.ds(self.first, D)]]
+        parts += [] if gmem.y is None else [gmem.y.at[pl.ds(n, 1)] for n in range(gmem.y.shape[0])]
+        return r.load_along(gmem.w, 1), [r.load_whole(part) for part in parts]
+
+    def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
+        """See `Row.make`."""
+        w, parts = loaded
+        s, D = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]), gmem.w.shape[0]
+        scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
+        v = s * r.spread(scale, D) * w
+        store_any(x, v)
+
+        @pl.when(is_first)
+        def _():
+            if gmem.s is not None:
+                r.store(gmem.s, 0, s)
+            if gmem.v is not None:
+                r.store(gmem.v, 0, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The gated norm of each head."""
+
+    eps: float
+    activation: str
+
+    def load(self, gmem: Any) -> Any:
+        """See `Row.load`: the heads, their gates and the weight of the norm."""
+        H = gmem.o.shape[0]
+        z = gmem.z.at[pl.ds(gmem.z.shape[0] - H, H)]
+        return r.load_along(gmem.w, H), r.load_whole(gmem.o), r.load_whole(z)
+
+    def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
+        """See `Row.make`."""
+        w, *heads = loaded
+        o, z = (part.astype(jnp.float32) for part in heads)
+        V = o.shape[1]
+        scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + self.eps), V)
+        store_any(x, o * scale * w * ACTIVATIONS[self.activation].value(z, r.sigmoid(z)))
