@@ -50,6 +50,7 @@ LONG = (
     "parallel_training",
     "parallel_context",
     "kernels_decode",
+    "kernels_ring",
     "runs",
     "chunked",
     "family",
@@ -124,6 +125,17 @@ def interpreted(monkeypatch):
     from layer_kernels import interpret
 
     return interpret(monkeypatch)
+
+
+@pytest.fixture
+def interpreted_calls():
+    """Public calls of `gdn_jax.serving` interpret the kernels."""
+    from layer_kernels import INTERPRET
+
+    from gdn_jax.serving.call import interpreted
+
+    with interpreted(INTERPRET):
+        yield
 
 
 @pytest.fixture

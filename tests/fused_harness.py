@@ -15,6 +15,10 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 0.0}
 # and about ten roundings of the sigmoid, root and products.
 SUMS = 1e-6
 
+# float32 with the GPU's approximate exponential, root and division: each is off by up to 2^-22 = 2.4e-7 (PTX ISA,
+# ex2.approx, rsqrt.approx and div.full), and the argument of the exponential is rounded, 5 * 2^-24 of e^5.
+SUMS_ON_A_GPU = 2e-6
+
 SWIGLU_NAMES = ("y", "dx", "dgate_kernel", "dup_kernel", "ddown_kernel")
 """Names of the results of `fused_oracle.swiglu`."""
 

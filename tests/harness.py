@@ -138,6 +138,11 @@ IN_ONE_DTYPE = (
 left for every dtype have each option: absent gates and state, L2 norm, scale, layout, two groupings, packed rows and
 segments, and all values."""
 CROSSED = (
+    "float32-scale-0",
+    "float32-seven-tokens-no-beta",
+    "float32-K256-V256",
+    "bfloat16-no-gates-no-initial-state",
+    "bfloat16-packed-vk-l2norm-scale-1-no-state",
     "float32-one-chunk-one-key-head",
     "float32-values-grouped-over-two-chunk-32",
     "float32-queries-fewer-than-keys-chunk-16",

@@ -148,8 +148,10 @@ PLACEMENTS = {
 """Name -> where tokens and states lie on a mesh of 2 x 4 devices."""
 
 kinds = pytest.mark.parametrize(
-    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=["automatic", "explicit"]
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.crossed)], ids=["automatic", "explicit"]
 )
 
 
-partitioners = pytest.mark.parametrize("shardy", [True, False], ids=["shardy", "gspmd"])
+partitioners = pytest.mark.parametrize(
+    "shardy", [True, pytest.param(False, marks=pytest.mark.crossed)], ids=["shardy", "gspmd"]
+)

@@ -206,6 +206,7 @@ def test_gradients(packing):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_padding_of_nan_gives_finite_gradients():
     x = jnp.ones((1, 6, 2)).at[:, 4:].set(jnp.nan)
     weight = jnp.ones((2, 3))

@@ -12,7 +12,7 @@ from gdn_jax.checks import cases
 
 @pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
-@pytest.mark.parametrize("name", harness.tiers(("slow-decay", "packed"), (), ("packed",)))
+@pytest.mark.parametrize("name", harness.tiers(("slow-decay", "packed"), (), ()))
 def test_bit_equal_repeats(implementation, name):
     """A hundred calls of one function, compiled as users compile it: outputs and gradients."""
     case = cases.CASES[name]
@@ -31,9 +31,10 @@ def test_bit_equal_repeats(implementation, name):
 def test_compiling_again_gives_the_same_bits(implementation):
     case = cases.Case("again", T=70)
     x = cases.inputs(case)
-    compiled = (jax.jit(harness.value_and_gradients(implementation, case.options)) for _ in range(2))
-    first, again = (call(x[:6], (x.do, x.dh_T), None, None) for call in compiled)
-    jax.tree.map(np.testing.assert_array_equal, first, again)
+    compiled = [jax.jit(harness.value_and_gradients(implementation, case.options)) for _ in range(2)]
+    first = compiled[0](x[:6], (x.do, x.dh_T), None, None)
+    for call in (compiled[1], *100 * compiled[:1]):  # and the same program again
+        jax.tree.map(np.testing.assert_array_equal, first, call(x[:6], (x.do, x.dh_T), None, None))
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)

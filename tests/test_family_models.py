@@ -176,7 +176,7 @@ OF_THE_FAMILY = [
 
 
 @pytest.mark.parametrize(
-    "preset", tiers(OF_THE_FAMILY, {*OF_THE_FAMILY} - {"gated-delta-net-2-0.4b", "kda-0.4b"})
+    "preset", tiers(OF_THE_FAMILY, {*OF_THE_FAMILY} - {"gated-delta-net-2-0.4b", "kda-0.4b"}, ("kda-0.4b",))
 )
 def test_info(preset, capsys):
     assert cli.main(["info", preset]) == 0
@@ -200,12 +200,11 @@ def test_parameters_on_a_mesh():
     assert mixer["dt_bias"] == PartitionSpec("head", None)
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize(
     "mixer, mesh",
     [
-        ("kda", "data=2,head=2,context=2"),
-        ("gated_delta_product", "head=2,context=4"),
+        pytest.param("kda", "head=2,context=2", marks=pytest.mark.slow),
+        pytest.param("gated_delta_product", "head=2,context=4", marks=pytest.mark.crossed),
     ],
 )
 def test_training_on_a_mesh(mixer, mesh):

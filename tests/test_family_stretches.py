@@ -52,7 +52,7 @@ def on_gpu(monkeypatch, tokens_times_heads: int) -> None:
     monkeypatch.setattr(chunked, "_GPU_STRETCH", tokens_times_heads)
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_stretches_on_a_gpu(monkeypatch):
     """Two stretches of three chunks, the last one padded: the bits of the whole row, and gradients as exact."""
     case = CASES["K64-chunk-16"]

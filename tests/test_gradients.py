@@ -71,7 +71,7 @@ DOUBLE = (
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
-@pytest.mark.parametrize("name", harness.tiers(DOUBLE, DOUBLE[:6], ("segments", DOUBLE[-1])))
+@pytest.mark.parametrize("name", harness.tiers(DOUBLE, DOUBLE[:6], (DOUBLE[-1],)))
 def test_double_precision(implementation, name):
     """With x64 on, nothing inside is computed in less than float64."""
     case = cases.CASES[name]
@@ -92,6 +92,7 @@ def test_one_output_alone(implementation, silent):
     harness.check(case, x, "float32", harness.evaluate(implementation, case.options, x), form=implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 def test_unused_output(implementation):
     """jax.grad of a loss that reads one output only, of some arguments only: no cotangent is dropped or invented."""

@@ -202,7 +202,7 @@ OWN = {"qwen3_5_text": HYBRID, "qwen3_5_moe_text": MOE, "qwen3_next": NEXT, "olm
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3_5_text" else name for name in OWN],
+    [pytest.param(name, marks=pytest.mark.crossed) if name == "qwen3_5_text" else name for name in OWN],
 )
 def test_a_model_of_our_own(model_type, tmp_path):
     """It is written as the family that has such models, in several files where they are large."""

@@ -30,7 +30,8 @@ LAYERS = {"kimi_linear_released": (0, 2), "bailing_hybrid_released": (0, 2), "la
 """Layers of the cut model, in which there is one of each mixer, dense or with experts."""
 
 
-@pytest.mark.parametrize("name", tiers(PROJECTIONS, ("lara_mini",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiers(PROJECTIONS, (), ("lara_mini", "bailing_hybrid_released")))
 def test_gradients_are_those_of_float64(name):
     """Along a direction drawn for each parameter; the row is longer than Lara's window of 20 tokens.
 

@@ -36,6 +36,15 @@ def folder(request):
     return request.param
 
 
+one_of_both = pytest.mark.parametrize(
+    "folder",
+    [pytest.param(KIMI, marks=pytest.mark.crossed), pytest.param(LING, marks=pytest.mark.slow)],
+    ids=["kimi", "ling"],
+    indirect=True,
+)
+"""Of what the layers do, which both have: logits and continuations are compared for each."""
+
+
 @pytest.fixture(scope="module")
 def expected(folder):
     """Transformers' results, of whole rows their first 64 tokens: nothing after a token changes it."""
@@ -283,7 +292,7 @@ def test_onto_eight_devices():
     hf_checkpoints.assert_same_logits(np.asarray(got), want["short_logits"])
 
 
-@pytest.mark.slow
+@one_of_both
 def test_the_views_of_notebook_06(model, expected):
     """Half-lives of each channel, write strengths, maps of the latent attention, and gates that are changed."""
     tokens = jnp.asarray(expected["input_ids"][:, :24])
@@ -321,7 +330,7 @@ TRANSFORMERS_BFLOAT16 = {KIMI: 0.15, LING: 0.27}
 Where two scores are nearly equal a rounding decides which expert a token gets."""
 
 
-@pytest.mark.slow
+@one_of_both
 def test_in_bfloat16(folder, expected):
     """What decides stays in float32, and the logits are at most twice as far off as transformers'."""
     model = load_hf(folder, dtype="bfloat16", implementation="recurrent")

@@ -69,6 +69,7 @@ def conversions(jaxpr):
                     yield from conversions(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [CONFIG, pytest.param(WITH_EXPERTS, marks=pytest.mark.slow)], ids=["swiglu", "experts"]
 )

@@ -109,6 +109,7 @@ def test_lanes(bad):
             assert_isolated(x, [victim], clean, got, what)
 
 
+@pytest.mark.slow
 @bad_numbers
 def test_chunk_states_and_products(bad):
     """The states inside sequences, and several steps a token."""
@@ -223,6 +224,7 @@ def test_prompts(batch_invariant):
     assert np.isnan(got_o)[:, owner == 3].any() and np.isnan(got_pool)[x["read_slots"][3]].any()
 
 
+@pytest.mark.slow
 @bad_numbers
 @pytest.mark.parametrize("kind", ["states", "ring"])
 def test_tokens_of_requests(kind, bad):

@@ -65,7 +65,7 @@ CASES = [
         cases.Case("packed", T=150, B=1, heads=(1, 1, 1), K=64, V=128, lengths=(70, 0, 1, 65)),
         "bfloat16",
         dict(config=walk.Config(2)),
-        marks=pytest.mark.slow,
+        marks=pytest.mark.crossed,
     ),
     pytest.param(
         cases.Case("resets", T=70, B=1, heads=(1, 1, 1), K=100, V=128, g="some -inf"),

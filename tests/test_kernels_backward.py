@@ -152,7 +152,7 @@ CASES = (
     C("segments", T=100, B=1, heads=(1, 1, 1), segments=((1, 63, 2, 34),)),
 )
 
-SLOW = ("packed, three tiles", "decay hundredfold, beta 0")
+SLOW = ("packed, three tiles",)
 
 FLOAT16 = (
     (C("two tiles, wide keys", T=66, B=1, heads=(2, 1, 1), K=192, V=128, g="by-head"), None),
@@ -261,6 +261,7 @@ def test_segments_in_the_interpreter(case, chunks):
     check(case, dataclasses.replace(SMALL, segments=True), chunks)
 
 
+@pytest.mark.slow
 def test_open_adjoints_in_the_interpreter(monkeypatch):
     """The cotangent at every segment's start by itself, and at its end with all that follows. The two state
     warpgroups of a CTA have half of V = 128 each."""

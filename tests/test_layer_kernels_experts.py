@@ -132,7 +132,7 @@ def plain_gradient(x, dy, first, count, *, rows):
     return jnp.einsum("et,tm,tn->emn", *products).astype(x.dtype)
 
 
-@pytest.mark.parametrize("N", [pytest.param(8, marks=pytest.mark.slow), 80])
+@pytest.mark.parametrize("N", [pytest.param(8, marks=pytest.mark.crossed), 80])
 @pytest.mark.parametrize("split", ["rows", "experts"])
 def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
     """Of rows that are split no device has others'; of experts each has its own, and a part of all sums."""

@@ -50,12 +50,13 @@ def test_a_row_and_its_experts(sizes, config):
     close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("E", "choice"),
     [
         (128, routing.Choice(4, 8, 3, True, 2.5)),
         pytest.param(128, routing.Choice(4, 1, 1, False, 1.5), marks=pytest.mark.slow),
-        pytest.param(256, routing.Choice(8, 8, 4, True, 2.5), marks=pytest.mark.slow),
+        pytest.param(256, routing.Choice(8, 8, 4, True, 2.5), marks=pytest.mark.crossed),
     ],
 )
 def test_a_row_chooses_its_experts(E, choice):
@@ -124,25 +125,24 @@ def test_products_of_heads():
     close(want, row_product.heads_product(o, z, *args, eps=1e-6, activation="sigmoid", **options), "y")
 
 
-@pytest.mark.parametrize(
-    ("H", "C", "length"),
-    [(8, 256, 21), pytest.param(16, 512, 0, marks=pytest.mark.slow)],
-    ids=["some", "none"],
-)
-def test_latent_attention_of_a_token(H, C, length):
+@pytest.mark.slow
+@pytest.mark.parametrize(("H", "C"), [(8, 256), pytest.param(16, 512, marks=pytest.mark.crossed)])
+def test_latent_attention_of_a_token(H, C):
     """By three CTAs, whose tokens go around their shared memory; with no token before it; and without a slot left."""
-    args, static, y, k_r, c = row_kernels.latent(H, C, 32, 24, length)
+    _, static, *_ = row_kernels.latent(H, C, 32, 24, 0)
     places = latent_row.Places(static.pop("kv"), static.pop("gate"))
     call = functools.partial(
         latent_row.latent_row, places=places, config=latent_row.Config(3, 1), interpret=INTERPRET, **static
     )
-    got, k, v, after = call(*args)
-    assert after == length + 1
-    close(y, got, "y")
-    *_, old_k, old_v, _ = args
-    for name, new, old, want in (("k", k, old_k, k_r), ("c", v, old_v, c)):
-        close(want, new[0, length, 0], name)
-        np.testing.assert_array_equal(new.at[0, length].set(0), old.at[0, length].set(0))
+    for length in (21, 0):
+        args, _, y, k_r, c = row_kernels.latent(H, C, 32, 24, length)
+        got, k, v, after = call(*args)
+        assert after == length + 1
+        close(y, got, "y")
+        *_, old_k, old_v, _ = args
+        for name, new, old, want in (("k", k, old_k, k_r), ("c", v, old_v, c)):
+            close(want, new[0, length, 0], name)
+            np.testing.assert_array_equal(new.at[0, length].set(0), old.at[0, length].set(0))
     assert jnp.isnan(call(*args[:-1], jnp.array([24], jnp.int32))[0]).all()
 
 
@@ -236,6 +236,7 @@ def test_a_layer_of_latents(small):
     assert new.length == after.length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "kernels"),
     [((1, 1), ("routed_row",)), ((4, 2), ("choose", "expert_row"))],

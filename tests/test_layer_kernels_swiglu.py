@@ -69,7 +69,7 @@ def test_swiglu_in_its_products(sizes, lead, dtype):
     ("sizes", "parts", "dtype"),
     [
         ((136, 192, 64), 2, "bfloat16"),
-        pytest.param((328, 320, 320), 3, "float16", marks=pytest.mark.slow),
+        pytest.param((328, 320, 320), 3, "float16", marks=pytest.mark.crossed),
     ],
     ids=["two parts", "three parts"],
 )

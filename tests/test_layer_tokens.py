@@ -138,6 +138,7 @@ def test_derivative_of_the_gates_in_one_product(interpreted):
     np.testing.assert_array_equal(dchannels[..., :256], 0)
 
 
+@pytest.mark.slow
 @ways
 def test_derivative_of_a_token(whole, monkeypatch):
     """Where the kernel runs, its derivative is that of the plain layer."""

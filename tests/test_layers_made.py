@@ -35,6 +35,7 @@ def test_gate_parameters_start_in_their_ranges():
     )  # log(100) / sqrt(12 * 1e5), 6 of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doubled", [False, True])
 def test_write_start(doubled):
     """A bias is all that differs, and beta is its start where the projection is 0."""

@@ -37,6 +37,7 @@ def run(trained):
     return load_run(trained)
 
 
+@pytest.mark.slow
 def test_loaded_run(trained, run):
     assert run.path == trained and run.step == 40 and run.damaged == {}
     assert run.config == json.loads((trained / "config.json").read_text())

@@ -75,6 +75,7 @@ def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), after)
 
 
+@pytest.mark.slow
 def test_it_changes_nothing_at_first():
     model = load()
     add_lora(model, 3, projections=["down_proj", "q_proj"], rngs=nnx.Rngs(0))

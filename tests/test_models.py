@@ -140,6 +140,7 @@ def test_cache_continues(model):
     assert len(cache) == 2
 
 
+@pytest.mark.slow
 def test_bfloat16_and_tied_embedding():
     narrow, wide = make(dtype="bfloat16", tie_embeddings=True), make(tie_embeddings=True)
     row = tokens(2, 9)
@@ -181,6 +182,7 @@ def test_training_step_moves_everything_and_decays_only_what_it_may():
         np.testing.assert_allclose(ratio, 1.0 if free else 0.95, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_is_written_to_the_stream_shrinks_with_depth():
     model = LanguageModel(ModelConfig(**SIZES | {"hidden_size": 64, "num_layers": 3}), rngs=nnx.Rngs(0))
     for block in model.blocks:

@@ -95,7 +95,10 @@ def test_hopper_runs_both(monkeypatch):
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(capability, marks=pytest.mark.slow) for capability in ("8.0", "8.6", "8.9", "12.0")],
+    [
+        *(pytest.param(capability, marks=pytest.mark.slow) for capability in ("8.0", "12.0")),
+        *(pytest.param(capability, marks=pytest.mark.crossed) for capability in ("8.6", "8.9")),
+    ],
 )
 def test_public_call_lowers(capability, monkeypatch):
     """Under jit with its gradients and the norm, for each capability."""
@@ -112,6 +115,7 @@ def test_public_call_lowers(capability, monkeypatch):
         assert f"mma_{kernel}_mosaic_gpu" in text
 
 
+@pytest.mark.slow
 def test_layers_and_serving(rtx_4090):
     """The rule by mma.sync, both passes and prompts, and all else in plain JAX."""
     graphdef, parameters = nnx.split(

@@ -59,7 +59,7 @@ def test_the_fullest_chunk_table(implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["recurrent", "chunked"])
+@pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_packed_equals_separate(implementation):
     """A packed call is its sequences called one by one: outputs, states, all gradients."""
     lengths = (40, 40, 65, 40, 65)

@@ -50,6 +50,7 @@ def test_every_pair_is_there():
     assert len(rows) <= 8  # of 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [
@@ -89,6 +90,7 @@ def in_layers(pool):
     return jnp.stack([jnp.full_like(pool, jnp.nan), pool, jnp.full_like(pool, jnp.nan)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [

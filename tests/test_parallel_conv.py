@@ -83,6 +83,7 @@ def on_one_device(segments):
     return jax.device_get(results(call, *draws(32, segments))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "segments"),
     [

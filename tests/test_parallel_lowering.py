@@ -216,6 +216,7 @@ def fused_part(name):
     }[name]
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize(
     "name",

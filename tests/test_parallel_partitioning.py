@@ -143,7 +143,10 @@ def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):
         *(pytest.param(*values, True, id=f"{name}-shardy") for name, values in ON_SHARDS.items()),
         *(
             pytest.param(
-                *values, False, id=f"{name}-gspmd", marks=() if name == "packed-heads" else pytest.mark.slow
+                *values,
+                False,
+                id=f"{name}-gspmd",
+                marks=() if name == "packed-heads" else pytest.mark.crossed,
             )
             for name, values in ON_SHARDS.items()
         ),

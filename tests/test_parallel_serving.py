@@ -24,10 +24,10 @@ SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICI
 slow = pytest.mark.slow
 settings = pytest.mark.parametrize(
     "setting",
-    ["shardy", pytest.param("gspmd", marks=pytest.mark.crossed), pytest.param("explicit", marks=slow)],
+    ["shardy", *(pytest.param(name, marks=pytest.mark.crossed) for name in ("gspmd", "explicit"))],
 )
 partitioners = pytest.mark.parametrize(
-    "shardy", [True, pytest.param(False, marks=slow)], ids=["shardy", "gspmd"]
+    "shardy", [True, pytest.param(False, marks=pytest.mark.crossed)], ids=["shardy", "gspmd"]
 )
 
 READ, WRITE = np.array([3, -1, 5]), np.array([5, 1, 3])
@@ -191,11 +191,13 @@ def test_kernels_run_on_their_heads_of_rings(setting):
     check_calls(pick(KERNELS, "decode elsewhere", "decode on a ring", "verify on a ring"), setting)
 
 
+@pytest.mark.slow
 @settings
 def test_a_convolution_runs_on_its_channels(setting):
     check_calls(CONVOLUTIONS, setting)
 
 
+@pytest.mark.slow
 @settings
 def test_a_ring_is_appended_to_where_it_lies(setting):
     check_calls(pick(RINGS, "decode"), setting)
@@ -239,6 +241,7 @@ def test_a_pool_split_by_slots_is_gathered(shardy):
     assert traffic(compiled.as_text()).count["all-gather"] and pool.sharding.is_equivalent_to(over_slots, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "call"),
     [
@@ -292,6 +295,7 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", pytest.param("verify on a ring", marks=slow), "prefill"])
 def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
     """In place, on the heads of a shard."""

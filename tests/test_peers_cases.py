@@ -57,6 +57,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", harness.CHUNKED_FIRST)
 @pytest.mark.parametrize("case", [pytest.param(CASE, marks=pytest.mark.slow), PACKED], ids=["row", "packed"])
 def test_inputs_of_peers(case, form):

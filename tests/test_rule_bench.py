@@ -222,6 +222,7 @@ def test_what_raises_does_not_lose_the_others(kernels_everywhere, monkeypatch):
     assert "by recurrent: raised ZeroDivisionError: division by zero" in " ".join(text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, name, packed",
     [

@@ -1,5 +1,6 @@
 """The rules that are compared: each against a float64 recurrence in NumPy; one layer, equal parameters and states."""
 
+import dataclasses
 import warnings
 
 import harness
@@ -14,6 +15,8 @@ from gdn_jax import rules
 from gdn_jax.attention import same_segment, takes_cudnn
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import ModelConfig
+from gdn_jax.parallel import sharding
+from gdn_jax.parallel.mesh import MeshShape
 
 RECURRENT = ("linear_attention", "mamba2", "delta", "gated_delta")
 F32 = tolerance("o", "float32")
@@ -277,6 +280,33 @@ def test_named_kernels_that_a_rule_does_not_have(rule):
         rules.apply(rule, x, x, x, gate, gate, implementation="mosaic_gpu")
     with warnings.catch_warnings(action="error"):
         rules.apply(rule, x, x, x, gate, gate, implementation="recurrent")
+
+
+def test_a_rule_that_is_not_in_the_table():
+    """A layer and a configuration take the object; one of the table is known by its name."""
+    doubled = dataclasses.replace(
+        rules.RULES["gated_delta"],
+        name="doubled",
+        rows=lambda q, k, v, **_: (2 * v, None),
+        options=(),
+        step=None,
+    )
+    x = jnp.ones((1, 3, 16))
+    mixer = layer(doubled, use_gate=False)
+    graphdef, state = nnx.split(mixer)
+    assert hash(graphdef) is not None and mixer.rule is doubled and not mixer.can_be_served
+    inputs, _ = mixer.rule_inputs(x)
+    o, _ = jax.jit(lambda x, state: nnx.merge(graphdef, state).apply_rule(
+        inputs._replace(v=x), initial_state=None, cu_seqlens=None, segment_ids=None))(inputs.v, state)  # fmt: skip
+    np.testing.assert_array_equal(o, 2 * inputs.v)
+    config = ModelConfig(rule=doubled)
+    assert config.rule is doubled and not config.mixer.splits_tokens(config)
+    with pytest.raises(NotImplementedError, match="context: the rule doubled does not run over split tokens"):
+        sharding.check(config, MeshShape.parse("context=2"), 2, 64)
+    assert ModelConfig(rule=rules.RULES["mamba2"]) == ModelConfig(rule="mamba2")
+    assert "doubled" not in rules.RULES and rules.find("delta") is rules.RULES["delta"]
+    with pytest.raises(ValueError, match="rule: expected one of"):
+        rules.wants_unit_length("doubled")
 
 
 def test_errors():

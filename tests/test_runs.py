@@ -162,6 +162,7 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
     assert final_state(out)[0] == 12
 
 
+@pytest.mark.slow
 def test_nan_stops_and_keeps_the_last_good_checkpoint(folder, finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     original = BytesTask.train_batch

@@ -111,6 +111,7 @@ def test_drafts_that_are_no_numbers():
     assert_close(np.stack([after[0, 1], pool[0], after[2, 3]]), kept, STATE_F32)
 
 
+@pytest.mark.slow
 def test_bfloat16_pools_and_huge_neighbours():
     """bfloat16 tokens and states, float32 gates: within the bounds of the gated delta rule's own tests."""
     bf16 = ml_dtypes.bfloat16

@@ -22,6 +22,7 @@ from tolerances import assert_close, bound
 from gdn_jax import serving
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, on_ring",
     [

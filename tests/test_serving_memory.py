@@ -83,6 +83,7 @@ def cases():
             yield pytest.param(kind, name, marks=[pytest.mark.slow] if slow else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", list(cases()))
 def test_nothing_is_copied(kind, name):
     pool = jax.tree.map(

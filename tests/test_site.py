@@ -110,7 +110,6 @@ CHECKS_NOTHING = {
     "gdn_jax.rules": {
         "Rule",
         "RuleInputs",
-        "wants_unit_length",
         "gated_linear_attention",
         "softmax_attention",
     },

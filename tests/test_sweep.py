@@ -156,7 +156,7 @@ def test_another_process_at_the_same_sweep(finished, tmp_path, capsys):
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in finished.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.crossed
 def test_processes_at_once(finished, tmp_path, compile_once):
     """Another process and this one make every run once; whoever comes last makes the table."""
     out = shutil.copytree(finished, tmp_path / "copy")

@@ -41,6 +41,7 @@ def test_what_a_scale_multiplies(scaled, state, changed):
     assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
 
 
+@pytest.mark.slow
 def test_equal_parameters_and_initial_weights():
     o = options()
     task = make_task(o.task, 8)

@@ -21,7 +21,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 
-from gdn_jax import rules
 from gdn_jax.bench import measure, peers, profiles
 from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.passes import Problem
@@ -128,8 +127,7 @@ class StepBenchmark(Benchmark):
             yield Result(about, failure=failure)
             return
         del problem
-        with rules.listed(peer.in_layers()):
-            yield from self.time_length(dataclasses.replace(config, rule=peer.name), about)
+        yield from self.time_length(dataclasses.replace(config, rule=peer.in_layers()), about)
 
     def time_length(self, config: ModelConfig, about: dict[str, Any]) -> Iterator[Result]:
         """Times the step on rows of one length."""

@@ -23,6 +23,8 @@ from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.layers.options import check_options, value_width
 from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer, at_tokens
 from gdn_jax.products import Addend
+from gdn_jax.rules.gated_delta import GATED_DELTA
+from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 
 GatedDeltaNetCache = RecurrentCache
 """Memory of a `GatedDeltaNet`, which is that of every recurrent layer."""
@@ -54,8 +56,8 @@ class GatedDeltaNet(RecurrentMixer):
         None: there is no bias, and beta starts at 1/2, or at 1. A write erases too: half of what was stored is left
         after about K ln 2 / beta tokens, 22 for K = 16 (`gdn_jax.analysis.memory_horizon`). With narrow keys, little
         decay and longer rows 0.06 lets recall be learned sooner: docs/models.md says when to set it.
-      rule: "gated_delta"; or another of `rules.RULES`, to compare the rule with: all else stays, and so do the
-        parameters (those of a gate that the rule does not read have no effect).
+      rule: "gated_delta"; or another of `rules.RULES`, or a `rules.Rule` that is not there, to compare the rule with:
+        all else stays, and so do the parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
       implementation: of the delta rules, see `gated_delta_rule`. Other parts, and one token with a cache, are
@@ -71,6 +73,7 @@ class GatedDeltaNet(RecurrentMixer):
       are `NoDecayParam`s.
 
     Attributes:
+      rule: the `rules.Rule`.
       layer: a number that no other softmax attention of a program has, see `gdn_jax.attention.attend`; a model sets
         it. Other rules have no use for it.
 
@@ -94,7 +97,7 @@ class GatedDeltaNet(RecurrentMixer):
         use_gate: bool = True,
         allow_neg_eigval: bool = False,
         write_start: float | None = None,
-        rule: str = "gated_delta",
+        rule: str | rules.Rule = "gated_delta",
         norm_eps: float = 1e-5,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -123,7 +126,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.head_v_dim = value_width(head_dim, expand_v)
         self.use_gate = use_gate
         self.allow_neg_eigval = allow_neg_eigval
-        self.rule = rule
+        self.rule = rules.find(rule)
         self.layer = 0
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -216,7 +219,7 @@ class GatedDeltaNet(RecurrentMixer):
     @property
     def can_be_served(self) -> bool:
         """See `RecurrentMixer.can_be_served`."""
-        return self.rule == "gated_delta" and self.use_short_conv
+        return self.rule == GATED_DELTA and self.use_short_conv
 
     def strength_projections(self) -> tuple[blocks.Projection, ...]:
         """See `RecurrentMixer.strength_projections`."""
@@ -225,10 +228,10 @@ class GatedDeltaNet(RecurrentMixer):
     @property
     def attends(self) -> bool:
         """See `RecurrentMixer.attends`."""
-        return self.rule == "softmax_attention"
+        return self.rule == SOFTMAX_ATTENTION
 
     def _key_heads(self) -> KeyHeads:
-        return KeyHeads(self.num_heads, self.head_dim, rules.wants_unit_length(self.rule))
+        return KeyHeads(self.num_heads, self.head_dim, self.rule.unit_length)
 
     def _rule(self):
         options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
@@ -266,7 +269,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _one_token(self, x, cache):
         """`__call__` of one token of every row by `fused.token`; None where its kernels do not take it."""
-        if x.shape[1] > 1 or self.rule != "gated_delta":
+        if x.shape[1] > 1 or self.rule != GATED_DELTA:
             return None
         group, doubled = self._group(), self.allow_neg_eigval
         if self.conv_weight is not None and token.is_whole(x, *cache):

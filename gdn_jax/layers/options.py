@@ -11,10 +11,10 @@ from gdn_jax.ops import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 
 
-def check_options(*, rule: str, **sizes: Any) -> None:
+def check_options(*, rule: str | rules.Rule, **sizes: Any) -> None:
     """Raises ValueError for the first option that a `GatedDeltaNet` cannot have; sizes are those of `check_sizes`."""
     check_sizes(**sizes)
-    check_choice("rule", rule, tuple(rules.RULES))
+    rules.find(rule)
 
 
 def check_sizes(

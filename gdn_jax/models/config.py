@@ -13,6 +13,7 @@ from gdn_jax.layers.options import check_positive
 from gdn_jax.models.mixers.mixer import Mixer
 from gdn_jax.models.mixers.table import TOKEN_MIXERS
 from gdn_jax.products import PRODUCTS
+from gdn_jax.rules import RULES, Rule
 from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")
@@ -209,8 +210,8 @@ class ModelConfig:
       allow_neg_eigval: write strength in [0, 2] instead of [0, 1].
       write_start: where the strengths of a recurrent layer start, between 0 and 1 (twice as much with
         allow_neg_eigval), by a bias that is learned; None: no bias, at 0.5. See `gdn_jax.layers.GatedDeltaNet`.
-      rule: of GatedDeltaNets, one of `rules.RULES`. Sizes and parameters do not depend on it. Other mixers have a
-        rule of their own.
+      rule: of GatedDeltaNets, the name of one of `rules.RULES`, or a `rules.Rule` that is not there. Sizes and
+        parameters do not depend on it. Other mixers have a rule of their own.
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
       norm_eps: of every RMSNorm.
@@ -261,7 +262,7 @@ class ModelConfig:
     mlp_ratio: float = 8 / 3
     allow_neg_eigval: bool = False
     write_start: float | None = None
-    rule: str = "gated_delta"
+    rule: str | Rule = "gated_delta"
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     dtype: DTypeLike = "float32"
@@ -286,6 +287,9 @@ class ModelConfig:
             dtype = getattr(self, name)
             dtype = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
             object.__setattr__(self, name, dtype)  # what a frozen dataclass leaves to its own constructor
+        for name, rule in RULES.items():
+            if self.rule == rule:
+                object.__setattr__(self, "rule", name)
         if not isinstance(self.mixer, Mixer):
             check_choice("mixer", self.mixer, tuple(TOKEN_MIXERS))
             object.__setattr__(self, "mixer", TOKEN_MIXERS[self.mixer])

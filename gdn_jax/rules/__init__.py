@@ -16,15 +16,15 @@ of its time step.
 from gdn_jax.rules.linear import gated_linear_attention
 from gdn_jax.rules.rule import Rule, RuleInputs
 from gdn_jax.rules.softmax_attention import softmax_attention
-from gdn_jax.rules.table import RULES, apply, listed, wants_unit_length
+from gdn_jax.rules.table import RULES, apply, find, wants_unit_length
 
 __all__ = [
     "RULES",
     "Rule",
     "RuleInputs",
     "apply",
+    "find",
     "gated_linear_attention",
-    "listed",
     "softmax_attention",
     "wants_unit_length",
 ]

@@ -1,7 +1,8 @@
 """A rule is an object that says what it takes, how it runs over rows, and how it takes one token.
 
-Every rule has a file of its own and an entry in `table.RULES`. A rule whose gates are others (one decay for each
-channel, or an erase and a write strength) names them in `gates`, and its mixer hands over gates of these names.
+Every rule has a file of its own and an entry in `table.RULES`; a layer takes one without an entry as an object. A
+rule whose gates are others (one decay for each channel, or an erase and a write strength) names them in `gates`, and
+its mixer hands over gates of these names.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class Rule:
     """A rule that a token mixer may have.
 
     Fields:
-      name: its name in `GatedDeltaNet(rule=...)` and in sweeps.
+      name: its name in `GatedDeltaNet(rule=...)` and in sweeps, where it is in the table, and in messages.
       rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; None as states where it has none.
       gates: names of the gates that it reads.
       options: names of the options of a call that it takes.
@@ -52,8 +53,11 @@ class Rule:
     gates: tuple[str, ...]
     options: tuple[str, ...]
     step: Callable[..., tuple[jax.Array, jax.Array]] | None = None
-    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     unit_length: bool = True
+
+    def __str__(self) -> str:
+        return self.name
 
     def __call__(
         self,

@@ -1,8 +1,5 @@
 """The rules that are compared, by name."""
 
-import contextlib
-from collections.abc import Iterator
-
 from jaxtyping import Array, Float
 
 from gdn_jax.rules.delta import DELTA
@@ -11,7 +8,17 @@ from gdn_jax.rules.linear_attention import LINEAR_ATTENTION
 from gdn_jax.rules.mamba2 import MAMBA2
 from gdn_jax.rules.rule import Rule
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
-from gdn_jax.shapes import Keys, LogDecay, Offsets, Outputs, Queries, SegmentIds, Strength, Values
+from gdn_jax.shapes import (
+    Keys,
+    LogDecay,
+    Offsets,
+    Outputs,
+    Queries,
+    SegmentIds,
+    Strength,
+    Values,
+    check_choice,
+)
 
 RULES: dict[str, Rule] = {
     rule.name: rule for rule in (LINEAR_ATTENTION, MAMBA2, DELTA, GATED_DELTA, SOFTMAX_ATTENTION)
@@ -19,34 +26,29 @@ RULES: dict[str, Rule] = {
 """Rules by name; called through `apply`."""
 
 
-@contextlib.contextmanager
-def listed(rule: Rule) -> Iterator[None]:
-    """Lists one more rule inside the block, so that a `GatedDeltaNet(rule=...)` can have it, for a comparison.
-
-    What was traced with it keeps it; what is traced later no longer finds it.
-
-    Args:
-      rule: one whose name no other has.
+def find(rule: str | Rule) -> Rule:
+    """The rule that a layer or a call was given: an object as it is, a name as the entry of `RULES`.
 
     Raises:
-      ValueError: another rule has its name.
+      ValueError: no entry has that name.
     """
-    if rule.name in RULES:
-        raise ValueError(f"rule: expected a name that no other rule has, got {rule.name!r}")
-    RULES[rule.name] = rule
-    try:
-        yield
-    finally:
-        del RULES[rule.name]
+    if isinstance(rule, Rule):
+        return rule
+    check_choice("rule", rule, tuple(RULES))
+    return RULES[rule]
 
 
-def wants_unit_length(rule: str) -> bool:
-    """Whether the rule of that name, one of `RULES`, reads q and k of unit length."""
-    return RULES[rule].unit_length
+def wants_unit_length(rule: str | Rule) -> bool:
+    """Whether a rule, or that of a name, reads q and k of unit length.
+
+    Raises:
+      ValueError: no rule has that name.
+    """
+    return find(rule).unit_length
 
 
 def apply(
-    rule: str,
+    rule: str | Rule,
     q: Queries,
     k: Keys,
     v: Values,
@@ -60,10 +62,10 @@ def apply(
     implementation: str | None = None,
     layer: int = 0,
 ) -> tuple[Outputs, Float[Array, "N HO K V"] | None]:
-    """Applies the rule of that name, one of `RULES`; see the room's docstring.
+    """Applies a rule; see the room's docstring.
 
     Args:
-      rule: its name.
+      rule: a name of `RULES`, or a rule that is not there.
       q, k, v, g, beta: as for `gated_delta_rule`, q and k of any length.
       normalized: q and k have the length that the rule wants; False gives it to them.
       initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
@@ -75,10 +77,11 @@ def apply(
       o, and the final states (None for softmax_attention).
 
     Raises:
+      ValueError: no rule has that name.
       NotImplementedError: the rule cannot run with these arguments, with the reason.
     """
     options = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-    return RULES[rule](
+    return find(rule)(
         q,
         k,
         v,

@@ -49,7 +49,7 @@ FAULTS = (
         "drafts of several calls count their tokens from the first call",
         "num_tokens - t\n",
         "num_tokens\n",
-        "tests/test_kernels_decode.py::test_verify_on_a_ring[drafts-many-uneven]",
+        "tests/test_kernels_ring.py::test_verify_on_a_ring[drafts-many-uneven]",
     ),
     Fault(
         "padding is written where a write slot is named",

@@ -1,0 +1,138 @@
+"""The kernels of one row on a GPU of compute capability 9.0, through the public functions: near float64 formulas,
+and the same bits in every call."""
+
+import dataclasses
+import functools
+
+import fused_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import row_kernels
+from flax import nnx
+from fused_harness import SUMS_ON_A_GPU, close, draws
+
+from gdn_jax.fused import experts, latent_token, routing, row_product
+from gdn_jax.models import ExpertsConfig, LanguageModel, inference
+from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
+from gdn_jax.models.presets import PRESETS
+
+pytestmark = pytest.mark.gpu
+
+REPEATS = 50
+
+close = functools.partial(close, sums=SUMS_ON_A_GPU)
+
+
+def test_experts_of_a_row():
+    """The experts of one row and a shared one, at the sizes of Ling-3.0-tiny but for their number."""
+    args, want, shared = row_kernels.experts(16, 1536, 512, 512, 8)
+    call = jax.jit(lambda *args: experts.row_mixture(*args[:5], experts.SharedExpert(*args[5])))
+    got = call(*args)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*args), got)
+    close(want + shared, jnp.sum(got, axis=0, keepdims=True), "y", 0)
+
+
+def test_experts_that_a_row_chooses():
+    """At the sizes of Ling-3.0-tiny: as by the kernel that only chooses."""
+    (row, _, _, gate_up, down, shared), *_ = row_kernels.experts(128, 1536, 512, 512, 8)
+    choice, shared = routing.Choice(8, 8, 4, True, 2.5), experts.SharedExpert(*shared)
+    call = jax.jit(functools.partial(routing.routed_mixture, choice=choice))
+    for seed in range(REPEATS):
+        x, bias = row_kernels.scores(1, 128, seed)
+        weights, chosen = routing.choose(x, bias, choice)
+        want = experts.row_mixture(row, weights, chosen, gate_up, down, shared)
+        got = call(row, x, bias, gate_up=gate_up, down=down, shared=shared)
+        np.testing.assert_array_equal(call(row, x, bias, gate_up=gate_up, down=down, shared=shared), got)
+        # The sum by which weights are divided is added up in another order.
+        close(fused_oracle.wide(jnp.sum(want, axis=0)), jnp.sum(got, axis=0), "y", 0)
+
+
+@pytest.mark.parametrize(("F", "dtype"), [(10368, "bfloat16"), (128, "float32")])
+def test_row_of_a_stream(F, dtype):
+    args, *want = row_kernels.stream(1536, F, dtype)
+    call = jax.jit(
+        functools.partial(row_product.stream_product, eps=1e-6, dtype=jnp.float32, keep=jnp.bfloat16)
+    )
+    got = call(*args)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*args)[2], got[2])
+    for name, expected, result, roundings in zip("snp", want, got[:3], (0, 1, 0), strict=True):
+        close(expected, result, name, roundings)
+
+
+def test_row_of_heads():
+    args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
+    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="sigmoid"))
+    close(want, call(*args), "y")
+
+
+@pytest.mark.parametrize("length", [0, 100, 190])
+def test_latent_attention_of_a_row(length):
+    """At the sizes of Ling-3.0-tiny, behind no token, some, and before the last slot."""
+    args, static, y, k_r, c = row_kernels.latent(16, 512, 128, 192, length)
+    *arrays, norm, _, values, k, v, at = args
+    latents = latent_token.Latents(static["kv"], static["gate"], static["scale"], static["eps"], 1e4)
+    token = latent_token.LatentToken(*arrays, norm, values, k, v, at)
+    assert latent_token.takes_token(token, latents, None)
+    call = jax.jit(functools.partial(latent_token.latent_token, latents=latents))
+    got, new_k, new_v, after = call(token)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(token)[0], got)
+    close(y, got, "y")
+    close(k_r, new_k[0, length, 0], "k")
+    close(c, new_v[0, length, 0], "c")
+    assert after == length + 1
+    np.testing.assert_array_equal(new_v.at[0, length].set(0), v.at[0, length].set(0))
+
+
+def test_row_of_filtered_channels():
+    """A stream in parts; the first channels pass through the convolution, whose state lies where it was."""
+    (x, _, norm, weight), *_ = row_kernels.stream(1536, 10368, "bfloat16")
+    draw = draws(4)
+    y, state = draw(11, 1, 1, 1536), draw(1, 6144, 3, dtype="bfloat16")
+    filters = row_product.Convolution(state, draw(6144, 4, dtype="bfloat16"), None)
+    options = dict(eps=1e-6, dtype=jnp.bfloat16)
+    call = jax.jit(functools.partial(row_product.stream_product, **options))
+    _, _, got, after = call(x[None], y, norm, weight, filters)
+    _, n = fused_oracle.add_norm(x, fused_oracle.wide(y).sum(0)[0], norm, 1e-6)
+    product = n @ fused_oracle.wide(weight).T
+    inputs = np.concatenate([fused_oracle.wide(state)[0], product[0, :6144, None]], axis=1)
+    total = np.sum(inputs * fused_oracle.wide(filters.filters), axis=1)
+    close(total * fused_oracle.sigmoid(total), got[0, 0, :6144], "filtered", 2)
+    close(product[0, 6144:], got[0, 0, 6144:], "others")
+    close(inputs[:, 1:], after[0], "state")
+
+
+def test_a_token_of_one_row_of_a_model():
+    """A small Ling: recurrent, latent, dense and with experts, token by token in the copy that generation reads."""
+    config = dataclasses.replace(
+        PRESETS["ling-3.0-tiny"],
+        **dict(
+            vocab_size=256, hidden_size=512, num_layers=4, num_heads=4, head_dim=128, intermediate_size=512
+        ),
+        layer_types=("kda", "kda", "attention", "kda"),
+        attention=LatentAttentionConfig(4, 64, 64, 64, 256, q_rank=256, rope_theta=1e4, head_gate=True),
+        experts=ExpertsConfig(64, 4, 128, 256, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5)),
+        **dict(dtype="bfloat16", weight_dtype="bfloat16"),
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    plain = LanguageModel(dataclasses.replace(config, implementation="chunked"), rngs=nnx.Rngs(0))
+    for block in (
+        *model.blocks[1:],
+        *plain.blocks[1:],
+    ):  # two programs that round would choose others now and then
+        block.mlp.router_bias[...] = 2.0 * (37 * jnp.arange(64) % 64)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
+    want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
+    copy = nnx.jit(lambda model: inference.for_decoding(inference.for_inference(model), 1))(model)
+    step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
+    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text().count("_run_stream") > 0
+    cache, got = model.init_cache(1, 12), []
+    for t in range(12):
+        y, cache = step(copy, tokens[:, t : t + 1], cache)
+        got.append(np.asarray(y))
+    # Some twenty roundings one behind the other, in either program.
+    close(want, np.concatenate(got, axis=1), "logits", 20, dtype="bfloat16")
