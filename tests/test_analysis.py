@@ -68,6 +68,7 @@ def test_memory_horizon_by_hand():
     assert analysis.memory_horizon(1, beta=1.0) == 0  # the only direction is overwritten
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MAPPED)
 def test_effective_attention_times_v_is_the_output(name, dtype):

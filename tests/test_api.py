@@ -414,6 +414,7 @@ def test_state_of_a_step_is_called_state(state, no_type_checks):
         gdn_jax.gated_delta_step(x, x, x, None, None, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
 def test_calls_outside_jit_compile_once(implementation):
     """Also their gradients, and a step: what a notebook does all day."""

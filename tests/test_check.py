@@ -112,6 +112,7 @@ def traced_anew():
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaks", "off"),
     [

@@ -142,6 +142,7 @@ def test_cotangents_are_linear(implementation):
         assert not none[name].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 def test_l2norm_of_a_zero_vector(implementation):
     """A padding token has q = k = 0: its norm has a gradient, x rsqrt(sum x^2 + 1e-6) being smooth there."""

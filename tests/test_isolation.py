@@ -272,6 +272,7 @@ def runs_of(ids: np.ndarray) -> np.ndarray:
     return np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, 1)
 
 
+@pytest.mark.slow
 @bad_numbers
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
 def test_segments(implementation, bad):

@@ -88,6 +88,7 @@ def test_swiglu_in_eight_bits(way):
         np.testing.assert_array_equal(codes(got[1]), codes(by_columns(got[0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_y", [True, False], ids=["sum", "alone"])
 def test_norm_in_eight_bits(has_y, way):
     """Every bit is that of the norm's kernels and of `eight_bits` behind them."""

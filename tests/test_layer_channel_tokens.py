@@ -69,6 +69,7 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     close_windows(expected[1].conv, after.conv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
 def test_derivative(name, monkeypatch):
     """With respect to parameters, input and cache, with the operation's plain form in the kernels' place."""

@@ -43,6 +43,7 @@ def test_seam_of_embed(tokens, interpreted):
     assert interpreted == {"embedding_gradient": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "V", "D", "lead"),
     [

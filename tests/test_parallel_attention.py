@@ -53,6 +53,7 @@ def check(text, config, **options):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "heads"),
     [

@@ -98,6 +98,7 @@ def no_launch(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @partitioners
 @pytest.mark.parametrize(
     ("kernels", "options", "placement"),

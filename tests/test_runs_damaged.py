@@ -89,6 +89,7 @@ def change_a_bit(path):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over(copy, finished, capsys):
     """The newest whole one is taken; the others are set aside and said, and the run ends with the same numbers."""
     for step, damage in (("8", cut), ("12", change_a_bit)):

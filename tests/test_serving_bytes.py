@@ -52,6 +52,7 @@ def both(dtype, *, layout="kv", layers=(), **ring):
     return tuple(serving.make_ring_pool(y, **options) for y in (codes, decoded(codes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, layout", [("int8", "vk"), pytest.param("float8_e4m3fn", "kv", marks=pytest.mark.slow)]
 )

@@ -157,6 +157,7 @@ def before_chunks(case, x):
         yield start, x.arguments | cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", harness.tiers(STATES, ("slow-decay", "reset"), ("segments", "normalised", "vk"))
 )
