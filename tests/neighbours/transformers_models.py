@@ -1,6 +1,11 @@
-"""transformers' Kimi Linear, Ling and Lara on checkpoints that we write, and ours on those that it writes."""
+"""transformers' models on checkpoints that we write, and ours on those that it writes.
 
-import json
+    python tests/neighbours/transformers_models.py [NAME SEED ...]
+
+Without names: the checkpoints of Kimi Linear, Ling and Lara in tests/data, and two of each family with random sizes.
+"""
+
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+import transformers_drawn
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -19,34 +25,24 @@ from gdn_jax.models import generate
 DATA = Path(__file__).parents[1] / "data"
 FOLDERS = ("kimi_linear_released", "bailing_hybrid_released", "lara_mini")
 LOGITS, KL, GRADIENT = 2e-4, 1e-6, 1e-3
+NOTHING = 1e-5
 """How far float32 logits of unit size and the divergence of their distributions may be apart, and a gradient, as a
-share of its largest number."""
+share of its largest number, but at least of what rounding leaves of the largest number of all."""
 CHOICE = ("gate.e_score_correction_bias", "gate.expert_bias")
 """Names of tensors that take part in the choice of experts alone, and are no parameters of theirs."""
 
-UNSEEN = {
-    "kimi_linear": dict(
-        hidden_size=96, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=24, qk_nope_head_dim=24,
-        qk_rope_head_dim=8, v_head_dim=16, linear_num_heads=3, linear_head_dim=16, num_experts=6,
-        num_experts_per_token=2, moe_intermediate_size=20, intermediate_size=72, num_shared_experts=2,
-    ),
-    "bailing_hybrid": dict(
-        hidden_size=48, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=16, q_lora_rank=None,
-        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, linear_num_heads=3, linear_head_dim=16,
-        num_experts=16, num_expert_group=4, topk_group=2, num_experts_per_token=4, moe_intermediate_size=12,
-        intermediate_size=56,
-    ),
-    "lara_mini": dict(
-        hidden_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=24, sliding_window=9,
-        linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=16, linear_value_head_dim=24,
-        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=28,
-    ),
-}  # fmt: skip
-"""Fields of a checkpoint's config.json that make another model of the family, which transformers then draws."""
+
+PROMPTS = {
+    "21 tokens": (21, 30),
+    "one token": (1, 12),
+    "two tokens": (2, 12),
+    "padding on the left": (24, 24),
+}
+"""Lengths of prompts, and how many tokens follow them."""
 
 
 def theirs_of(folder, **options):
-    """transformers' model of a folder, none of whose tensors is missing or left over."""
+    """transformers' model of a folder, none of whose tensors is missing; what it does not use is told by us too."""
     model, told = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         output_loading_info=True,
@@ -54,7 +50,8 @@ def theirs_of(folder, **options):
         experts_implementation="eager",  # the other one takes no experts of an odd width in bfloat16
         **options,
     )
-    assert not any(told.values()), told
+    unused = {*told.pop("unexpected_keys")}
+    assert not any(told.values()) and unused <= {*load_hf(folder).origin.skipped}, (told, unused)
     return model.eval()
 
 
@@ -64,78 +61,121 @@ def check(what, error, bound):
     print(f"    {what}: {error:.1e}", flush=True)
 
 
-def rows(model):
-    """Tokens of two rows, and which of them are no padding on the left."""
-    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (4, 70)).astype(np.int32)
-    mask = np.arange(70) >= np.array([[0], [0], [9], [31]])
-    return ids, mask
+def rows(model, length=150):
+    """Tokens of rows, and which of them are no padding on the left; the last rows have two tokens and one."""
+    ids = np.random.default_rng(0).integers(1, model.config.vocab_size, (6, length)).astype(np.int32)
+    return ids, np.arange(length) >= np.array([[0], [0], [9], [length // 2], [length - 2], [length - 1]])
+
+
+def their_logits(theirs, ids, mask=None):
+    mask = None if mask is None else torch.tensor(mask).long()
+    with torch.no_grad():
+        return theirs(torch.tensor(ids).long(), attention_mask=mask).logits.float().numpy()
 
 
 def logits_of(ours, theirs):
     ids, mask = rows(ours)
     got = np.asarray(nnx.jit(lambda model, ids, mask: model(ids, mask=mask)[0])(ours, ids, mask))
-    with torch.no_grad():
-        want = theirs(torch.tensor(ids).long(), attention_mask=torch.tensor(mask).long()).logits
-    return got[mask], want.float().numpy()[mask]
+    return got[mask], their_logits(theirs, ids, mask)[mask]
+
+
+def log_softmax(x):
+    x = x.astype(np.float64)
+    return (
+        x - np.log(np.sum(np.exp(x - x.max(-1, keepdims=True)), -1, keepdims=True)) - x.max(-1, keepdims=True)
+    )
 
 
 def check_logits(ours, theirs):
     got, want = logits_of(ours, theirs)
     size = max(1.0, float(np.sqrt(np.mean(want**2))))
     check("logits, bare and with padding on the left", np.abs(got - want).max() / size, LOGITS)
-    p, q = (np.asarray(jax.nn.log_softmax(x.astype(np.float64))) for x in (want, got))
+    p, q = log_softmax(want), log_softmax(got)
     check("KL divergence", np.max(np.sum(np.exp(p) * (p - q), axis=-1)), KL)
+    ids, call = rows(ours)[0][:2], nnx.jit(lambda model, ids: model(ids)[0])
+    errors = [np.abs(call(ours, ids[:, :n]) - their_logits(theirs, ids[:, :n])).max() for n in (1, 3)]
+    check("logits of one token and of three", max(errors) / size, LOGITS)
 
 
 def check_generation(ours, theirs):
-    prompt = rows(ours)[0][:2, :21]
-    got = np.asarray(generate(ours, jnp.asarray(prompt), 24))
-    options = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
-    with torch.no_grad():
-        want = theirs.generate(torch.tensor(prompt).long(), **options).numpy()[:, 21:]
-    assert np.array_equal(got, want), f"another continuation:\n{got}\n{want}"
-    print("    24 greedy tokens: the same", flush=True)
+    for what, (length, more) in PROMPTS.items():
+        prompt, mask = (x[:4] for x in rows(ours, length))
+        mask = mask if "padding" in what else np.ones_like(mask)
+        got = np.asarray(generate(ours, jnp.asarray(prompt), more, mask=jnp.asarray(mask)))
+        options = dict(max_new_tokens=more, min_new_tokens=more, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            want = theirs.generate(
+                torch.tensor(prompt).long(),
+                attention_mask=torch.tensor(mask).long(),
+                eos_token_id=None,
+                **options,
+            ).numpy()[:, length:]
+        assert np.array_equal(got, want), f"another continuation of {what}:\n{got}\n{want}"
+    print(f"    greedy tokens after {', '.join(PROMPTS)}: the same", flush=True)
+
+
+def written(folder):
+    """Tensors of a folder; a convolution in several tensors, which are not cut at the same places, as one."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    for name in [name for name in found if name.endswith("q_conv1d.weight")]:
+        parts = [found.pop(name.replace("q_conv1d", f"{x}_conv1d")) for x in "qkv"]
+        found[name.replace("q_conv1d", "conv1d")] = np.concatenate(parts)
+    return found
 
 
 def check_gradients(ours, theirs, folder):
-    """All gradients, each in the place of its parameter, as both write a checkpoint of it."""
+    """All gradients, of rows with padding, each in the place of its parameter, as both write a checkpoint of it."""
+    ids, mask = (x[:4] for x in rows(ours, 70))
     # torch gives the embedding of a padding token no gradient.
-    ids = np.maximum(rows(ours)[0][:2, :50], 1 + (theirs.config.pad_token_id or 0))
+    ids = np.maximum(ids, 1 + (theirs.config.get_text_config().pad_token_id or 0))
+    weights = (mask[:, :-1] & mask[:, 1:]).astype(np.float32)
     graphdef, params, rest = nnx.split(ours, nnx.Param, ...)
 
     @jax.jit
     @jax.grad
     def gradient(params):
-        x, _ = nnx.merge(graphdef, params, rest).hidden_states(ids[:, :-1])
-        head = nnx.merge(graphdef, params, rest).head_weight()
-        return linear_softmax_cross_entropy(x, head, ids[:, 1:]).loss / (2 * 49)
+        model = nnx.merge(graphdef, params, rest)
+        x, _ = model.hidden_states(ids[:, :-1], mask=mask[:, :-1])
+        loss = linear_softmax_cross_entropy(x, model.head_weight(), ids[:, 1:], label_weights=weights)
+        return loss.loss / weights.sum()
 
     held = nnx.merge(graphdef, gradient(params), rest)
-    held.origin = None  # written under the names that transformers writes
-    save_hf(held, folder / "ours")
     tokens = torch.tensor(ids).long()
-    logits = theirs(tokens[:, :-1]).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    logits = theirs(tokens[:, :-1], attention_mask=torch.tensor(mask[:, :-1]).long()).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
+    ((losses * torch.tensor(weights).flatten()).sum() / weights.sum()).backward()
     with torch.no_grad():
         for parameter in theirs.parameters():
             gradient = parameter.grad
             parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
     theirs.save_pretrained(folder / "theirs")
-    written = [load_file(folder / name / "model.safetensors") for name in ("ours", "theirs")]
-    shared = written[0].keys() & written[1].keys()
-    left = [name for name in written[1].keys() - shared if written[1][name].any()]
-    assert not left, f"gradients that we do not write: {left}"
+    want = written(folder / "theirs")
+    for name, origin in (
+        ("as_loaded", ours.origin),
+        ("as_own", None),
+    ):  # the first one, but for published names
+        held.origin = origin
+        save_hf(held, folder / name)
+        got = written(folder / name)
+        if got.keys() == want.keys():
+            break
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    largest = max(np.abs(x).max() for name, x in want.items() if not name.endswith(CHOICE))
     worst = 0.0
-    for name in shared:
-        got, want = (tensors[name].astype(np.float64) for tensors in written)
-        assert np.isfinite(got).all(), name
+    for name in want:
+        x, y = (tensors[name].astype(np.float64) for tensors in (got, want))
+        assert np.isfinite(x).all(), name
         if name.endswith(CHOICE):
-            assert not got.any()
+            assert not x.any()
             continue
-        error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-12)
+        error = np.abs(x - y).max() / max(np.abs(y).max(), NOTHING * largest)
         assert error <= GRADIENT, f"gradient of {name}: {error:.1e}"
         worst = max(worst, error)
-    check(f"gradients of {len(shared)} tensors", worst, GRADIENT)
+    check(f"gradients of {len(want)} tensors, of rows with padding", worst, GRADIENT)
 
 
 def check_bfloat16(ours, folder):
@@ -152,50 +192,47 @@ def check_bfloat16(ours, folder):
     assert got <= 2 * want
 
 
-def own(name, folder):
-    """A model of transformers with other sizes and random weights, in a folder."""
-    fields = json.loads((DATA / folder_of(name) / "config.json").read_text()) | UNSEEN[name]
-    if "linear_attn_config" in fields:  # goes before the fields beside it
-        fields["linear_attn_config"] |= {
-            "num_heads": fields["linear_num_heads"],
-            "head_dim": fields["linear_head_dim"],
-        }
-    config = transformers.AutoConfig.for_model(**fields)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter + 0.3 * torch.randn_like(parameter) * (parameter.ndim == 1))
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    model.float().save_pretrained(folder)
-
-
-def folder_of(name):
-    return next(folder for folder in FOLDERS if folder.startswith(name))
+def check_written(ours, theirs, scratch):
+    """What we write is what we read, and transformers computes the same with it, also as a model of our own."""
+    ids, mask = rows(ours)
+    before = their_logits(theirs, ids, mask)[mask]
+    own = nnx.clone(ours)
+    own.origin = None
+    for what, model, bound in (("saved", ours, 0.0), ("own", own, LOGITS)):
+        save_hf(model, scratch / what, max_file_bytes=60_000)
+        again = load_hf(scratch / what, dtype="float32")
+        # Layers that need other fields in another family have them in the place of those of their own.
+        assert again.config == ours.config or what == "own"
+        after = their_logits(theirs_of(scratch / what, dtype="float32"), ids, mask)[mask]
+        check(f"logits of transformers with what is written, {what}", np.abs(after - before).max(), bound)
+        if again.config == ours.config:
+            pairs = zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (ours, again)), strict=True)
+            assert all(np.array_equal(a, b) for a, b in pairs)
+    print("    saved and loaded: the same bits", flush=True)
 
 
 def compare_folder(source, scratch):
-    ours = load_hf(source, dtype="float32", implementation="recurrent")
-    save_hf(ours, scratch / "saved")
-    theirs = theirs_of(scratch / "saved", dtype="float32")
+    ours, theirs = load_hf(source, dtype="float32"), theirs_of(source, dtype="float32")
+    check_written(ours, theirs, scratch)
     check_logits(ours, theirs)
     check_generation(ours, theirs)
-    check_bfloat16(ours, scratch / "saved")
     check_gradients(ours, theirs, scratch)
+    return ours
 
 
-def main():
+def main(names, seeds):
     transformers.logging.set_verbosity_error()
+    drawn = [*zip(names, map(int, seeds), strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        for name in FOLDERS:
-            print(f"  {name}, written by us", flush=True)
-            compare_folder(DATA / name, Path(folder, name))
-        for name in UNSEEN:
-            print(f"  {name} of other sizes, drawn by transformers", flush=True)
-            own(name, Path(folder, "own", name))
-            compare_folder(Path(folder, "own", name), Path(folder, f"own_{name}"))
+        for name in () if drawn else FOLDERS:
+            print(f"  {name}", flush=True)
+            check_bfloat16(compare_folder(DATA / name, Path(folder, name)), Path(folder, name, "saved"))
+        for name, seed in drawn or [(x, i) for x in transformers_drawn.FAMILIES for i in (0, 1)]:
+            source = Path(folder, f"{name}_{seed}")
+            spelling = transformers_drawn.draw(name, seed, source)
+            print(f"  {name} of random sizes, {seed}: {spelling}", flush=True)
+            compare_folder(source, Path(folder, f"{name}_{seed}_again"))
 
 
 with jax.default_matmul_precision("highest"):
-    main()
+    main(sys.argv[1::2], sys.argv[2::2])
