@@ -180,6 +180,10 @@ def test_a_damaged_index_is_named(tmp_path):
         ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid': only 'swish'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         ({"layer_types": ["linear_attention"] * 3 + ["mamba"]}, "layers of type 'mamba' are not supported"),
+        (
+            {"per_layer_config": {"1": {"rms_norm_eps": 1e-3}}},
+            "per_layer_config: layers with fields of their",
+        ),
         ({"dtype": "float16"}, "weights in float16 are computed in another dtype"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
     ],

@@ -57,7 +57,7 @@ def describe(config: dict[str, Any], where: str) -> Described:
 
     Raises:
       ValueError: it is no configuration of a model.
-      NotImplementedError: the family, or the quantization, is not supported.
+      NotImplementedError: the family, the quantization, or layers with fields of their own are not supported.
     """
     text = config.get("text_config")
     nested = isinstance(text, dict)
@@ -78,4 +78,5 @@ def describe(config: dict[str, Any], where: str) -> Described:
         config = outside | {name: value for name, value in text.items() if value is not None}
     fields = Fields(config, family.defaults, f"{where}: text_config" if nested else where)
     fields.check_dense_weights()
+    fields.check_layers_alike()
     return Described(family, fields, nested)

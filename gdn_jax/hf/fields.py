@@ -104,6 +104,13 @@ class Fields:
             raise NotImplementedError(f"{self.where}: dtype {name!r} is not supported")
         return jnp.dtype(name.removeprefix("torch.")).name
 
+    def check_layers_alike(self) -> None:
+        """Raises NotImplementedError for fields that hold for single layers."""
+        if self.values.get("per_layer_config"):
+            raise NotImplementedError(
+                f"{self.where}: per_layer_config: layers with fields of their own are not supported"
+            )
+
     def check_dense_weights(self) -> None:
         """Raises NotImplementedError for a quantized checkpoint."""
         if self.values.get("quantization_config") is not None:

