@@ -42,7 +42,7 @@ def bits(logits, targets):
 
 def train(config: ModelConfig, stream: np.ndarray, count: int, batch: int, length: int, seed: int = 0):
     """A model after `count` steps on rows of the stream, and the loss of each step in bits per byte."""
-    model = LanguageModel(config, rngs=nnx.Rngs(seed))
+    model = nnx.jit(lambda: LanguageModel(config, rngs=nnx.Rngs(seed)))()  # one program for all weights
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = steps.make_optimizer(ScheduleOptions(end_lr=0.01), count, RATE)
 

@@ -140,7 +140,10 @@ def small_png(encoded: str) -> str:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """An executed notebook, small, without what differs from machine to machine or needs a live kernel."""
+    """An executed notebook, small, without what differs from machine to machine or needs a live kernel.
+
+    Its cells are counted from 1, without the one that `run` begins with.
+    """
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},
@@ -153,6 +156,11 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             data.pop(WIDGET, None)
             if "image/png" in data:
                 data["image/png"] = small_png(data["image/png"])
+    for count, cell in enumerate(code_cells(notebook), 1):
+        cell.execution_count = count
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = count
     return notebook
 
 

@@ -152,10 +152,11 @@ class Pages:
         rows = []
         for mixer, scale in itertools.product(block["mixers"], sorted({x["scale"] for x in lines})):
             if any((x["mixer"], x["scale"]) == (mixer, scale) for x in lines):
-                cells = [self.words.best(sweep, mixer, at, scale) for at in sizes]
+                cells = [f"{self.words.best(sweep, mixer, at, scale):.1f}" for at in sizes]
                 for lr in rates:
-                    cells += self.words.seeds(sweep, mixer, sizes[-1], scale, lr)
-                rows.append([MIXERS[mixer].label, str(scale), *(f"{x:.1f}" for x in cells)])
+                    scores = self.words.seeds(sweep, mixer, sizes[-1], scale, lr)
+                    cells.append(f"{scores[0]:.1f}" if scores else "not run")
+                rows.append([MIXERS[mixer].label, str(scale), *cells])
         heads = ["mixer", "scale", *(f"{at} {axis}, best" for at in sizes)]
         return table([*heads, f"{sizes[-1]} at {rates[0]:g}", *(f"{lr:g}" for lr in rates[1:])], rows)
 
