@@ -313,6 +313,7 @@ def test_every_option_reaches_the_layer():
     mixer = LanguageModel(ModelConfig(**options), rngs=nnx.Rngs(0)).blocks[0].mixer
     assert mixer.head_v_dim == options.pop("head_dim") * options.pop("expand_v")
     assert mixer.o_norm.eps == options.pop("norm_eps")
+    assert mixer.rule.name == options.pop("rule")
     np.testing.assert_allclose(jax.nn.sigmoid(mixer.b_proj.bias[...]), options.pop("write_start"), rtol=1e-6)
     assert {name: getattr(mixer, name) for name in options} == options
 
