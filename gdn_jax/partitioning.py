@@ -156,6 +156,11 @@ def _lowered(compiled: Any, static: Hashable, args: tuple[Any, ...], mesh: Mesh)
     return export.export(compiled, platforms=("cuda" if platform == "gpu" else platform,))(static, *shapes)
 
 
+def lie_on_explicit_axes(*arrays: jax.Array) -> bool:
+    """Whether the type of one of these arrays says how it lies on explicit axes of a mesh."""
+    return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays)
+
+
 def on_explicit_shards(
     f: Callable[..., Any],
     args: Sequence[Any],
@@ -234,7 +239,7 @@ def warn_of_gathers(
         if x is None or axes is None:
             continue
         told = partial(check, name, tuple(axes.split()))
-        if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        if lie_on_explicit_axes(x):
             told(jax.typeof(x).sharding)
         else:
             jax.debug.inspect_array_sharding(x, callback=told)

@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import fused_op, kernels_run, run, usable
 from gdn_jax.fused.token import is_whole
-from gdn_jax.partitioning import expected_shards
+from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
 
 FEW = 128
 """Rows up to which to read the weights of an expert takes longer than to multiply by them."""
@@ -81,7 +80,7 @@ def _reason(rows, gate_up, down) -> str | None:
     """Why the kernels cannot take a call; None if they can."""
     from pallas_kernels.layer.expert_product import check_supported
 
-    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (rows, gate_up, down)):
+    if lie_on_explicit_axes(rows, gate_up, down):
         return "arrays lie on explicit axes of a mesh"
     if gate_up.shape[2] % 128:
         return f"experts of {gate_up.shape[2] // 2} inner columns; the kernel takes a multiple of 64"

@@ -4,10 +4,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import fused_op, kernels_run, run
+from gdn_jax.partitioning import lie_on_explicit_axes
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -40,7 +40,8 @@ def latent_rows(
     from pallas_kernels.layer.latent_rows import check_supported
 
     arrays, length = (q, r, c, k), jnp.maximum(length, 1)
-    if kernels_run(implementation) and _is_implicit(q, c) and check_supported(q, r, c) is None:
+    explicit = lie_on_explicit_axes(q, c)
+    if kernels_run(implementation) and not explicit and check_supported(q, r, c) is None:
         return _latent_rows(scale, *arrays, length)
     return _plain(scale, length, *arrays)
 
@@ -56,11 +57,6 @@ def _plain(scale: float, length, q, r, c, k):
     scores = jnp.where(seen[:, None], (scores[0] + scores[1]) * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(c.dtype)
     return jnp.einsum("bhs,bsc->bhc", weights, c).astype(dtype)
-
-
-def _is_implicit(*arrays) -> bool:
-    """Whether no array lies on explicit axes of a mesh."""
-    return all(AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types for x in arrays)
 
 
 def _by_kernel(scale: float, *args):

@@ -11,10 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from gdn_jax import ops
-from gdn_jax.partitioning import expected_shards, on_explicit_shards, on_shards, warn_of_gathers
+from gdn_jax.partitioning import (
+    expected_shards,
+    lie_on_explicit_axes,
+    on_explicit_shards,
+    on_shards,
+    warn_of_gathers,
+)
 from gdn_jax.serving.call import interpreter
 
 CHANNELS = 128
@@ -46,8 +51,7 @@ def is_split(*arrays: Any) -> bool:
     if interpreter.get() is not None:
         return False
     leaves = jax.tree.leaves(arrays)
-    explicit = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in leaves)
-    return explicit or expected_shards(leaves) is not None
+    return lie_on_explicit_axes(*leaves) or expected_shards(leaves) is not None
 
 
 def _run(work: tuple, pool: Any, *args: Any) -> Any:
