@@ -1,4 +1,6 @@
-"""Notation, array types and boundary checks. A leaf: it imports no other module of the project.
+"""Notation, array types, arguments that go from room to room, and boundary checks.
+
+A leaf: it imports no other module of the project.
 
 Dimensions (upper case everywhere, in names, docstrings and jaxtyping strings):
 
@@ -106,6 +108,29 @@ class RuleArrays(NamedTuple):
         (B, T, Hk, K), Hq, (HV, V) = self.k.shape, self.q.shape[2], self.v.shape[2:]
         N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return Dims(B, T, N, Hq, Hk, HV, max(Hq, HV), K, V)
+
+
+class Choice(NamedTuple):
+    """How the experts of a token are chosen."""
+
+    per_token: int
+    groups: int
+    """Groups of experts that lie side by side. One counts the sum of its two largest."""
+    kept_groups: int
+    """Groups that a token chooses its experts from."""
+    normalise: bool
+    """Whether weights are divided by their sum."""
+    factor: float
+    """Factor of the weights."""
+
+
+class Convolution(NamedTuple):
+    """A short convolution of the first results of one token's product, with SiLU."""
+
+    state: Float[Array, "1 C W1"]
+    """Inputs before the token, oldest first."""
+    filters: Float[Array, "C W"]
+    bias: Float[Array, " C"] | None
 
 
 class ArgumentError(ValueError):

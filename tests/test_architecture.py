@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
     "pallas_kernels.ampere": {"shapes", *KERNEL_PARTS, "pallas_kernels.backward"},
-    "pallas_kernels.layer": {"pallas_kernels.device"},
+    "pallas_kernels.layer": {"shapes", "pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
     "products": {"shapes", "partitioning", "pallas_kernels.device", "pallas_kernels.layer"},

@@ -18,6 +18,7 @@ from gdn_jax.fused import channel_gates, embedding, experts, norms, routing, swi
 from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.shapes import Choice
 from pallas_kernels.layer.weight_gradient import weight_gradient
 
 pytestmark = pytest.mark.gpu
@@ -368,7 +369,7 @@ def test_experts(N):
 @pytest.mark.parametrize(("N", "E", "groups", "kept"), [(1, 128, 8, 4), (100, 256, 1, 1)])
 def test_routing(N, E, groups, kept):
     x, bias = row_kernels.scores(N, E)
-    choice = routing.Choice(8, groups, kept, True, 2.5)
+    choice = Choice(8, groups, kept, True, 2.5)
     call = jax.jit(functools.partial(routing.choose, choice=choice))
     assert "mosaic_gpu" in call.lower(x, bias).as_text()
     weights, chosen = call(x, bias)

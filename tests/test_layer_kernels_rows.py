@@ -24,6 +24,7 @@ from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
+from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
 from pallas_kernels.layer import expert_row, latent_row, routing, row_choice, row_product
 
@@ -54,9 +55,9 @@ def test_a_row_and_its_experts(sizes, config):
 @pytest.mark.parametrize(
     ("E", "choice"),
     [
-        (128, routing.Choice(4, 8, 3, True, 2.5)),
-        pytest.param(128, routing.Choice(4, 1, 1, False, 1.5), marks=pytest.mark.slow),
-        pytest.param(256, routing.Choice(8, 8, 4, True, 2.5), marks=pytest.mark.crossed),
+        (128, Choice(4, 8, 3, True, 2.5)),
+        pytest.param(128, Choice(4, 1, 1, False, 1.5), marks=pytest.mark.slow),
+        pytest.param(256, Choice(8, 8, 4, True, 2.5), marks=pytest.mark.crossed),
     ],
 )
 def test_a_row_chooses_its_experts(E, choice):
@@ -75,16 +76,16 @@ def test_a_row_chooses_its_experts(E, choice):
 @pytest.mark.parametrize(
     ("E", "choice"),
     [
-        (128, routing.Choice(8, 8, 4, True, 2.5)),
-        pytest.param(64, routing.Choice(4, 1, 1, False, 1.0), marks=pytest.mark.slow),
-        pytest.param(256, routing.Choice(8, 4, 2, True, 2.446), marks=pytest.mark.slow),
+        (128, Choice(8, 8, 4, True, 2.5)),
+        pytest.param(64, Choice(4, 1, 1, False, 1.0), marks=pytest.mark.slow),
+        pytest.param(256, Choice(8, 4, 2, True, 2.446), marks=pytest.mark.slow),
     ],
 )
 def test_experts_are_chosen_as_by_sorting(E, choice):
     """Also among equal scores, the first first."""
     x, bias = row_kernels.scores(3, E)
     weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
-    want, places = plain_routing.plain_choose(plain_routing.Choice(*vars(choice).values()), x, bias)
+    want, places = plain_routing.plain_choose(choice, x, bias)
     np.testing.assert_array_equal(chosen, places)
     close(want, weights, "weights")
 
@@ -106,7 +107,7 @@ def test_channels_that_pass_through_a_convolution():
     (x, _, norm, weight), *_ = row_kernels.stream(256, C + 24, "bfloat16")
     draw = draws(4)
     y, state, filters, bias = draw(3, 256), draw(1, C, 3, dtype="bfloat16"), draw(C, 4), draw(C)
-    convolution = row_product.Convolution(state, filters, bias)
+    convolution = Convolution(state, filters, bias)
     options = dict(config=row_product.Config(8, 3, 2), convolution=convolution, interpret=INTERPRET)
     options["ahead"] = filters, weight, draw(3, 5), draw(128)  # a hint, of any shape
     *_, got, after = row_product.stream_product(x, y, norm, weight, eps=1e-6, dtype=jnp.float32, **options)
@@ -165,7 +166,7 @@ def test_derivatives_are_those_of_plain_forms(small):
     scores, bias = row_kernels.scores(2, 64)
     stream, *_ = row_kernels.stream(256, 8, "float32")
     heads, _ = row_kernels.heads(4, 64, 64, 8, "silu")
-    choice = plain_routing.Choice(4, 1, 1, True, 1.5)
+    choice = Choice(4, 1, 1, True, 1.5)
 
     def loss(row, weights, gate_up, shared, scores, stream, heads):
         y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])

@@ -17,6 +17,7 @@ from gdn_jax.fused import experts, latent_token, routing, row_product
 from gdn_jax.models import ExpertsConfig, LanguageModel, inference
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.shapes import Choice, Convolution
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def test_experts_of_a_row():
 def test_experts_that_a_row_chooses():
     """At the sizes of Ling-3.0-tiny: as by the kernel that only chooses."""
     (row, _, _, gate_up, down, shared), *_ = row_kernels.experts(128, 1536, 512, 512, 8)
-    choice, shared = routing.Choice(8, 8, 4, True, 2.5), experts.SharedExpert(*shared)
+    choice, shared = Choice(8, 8, 4, True, 2.5), experts.SharedExpert(*shared)
     call = jax.jit(functools.partial(routing.routed_mixture, choice=choice))
     for seed in range(REPEATS):
         x, bias = row_kernels.scores(1, 128, seed)
@@ -93,7 +94,7 @@ def test_row_of_filtered_channels():
     (x, _, norm, weight), *_ = row_kernels.stream(1536, 10368, "bfloat16")
     draw = draws(4)
     y, state = draw(11, 1, 1, 1536), draw(1, 6144, 3, dtype="bfloat16")
-    filters = row_product.Convolution(state, draw(6144, 4, dtype="bfloat16"), None)
+    filters = Convolution(state, draw(6144, 4, dtype="bfloat16"), None)
     options = dict(eps=1e-6, dtype=jnp.bfloat16)
     call = jax.jit(functools.partial(row_product.stream_product, **options))
     _, _, got, after = call(x[None], y, norm, weight, filters)

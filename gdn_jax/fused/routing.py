@@ -1,7 +1,6 @@
 """Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.experts import FEW, SharedExpert, row_gradients
 from gdn_jax.fused.kernels import fused_op, kernels_run, run
-
-
-class Choice(NamedTuple):
-    """How the experts of a token are chosen."""
-
-    per_token: int
-    groups: int
-    """Groups of experts that lie side by side. One counts the sum of its two largest."""
-    kept_groups: int
-    """Groups that a token chooses its experts from."""
-    normalise: bool
-    """Whether weights are divided by their sum."""
-    factor: float
-    """Factor of the weights."""
+from gdn_jax.shapes import Choice
 
 
 def choose(
@@ -55,7 +41,7 @@ def choose(
 def _reason(x, choice: Choice) -> str | None:
     from pallas_kernels.layer import routing
 
-    return routing.check_supported(x.shape[1], routing.Choice(*choice))
+    return routing.check_supported(x.shape[1], choice)
 
 
 def plain_choose(choice: Choice, x, bias, counts: bool = False):
@@ -111,7 +97,7 @@ def _ordered(x: Float[Array, "*S"]) -> Int[Array, "*S"]:
 def _by_kernel(choice: Choice, x, bias):
     from pallas_kernels.layer import routing
 
-    return routing.choose(x, bias, routing.Choice(*choice))
+    return routing.choose(x, bias, choice)
 
 
 def _forward(choice: Choice, x, bias):
@@ -127,10 +113,10 @@ _choose = fused_op(_forward, _backward)
 
 def takes_row(scores: Float[Array, "1 E"], choice: Choice) -> bool:
     """Whether `routed_mixture` takes the scores of a row."""
-    from pallas_kernels.layer import expert_row, routing, row_choice
+    from pallas_kernels.layer import expert_row, row_choice
 
     warpgroups = expert_row.Config().warpgroups
-    reason = row_choice.check_supported(scores.shape[1], routing.Choice(*choice), warpgroups)
+    reason = row_choice.check_supported(scores.shape[1], choice, warpgroups)
     return scores.dtype == jnp.float32 and reason is None
 
 
@@ -158,11 +144,10 @@ def routed_mixture(
 
 
 def _routed_forward(choice: Choice, *args):
-    from pallas_kernels.layer import expert_row, routing
+    from pallas_kernels.layer import expert_row
 
     row, scores, bias, *others, ahead = args
-    choice_of_kernel = routing.Choice(*choice)
-    return expert_row.routed_row(row, scores, bias, choice_of_kernel, *others, ahead=ahead), args[:-1]
+    return expert_row.routed_row(row, scores, bias, choice, *others, ahead=ahead), args[:-1]
 
 
 def _routed_backward(choice: Choice, saved, dy):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused.kernels import fused_op, kernels_run
 from gdn_jax.fused.token import is_whole
+from gdn_jax.shapes import Convolution
 
 
 class _Stream(NamedTuple):
@@ -21,15 +22,6 @@ class _Stream(NamedTuple):
     dtype: Any
     keep: Any
     first: int
-
-
-class Convolution(NamedTuple):
-    """A short convolution of the first results of a product, with SiLU."""
-
-    state: Float[Array, "1 C W1"]
-    """Inputs before the token, oldest first."""
-    filters: Float[Array, "C W"]
-    bias: Float[Array, " C"] | None
 
 
 class _Heads(NamedTuple):
@@ -54,8 +46,7 @@ def takes_stream(
 
     reason = kernels.check_stream(x.reshape(1, -1), weight)
     if convolution is not None:
-        own = kernels.Convolution(*convolution)
-        reason = reason or kernels.check_convolution(weight, own, weight.dtype)
+        reason = reason or kernels.check_convolution(weight, convolution, weight.dtype)
     return reason is None
 
 
@@ -145,8 +136,7 @@ def _stream_by_kernel(static: _Stream, x, y, norm, weight, convolution, ahead):
     from pallas_kernels.layer import row_product as kernels
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
-    own = None if convolution is None else kernels.Convolution(*convolution)
-    options: dict[str, Any] = static._asdict() | {"convolution": own, "ahead": ahead}
+    options: dict[str, Any] = static._asdict() | {"convolution": convolution, "ahead": ahead}
     *results, state = kernels.stream_product(row, parts, norm, weight, **options)
     return *(None if a is None else a.reshape(*x.shape[:-1], -1) for a in results), state
 

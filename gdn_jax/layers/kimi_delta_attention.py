@@ -12,12 +12,13 @@ from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm, normalise_first
 from gdn_jax.fused import channel_token
 from gdn_jax.fused.ahead import read_ahead
-from gdn_jax.fused.row_product import Convolution, stream_product, takes_stream
+from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
 from gdn_jax.layers.recurrent import RecurrentCache
 from gdn_jax.products import Addend, array_of
+from gdn_jax.shapes import Convolution
 
 
 class _Joined(NamedTuple):

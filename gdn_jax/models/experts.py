@@ -21,10 +21,11 @@ from gdn_jax.fused import experts as fused_experts
 from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.fused.routing import Choice, choose, largest, routed_mixture, takes_row
+from gdn_jax.fused.routing import choose, largest, routed_mixture, takes_row
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.products import PLAIN, Addend, array_of, transposed_product
+from gdn_jax.shapes import Choice
 
 
 class Experts(nnx.Module):

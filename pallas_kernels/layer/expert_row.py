@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.shapes import Choice
 from pallas_kernels.device.ahead import WIDTH, bring, rows_of
 from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
@@ -42,7 +43,6 @@ from pallas_kernels.device.memory import (
 )
 from pallas_kernels.layer import row_choice
 from pallas_kernels.layer.expert_walk import DEPTH, memory_of, tile_layout, walk
-from pallas_kernels.layer.routing import Choice
 
 COLUMNS = 128
 """Columns of a tile of the branches."""

@@ -11,7 +11,6 @@ Numerics: float32; of a row with NaN the numbers mean nothing. Hardware: compute
 `check_supported`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.shapes import Choice
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.layouts import COL, ROW, along_columns, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, store_any
@@ -41,24 +41,6 @@ WORD = 4
 
 COLUMNS = 8
 """Columns of an array in registers are a multiple of this."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """How experts are chosen.
-
-    Fields:
-      per_token: k.
-      groups, kept_groups: of experts that lie side by side, and how many of them are kept.
-      normalise: whether weights are divided by their sum.
-      factor: of the weights.
-    """
-
-    per_token: int
-    groups: int
-    kept_groups: int
-    normalise: bool
-    factor: float
 
 
 def check_supported(experts: int, choice: Choice) -> str | None:

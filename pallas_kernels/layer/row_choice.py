@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from gdn_jax.shapes import Choice
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.memory import Buffer, Memory, store_any
-from pallas_kernels.layer.routing import Choice
 
 
 def check_supported(experts: int, choice: Choice, warpgroups: int) -> str | None:

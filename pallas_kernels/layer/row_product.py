@@ -21,7 +21,7 @@ Numerics: float32; v is not rounded. The same bits in every call. Hardware: comp
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from gdn_jax.shapes import Convolution
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
@@ -129,7 +130,7 @@ def check_heads(
 
 
 def check_convolution(
-    weight: jax.ShapeDtypeStruct | jax.Array, convolution: "Convolution", dtype: Any
+    weight: jax.ShapeDtypeStruct | jax.Array, convolution: Convolution, dtype: Any
 ) -> str | None:
     """Why the kernel cannot pass the first results, in a dtype, through a convolution; None if it can."""
     channels, taps = convolution.filters.shape
@@ -280,15 +281,6 @@ class _Past:
         store_any(gmem.out.at[own], (total / (1.0 + jnp.exp(-total))).astype(gmem.out.dtype))
         for j, s in enumerate(inputs[1:]):
             store_any(gmem.state.at[0, own, j], s.astype(gmem.state.dtype))
-
-
-class Convolution(NamedTuple):
-    """A short convolution of the first channels."""
-
-    state: Float[Array, "1 C W1"]
-    """Inputs before the token, oldest first."""
-    filters: Float[Array, "C W"]
-    bias: Float[Array, " C"] | None
 
 
 def stream_product(

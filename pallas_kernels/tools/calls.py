@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdn_jax.shapes import Dims, RuleArrays
+from gdn_jax.shapes import Choice, Convolution, Dims, RuleArrays
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
@@ -38,8 +38,8 @@ from pallas_kernels.layer.latent_row import Places as LatentPlaces
 from pallas_kernels.layer.latent_row import latent_row
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
-from pallas_kernels.layer.routing import Choice, choose
-from pallas_kernels.layer.row_product import Convolution, heads_product, stream_product
+from pallas_kernels.layer.routing import choose
+from pallas_kernels.layer.row_product import heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
