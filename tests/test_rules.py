@@ -309,6 +309,24 @@ def test_a_rule_that_is_not_in_the_table():
         rules.wants_unit_length("doubled")
 
 
+def test_a_rule_assigned_to_a_layer(no_type_checks):
+    """A name becomes the rule that it names, as at construction, and what is no rule is refused at once."""
+    x, mixer, other = jnp.ones((1, 3, 16)), layer("gated_delta"), layer("mamba2")
+    nnx.update(mixer, nnx.state(other, nnx.Param))
+    for rule in ("mamba2", rules.RULES["mamba2"]):
+        mixer.rule = rule
+        assert mixer.rule is rules.RULES["mamba2"]
+        np.testing.assert_array_equal(mixer(x)[0], other(x)[0])
+    assert nnx.split(mixer)[0] == nnx.split(other)[0]
+    for wrong, message in {
+        "delta_net": "expected one of .*, got 'delta_net'",
+        None: "a rules.Rule or the name of one",
+    }.items():
+        with pytest.raises(ValueError, match=f"rule: .*{message}"):
+            mixer.rule = wrong
+    assert mixer.rule is rules.RULES["mamba2"]
+
+
 def test_errors():
     x = jnp.ones((1, 3, 16))
     with pytest.raises(ValueError, match=r"rule: expected one of .*, got 'delta_net'"):

@@ -73,7 +73,7 @@ class GatedDeltaNet(RecurrentMixer):
       are `NoDecayParam`s.
 
     Attributes:
-      rule: the `rules.Rule`.
+      rule: the `rules.Rule`; another one, or its name, may be assigned.
       layer: a number that no other softmax attention of a program has, see `gdn_jax.attention.attend`; a model sets
         it. Other rules have no use for it.
 
@@ -126,7 +126,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.head_v_dim = value_width(head_dim, expand_v)
         self.use_gate = use_gate
         self.allow_neg_eigval = allow_neg_eigval
-        self.rule = rules.find(rule)
+        self.rule = rule
         self.layer = 0
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -186,7 +186,7 @@ class GatedDeltaNet(RecurrentMixer):
         self, inputs: rules.RuleInputs, **options: Any
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
         """See `RecurrentMixer.apply_rule`."""
-        return self._rule()(*inputs, **options)
+        return self._rule_of_calls()(*inputs, **options)
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
@@ -217,6 +217,19 @@ class GatedDeltaNet(RecurrentMixer):
         return log_decay(a, self.A_log[...], self.dt_bias[...]), beta, None, None
 
     @property
+    def rule(self) -> rules.Rule:
+        """The rule, as an object also where a name was assigned.
+
+        Raises:
+          ValueError: what is assigned is neither a rule nor the name of one.
+        """
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: str | rules.Rule):
+        self._rule = rules.find(rule)
+
+    @property
     def can_be_served(self) -> bool:
         """See `RecurrentMixer.can_be_served`."""
         return self.rule == GATED_DELTA and self.use_short_conv
@@ -233,7 +246,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _key_heads(self) -> KeyHeads:
         return KeyHeads(self.num_heads, self.head_dim, self.rule.unit_length)
 
-    def _rule(self):
+    def _rule_of_calls(self):
         options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
         return partial(rules.apply, self.rule, **options)
 
@@ -253,7 +266,7 @@ class GatedDeltaNet(RecurrentMixer):
         *before, gate, output = (linear.kernel[...] for linear in linears)
         dtype = self.dtype or jnp.promote_types(x.dtype, gate.dtype)
         heads = self._key_heads(), self.num_v_heads, self.head_v_dim
-        rule, product = self._rule(), self.q_proj.dot_general
+        rule, product = self._rule_of_calls(), self.q_proj.dot_general
         sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, rule, product)
         filters, bias = self.conv_weight[...], self.b_proj.bias
         if not mixer.has_kernels(sizes, x, filters, self.implementation):

@@ -9,6 +9,7 @@ from gdn_jax.rules.mamba2 import MAMBA2
 from gdn_jax.rules.rule import Rule
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 from gdn_jax.shapes import (
+    ArgumentError,
     Keys,
     LogDecay,
     Offsets,
@@ -30,10 +31,12 @@ def find(rule: str | Rule) -> Rule:
     """The rule that a layer or a call was given: an object as it is, a name as the entry of `RULES`.
 
     Raises:
-      ValueError: no entry has that name.
+      ValueError: it is neither, or no entry has that name.
     """
     if isinstance(rule, Rule):
         return rule
+    if not isinstance(rule, str):
+        raise ArgumentError("rule", "a rules.Rule or the name of one in rules.RULES", repr(rule))
     check_choice("rule", rule, tuple(RULES))
     return RULES[rule]
 
