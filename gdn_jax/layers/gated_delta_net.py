@@ -186,7 +186,7 @@ class GatedDeltaNet(RecurrentMixer):
         self, inputs: rules.RuleInputs, **options: Any
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
         """See `RecurrentMixer.apply_rule`."""
-        return self._rule_of_calls()(*inputs, **options)
+        return self._rule()(*inputs, **options)
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
@@ -223,11 +223,11 @@ class GatedDeltaNet(RecurrentMixer):
         Raises:
           ValueError: what is assigned is neither a rule nor the name of one.
         """
-        return self._rule
+        return self._chosen_rule
 
     @rule.setter
     def rule(self, rule: str | rules.Rule):
-        self._rule = rules.find(rule)
+        self._chosen_rule = rules.find(rule)
 
     @property
     def can_be_served(self) -> bool:
@@ -246,7 +246,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _key_heads(self) -> KeyHeads:
         return KeyHeads(self.num_heads, self.head_dim, self.rule.unit_length)
 
-    def _rule_of_calls(self):
+    def _rule(self):
         options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
         return partial(rules.apply, self.rule, **options)
 
@@ -266,7 +266,7 @@ class GatedDeltaNet(RecurrentMixer):
         *before, gate, output = (linear.kernel[...] for linear in linears)
         dtype = self.dtype or jnp.promote_types(x.dtype, gate.dtype)
         heads = self._key_heads(), self.num_v_heads, self.head_v_dim
-        rule, product = self._rule_of_calls(), self.q_proj.dot_general
+        rule, product = self._rule(), self.q_proj.dot_general
         sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, rule, product)
         filters, bias = self.conv_weight[...], self.b_proj.bias
         if not mixer.has_kernels(sizes, x, filters, self.implementation):
