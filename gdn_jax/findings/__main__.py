@@ -38,6 +38,9 @@ def main(arguments: list[str]) -> int:
         for card in content["cards"]:
             (root / "figures").mkdir(exist_ok=True)
             figures.draw(results, pages.words, card, root / "figures" / f"{card['id']}.png")
+        for block in (x for task in content["tasks"].values() for x in task["blocks"]):
+            if isinstance(block, dict) and "rates" in block and "figure" in block:
+                figures.draw_rates(results, pages.words, block, root)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Figures of the cards, as claims.json asks for them.
+"""Figures of the cards, and of every learning rate of a sweep, as claims.json asks for them.
 
 A card's `figure` has a `kind`, a `title`, a `caption`, and
 
@@ -11,6 +11,7 @@ A card's `figure` has a `kind`, a `title`, a `caption`, and
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.findings import rates
 from gdn_jax.findings.records import Arm, Results
 from gdn_jax.findings.words import Words
 from gdn_jax.sweeps import figure
@@ -37,6 +38,27 @@ def draw(results: Results, words: Words, card: dict[str, Any], path: Path) -> No
         learned = {row.mixer: figure.k_of_n(row, about.answers) for row in rows}
     shown = dict(title=title, caption=caption, percent=percent, learned=learned)
     figure.draw_panels(path, panels, label=label, **shown)
+
+
+def draw_rates(results: Results, words: Words, block: dict[str, Any], root: Path) -> None:
+    """Draws the figure of `rates.rows`: scores by learning rate, a panel for each size of the keys and each start.
+
+    Args:
+      results, words: as for `draw`.
+      block: of a page, see `rates`.
+      root: folder of the results.
+    """
+    panels: dict[tuple[Any, ...], list[tuple[str, dict[float, list[float]]]]] = {}
+    for row in rates.rows(results, words, block):
+        scores = {lr: [score / 100] for lr, score in row.scores.items()}
+        panels.setdefault((row.start is not None, row.start, row.scale), []).append((row.mixer, scores))
+    width, drawn = words.option(results.matching(block["rates"])[0], "head_dim"), []
+    for (_, start, scale), curves in sorted(panels.items()):
+        begins = "" if start is None else f", write start {start:g}"
+        drawn.append(figure.Panel(f"keys of {width * scale}{begins}", "learning rate", curves))
+    about, asked = results.about(block["rates"]), block["figure"]
+    title, caption = (words.fill(asked[name]) for name in ("title", "caption"))
+    figure.draw_panels(root / asked["path"], drawn, label=about.label, title=title, caption=caption)
 
 
 def _panel(results: Results, panel: dict[str, Any]) -> figure.Panel:

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
       task: of `gdn sweep`.
       full, small: options.
       published: its numbers.
-      best_run: the paper shows its best run; else means are put beside its numbers.
+      best_run: the paper shows its best run, and so do we, by what is asked; else means are put beside its numbers.
       unit: of its numbers.
     """
 

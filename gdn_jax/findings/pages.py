@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from gdn_jax.findings import claims
+from gdn_jax.findings import claims, rates
 from gdn_jax.findings.ledger import LEDGER
 from gdn_jax.findings.records import Results
 from gdn_jax.findings.reproduce import beside
@@ -135,30 +135,24 @@ class Pages:
             f"Here: {entry.differs}."
         )
         names = self.results.matching(sweep)
-        parts = [self.results.folder(name) for name in names]
-        lines = [line for _, part in parts for line in part]
-        numbers = table(*beside(entry, parts[0][0], lines, small=False))
+        config, _ = self.results.folder(names[0])
+        numbers = table(*beside(entry, config, self.results.lines(sweep), small=False))
         return [said, numbers, *(self._all_of_it(name) for name in names)]
 
     def _rates(self, block: dict[str, Any]) -> str:
-        """Scores of every mixer, scale and learning rate of sweeps with one seed, and the best of all rates.
-
-        A score is the best at its size of the test, as in papers that show their best run; the rates apart are at
-        the last of these sizes.
-        """
-        sweep, sizes = block["rates"], block["at"]
-        lines = [line for name in self.results.matching(sweep) for line in self.results.folder(name)[1]]
-        rates, axis = sorted({x["lr"] for x in lines}), self.results.about(sweep).axis
-        rows = []
-        for mixer, scale in itertools.product(block["mixers"], sorted({x["scale"] for x in lines})):
-            if any((x["mixer"], x["scale"]) == (mixer, scale) for x in lines):
-                cells = [f"{self.words.best(sweep, mixer, at, scale):.1f}" for at in sizes]
-                for lr in rates:
-                    scores = self.words.seeds(sweep, mixer, sizes[-1], scale, lr)
-                    cells.append(f"{scores[0]:.1f}" if scores else "not run")
-                rows.append([MIXERS[mixer].label, str(scale), *cells])
-        heads = ["mixer", "scale", *(f"{at} {axis}, best" for at in sizes)]
-        return table([*heads, f"{sizes[-1]} at {rates[0]:g}", *(f"{lr:g}" for lr in rates[1:])], rows)
+        """The table of every learning rate of a sweep, perhaps with its figure."""
+        rows, axis = rates.rows(self.results, self.words, block), self.results.about(block["rates"]).axis
+        tried = sorted({lr for row in rows for lr in row.scores})
+        lines = []
+        for row in rows:
+            apart = [f"{row.scores[lr]:.1f}" if lr in row.scores else "not run" for lr in tried]
+            lines.append([row.label, str(row.scale), *(f"{x:.1f}" for x in row.best), *apart])
+        heads = ["mixer", "scale", *(f"{at} {axis}, best" for at in block["at"])]
+        heads += [f"{block['at'][-1]} at {tried[0]:g}", *(f"{lr:g}" for lr in tried[1:])]
+        found = table(heads, lines)
+        if "figure" in block:
+            found += f"\n\n![{self.words.fill(block['figure']['title'])}](../{block['figure']['path']})"
+        return found
 
     def _differences(self, block: dict[str, Any]) -> str:
         """Gains of a mixer over others at several sizes of the test."""

@@ -124,15 +124,18 @@ class Results:
         """Folders that a sweep's name means."""
         return fnmatch.filter(self.names, sweep)
 
+    def lines(self, sweep: str) -> list[dict[str, Any]]:
+        """Lines of runs.jsonl of all folders that a sweep's name means."""
+        return [line for name in self.matching(sweep) for line in self.folder(name)[1]]
+
     def about(self, sweep: str) -> About:
         """The facts that the table of a sweep tells of its task."""
         return About(**self.folder(self.matching(sweep)[0])[0]["about"])
 
     def records(self, arm: Arm) -> dict[int, dict[str, Any]]:
         """Lines of runs.jsonl by seed, none where nothing was run."""
-        lines = [line for name in self.matching(arm.sweep) for line in self.folder(name)[1]]
         which = {"mixer": arm.mixer, "scale": arm.scale}
-        lines = [x for x in lines if which.items() <= x.items() and begins(x) == arm.start]
+        lines = [x for x in self.lines(arm.sweep) if which.items() <= x.items() and begins(x) == arm.start]
         if not lines:
             return {}
         lr = arm.lr

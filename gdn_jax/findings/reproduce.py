@@ -117,8 +117,9 @@ def beside(
 ) -> tuple[list[str], list[list[str]]]:
     """Makes the heads and rows of a table: an entry's numbers beside those of finished runs.
 
-    Our number is that of the best run by validation loss where the paper shows its best one, and else the mean of
-    the runs that have learned something, at the best learning rate; both stand there.
+    Beside a paper's best run stands ours, the best of all at the size that is asked; beside any other number the mean
+    of the runs that have learned something, at the learning rate of the lowest validation loss. Both are shown, the
+    best run then by validation loss, too.
     """
     about = summary.About(**config["about"])
     percent = about.metric == "accuracy"
@@ -137,14 +138,18 @@ def beside(
             continue
         for scale in sorted({x["scale"] for x in made}):
             runs = [x for x in made if x["scale"] == scale]
-            best = min(runs, key=lambda x: math.inf if x["val_loss"] is None else x["val_loss"])
-            [row] = summary.rows(runs, [best["mixer"]], [scale], about.metric)
+            scores = [x[f"test_{about.metric}"][str(size)] for x in runs]
+            if entry.best_run:
+                score = (max if percent else min)((x for x in scores if x is not None), default=None)
+            else:
+                losses = [math.inf if x["val_loss"] is None else x["val_loss"] for x in runs]
+                score = scores[losses.index(min(losses))]
+            [row] = summary.rows(runs, [runs[0]["mixer"]], [scale], about.metric)
             learned = row.learned(about.answers)
             values = [factor * x for x in learned.scores[size]]
             mean = f"{statistics.fmean(values):.{digits}f}" if values else "-"
             if len(values) > 1:
                 mean += f" ± {summary.interval(values):.{digits}f}"
-            score = best[f"test_{about.metric}"][str(size)]
             shown = "diverged" if score is None else f"{factor * score:.{digits}f}"
             count = f"{len(learned.losses)} of {len(row.losses)}"
             rows.append([*cells, str(scale), shown, mean, count, f"{size} {about.axis}"])

@@ -97,7 +97,7 @@ class Words:
     def runs(self, sweep: str, mixer: str | None = None, scale=1, lr=None, start=None) -> int:
         """How many seeds there are, or runs in all of a sweep."""
         if mixer is None:
-            return sum(len(self.results.folder(name)[1]) for name in self.results.matching(sweep))
+            return len(self.results.lines(sweep))
         return len(self.results.records(Arm(sweep, mixer, scale, lr, start)))
 
     def exists(self, sweep: str) -> bool:
@@ -126,11 +126,11 @@ class Words:
         """A line of runs.jsonl."""
         return self.results.records(Arm(sweep, mixer, lr=lr))[seed]
 
-    def best(self, sweep: str, mixer: str, at: int | str, scale: int = 1) -> float:
+    def best(self, sweep: str, mixer: str, at: int | str, scale: int = 1, start=None) -> float:
         """The best score of all runs, whatever their rate and seed: the rule of papers that show their best run."""
-        lines = [line for name in self.results.matching(sweep) for line in self.results.folder(name)[1]]
+        lines = self.results.lines(sweep)
         rates = {x["lr"] for x in lines if (x["mixer"], x["scale"]) == (mixer, scale)}
-        return max(x for lr in rates for x in self.seeds(sweep, mixer, at, scale, lr))
+        return max(x for lr in rates for x in self.seeds(sweep, mixer, at, scale, lr, start))
 
     def baseline(self, sweep: str, name: str) -> float:
         """The metric of a simple method, the first whose name begins like this."""

@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
     title: str
     below: str
-    curves: list[tuple[str, dict[int, list[float]]]]
+    curves: Sequence[tuple[str, Mapping[Any, list[float]]]]
     marked: tuple[int, str] | None = None
     chance: Mapping[str, float] = MappingProxyType({})
 

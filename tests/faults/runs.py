@@ -174,8 +174,8 @@ FAULTS = (
     ),
     Fault(
         "a run that has diverged is the best one",
-        'key=lambda x: math.inf if x["val_loss"] is None else x["val_loss"])',
-        'key=lambda x: -1.0 if x["val_loss"] is None else x["val_loss"])',
+        'losses = [math.inf if x["val_loss"] is None',
+        'losses = [-1.0 if x["val_loss"] is None',
         "tests/test_reproduce.py::test_an_entry",
     ),
     Fault(
