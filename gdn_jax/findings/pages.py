@@ -198,7 +198,7 @@ def _source(claim: dict[str, Any], seen_only: bool = False) -> str:
     """Where a claim is from, and what it says there; perhaps only where that has a number."""
     source = claim["source"]
     if source is None:
-        return "asked here"
+        return "ours"
     shown = source["theirs"] and (not seen_only or any(x.isdigit() for x in source["theirs"]))
     theirs = f": {source['theirs']}" if shown else ""
     return f"[{source['paper']}]({source['url']}), {source['where']}{theirs}"
