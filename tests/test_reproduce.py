@@ -101,7 +101,7 @@ def test_an_entry(tmp_path, monkeypatch, capsys):
     assert re.search(r"[012] of 2 +9 tokens", row)
     assert re.search(r"another +not confirmed +40 +no such mixer", out), out
     assert re.search(r"DeltaNet +not confirmed +40 +not run", out)
-    assert "Grazzi et al.: eigenvalues in" in out and (tmp_path / "run" / "table.md").exists()
+    assert "Grazzi et al.: rows of 3 to 40 bits" in out and (tmp_path / "run" / "table.md").exists()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     by_loss = sorted(lines, key=lambda line: line["val_loss"])
     by_loss[0]["val_loss"] = None  # one that has diverged is not the best one
