@@ -49,6 +49,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(expert_product, "Config", functools.partial(Config, 1, 128, 2, ctas=3))
     few = classmethod(lambda cls, rows, D: cls(rows, 1, stages=4, ctas=3))
     monkeypatch.setattr(expert_swiglu.Config, "default", few)
+    monkeypatch.setattr(expert_gradient, "Config", functools.partial(expert_gradient.Config, ctas=3))
     monkeypatch.setattr(experts, "FEW", 8)
     return calls
 
