@@ -130,13 +130,13 @@ def test_products_of_heads():
 @pytest.mark.parametrize(("H", "C"), [(8, 256), pytest.param(16, 512, marks=pytest.mark.crossed)])
 def test_latent_attention_of_a_token(H, C):
     """By three CTAs, whose tokens go around their shared memory; with no token before it; and without a slot left."""
-    _, static, *_ = row_kernels.latent(H, C, 32, 24, 0)
+    _, static, *_ = row_kernels.latent(H, C, 16, 24, 0)
     places = latent_row.Places(static.pop("kv"), static.pop("gate"))
     call = functools.partial(
         latent_row.latent_row, places=places, config=latent_row.Config(3, 1), interpret=INTERPRET, **static
     )
     for length in (21, 0):
-        args, _, y, k_r, c = row_kernels.latent(H, C, 32, 24, length)
+        args, _, y, k_r, c = row_kernels.latent(H, C, 16, 24, length)
         got, k, v, after = call(*args)
         assert after == length + 1
         close(y, got, "y")
@@ -151,8 +151,8 @@ def test_latent_attention_of_a_token(H, C):
 def small(monkeypatch, interpreted):
     """The kernels of one row by a few CTAs, interpreted; which were called."""
     monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
-    monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(4, 3))
-    monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(4, 3))
+    monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
+    monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))
     monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
     for module in (experts, fused_product, kimi_delta_attention, latent_token):
         monkeypatch.setattr(module, "is_whole", lambda *arrays: True)
@@ -216,7 +216,7 @@ def test_a_layer_of_one_product(small, monkeypatch):
 @pytest.mark.slow
 def test_a_layer_of_latents(small):
     """A token of latent attention in a copy for one row is that of the plain layer behind the norm."""
-    config = LatentAttentionConfig(8, 64, 64, 64, 256, q_rank=256, rope_theta=1e4, head_gate=True)
+    config = LatentAttentionConfig(8, 64, 64, 16, 256, q_rank=256, rope_theta=1e4, head_gate=True)
     options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     plain, layer = (LatentAttention(256, config, **options, rngs=nnx.Rngs(0)) for _ in range(2))
     draw, norm = draws(3), RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked")
