@@ -30,6 +30,11 @@ MOST_WORDS = 1100
 
 
 @functools.cache
+def outcomes():
+    return claims.outcomes(RUNS, CONTENT)
+
+
+@functools.cache
 def recomputed():
     return {claim["id"]: claim for claim in claims.refresh(RUNS, CONTENT)["claims"]}
 
@@ -107,9 +112,7 @@ def wrong(content):
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_changed_number_interval_or_verdict_is_noticed(name, monkeypatch):
     """In the claims and, where the page shows it, in the page; nothing but the changed claim is called wrong."""
-    good = claims.outcomes(
-        RUNS, CONTENT
-    )  # comparisons are computed once: no change below touches what is compared
+    good = outcomes()  # no change below touches what is compared
     monkeypatch.setattr(claims, "outcomes", lambda *_: good)
     results = [x["result"] for x in CLAIMS[name]["comparisons"] if x["result"]]
     changes = [("verdict", x) for x in verdicts.VERDICTS if x != CLAIMS[name]["verdict"]]
