@@ -122,9 +122,9 @@ class Words:
         o = self.results.folder(sweep)[0]["options"]
         return o["steps"] * o["batch_size"] * o["length"]
 
-    def run(self, sweep: str, mixer: str, lr: float, seed: int) -> dict[str, Any]:
+    def run(self, sweep: str, mixer: str, lr: float, seed: int, start=None) -> dict[str, Any]:
         """A line of runs.jsonl."""
-        return self.results.records(Arm(sweep, mixer, lr=lr))[seed]
+        return self.results.records(Arm(sweep, mixer, lr=lr, start=start))[seed]
 
     def best(self, sweep: str, mixer: str, at: int | str, scale: int = 1, start=None) -> float:
         """The best score of all runs, whatever their rate and seed: the rule of papers that show their best run."""
