@@ -6,6 +6,8 @@ import numpy as np
 from fused_harness import draws
 from fused_oracle import wide
 
+from gdn_jax.shapes import Choice
+
 
 def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
     """Arguments of `fused.experts.row_mixture` but for the shared expert's weight, and what it gives without one."""
@@ -30,6 +32,32 @@ def scores(N: int, E: int, seed: int = 0):
     draw = draws(seed)
     x = draw(N, E)
     return x.at[0].set(jnp.round(x[0])), jnp.where(jnp.arange(E) % 2, 0.1 * draw(E), 0.0)
+
+
+def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0):
+    """Arguments of `routed_stream.routed_stream`, y in parts, and what it gives: s and the sum of the experts."""
+    draw = draws(seed)
+    x, y = (draw(n, D, dtype="bfloat16") for n in (1, P))
+    norm, router, bias = 1 + 0.1 * draw(D), draw(E, D, scale=D**-0.5), 0.1 * draw(E)
+    gate_up, down, gate, up, shared_down = (
+        draw(*s, dtype="bfloat16", scale=s[-2] ** -0.5)
+        for s in ((E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D))
+    )
+    s, n = fused_oracle.add_norm(x, np.sum(wide(y), axis=0, keepdims=True), norm, 1e-6)
+    weights = fused_oracle.sigmoid(n @ wide(router).T)[0]
+    c = weights + wide(bias)
+    if choice.kept_groups < choice.groups:
+        of_groups = c.reshape(choice.groups, -1)
+        best = np.argsort(-np.sort(of_groups)[:, -2:].sum(axis=1), kind="stable")[: choice.kept_groups]
+        kept = np.isin(np.arange(choice.groups), best)
+        c = np.where(kept[:, None], of_groups, -np.inf).reshape(-1)
+    chosen = np.argsort(-c, kind="stable")[: choice.per_token]
+    factor = choice.factor / (weights[chosen].sum() if choice.normalise else 1.0)
+    want = fused_oracle.branches(n @ wide(gate), n @ wide(up)) @ wide(shared_down)
+    for e in chosen:
+        a, b = np.split(n @ wide(gate_up[e]), 2, axis=-1)
+        want = want + factor * weights[e] * fused_oracle.branches(a, b) @ wide(down[e])
+    return (x, y, norm, router, bias, gate_up, down, (gate, up, shared_down)), s, want
 
 
 def stream(D: int, F: int, dtype: str, seed: int = 0):

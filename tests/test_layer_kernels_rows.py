@@ -26,7 +26,7 @@ from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
-from pallas_kernels.layer import expert_row, latent_row, routing, row_choice, row_product
+from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_product
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -51,26 +51,27 @@ def test_a_row_and_its_experts(sizes, config):
     close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("E", "choice"),
+    ("sizes", "choice", "config"),
     [
-        (128, Choice(4, 8, 3, True, 2.5)),
-        pytest.param(128, Choice(4, 1, 1, False, 1.5), marks=pytest.mark.slow),
-        pytest.param(256, Choice(8, 8, 4, True, 2.5), marks=pytest.mark.crossed),
+        (dict(E=64, D=256, F=128, S=128, P=2), Choice(4, 4, 2, True, 2.5), (5, 2, 2, 2)),
+        pytest.param(
+            dict(E=64, D=384, F=128, S=256, P=1),
+            Choice(3, 1, 1, False, 1.5),
+            (7, 3, 1, 3),
+            marks=pytest.mark.slow,
+        ),
     ],
+    ids=["of some groups", "of all"],
 )
-def test_a_row_chooses_its_experts(E, choice):
-    """Inside the kernel of the branches: as by the kernel of its own, among equal scores too; no shared expert."""
-    assert row_choice.check_supported(E, choice, 4) is None
-    (row, _, _, gate_up, down, _), *_ = row_kernels.experts(E, 128, 128, 128, 4)
-    x, bias = row_kernels.scores(1, E)
-    config, arrays = expert_row.Config(3, 2, 4, 2), (gate_up, down)
-    weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
-    want = expert_row.expert_row(row, weights, chosen, *arrays, config=config, interpret=INTERPRET)
-    got = expert_row.routed_row(row, x, bias, choice, *arrays, config=config, interpret=INTERPRET)
-    # The sum by which weights are divided is added up in another order.
-    close(fused_oracle.wide(want), got, "y", sums=4 * 2.0**-24)
+def test_a_stream_chooses_its_experts(sizes, choice, config):
+    """Norm, router, choice and experts in one kernel of three stages: rings wrap, and CTAs go on from one tile of
+    columns to the next."""
+    args, s, want = row_kernels.routed(**sizes, choice=choice)
+    options = dict(choice=choice, eps=1e-6, config=routed_stream.Config(*config), interpret=INTERPRET)
+    stream, z = routed_stream.routed_stream(*args, **options)
+    close(s, stream, "s")
+    close(want, jnp.sum(z, axis=0, keepdims=True), "z")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +152,11 @@ def test_latent_attention_of_a_token(H, C):
 def small(monkeypatch, interpreted):
     """The kernels of one row by a few CTAs, interpreted; which were called."""
     monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
+    monkeypatch.setattr(routed_stream.Config, "default", lambda: routed_stream.Config(5, 2, 2, 2))
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))
     monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
-    for module in (experts, fused_product, kimi_delta_attention, latent_token):
+    for module in (experts, plain_routing, fused_product, kimi_delta_attention, latent_token):
         monkeypatch.setattr(module, "is_whole", lambda *arrays: True)
     return interpreted
 
@@ -166,28 +168,31 @@ def test_derivatives_are_those_of_plain_forms(small):
     scores, bias = row_kernels.scores(2, 64)
     stream, *_ = row_kernels.stream(256, 8, "float32")
     heads, _ = row_kernels.heads(4, 64, 64, 8, "silu")
-    choice = Choice(4, 1, 1, True, 1.5)
+    choice, router = Choice(4, 1, 1, True, 1.5), draws(1)(64, 128)
 
-    def loss(row, weights, gate_up, shared, scores, stream, heads):
+    def loss(row, weights, gate_up, shared, scores, stream, heads, router):
         y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])
         w, _ = plain_routing.choose(scores, bias, choice)
-        routed = plain_routing.routed_mixture(
+        _, routed = plain_routing.routed_stream(
             row,
-            scores[:1],
+            row,
+            bias[:1] + jnp.ones(128),
+            router,
             bias,
-            choice,
             jnp.tile(gate_up, (16, 1, 1)),
             jnp.tile(down, (16, 1, 1)),
             SharedExpert(*shared),
+            choice,
+            eps=1e-6,
         )
         _, n, p, _ = stream_product(*stream, eps=1e-6, dtype=jnp.float32, keep=jnp.float32)
         z = heads_product(*heads, eps=1e-6, activation="silu")
         return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in (y, w, routed, n, p, z))
 
-    args = row, weights, gate_up, shared, scores, stream, heads
-    gradients = jax.grad(loss, argnums=range(7))(*args)
+    args = row, weights, gate_up, shared, scores, stream, heads, router
+    gradients = jax.grad(loss, argnums=range(8))(*args)
     assert small == dict.fromkeys(
-        ("expert_row", "choose", "routed_row", "stream_product", "heads_product"), 1
+        ("expert_row", "choose", "routed_stream", "stream_product", "heads_product"), 1
     )
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
 
@@ -239,14 +244,15 @@ def test_a_layer_of_latents(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("groups", "kernels"),
-    [((1, 1), ("routed_row",)), ((4, 2), ("choose", "expert_row"))],
-    ids=["one", "four"],
+    ("shared_gate", "kernels"),
+    [(False, ("routed_stream",)), (True, ("stream_product", "choose", "expert_row"))],
+    ids=["ungated", "gated"],
 )
-def test_a_mixture_of_one_row(small, groups, kernels):
-    """In a copy for one row, with the norm before it: that of the layer without kernels. Where groups are too few for
-    a register, another kernel chooses."""
-    config = ExpertsConfig(64, 4, 128, 128, shared_gate=False, routing=SigmoidRouting(*groups, 2.5))
+def test_a_mixture_of_one_row(small, shared_gate, kernels):
+    """In a copy for one row, with the norm before it: that of the layer without kernels. Where the shared expert has
+    a gate, another kernel chooses."""
+    routing = SigmoidRouting(4, 2, 2.5)
+    config = ExpertsConfig(64, 4, 128, 128, shared_gate=shared_gate, routing=routing)
     options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
     x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
@@ -254,7 +260,7 @@ def test_a_mixture_of_one_row(small, groups, kernels):
     want = from_stream(plain, RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
     layer.read_by_rows(1)
     got = from_stream(layer, norm, x, y)
-    assert small == dict.fromkeys((*kernels, "stream_product"), 1)
+    assert small == dict.fromkeys(kernels, 1)
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, h, what each expert makes, and both sums.
     close(fused_oracle.wide(want[1]), jnp.sum(got[1], axis=0, keepdims=True), "y", 6, dtype="bfloat16")

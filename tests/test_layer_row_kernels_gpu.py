@@ -36,19 +36,20 @@ def test_experts_of_a_row():
     close(want + shared, jnp.sum(got, axis=0, keepdims=True), "y", 0)
 
 
-def test_experts_that_a_row_chooses():
-    """At the sizes of Ling-3.0-tiny: as by the kernel that only chooses."""
-    (row, _, _, gate_up, down, shared), *_ = row_kernels.experts(128, 1536, 512, 512, 8)
-    choice, shared = Choice(8, 8, 4, True, 2.5), experts.SharedExpert(*shared)
-    call = jax.jit(functools.partial(routing.routed_mixture, choice=choice))
-    for seed in range(REPEATS):
-        x, bias = row_kernels.scores(1, 128, seed)
-        weights, chosen = routing.choose(x, bias, choice)
-        want = experts.row_mixture(row, weights, chosen, gate_up, down, shared)
-        got = call(row, x, bias, gate_up=gate_up, down=down, shared=shared)
-        np.testing.assert_array_equal(call(row, x, bias, gate_up=gate_up, down=down, shared=shared), got)
-        # The sum by which weights are divided is added up in another order.
-        close(fused_oracle.wide(jnp.sum(want, axis=0)), jnp.sum(got, axis=0), "y", 0)
+@pytest.mark.parametrize(
+    ("E", "choice"), [(128, Choice(8, 8, 4, True, 2.5)), (256, Choice(6, 1, 1, False, 1.5))]
+)
+def test_a_stream_chooses_its_experts(E, choice):
+    """At the sizes of Ling-3.0-tiny; and other experts, which have fewer inner columns."""
+    call, F = jax.jit(functools.partial(routing.routed_stream, choice=choice, eps=1e-6)), 512 * 128 // E
+    for seed in range(4):
+        args, s, want = row_kernels.routed(E, 1536, F, 512, 1 + seed, choice, seed)
+        args = *args[:-1], experts.SharedExpert(*args[-1])
+        stream, z = call(*args)
+        for _ in range(REPEATS):
+            np.testing.assert_array_equal(call(*args)[1], z)
+        close(s, stream, "s")
+        close(want, jnp.sum(z, axis=0, keepdims=True), "z", 0)
 
 
 @pytest.mark.parametrize(("F", "dtype"), [(10368, "bfloat16"), (128, "float32")])

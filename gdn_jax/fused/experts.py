@@ -310,19 +310,23 @@ def _row_forward(_, *args):
     return expert_row(*args), args
 
 
-def row_gradients(saved, dy):
-    """Cotangents of the arguments of `row_mixture`, by its plain form."""
+def plain_row_mixture(row, weights, chosen, gate_up, down, shared, weight):
+    """`row_mixture` without kernels, in one part."""
+    gate, up, shared_down = shared
+    own = (jax.nn.silu(row @ gate) * (row @ up)) @ shared_down
+    y = plain_mixture(row, weights, chosen, gate_up, down)
+    return y + (own.astype(y.dtype) if weight is None else weight[:, None] * own)
+
+
+def _row_backward(_, saved, dy):
     row, weights, chosen, *others = saved
 
-    def plain(row, weights, gate_up, down, shared, weight):
-        gate, up, shared_down = shared
-        own = (jax.nn.silu(row @ gate) * (row @ up)) @ shared_down
-        own = own.astype(dy.dtype) if weight is None else weight[:, None] * own
-        return plain_mixture(row, weights, chosen, gate_up, down) + own
+    def plain(row, weights, *others):
+        return plain_row_mixture(row, weights, chosen, *others)
 
     dy = dy[:1]  # of every part the same, where the sum is all that is used
     drow, dweights, *gradients = jax.vjp(plain, row, weights, *others)[1](dy)
     return drow, dweights, None, *gradients
 
 
-_row_mixture = fused_op(_row_forward, lambda _, saved, dy: row_gradients(saved, dy))
+_row_mixture = fused_op(_row_forward, _row_backward)

@@ -1,13 +1,16 @@
 """Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.experts import FEW, SharedExpert, row_gradients
+from gdn_jax.fused.experts import FEW, SharedExpert, plain_row_mixture
 from gdn_jax.fused.kernels import fused_op, kernels_run, run
+from gdn_jax.fused.token import is_whole
 from gdn_jax.shapes import Choice
 
 
@@ -111,50 +114,93 @@ def _backward(choice: Choice, saved, cotangents):
 _choose = fused_op(_forward, _backward)
 
 
-def takes_row(scores: Float[Array, "1 E"], choice: Choice) -> bool:
-    """Whether `routed_mixture` takes the scores of a row."""
-    from pallas_kernels.layer import expert_row, row_choice
+class _Static(NamedTuple):
+    """Static arguments of `routed_stream`."""
 
-    warpgroups = expert_row.Config().warpgroups
-    reason = row_choice.check_supported(scores.shape[1], choice, warpgroups)
-    return scores.dtype == jnp.float32 and reason is None
+    choice: Choice
+    eps: float
 
 
-def routed_mixture(
-    row: Float[Array, "1 D"],
-    scores: Float[Array, "1 E"],
-    bias: Float[Array, " E"],
+def takes_stream(
+    x: Float[Array, "*S D"],
+    router: Float[Array, "E D"],
     choice: Choice,
+    gate_up: Float[Array, "E D F2"],
+    shared: SharedExpert,
+    implementation: str | None,
+) -> bool:
+    """Whether `routed_stream` takes a stream and experts: one row, on one device."""
+    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(x, router, gate_up, *shared):
+        return False
+    from pallas_kernels.device.grid_barrier import most_ctas
+    from pallas_kernels.layer.routed_stream import check_supported
+
+    return check_supported(x.reshape(1, -1), gate_up, shared.gate.shape[1], choice, most_ctas()) is None
+
+
+def routed_stream(
+    x: Float[Array, "*S D"],
+    y: Float[Array, "*P D"] | None,
+    norm: Float[Array, " D"],
+    router: Float[Array, "E D"],
+    bias: Float[Array, " E"],
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
     shared: SharedExpert,
-    weight: Float[Array, "1"] | None = None,
+    choice: Choice,
+    *,
+    eps: float,
     ahead: Sequence[jax.Array] = (),
-) -> Float[Array, "P D"]:
-    """`fused.experts.row_mixture` of the experts that `choose` gives for scores and bias, by two kernels, in parts.
+) -> tuple[Float[Array, "*S D"], Float[Array, "Q D"]]:
+    """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    Args: those of `choose`, for which `takes_row` is true, and of `row_mixture`; ahead as for
-      `fused.row_product.stream_product`. The result can be differentiated once, in reverse.
+    `choose` gives these for the scores n router^T, and `fused.experts.mixture` their sum; the shared expert is added.
+    The result can be differentiated once, in reverse.
+
+    Args:
+      x: residual stream, for which, with the experts, `takes_stream` is true.
+      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
+      norm: weight of the norm, float32.
+      router: float32.
+      bias: as for `choose`.
+      gate_up, down: as for `fused.experts.mixture`.
+      shared: an expert that every token has.
+      choice: as for `choose`.
+      eps: of the norm.
+      ahead: as for `fused.row_product.stream_product`.
 
     Returns:
-      [P, D] float32, whose sum it is. Numerics: nothing in between is rounded.
+      s in x's dtype, and [Q, D] float32, whose sum is that of the experts. Numerics: nothing in between is rounded.
     """
-    gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return _routed(choice, row, scores, bias, gate_up, down, tuple(shared), weight, tuple(ahead))
+    arrays = x, y, norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
+    return _routed(_Static(choice, eps), *arrays)
 
 
-def _routed_forward(choice: Choice, *args):
-    from pallas_kernels.layer import expert_row
+def _routed_by_kernel(static: _Static, x, y, *arrays):
+    from pallas_kernels.layer.routed_stream import routed_stream
 
-    row, scores, bias, *others, ahead = args
-    return expert_row.routed_row(row, scores, bias, choice, *others, ahead=ahead), args[:-1]
-
-
-def _routed_backward(choice: Choice, saved, dy):
-    row, scores, bias, *others = saved
-    weights, pull, chosen = jax.vjp(lambda x: plain_choose(choice, x, bias, True), scores, has_aux=True)
-    drow, dweights, _, *gradients = row_gradients((row, weights, chosen, *others), dy)
-    return drow, *pull(dweights), None, *gradients, None
+    *arrays, ahead = arrays
+    parts = None if y is None else y.reshape(-1, y.shape[-1])
+    s, z = routed_stream(x.reshape(1, -1), parts, *arrays, ahead=ahead, **static._asdict())
+    return s.reshape(x.shape), z
 
 
-_routed = fused_op(_routed_forward, _routed_backward)
+def _plain_routed(static: _Static, x, y, norm, router, bias, gate_up, down, shared):
+    s = x.astype(jnp.float32)
+    if y is not None:
+        s = s + jnp.sum(y.astype(jnp.float32).reshape(-1, *x.shape), axis=0)
+    n = s.reshape(1, -1)
+    n = n * jax.lax.rsqrt(jnp.mean(n * n) + static.eps) * norm
+    scores = jnp.dot(n, router.T, precision="highest")
+    weights, chosen = plain_choose(static.choice, scores, bias, True)
+    z = plain_row_mixture(n.astype(gate_up.dtype), weights, chosen, gate_up, down, shared, None)
+    return (x if y is None else s.astype(x.dtype)), z
+
+
+def _routed_backward(static: _Static, saved, cotangents):
+    ds, dz = cotangents
+    ds_dz = ds, dz[:1]  # of every part the same, where the sum is all that is used
+    return *jax.vjp(partial(_plain_routed, static), *saved)[1](ds_dz), None
+
+
+_routed = fused_op(lambda static, *args: (_routed_by_kernel(static, *args), args[:-1]), _routed_backward)

@@ -18,10 +18,11 @@ from gdn_jax.blocks import (
     normalise_first,
 )
 from gdn_jax.fused import experts as fused_experts
+from gdn_jax.fused import routing
 from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.fused.routing import choose, largest, routed_mixture, takes_row
+from gdn_jax.fused.routing import choose, largest
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.products import PLAIN, Addend, array_of, transposed_product
@@ -102,25 +103,38 @@ class Experts(nnx.Module):
         """See `blocks.from_stream`: of one row the norm and the router's product are one kernel, and the result is
         in parts."""
         weight, dtype = self.router_rows, self.dtype or x.dtype
-        if weight is None or not takes_stream(x, weight[...], self.implementation):
+        if weight is None:
+            return normalise_first(self, norm, x, y)
+        added, scale = array_of(y), norm.scale(jnp.float32)
+        routed = self._routed(x, dtype)
+        if routed is not None:
+            ahead = read_ahead(self, len(self.token_weights()))
+            args = x, added, scale, weight[...], *routed
+            x, z = routing.routed_stream(*args, eps=norm.eps, ahead=ahead)
+            return x, z[:, None]
+        if not takes_stream(x, weight[...], self.implementation):
             return normalise_first(self, norm, x, y)
         options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
-        x, normalized, scores, _ = stream_product(
-            x, array_of(y), norm.scale(jnp.float32), weight[...], **options
-        )
+        x, normalized, scores, _ = stream_product(x, added, scale, weight[...], **options)
         return x, self._mix(normalized, scores.reshape(1, -1))
+
+    def _routed(self, x, dtype):
+        """Arguments of `routed_stream` that are the layer's own, where it takes the stream x; else None."""
+        choice, (*_, D) = self._choice(), x.shape
+        shared = self._shared_beside(jax.ShapeDtypeStruct((x.size // D, D), dtype))
+        if choice is None or shared is None or self.shared_gate is not None:
+            return None
+        assert self.router_bias is not None
+        assert self.router_rows is not None
+        gate_up, down = (weight[...].astype(dtype) for weight in (self.gate_up, self.down))
+        args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
+        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes_stream(*args) else None
 
     def _mix(self, x, scores):
         """A call, with the router's scores or None."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
         own, experts = self._shared_beside(rows), (self.gate_up[...], self.down[...])
-        if own is not None and scores is not None and (choice := self._choice()) is not None:
-            if takes_row(scores, choice):
-                assert self.router_bias is not None
-                args = rows, scores, self.router_bias[...], choice, *experts, own, self._gate(rows)
-                args = *args, read_ahead(self, len(self.token_weights()))
-                return routed_mixture(*args)[:, None]  # in parts, which the next norm of the stream adds up
         weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
         if own is not None:
             y = row_mixture(rows, weights, chosen, *experts, own, self._gate(rows))

@@ -30,7 +30,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.shapes import Choice
 from pallas_kernels.device.ahead import WIDTH, bring, rows_of
 from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
@@ -41,7 +40,6 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
-from pallas_kernels.layer import row_choice
 from pallas_kernels.layer.expert_walk import DEPTH, memory_of, tile_layout, walk
 
 COLUMNS = 128
@@ -73,7 +71,7 @@ class Config:
     """
     down_stages: int = 4
     warpgroups: int = 4
-    """Warpgroups of a CTA, which also choose the experts together."""
+    """Warpgroups of a CTA."""
 
 
 class Sizes(NamedTuple):
@@ -134,7 +132,7 @@ def check_supported(
     return None
 
 
-def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choice | None) -> None:
+def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
     """The first kernel."""
     wg = warpgroup_index()
     D, F, k, S = sizes
@@ -160,7 +158,7 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choic
         def _():
             columns = pl.ds((item - j * of_expert) * COLUMNS, COLUMNS)
             number = jnp.minimum(j, k - 1)
-            expert = gmem.experts[0, number] if choice is None else smem.chosen[wg, number]
+            expert = gmem.experts[0, number]
             plgpu.copy_gmem_to_smem(gmem.gate_up.at[expert, rows, columns], destination, barrier)
 
         column = (item - k * of_expert) * COLUMNS
@@ -169,16 +167,6 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choic
             @pl.when((column >= start) & (column < start + S))
             def _(ref=ref, start=start):
                 plgpu.copy_gmem_to_smem(ref.at[rows, pl.ds(column - start, COLUMNS)], destination, barrier)
-
-    def choose(wg, meet):
-        if choice is None:
-            return
-        row_choice.choose(gmem, smem, choice, wg, meet)
-
-        @pl.when((grid_index() == 0) & (wg == 0))
-        def _():
-            for source, target in ((smem.chosen, gmem.chosen), (smem.weights, gmem.chosen_weights)):
-                store_any(target.at[0], load(source.at[0], tile_layout(COLUMNS).reduce(1)))
 
     makers = next(n for n in range(warpgroups, 0, -1) if D % (n * COLUMNS) == 0)
     own_of_row = pl.ds(jnp.minimum(wg, makers - 1) * (D // makers), D // makers)
@@ -217,13 +205,12 @@ def _branches(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts, choice: Choic
             j = lax.div(box, jnp.int32(across * below))
             row, column = lax.div(box, jnp.int32(across)) - j * below, lax.rem(box, jnp.int32(across))
             own = pl.ds(row * BROUGHT_ROWS, BROUGHT_ROWS), pl.ds(column * columns, columns)
-            expert = gmem.experts[0, j] if choice is None else smem.chosen[0, j]
-            plgpu.async_prefetch(gmem.down.at[expert, *own])
+            plgpu.async_prefetch(gmem.down.at[gmem.experts[0, j], *own])
 
         boxes = k * across * below - grid_index()
         lax.fori_loop(0, lax.div(boxes + (parts.ctas - 1), jnp.int32(parts.ctas)), ask, None)
 
-    walk(smem, bounds, choose, copy, place, load_row, keep_row, bring_later, flush)
+    walk(smem, bounds, copy, place, load_row, keep_row, bring_later, flush)
 
 
 def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
@@ -281,7 +268,7 @@ def _down(gmem: Any, smem: Any, *, sizes: Sizes, parts: Parts) -> None:
     def bring_later():
         bring(gmem.ahead, parts.ctas)
 
-    walk(smem, bounds, lambda *_: None, copy, lambda i: i * DEPTH, load_row, keep_row, bring_later, flush)
+    walk(smem, bounds, copy, lambda i: i * DEPTH, load_row, keep_row, bring_later, flush)
 
 
 def expert_row(
@@ -310,34 +297,12 @@ def expert_row(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    arrays = x, (weights, experts), gate_up, down, shared, weight, rows_of(ahead)
-    return compiled(_run, interpret, static=3)(config or Config(), None, interpret, *arrays)
+    arrays = x, weights, experts, gate_up, down, shared, weight, rows_of(ahead)
+    return compiled(_run, interpret, static=2)(config or Config(), interpret, *arrays)
 
 
-def routed_row(
-    x: Float[Array, "1 D"],
-    scores: Float[Array, "1 E"],
-    bias: Float[Array, " E"],
-    choice: Choice,
-    gate_up: Float[Array, "E D F2"],
-    down: Float[Array, "E F D"],
-    shared: tuple[Float[Array, "D S"], Float[Array, "D S"], Float[Array, "S D"]] | None = None,
-    weight: Float[Array, "1"] | None = None,
-    *,
-    ahead: Sequence[jax.Array] = (),
-    config: Config | None = None,
-    interpret: Any = None,
-) -> Float[Array, "parts D"]:
-    """`expert_row` of the experts that `routing.choose` would choose from scores and bias, which the kernel chooses
-    itself, where `row_choice.check_supported` says so too."""
-    config = config or Config()
-    arrays = x, (scores, bias), gate_up, down, shared, weight, rows_of(ahead)
-    return compiled(_run, interpret, static=3)(config, choice, interpret, *arrays)
-
-
-def _run(config, choice, interpret, x, route, gate_up, down, shared, weight, ahead):
-    (E, _, F2), D = gate_up.shape, x.shape[1]
-    k = route[1].shape[1] if choice is None else choice.per_token
+def _run(config, interpret, x, weights, experts, gate_up, down, shared, weight, ahead):
+    D, F2, k = *gate_up.shape[1:], experts.shape[1]
     gate, up, shared_down = shared or (None,) * 3
     sizes = Sizes(D, F2 // 2, k, 0 if shared is None else shared[0].shape[1])
     first, second = first_parts(sizes, config), second_parts(sizes, config)
@@ -353,30 +318,19 @@ def _run(config, choice, interpret, x, route, gate_up, down, shared, weight, ahe
             (numbers, DOWN_COLUMNS, config.down_stages, 1, second),
         )
     ]
-    inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up, "down": down}
+    inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up, "down": down, "experts": experts}
     outputs = {"h": jax.ShapeDtypeStruct((2, first.parts, padded), jnp.float32)}
-    if choice is None:
-        inputs["experts"] = route[1]
-    else:
-        some = choice.kept_groups < choice.groups
-        for name, y in zip(("scores", "bias"), route, strict=True):
-            inputs[name] = y.reshape(-1)
-            inputs[f"{name}_of_groups"] = y.reshape(choice.groups, -1) if some else None
-        outputs["chosen"] = jax.ShapeDtypeStruct((1, k), jnp.int32)
-        outputs["chosen_weights"] = jax.ShapeDtypeStruct((1, k), jnp.float32)
-        memories[0] = {**memories[0], **row_choice.memory(E, choice, warpgroups)}
     for memory in memories:
         assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
     made = launch(
-        "expert_row" if choice is None else "routed_row",
-        functools.partial(_branches, sizes=sizes, parts=first, choice=choice),
+        "expert_row",
+        functools.partial(_branches, sizes=sizes, parts=first),
         inputs=inputs,
         outputs=outputs,
         memory=memories[0],
         ctas=first.ctas,
         **options,
     )
-    weights, experts = route if choice is None else (made["chosen_weights"], made["chosen"])
     return launch(
         "expert_row_down",
         functools.partial(_down, sizes=sizes, parts=second),

@@ -42,7 +42,6 @@ def memory_of(numbers: int, columns: int, stages: int, spans: int, warpgroups: i
 def walk(
     smem: Any,
     bounds: list[Any],
-    choose: Callable[[Any, Callable[[], None]], None],
     copy: Callable[[Any, Any, Any], None],
     place: Callable[[Any], Any],
     load_row: Callable[[Any], Any],
@@ -53,7 +52,6 @@ def walk(
     """Multiplies and adds the tiles of a CTA, which its warpgroups take in turn.
 
     Args:
-      choose: choose(wg, meet) is called before the copies.
       bounds: the first tile, 0, and behind the last one of the same columns, for each of `smem.sums`' spans.
       copy: copy(i, destination, barrier) starts the copy of tile i.
       place: from the number of a tile to where its numbers of the sum begin in smem.x.
@@ -82,7 +80,6 @@ def walk(
         plgpu.barrier_wait(smem.made)
 
     loaded = load_row(wg)
-    choose(wg, meet)
     lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: start(i), None)
     keep_row(wg, loaded)
     meet()

@@ -32,12 +32,13 @@ from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_back
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
-from pallas_kernels.layer.expert_row import expert_row, routed_row
+from pallas_kernels.layer.expert_row import expert_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.latent_row import Places as LatentPlaces
 from pallas_kernels.layer.latent_row import latent_row
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
+from pallas_kernels.layer.routed_stream import routed_stream
 from pallas_kernels.layer.routing import choose
 from pallas_kernels.layer.row_product import heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
@@ -58,9 +59,10 @@ def expert_row_call(x, weights, experts, gate_up, down, gate, up, shared_down):
     return expert_row(x, weights, experts, gate_up, down, (gate, up, shared_down))
 
 
-def routed_row_call(x, scores, bias, gate_up, down, gate, up, shared_down):
-    """The same of a row that chooses its experts."""
-    return routed_row(x, scores, bias, Choice(8, 8, 4, True, 2.5), gate_up, down, (gate, up, shared_down))
+def routed_stream_call(x, y, norm, router, bias, gate_up, down, gate, up, shared_down):
+    """Norm, router, choice of the experts and the experts of one row."""
+    options = dict(choice=Choice(8, 8, 4, True, 2.5), eps=1e-6)
+    return routed_stream(x, y, norm, router, bias, gate_up, down, (gate, up, shared_down), **options)
 
 
 def filtered_row_call(x, y, norm, weight, state, filters):
@@ -384,9 +386,9 @@ CALLS: dict[str, Call] = {
         "bf16[512,1536]",
     ),
     "experts that a row chooses": call(
-        routed_row_call,
-        "bf16[1,1536] f32[1,128] f32[128] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
-        "bf16[512,1536]",
+        routed_stream_call,
+        "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
+        "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
     ),
     **BATCH_CALLS,
     "row of a stream": call(
