@@ -96,7 +96,7 @@ def test_a_claim_follows_from_its_runs(name):
     assert CLAIMS[name] == recomputed()[name]
     claim = CLAIMS[name]
     own = claim["source"] is None and name in COMPARED
-    assert claim["verdict"] in ((claims.SHOWN, claims.NOT_SHOWN) if own else verdicts.VERDICTS)
+    assert claim["verdict"] in (verdicts.OWN_VERDICTS if own else verdicts.VERDICTS)
     assert (
         own or claim["source"] is None or {*claim["source"]} == {"paper", "url", "where", "theirs", "setting"}
     )
@@ -175,6 +175,11 @@ def test_the_rule():
     assert rule([against]) == rule([sure, against]) == verdicts.SAYS_LITTLE
     assert rule([made(1.0, -0.1, 2.0)]) == rule([made(5.0)]) == rule([made(of=(1, 3), than=(0, 3))])
     assert rule([made(5.0)]) == verdicts.SAYS_LITTLE
+    own = functools.partial(verdicts.own_verdict, largest_p=0.01)
+    assert own([]) == verdicts.NOT_TESTED
+    assert own([sure, sure]) == verdicts.SHOWN
+    assert own([sure, split]) == own([sure, made(5.0)]) == verdicts.SHOWN_IN_PART
+    assert own([sure, against]) == own([split]) == own([sure, made()]) == verdicts.NOT_SHOWN
 
 
 def test_the_statistics():

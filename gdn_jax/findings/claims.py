@@ -9,12 +9,8 @@ taken together), `at`, perhaps `every_seed`, and the `result` that `refresh` com
 import copy
 from typing import Any
 
-from gdn_jax.findings import verdicts
 from gdn_jax.findings.records import Arm, Results
-from gdn_jax.findings.verdicts import Outcome, as_list, compare, threshold, verdict
-
-SHOWN, NOT_SHOWN = "shown here", "not shown here"
-"""Verdicts of this project's own questions: of every comparison sure and positive, or not."""
+from gdn_jax.findings.verdicts import Outcome, as_list, compare, own_verdict, threshold, verdict
 
 
 def outcomes(results: Results, content: dict[str, Any]) -> dict[str, Outcome | None]:
@@ -49,8 +45,8 @@ def refresh(results: Results, content: dict[str, Any]) -> dict[str, Any]:
             outcome = found[f"{claim['id']}.{comparison['name']}"]
             comparison["result"] = None if outcome is None else outcome.stored()
             made += [] if outcome is None else [outcome]
-        claim["verdict"] = verdict(made, claim["setting"] == "same", largest)
-        if claim["source"] is None and made:
-            sure = verdict(made, True, largest) == verdicts.REPRODUCED
-            claim["verdict"] = SHOWN if sure else NOT_SHOWN
+        if claim["source"] is None:
+            claim["verdict"] = own_verdict(made, largest)
+        else:
+            claim["verdict"] = verdict(made, claim["setting"] == "same", largest)
     return content

@@ -13,6 +13,12 @@ The verdict of a claim, the first of these that holds:
     reproduced in sign     every comparison is sure and its gain positive, in another setting; or the gain of every
                            single pair of seeds is positive, and there are at least two
     another setting that says little       all else
+
+That of a question of this project:
+
+    shown here             every comparison is sure and its gain positive
+    shown in part          every gain is positive, and some comparison is sure
+    not shown here         all else
 """
 
 import math
@@ -29,6 +35,8 @@ NOT_TESTED, NOT_LEARNED = "not tested", "not learned by any"
 REPRODUCED, IN_SIGN = "reproduced", "reproduced in sign"
 SAYS_LITTLE = "another setting that says little"
 VERDICTS = (REPRODUCED, IN_SIGN, SAYS_LITTLE, NOT_LEARNED, NOT_TESTED)
+SHOWN, SHOWN_IN_PART, NOT_SHOWN = "shown here", "shown in part", "not shown here"
+OWN_VERDICTS = (SHOWN, SHOWN_IN_PART, NOT_SHOWN)
 
 FALSE_DISCOVERIES = 0.05
 """Expected part of the sure comparisons that are none, at most."""
@@ -136,8 +144,23 @@ def verdict(outcomes: Sequence[Outcome], same_setting: bool, largest_p: float) -
         return NOT_TESTED
     if not any(x.of[0] or x.than[0] for x in outcomes):
         return NOT_LEARNED
-    if all(x.p is not None and x.p <= largest_p and x.gain > 0 for x in outcomes):
+    if all(_sure(x, largest_p) for x in outcomes):
         return REPRODUCED if same_setting else IN_SIGN
     if all(len(x.gains) > 1 and min(x.gains) > 0 for x in outcomes):
         return IN_SIGN
     return SAYS_LITTLE
+
+
+def own_verdict(outcomes: Sequence[Outcome], largest_p: float) -> str:
+    """The verdict of a question of this project, by the same rule; the arguments are those of `verdict`."""
+    if not outcomes:
+        return NOT_TESTED
+    sure = [_sure(x, largest_p) for x in outcomes]
+    if all(sure):
+        return SHOWN
+    return SHOWN_IN_PART if any(sure) and all(x.gains and x.gain > 0 for x in outcomes) else NOT_SHOWN
+
+
+def _sure(outcome: Outcome, largest_p: float) -> bool:
+    """Whether a gain is surely positive."""
+    return outcome.p is not None and outcome.p <= largest_p and outcome.gain > 0

@@ -39,10 +39,16 @@ class Words:
         self._names: dict[str, Any] = {f.__name__: f for f in safe}
         own = (self.seeds, self.learned_seeds, self.mean, self.learned, self.runs, self.halves, self.told)
         own += (self.run, self.best, self.baseline, self.option, self.exists, self.parameters)
-        own += (self.trained_bytes,)
+        own += (self.trained_bytes, self.p)
         own += (self.comparisons, self.largest_p, self.config_names, choose, steps)
         self._names |= {f.__name__: f for f in own}
-        self._names |= {"median": statistics.median, "interval": interval, "horizon": _horizon, "t": _t}
+        self._names |= {
+            "median": statistics.median,
+            "mean_of": statistics.fmean,
+            "interval": interval,
+            "horizon": _horizon,
+            "t": _t,
+        }
         self._names["gain"] = self.gains
 
     def fill(self, text: str) -> str:
@@ -153,6 +159,13 @@ class Words:
         """The gains of a comparison, seed by seed."""
         outcome = self.outcomes[name]
         return () if outcome is None else outcome.gains
+
+    def p(self, name: str) -> float:
+        """The p-value of a comparison of at least two pairs."""
+        outcome = self.outcomes[name]
+        if outcome is None or outcome.p is None:
+            raise ValueError(f"expected a comparison of at least two pairs, got {name}")
+        return outcome.p
 
     def told(self, name: str) -> str:
         """Whether the favoured arm of a comparison is ahead, in words, with the interval."""
