@@ -51,9 +51,9 @@ def draw_rates(results: Results, words: Words, block: dict[str, Any], root: Path
     panels: dict[tuple[Any, ...], list[tuple[str, dict[float, list[float]]]]] = {}
     for row in rates.rows(results, words, block):
         scores = {lr: [score / 100] for lr, score in row.scores.items()}
-        panels.setdefault((row.start is not None, row.start, row.scale), []).append((row.mixer, scores))
+        panels.setdefault((row.scale, row.start is not None, row.start), []).append((row.mixer, scores))
     width, drawn = words.option(results.matching(block["rates"])[0], "head_dim"), []
-    for (_, start, scale), curves in sorted(panels.items()):
+    for (scale, _, start), curves in sorted(panels.items()):
         begins = "" if start is None else f", write start {start:g}"
         drawn.append(figure.Panel(f"keys of {width * scale}{begins}", "learning rate", curves))
     about, asked = results.about(block["rates"]), block["figure"]
