@@ -57,7 +57,9 @@ def test_layouts_are_transposes(implementation):
 
 
 @pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "float32"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "bfloat16")), "float32"]
+)
 def test_dtypes(implementation, dtype):
     """o in the dtype of v, states float32, every gradient in the dtype of its input; float16 is accurate too."""
     x = cases.inputs(SMALL, dtype)

@@ -74,7 +74,8 @@ def test_tables():
 
 
 @pytest.mark.parametrize(
-    "mixer", tiers(FAMILY, ["kda"], ["gated_delta_product", "gated_delta_net_2", "kda_lower_bound", "gla"])
+    "mixer",
+    tiers(FAMILY, [], ["kda", "gated_delta_product", "gated_delta_net_2", "kda_lower_bound", "gla"]),
 )
 def test_a_row_equals_its_tokens(mixer, monkeypatch):
     """A row in one pass, and token by token through the cache by the copy whose projections are one product."""

@@ -23,7 +23,8 @@ from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelC
 NAMES = hf_checkpoints.NAMES
 
 
-SLOW, CROSSED = ("qwen3_5_released", "qwen3_next"), ("qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+SLOW = ("qwen3_5_released", "qwen3_next", "qwen3_5_bfloat16", "olmo_hybrid_released")
+CROSSED = ("qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 """Those whose parts others have too; those of which there are newer ones, as released."""
 
 

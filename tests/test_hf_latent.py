@@ -31,7 +31,9 @@ DATA = Path(__file__).parent / "data"
 KIMI, LING = DATA / "kimi_linear_released", DATA / "bailing_hybrid_released"
 
 
-@pytest.fixture(scope="module", params=[KIMI, LING], ids=["kimi", "ling"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(KIMI, marks=pytest.mark.slow), LING], ids=["kimi", "ling"]
+)
 def folder(request):
     return request.param
 

@@ -26,12 +26,12 @@ from pallas_kernels.device.gates import softplus
 KERNELS = {"implementation": "mosaic_gpu"}
 
 
-QUICK = ("plain", "vk", "float16-null-slot", "heads", "saturated-gate", "tree-uneven")
+QUICK = ("plain", "vk", "float16-null-slot", "heads", "saturated-gate")
 
 
 @pytest.mark.parametrize(
     "case",
-    harness.tiers(CASES, QUICK, ("tokens-uneven", "tree-kv-bfloat16", "tree-vk")),
+    harness.tiers(CASES, QUICK, ("tree-uneven", "tokens-uneven", "tree-kv-bfloat16", "tree-vk")),
 )
 @pytest.mark.usefixtures("interpreted_calls")
 def test_step(case):

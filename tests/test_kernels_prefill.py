@@ -49,10 +49,6 @@ def crossed(case: Case, **config):
     return pytest.param(case, config, marks=pytest.mark.crossed, id=case.name)
 
 
-def quick(case: Case, **config):
-    return pytest.param(case, config, id=case.name)
-
-
 def like(case: Case, name: str, **change) -> Case:
     return dataclasses.replace(case, name=name, **change)
 
@@ -65,7 +61,7 @@ CASES = (
     crossed(
         like(WHOLE, "bfloat16", pool_dtype="bfloat16", null_slot=4, gates=False, fresh=None), segment_chunks=0
     ),
-    quick(like(WHOLE, "crossed", crossed=True, fresh=(1,), dropped=(4,)), segment_chunks=0),
+    slow(like(WHOLE, "crossed", crossed=True, fresh=(1,), dropped=(4,)), segment_chunks=0),
     crossed(CUT, segment_chunks=2),
     crossed(like(CUT, "segments, new", kv_layout=True, fresh=(0,), padding=(3,)), segment_chunks=1),
     slow(

@@ -91,13 +91,16 @@ def assert_row(layer, x, past, y, new, what=""):
     "options",
     [
         {"implementation": "chunked"},
-        {
-            "num_v_heads": None,
-            "conv_bias": True,
-            "conv_size": 2,
-            "allow_neg_eigval": True,
-            "write_start": 0.1,
-        },
+        pytest.param(
+            {
+                "num_v_heads": None,
+                "conv_bias": True,
+                "conv_size": 2,
+                "allow_neg_eigval": True,
+                "write_start": 0.1,
+            },
+            marks=pytest.mark.slow,
+        ),
         {"use_short_conv": False, "use_gate": False, "expand_v": 1.0},
     ],
     ids=["gva", "neg_eigval", "plain"],
@@ -256,6 +259,7 @@ def test_segment_ids_equal_separate(padded, implementation):
         assert_close(last[1], new.state[row], F32, "state")
 
 
+@pytest.mark.slow
 def test_gradients():
     """Every parameter gets one, padding gets none, and a cut in two pieces has the gradients of one pass."""
     layer = make(implementation="recurrent")  # the gradients of the rule are not the matter here

@@ -81,7 +81,7 @@ def check_same_steps(found, alone):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("text", tiers([EVERY_AXIS, *SHAPES, *TWO], [EVERY_AXIS], ["context=8"]))
+@pytest.mark.parametrize("text", tiers([EVERY_AXIS, *SHAPES, *TWO], [], [EVERY_AXIS, "context=8"]))
 def test_three_steps(text, alone):
     check_same_steps(three_steps(text), alone)
 

@@ -313,9 +313,7 @@ def shard_mapped(implementation, case, x, specs, primals):
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
-@pytest.mark.parametrize(
-    "placement", harness.tiers(PLACEMENTS, ("rows", "packed, heads, one key head for all, no state"))
-)
+@pytest.mark.parametrize("placement", harness.tiers(PLACEMENTS, ("rows",)))
 def test_shard_map(implementation, placement):
     """Rows or heads spread over two devices, forward and gradients."""
     specs, own = PLACEMENTS[placement]
