@@ -174,7 +174,7 @@ def test_kernels(dtype, segment_chunks, monkeypatch):
     two heads that have the same numbers elsewhere the second one has the NaN."""
     for module in (forward_rule, backward_rule):
         monkeypatch.setattr(module, "known_lengths", lambda cu_seqlens: None)
-    case = cases.Case("isolation", T=136, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(20, 1, 60, 0, 40))
+    case = cases.Case("isolation", T=128, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(20, 1, 60, 0, 40))
     x = cases.inputs(case, dtype)
     mine = np.isin(owners(x.cu_seqlens, case.T), (1, 4, -1))
     arrays = {}

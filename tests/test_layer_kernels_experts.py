@@ -87,7 +87,7 @@ def test_parts_of_the_experts_add_up(monkeypatch):
             experts._by_kernels(
                 None, rows, weights, chosen, gate_up[e], down[e], jnp.arange(6, dtype="int32")[e]
             )
-            for e in (slice(0, 2), slice(2, 6))
+            for e in (slice(0, 3), slice(3, 6))
         ]
         np.testing.assert_allclose(halves[0] + halves[1], whole, atol=1e-6)
 
