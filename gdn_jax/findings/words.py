@@ -39,7 +39,7 @@ class Words:
         self._names: dict[str, Any] = {f.__name__: f for f in safe}
         own = (self.seeds, self.learned_seeds, self.mean, self.learned, self.runs, self.halves, self.told)
         own += (self.run, self.best, self.baseline, self.option, self.exists, self.parameters)
-        own += (self.trained_bytes, self.p)
+        own += (self.trained_bytes, self.p, self.curves)
         own += (self.comparisons, self.largest_p, self.config_names, choose, steps)
         self._names |= {f.__name__: f for f in own}
         self._names |= {
@@ -105,6 +105,10 @@ class Words:
         if mixer is None:
             return len(self.results.lines(sweep))
         return len(self.results.records(Arm(sweep, mixer, scale, lr, start)))
+
+    def curves(self, sweep: str) -> int:
+        """How many runs of a sweep have a learning curve."""
+        return sum("curve" in line for line in self.results.lines(sweep))
 
     def exists(self, sweep: str) -> bool:
         """Whether a sweep has a folder."""
