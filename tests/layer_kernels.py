@@ -44,6 +44,7 @@ from pallas_kernels.layer import (
     swiglu_product,
     weight_gradient,
 )
+from pallas_kernels.token import delta_layer
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -65,6 +66,7 @@ KERNELS = (
     (latent_rows, "latent_rows"),
     (row_product, "stream_product"),
     (row_product, "heads_product"),
+    (delta_layer, "delta_layer"),
     (weight_gradient, "weight_gradient"),
     (short_conv, "short_conv"),
     (embedding, "embedding_gradient"),

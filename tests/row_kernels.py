@@ -112,3 +112,30 @@ def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
     o = p / p.sum(axis=1, keepdims=True) @ keys
     y = np.einsum("hvc,hc->hv", wide(values), o) * fused_oracle.sigmoid(gate)[:, None]
     return args, static, y.reshape(1, -1), k_r, c
+
+
+def delta_layer(H: int, K: int, D: int, parts: int, seed: int = 0):
+    """Arguments of `fused.delta_layer.delta_layer`, a layer of bounded gates, and what it gives: s, y, and the states
+    of the convolution and of the rule."""
+    draw, keys, bound = draws(seed), H * K, -5.0
+    F = 5 * keys + K  # the strengths' channels, and what fills them up
+    x, y, norm = draw(1, D), draw(parts, 1, D), 1 + 0.1 * draw(D)
+    inputs = draw(F, D, dtype="bfloat16", scale=D**-0.5)
+    window, filters = draw(1, 3 * keys, 3, dtype="bfloat16"), draw(3 * keys, 4, dtype="bfloat16")
+    A_log, dt_bias, state = 0.3 * draw(H), draw(H, K), draw(1, H, K, K)
+    output_norm, output = 1 + 0.1 * draw(K), draw(D, keys, dtype="bfloat16", scale=keys**-0.5)
+    layer = norm, inputs, (window, filters, None), A_log, dt_bias, state, output_norm, output
+    s, n = fused_oracle.add_norm(x, wide(y).sum(0), norm, 1e-6)
+    channels = (n @ wide(inputs).T)[0]
+    past = np.concatenate([wide(window)[0], channels[: 3 * keys, None]], axis=1)
+    total = np.sum(past * wide(filters), axis=1)
+    q, k, v = (total * fused_oracle.sigmoid(total)).reshape(3, H, K)
+    f, z = channels[3 * keys : 4 * keys].reshape(H, K), channels[F - keys :].reshape(H, K)
+    q, k = (a / np.sqrt(np.sum(a * a, axis=1, keepdims=True) + 1e-6) for a in (q, k))
+    rates = np.exp(wide(A_log))[:, None]
+    S = wide(state)[0] * np.exp(bound * fused_oracle.sigmoid(rates * (f + wide(dt_bias))))[..., None]
+    beta = fused_oracle.sigmoid(channels[4 * keys : 4 * keys + H])[:, None]
+    S = S + k[..., None] * (beta * (v - np.einsum("hk,hkv->hv", k, S)))[:, None]
+    o = K**-0.5 * np.einsum("hk,hkv->hv", q, S)
+    out = fused_oracle.gated_norm(o, z, output_norm, 1e-6, "sigmoid").reshape(1, -1) @ wide(output).T
+    return (x, y, layer), (s, out, past[None, :, 1:], S[None])

@@ -22,6 +22,7 @@ KERNELS = (
     "pallas_kernels.backward",
     "pallas_kernels.layer",
     "pallas_kernels.decode",
+    "pallas_kernels.token",
     "pallas_kernels.ampere",
 )
 # Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
@@ -46,6 +47,12 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.ampere": {"shapes", *KERNEL_PARTS, "pallas_kernels.backward"},
     "pallas_kernels.layer": {"shapes", "pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
+    "pallas_kernels.token": {
+        "pallas_kernels.device",
+        "pallas_kernels.work",
+        "pallas_kernels.decode",
+        "pallas_kernels.layer",
+    },
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
     "products": {"shapes", "partitioning", "pallas_kernels.device", "pallas_kernels.layer"},
     "kernel_sets": {
@@ -93,6 +100,7 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.device",
         "pallas_kernels.layer",
         "pallas_kernels.decode",
+        "pallas_kernels.token",
     },
     "losses": {"shapes", "partitioning", "fused", "pallas_kernels.layer"},
     "parallel": {

@@ -12,7 +12,8 @@ from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.blocks import RMSNorm, from_stream, group_projections
+from gdn_jax.blocks import RMSNorm, from_stream, group_projections, whole
+from gdn_jax.fused import delta_layer as fused_delta_layer
 from gdn_jax.fused import experts, latent_token
 from gdn_jax.fused import routing as plain_routing
 from gdn_jax.fused import row_product as fused_product
@@ -27,6 +28,7 @@ from gdn_jax.models.latent import LatentAttention
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
 from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_product
+from pallas_kernels.token import delta_layer
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -198,24 +200,41 @@ def test_derivatives_are_those_of_plain_forms(small):
 
 
 @pytest.mark.slow
-def test_a_layer_of_one_product(small, monkeypatch):
-    """A token of Kimi Delta Attention in a copy for one row is that of the plain layer behind the norm."""
-    draw = draws(1)
-    sizes = dict(num_heads=4, head_dim=64, gate="lower_bound", gate_rank=None, output_gate_rank=None)
-    x, y, cache = draw(1, 1, 256), draw(1, 1, 256), RecurrentCache(draw(1, 768, 3), draw(1, 4, 64, 64))
+def layer_of_one_product(small, monkeypatch, hidden: int, parts: int, heads: int, sums: float):
+    """A token of Kimi Delta Attention in a copy for one row is that of the plain layer behind the norm; the kernels
+    that it took."""
+    draw, D = draws(1), 3 * 64 * heads
+    sizes = dict(num_heads=heads, head_dim=64, gate="lower_bound", gate_rank=None, output_gate_rank=None)
+    x, y = draw(1, 1, hidden), draw(parts, 1, hidden)
+    cache = RecurrentCache(draw(1, D, 3), draw(1, heads, 64, 64))
     plain, layer = (
-        KimiDeltaAttention(256, **sizes, implementation=name, rngs=nnx.Rngs(0)) for name in ("chunked", None)
+        KimiDeltaAttention(hidden, **sizes, implementation=name, rngs=nnx.Rngs(0))
+        for name in ("chunked", None)
     )
-    norm = RMSNorm(256, implementation="chunked")
-    want = from_stream(plain, norm, x, y, cache=cache)
+    norm = RMSNorm(hidden, implementation="chunked")
+    want = from_stream(plain, norm, x, jnp.sum(y, axis=0)[None], cache=cache)
     for names in inference.GROUPS:
         group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
     for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
-    got = from_stream(layer, norm, x, y, cache=cache)
-    assert small == {"stream_product": 1, "heads_product": 1}
+    after, (out, behind) = from_stream(layer, norm, x, y, cache=cache)
+    got = after, (whole(out, x), behind)
     for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        close(expected, result, "token", sums=IN_TURN)
+        close(expected, result, "token", sums=sums)
+    return small
+
+
+def test_a_layer_of_one_product(small, monkeypatch):
+    """Three kernels, where one has no whole shares."""
+    calls = layer_of_one_product(small, monkeypatch, 256, 1, 4, IN_TURN)
+    assert calls == {"stream_product": 1, "heads_product": 1}
+
+
+def test_a_layer_in_one_kernel(small, monkeypatch):
+    """Two CTAs to a head, and a stream in parts."""
+    monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
+    monkeypatch.setattr(fused_delta_layer, "is_whole", lambda *arrays: True)
+    assert layer_of_one_product(small, monkeypatch, 512, 2, 2, 2 * IN_TURN) == {"delta_layer": 1}
 
 
 @pytest.mark.slow

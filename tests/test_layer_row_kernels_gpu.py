@@ -13,7 +13,8 @@ import row_kernels
 from flax import nnx
 from fused_harness import SUMS_ON_A_GPU, close, draws
 
-from gdn_jax.fused import experts, latent_token, routing, row_product
+from gdn_jax.fused import delta_layer, experts, latent_token, routing, row_product
+from gdn_jax.fused.channel_token import ChannelGates
 from gdn_jax.models import ExpertsConfig, LanguageModel, inference
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.presets import PRESETS
@@ -69,6 +70,25 @@ def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
     call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="sigmoid"))
     close(want, call(*args), "y")
+
+
+def test_layer_of_the_delta_rule():
+    """At the sizes of Ling-3.0-tiny: CTAs of a head wait for each other, and its states lie where they were."""
+    gates, options = ChannelGates(16, 6144, 8192, -5.0), delta_layer.Options(1e-6, 1e-6, "sigmoid")
+    call = jax.jit(functools.partial(delta_layer.delta_layer, gates=gates, options=options))
+    for seed in range(4):
+        (x, y, layer), want = row_kernels.delta_layer(16, 128, 1536, 11, seed)
+        norm, inputs, convolution, *others = layer
+        layer = delta_layer.Layer(norm, inputs, row_product.Convolution(*convolution), *others)
+        assert delta_layer.takes_stream(x, layer, gates, None)
+        s, parts, *states = got = call(x, y, layer)
+        for _ in range(REPEATS):
+            for again, first in zip(call(x, y, layer), got, strict=True):
+                np.testing.assert_array_equal(again, first)
+        results = s, jnp.sum(parts.astype(jnp.float32), axis=0), *states
+        names = zip(("s", "y", "window", "state"), want, results, (0, 2, 1, 1), strict=True)
+        for name, expected, result, roundings in names:
+            close(expected, result, name, roundings, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("length", [0, 100, 190])

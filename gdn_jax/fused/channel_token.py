@@ -123,8 +123,8 @@ def _run(gates: ChannelGates, token: ChannelToken):
     return o[:, 0], conv_state, state
 
 
-def _plain(gates: ChannelGates, token: ChannelToken):
-    """The operation in plain JAX, for its derivative."""
+def plain_token(gates: ChannelGates, token: ChannelToken):
+    """`mix_channel_token` in plain JAX, for derivatives."""
     D = token.conv_state.shape[1]
     qkv, conv_state = token.channels[:, :D], token.conv_state
     if token.weight is not None:
@@ -147,7 +147,7 @@ def _forward(gates: ChannelGates, token: ChannelToken):
 
 
 def _backward(gates: ChannelGates, token: ChannelToken, cotangents):
-    return jax.vjp(lambda token: _plain(gates, token), token)[1](cotangents)
+    return jax.vjp(lambda token: plain_token(gates, token), token)[1](cotangents)
 
 
 _mix = fused_op(_forward, _backward)

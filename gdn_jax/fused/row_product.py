@@ -15,7 +15,7 @@ from gdn_jax.fused.token import is_whole
 from gdn_jax.shapes import Convolution
 
 
-class _Stream(NamedTuple):
+class Stream(NamedTuple):
     """Static arguments of `stream_product`."""
 
     eps: float
@@ -86,7 +86,7 @@ def stream_product(
       s in x's dtype, n or None, the product, and the state of the convolution or None. Numerics: float32; n is
       rounded as a result only.
     """
-    static = _Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
+    static = Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
     return _stream(static, x, y, norm, weight, convolution, tuple(ahead))
 
 
@@ -132,7 +132,7 @@ def heads_product(
     return _heads(_Heads(eps, activation, weight.dtype), o, channels, norm, weight, tuple(ahead))
 
 
-def _stream_by_kernel(static: _Stream, x, y, norm, weight, convolution, ahead):
+def _stream_by_kernel(static: Stream, x, y, norm, weight, convolution, ahead):
     from pallas_kernels.layer import row_product as kernels
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
@@ -141,7 +141,8 @@ def _stream_by_kernel(static: _Stream, x, y, norm, weight, convolution, ahead):
     return *(None if a is None else a.reshape(*x.shape[:-1], -1) for a in results), state
 
 
-def _plain_stream(static: _Stream, x, y, norm, weight, convolution):
+def plain_stream(static: Stream, x, y, norm, weight, convolution):
+    """`stream_product` in plain JAX, for derivatives."""
     s = x[..., static.first : static.first + weight.shape[1]].astype(jnp.float32)
     if y is not None:
         s = s + jnp.sum(y.astype(jnp.float32).reshape(-1, *x.shape), axis=0)
@@ -161,7 +162,7 @@ def _plain_stream(static: _Stream, x, y, norm, weight, convolution):
 
 _stream = fused_op(
     lambda static, *args: (_stream_by_kernel(static, *args), args[:-1]),
-    lambda static, saved, cotangents: (*jax.vjp(partial(_plain_stream, static), *saved)[1](cotangents), None),
+    lambda static, saved, cotangents: (*jax.vjp(partial(plain_stream, static), *saved)[1](cotangents), None),
 )
 
 
@@ -175,14 +176,18 @@ def _heads_by_kernel(static: _Heads, o, channels, norm, weight, ahead):
 _ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
-def _plain_heads(static: _Heads, o, channels, norm, weight):
+def plain_heads(eps: float, activation: str, o, channels, norm, weight):
+    """`heads_product` in plain JAX, for derivatives."""
     wide, z = o.astype(jnp.float32), channels[-o.size :].reshape(o.shape).astype(jnp.float32)
-    v = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + static.eps) * norm
-    v = (v * _ACTIVATIONS[static.activation](z)).reshape(1, -1)
-    return jnp.einsum("nd,fd->nf", v, weight.astype(jnp.float32), precision="highest").astype(static.dtype)
+    v = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * norm
+    v = (v * _ACTIVATIONS[activation](z)).reshape(1, -1)
+    return jnp.einsum("nd,fd->nf", v, weight.astype(jnp.float32), precision="highest").astype(weight.dtype)
 
 
 _heads = fused_op(
     lambda static, *args: (_heads_by_kernel(static, *args), args[:-1]),
-    lambda static, saved, cotangents: (*jax.vjp(partial(_plain_heads, static), *saved)[1](cotangents), None),
+    lambda static, saved, cotangents: (
+        *jax.vjp(partial(plain_heads, static.eps, static.activation), *saved)[1](cotangents),
+        None,
+    ),
 )

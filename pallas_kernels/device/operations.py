@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.device import eight_bits
 from pallas_kernels.device.layouts import CHUNK, WGMMA, iota
+from pallas_kernels.device.memory import store_any
 
 
 class Device:
@@ -146,6 +147,13 @@ class Device:
         if not self.interpreted:
             return _blocks_transpose(jnp.dtype(x.dtype).name)(x)
         return x.reshape(4, 16, 16).swapaxes(1, 2).reshape(64, 16)
+
+    def store_flat(self, ref, x) -> None:
+        """Stores x [rows, columns] to a reference [rows columns]."""
+        if self.interpreted:
+            store_any(ref, x.reshape(-1))
+        else:
+            store_any(ref.reshape(*x.shape), x)
 
     def to_eight_bits(self, x, dtype: Any) -> jax.Array:
         """float32 rounded to the nearest of 8 bits. What is beyond the largest becomes that; NaN stays."""

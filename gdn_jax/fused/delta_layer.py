@@ -1,0 +1,139 @@
+"""A layer of the delta rule with a decay of each channel for one token of one row, in one kernel."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.fused.channel_token import ChannelGates, ChannelToken, plain_token
+from gdn_jax.fused.kernels import fused_op, kernels_run
+from gdn_jax.fused.row_product import Convolution, Stream, plain_heads, plain_stream
+from gdn_jax.fused.token import is_whole
+
+
+class Layer(NamedTuple):
+    """Arrays of `delta_layer`, but for the stream."""
+
+    norm: Float[Array, " D"]
+    """Weight of the norm of the stream, float32."""
+    inputs: Float[Array, "C D"]
+    """Projections of q, k, v, the raw input of each channel's decay, that of the strengths and, last, the gates."""
+    convolution: Convolution
+    """The short convolution of q, k and v."""
+    A_log: Float[Array, " H"] | None
+    dt_bias: Float[Array, "H K"]
+    state: Float[Array, "1 H K V"]
+    """States of the rule before the token."""
+    output_norm: Float[Array, " V"]
+    """Weight of the norm of each head, float32."""
+    output: Float[Array, "D F"]
+    """The output projection."""
+
+
+class Options(NamedTuple):
+    """Static arguments of `delta_layer`, besides its gates."""
+
+    eps: float
+    """Is added under the root of the norm of the stream."""
+    output_eps: float
+    """The same of the norm of each head."""
+    activation: str
+    """Its gate: "silu" or "sigmoid"."""
+
+
+def _places(layer: Layer, gates: ChannelGates):
+    """Where the channels lie, as the kernel takes it."""
+    from pallas_kernels.token.heads import Places
+
+    _, H, K, V = layer.state.shape
+    return Places(0, H * K, 2 * H * K, gates.f, gates.b, layer.inputs.shape[0] - H * V)
+
+
+def takes_stream(
+    x: Float[Array, "*S D"], layer: Layer, gates: ChannelGates, implementation: str | None
+) -> bool:
+    """Whether `delta_layer` takes a stream and a layer: one row, on one device."""
+    arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
+    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
+        return False
+    from pallas_kernels.layer.row_product import Convolution as OfKernel
+    from pallas_kernels.token.delta_layer import check_supported
+
+    inputs, convolution, output = layer.inputs, OfKernel(*layer.convolution), layer.output
+    known = convolution, layer.state, output, _places(layer, gates)
+    return check_supported(x.reshape(1, -1), inputs, *known) is None
+
+
+def delta_layer(
+    x: Float[Array, "*S D"],
+    y: Float[Array, "*P D"] | None,
+    layer: Layer,
+    gates: ChannelGates,
+    options: Options,
+    ahead: Sequence[jax.Array] = (),
+) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 H K V"]]:
+    """The stream s = x + y, and the layer's output for its norm, a token behind others.
+
+    A loop that carries the states has them changed where they lie; elsewhere XLA copies them. The results can be
+    differentiated once, in reverse.
+
+    Args:
+      x: residual stream, for which `takes_stream` is true.
+      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
+      layer, gates, options: the layer.
+      ahead: as for `row_product.stream_product`.
+
+    Returns:
+      s in x's dtype; the output in parts, one for each head, in the weight's dtype; the states of the convolution
+      and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and each part is.
+    """
+    return _layer((gates, options), x, y, layer, tuple(ahead))
+
+
+def _by_kernel(static, x, y, layer: Layer, ahead):
+    from pallas_kernels.layer.row_product import Convolution as OfKernel
+    from pallas_kernels.token import delta_layer as kernels
+
+    gates, options = static
+    places, rule = (
+        _places(layer, gates),
+        kernels.Rule(gates.lower_bound, gates.allow_neg_eigval, *options[1:]),
+    )
+    arrays = (
+        layer.norm,
+        layer.inputs,
+        OfKernel(*layer.convolution),
+        layer.state,
+        layer.output_norm,
+        layer.output,
+    )
+    known: dict[str, Any] = dict(
+        eps=options.eps, A_log=layer.A_log, dt_bias=layer.dt_bias, places=places, rule=rule
+    )
+    parts = None if y is None else y.reshape(-1, y.shape[-1])
+    s, out, *states = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known, ahead=ahead)
+    return s.reshape(x.shape), out[:, None], *states
+
+
+def _plain(static, x, y, layer: Layer):
+    gates, options = static
+    (_, HV, K, V), dtype = layer.state.shape, layer.inputs.dtype
+    stream = Stream(options.eps, dtype, None, 0)
+    s, _, channels, conv = plain_stream(stream, x, y, layer.norm, layer.inputs, layer.convolution)
+    row = channels.reshape(1, -1)
+    none = jnp.zeros((1, 2 * gates.H * K + HV * V, 0), dtype)
+    token = ChannelToken(row, row, row, None, None, layer.A_log, layer.dt_bias, none, layer.state)
+    o, _, state = plain_token(gates, token)
+    of_heads = zip(jnp.split(row[0, -HV * V :], HV), jnp.split(layer.output, HV, axis=1), strict=True)
+    plain = partial(plain_heads, options.output_eps, options.activation)
+    parts = [plain(o[:, h], z, layer.output_norm, w) for h, (z, w) in enumerate(of_heads)]
+    return s, jnp.stack(parts), conv, state
+
+
+_layer = fused_op(
+    lambda static, *args: (_by_kernel(static, *args), args[:-1]),
+    lambda static, saved, cotangents: (*jax.vjp(partial(_plain, static), *saved)[1](cotangents), None),
+)
