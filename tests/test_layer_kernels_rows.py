@@ -53,6 +53,7 @@ def test_a_row_and_its_experts(sizes, config):
     close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "choice", "config"),
     [
@@ -61,7 +62,7 @@ def test_a_row_and_its_experts(sizes, config):
             dict(E=64, D=384, F=128, S=256, P=1),
             Choice(3, 1, 1, False, 1.5),
             (7, 3, 1, 3),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.crossed,
         ),
     ],
     ids=["of some groups", "of all"],
@@ -164,8 +165,11 @@ def small(monkeypatch, interpreted):
 
 
 @pytest.mark.slow
-def test_derivatives_are_those_of_plain_forms(small):
-    """The kernels are called once each; gradients are those of the same operations in plain JAX."""
+def test_derivatives_are_those_of_plain_forms(small, monkeypatch):
+    """The kernels are called once each; gradients are those of the same operations in plain JAX. The kernel that
+    takes longest to interpret has its plain form in its place."""
+    plain = plain_routing._plain_routed
+    monkeypatch.setattr(plain_routing, "_routed_by_kernel", lambda static, *args: plain(static, *args[:-1]))
     (row, weights, chosen, gate_up, down, shared), *_ = row_kernels.experts(4, 128, 128, 128, 2)
     scores, bias = row_kernels.scores(2, 64)
     stream, *_ = row_kernels.stream(256, 8, "float32")
@@ -193,9 +197,7 @@ def test_derivatives_are_those_of_plain_forms(small):
 
     args = row, weights, gate_up, shared, scores, stream, heads, router
     gradients = jax.grad(loss, argnums=range(8))(*args)
-    assert small == dict.fromkeys(
-        ("expert_row", "choose", "routed_stream", "stream_product", "heads_product"), 1
-    )
+    assert small == dict.fromkeys(("expert_row", "choose", "stream_product", "heads_product"), 1)
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
 
 

@@ -53,6 +53,26 @@ def test_a_stream_chooses_its_experts(E, choice):
         close(want, jnp.sum(z, axis=0, keepdims=True), "z", 0)
 
 
+def test_independent_kernels_of_one_program_do_not_meet():
+    """Kernels with barriers over all CTAs share the word they meet at: two chains in one program are those alone."""
+    choice = Choice(4, 1, 1, True, 1.0)
+
+    def chain(args):
+        x, y, *others, shared = args
+        for _ in range(3):
+            shared = experts.SharedExpert(*shared)
+            x, z = routing.routed_stream(x, y, *others, shared, choice, eps=1e-6)
+            y = jnp.sum(z, axis=0, keepdims=True)
+        return x, y
+
+    chains = [row_kernels.routed(64, 1536, 512, 512, 1, choice, seed)[0] for seed in range(2)]
+    want = [jax.jit(chain)(args) for args in chains]
+    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    for _ in range(REPEATS):
+        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, alone)
+
+
 @pytest.mark.parametrize(("F", "dtype"), [(10368, "bfloat16"), (128, "float32")])
 def test_row_of_a_stream(F, dtype):
     args, *want = row_kernels.stream(1536, F, dtype)
