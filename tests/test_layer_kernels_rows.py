@@ -59,9 +59,9 @@ def test_a_row_and_its_experts(sizes, config):
     [
         (dict(E=64, D=256, F=128, S=128, P=2), Choice(4, 4, 2, True, 2.5), (5, 2, 2, 2)),
         pytest.param(
-            dict(E=64, D=384, F=128, S=256, P=1),
+            dict(E=64, D=1024, F=128, S=256, P=3),  # two warpgroups make the row
             Choice(3, 1, 1, False, 1.5),
-            (7, 3, 1, 3),
+            (16, 3, 1, 3),
             marks=pytest.mark.crossed,
         ),
     ],

@@ -40,14 +40,14 @@ def rows_of(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(taken)
 
 
-def bring(refs: Sequence[Any], ctas: int, room: int = BYTES) -> None:
+def bring(refs: Sequence[Any], ctas: int) -> None:
     """Asks for this CTA's share of arrays, by one warpgroup, and of the last one only while there is room.
 
     Args:
       refs: the arrays of `rows_of`, in global memory.
       ctas: CTAs that share them.
-      room: bytes at most, but for what fills a box up.
     """
+    room = BYTES
     for ref in refs:
         n, width = ref.shape
         rows = min(ROWS, n)

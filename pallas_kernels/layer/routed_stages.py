@@ -34,12 +34,8 @@ class Config:
     warpgroups: int = 4
     slots: int = 2
     """Tiles of the branches of a warpgroup in shared memory."""
-    down_slots: int = 4
-    """Tiles of the projection down of a warpgroup in shared memory.
-
-    (H100, 2026-11-26, 8 of 128 experts of 1536 x 512 and a shared one, with a barrier in the place of publishing:
-    22.0 us; with 3 and 6 slots 22.4, 2 and 7 22.8, 3 and 3 22.2, 4 and 4 22.2.)
-    """
+    down_slots: int = 2
+    """Tiles of the projection down of a warpgroup in shared memory, where there is room."""
 
     @classmethod
     def default(cls) -> "Config":
@@ -96,42 +92,59 @@ class Sizes(NamedTuple):
         return each, pl.cdiv(self.blocks, each)
 
 
-class Router:
-    """The norm of the stream, by one warpgroup of every CTA, and its products with some rows of the router."""
+CHUNK = 128
+"""Numbers of the stream that a warp makes, where several warpgroups make the row."""
 
-    def __init__(self, gmem: Any, smem: Any, barrier: Any, eps: float, ctas: int) -> None:
-        self.gmem, self.smem, self.barrier, self.eps = gmem, smem, barrier, eps
+
+def makers(D: int, warpgroups: int) -> int:
+    """Warpgroups that make a row of D together: the more, the fewer loads wait for each other. The last one has the
+    choice to make."""
+    n, rest = divmod(D, WARPS * CHUNK)
+    return n if not rest and n < warpgroups else 1
+
+
+class Router:
+    """The norm of the stream, by some warpgroups of every CTA, and its products with some rows of the router."""
+
+    def __init__(self, gmem: Any, smem: Any, barrier: Any, eps: float, ctas: int, wg: Any) -> None:
+        self.gmem, self.smem, self.barrier, self.eps, self.wg = gmem, smem, barrier, eps, wg
+        self.makers, self.own = smem.v.shape[0] // WARPS, pl.ds(wg * WARPS, WARPS)
+        """How many warpgroups, and this one's part of the row."""
         self.rows = range(smem.of_warps.shape[0] - 1)
         self.experts = [grid_index() + n * ctas for n in self.rows]
 
     def load(self) -> tuple[list[jax.Array], jax.Array, list[jax.Array]]:
         """Asks for all that is needed."""
-        gmem, last = self.gmem, self.gmem.bias.shape[0] - 1
-        parts = [] if gmem.y is None else [r.load_whole(gmem.y.at[n]) for n in range(gmem.y.shape[0])]
-        rows = [r.load_whole(gmem.router.at[jnp.minimum(e, last)]) for e in self.experts]
-        return [r.load_whole(gmem.x), *parts], r.load_whole(gmem.w), rows
+        gmem, own, last = self.gmem, self.own, self.gmem.bias.shape[0] - 1
+        parts = [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
+        rows = [r.load_whole(gmem.router.at[jnp.minimum(e, last), own]) for e in self.experts]
+        return [r.load_whole(part) for part in (gmem.x.at[own], *parts)], r.load_whole(gmem.w.at[own]), rows
 
     def make(self, loaded: tuple[list[jax.Array], jax.Array, list[jax.Array]]) -> None:
         """Publishes scores, and writes v to shared memory; the first CTA writes s."""
-        (parts, w, rows), gmem, smem = loaded, self.gmem, self.smem
+        (parts, w, rows), gmem, smem, own = loaded, self.gmem, self.smem, self.own
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         n = s * w
         sums = [r.row_sum(s * s), *(r.row_sum(n * row) for row in rows)]
         for i, of_warps in enumerate(sums):
-            store_any(smem.of_warps.at[i], of_warps)
+            store_any(smem.of_warps.at[i, own], of_warps)
         plgpu.commit_smem()
+        if self.makers > 1:
+            plgpu.barrier_arrive(smem.summed)
+            plgpu.barrier_wait(smem.summed)
         square, *products = (
-            functools.reduce(jnp.add, [smem.of_warps[i, warp] for warp in range(WARPS)])
+            functools.reduce(jnp.add, [smem.of_warps[i, n] for n in range(self.makers * WARPS)])
             for i in range(len(sums))
         )
-        scale = lax.rsqrt(square / s.size + self.eps)
+        scale = lax.rsqrt(square / smem.v.size + self.eps)
         for e, product in zip(self.experts, products, strict=True):
-            pl.when(e < gmem.bias.shape[0])(lambda e=e, x=product * scale: self.barrier.publish(e, x))
-        store_any(smem.v, n * scale)
+            publishes = (e < gmem.bias.shape[0]) & (self.wg == 0)
+            pl.when(publishes)(lambda e=e, x=product * scale: self.barrier.publish(e, x))
+        store_any(smem.v.at[own], n * scale)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.v_made)
         if gmem.s is not None:
-            pl.when(grid_index() == 0)(lambda: store_any(gmem.s, s.astype(gmem.s.dtype)))
+            pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
     def forget(self) -> None:
         """Takes the scores back."""
@@ -255,7 +268,8 @@ class Branches:
 
 
 class Down:
-    """The projection down: a CTA has some blocks of h, and a tile of columns."""
+    """The projection down: a CTA has some blocks of h, and some columns. A tile has the rows of a block, so that a
+    warpgroup multiplies by what it makes itself."""
 
     def __init__(self, gmem: Any, smem: Any, sizes: Sizes, config: Config, wg: Any) -> None:
         self.gmem, self.smem, self.sizes, self.wg = gmem, smem, sizes, wg
@@ -266,13 +280,13 @@ class Down:
         self.count = jnp.where(item < items, jnp.clip(sizes.blocks - self.first, 0, self.each), 0)
         self.columns = pl.ds(jnp.minimum(item, items - 1) * DOWN_COLUMNS, DOWN_COLUMNS)
         self.ring = TileRing(smem.down_tiles, smem.down_full, wg, config.warpgroups, self._copy)
-        self.end = self.ring.before(self.count * (COLUMNS // DEPTH))
+        self.end = self.ring.before(self.count)
 
     def _copy(self, i: Any, slot: Any, barrier: Any) -> None:
         gmem, (_, F, k, *_), columns = self.gmem, self.sizes, self.columns
-        number = self.first * COLUMNS + i * DEPTH
+        number = (self.first + i) * COLUMNS
         j = jnp.minimum(lax.div(number, jnp.int32(F)), k)
-        rows = pl.ds(number - j * F, DEPTH)
+        rows = pl.ds(number - j * F, COLUMNS)
 
         @pl.when(j < k)
         def _():
@@ -292,7 +306,7 @@ class Down:
         pl.when(jnp.logical_not(self.is_known))(lambda: self.ring.fill(jnp.int32(0), self.end))
 
     def make_row(self) -> None:
-        """Writes the CTA's blocks of h, times their weights, to shared memory."""
+        """Writes this warpgroup's blocks of h, times their weights, to shared memory."""
         (_, F, k, S, _), gmem = self.sizes, self.gmem
         layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
         parts, of_shared = gmem.seen_h.shape[0], gmem.seen_g.shape[0]
@@ -336,6 +350,8 @@ class Down:
             def _(i=i, h=h):
                 store_any(self.smem.h.at[pl.ds(i * COLUMNS, COLUMNS)], h)
 
+        plgpu.commit_smem()
+
     def add(self) -> None:
         """Multiplies the tiles."""
         acc = self.ring.add(
@@ -343,7 +359,7 @@ class Down:
             jnp.int32(0),
             self.end,
             self.end,
-            lambda i: self.smem.h.at[pl.ds(i * DEPTH, DEPTH)],
+            lambda i: self.smem.h.at[pl.ds(i * COLUMNS, COLUMNS)],
         )
         store_any(self.smem.sums.at[0, self.wg, :, pl.ds(0, DOWN_COLUMNS)], acc)
 

@@ -27,7 +27,8 @@ Grid: as many CTAs of four warpgroups as there are multiprocessors. Shared memor
     barrier     arrivals                           who waits
     full        a bulk copy of a tile              the warpgroup whose slot it is
     down_full   the same
-    v_made      the warpgroup that makes v         all
+    summed      the warpgroups that make v         the same, where they are several
+    v_made      the same                           all
     made        all, when experts are known, and   all
                 around what is added up
 
@@ -35,6 +36,7 @@ Numerics: float32; v and h are not rounded. The same bits in every call. Hardwar
 `check_supported`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -54,13 +56,16 @@ from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, s
 from pallas_kernels.layer import row_choice
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.expert_walk import DEPTH
-from pallas_kernels.layer.routed_stages import COLUMNS, DOWN_COLUMNS, Branches, Config, Down, Router, Sizes
-
-AHEAD = 4 * 2**20
-"""Bytes of what the next kernels read that this one asks for while the experts are not known yet.
-
-(H100, 2026-11-26, a token of 8 layers of Ling-3.0-tiny: 0.535 ms with 4 MB, 0.541 without.)
-"""
+from pallas_kernels.layer.routed_stages import (
+    COLUMNS,
+    DOWN_COLUMNS,
+    Branches,
+    Config,
+    Down,
+    Router,
+    Sizes,
+    makers,
+)
 
 WIDEST = WARPS * r.WARP_WIDTH
 """Widest row: each warp makes a fourth of it."""
@@ -87,24 +92,40 @@ def check_supported(
         return f"widths {D}, {F2 // 2} and {shared}; the kernel takes {of}"
     if D // DOWN_COLUMNS > ctas:
         return f"rows of {D} and {ctas} multiprocessors; the kernel takes {DOWN_COLUMNS} columns for each"
-    return row_choice.check_supported(E, choice)
+    if (reason := row_choice.check_supported(E, choice)) is not None:
+        return reason
+    sizes = Sizes(D, F2 // 2, choice.per_token, shared, E)
+    if _fitting(sizes, Config(ctas), choice, gate_up.dtype) is None:
+        return f"rows of {D} and experts of {F2 // 2}; their parts have more than {SMEM_LIMIT} bytes"
+    return None
+
+
+def _fitting(sizes: Sizes, config: Config, choice: Choice, dtype: Any) -> Config | None:
+    """The configuration with as many slots of the projection down as there is room for; None if there is none."""
+    for n in range(config.down_slots, 0, -1):
+        smaller = dataclasses.replace(config, down_slots=n)
+        if smem_bytes(_memory(sizes, smaller, choice, dtype)) <= SMEM_LIMIT:
+            return smaller
+    return None
 
 
 def _memory(sizes: Sizes, config: Config, choice: Choice, dtype: Any) -> Memory:
     warpgroups, (shared, chosen) = config.warpgroups, sizes.branches(config)
     each, _ = sizes.down(config)
     slots = config.slots * warpgroups
-    down = min(config.down_slots, pl.cdiv(each * COLUMNS // DEPTH, warpgroups)) * warpgroups
+    warps = makers(sizes.D, warpgroups) * WARPS
+    down = min(config.down_slots, pl.cdiv(each, warpgroups)) * warpgroups
     return {
         "tiles": Buffer((slots, DEPTH, COLUMNS), dtype),
-        "down_tiles": Buffer((down, DEPTH, DOWN_COLUMNS), dtype),
-        "v": Buffer((WARPS, sizes.D // WARPS)),
-        "of_warps": Buffer((1 + pl.cdiv(sizes.E, config.ctas), WARPS)),
+        "down_tiles": Buffer((down, COLUMNS, DOWN_COLUMNS), dtype),
+        "v": Buffer((warps, sizes.D // warps)),
+        "of_warps": Buffer((1 + pl.cdiv(sizes.E, config.ctas), warps)),
         "h": Buffer((each * COLUMNS,)),
         "sums": Buffer((shared.spans + chosen.spans, warpgroups, WARPS, COLUMNS)),
         "full": Barriers(arrivals=1, count=slots),
         "down_full": Barriers(arrivals=1, count=down),
-        "v_made": Barriers(arrivals=1),
+        "summed": Barriers(arrivals=warps // WARPS) if warps > WARPS else None,
+        "v_made": Barriers(arrivals=warps // WARPS),
         "made": Barriers(arrivals=warpgroups),
         **row_choice.memory(choice),
     }
@@ -122,7 +143,7 @@ def _body(
     interpreted: bool,
 ) -> None:
     wg = warpgroup_index()
-    router = Router(gmem, smem, barrier, eps, config.ctas)
+    router = Router(gmem, smem, barrier, eps, config.ctas, wg)
     experts, down = Branches(gmem, smem, sizes, config, wg), Down(gmem, smem, sizes, config, wg)
 
     def meet():
@@ -130,21 +151,12 @@ def _body(
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 
-    def begin():
-        experts.begin()
-        down.begin_known()
-
-    @pl.when(wg == 0)
-    def _():
-        loaded = router.load()  # behind copies it would come after them
-        begin()
-        router.make(loaded)
-
-    pl.when(wg != 0)(begin)
+    pl.when(wg < router.makers)(lambda: router.make(router.load()))  # what it reads would come behind copies
+    experts.begin()
+    down.begin_known()
     pl.when(wg == config.warpgroups - 1)(lambda: row_choice.choose(gmem, smem, choice, interpreted))
     plgpu.barrier_wait(smem.v_made)
     experts.add_shared()
-    pl.when(wg == 0)(lambda: bring(gmem.ahead, config.ctas, AHEAD))
     meet()
     experts.add_chosen(down.begin)
     meet()
@@ -153,8 +165,8 @@ def _body(
     barrier.wait()
     barrier.leave()
     pl.when(wg == 0)(router.forget)
+    pl.when(wg == config.warpgroups - 1)(lambda: bring(gmem.ahead, config.ctas))
     down.make_row()
-    meet()
     down.add()
     meet()
     down.store()
@@ -202,9 +214,11 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
     gate, up, shared_down = shared
     sizes = Sizes(D, F2 // 2, choice.per_token, gate.shape[1], E)
     of_shared, of_chosen = sizes.branches(config)
-    width = D // WARPS
-    memory = _memory(sizes, config, choice, gate_up.dtype)
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
+    warps = makers(D, config.warpgroups) * WARPS
+    width = D // warps
+    fitting = _fitting(sizes, config, choice, gate_up.dtype)
+    assert fitting is not None, f"{config} and {sizes} have more than {SMEM_LIMIT} bytes"
+    memory = _memory(sizes, fitting, choice, gate_up.dtype)
     made = launch_stages(
         "routed_stream",
         functools.partial(
@@ -212,10 +226,10 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
         ),
         3,
         inputs={
-            "x": x.reshape(WARPS, width),
-            "y": None if y is None else y.reshape(-1, WARPS, width),
-            "w": norm.astype(f32).reshape(WARPS, width),
-            "router": router.astype(f32).reshape(-1, WARPS, width),
+            "x": x.reshape(warps, width),
+            "y": None if y is None else y.reshape(-1, warps, width),
+            "w": norm.astype(f32).reshape(warps, width),
+            "router": router.astype(f32).reshape(-1, warps, width),
             "bias": bias.astype(f32),
             "gate_up": gate_up,
             "down": down,
@@ -228,7 +242,7 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
             "g": like((of_shared.parts, of_shared.items * COLUMNS), f32),
         },
         outputs={
-            "s": None if y is None else like((WARPS, width), x.dtype),
+            "s": None if y is None else like((warps, width), x.dtype),
             "z": like((sizes.down(config)[1], D), f32),
         },
         published=E,

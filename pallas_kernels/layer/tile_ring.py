@@ -2,8 +2,8 @@
 
     sum_i x_i W_i,   over the rows i of some tiles
 
-A CTA's warpgroups take its tiles in turn, each through slots of its own. Tiles have `DEPTH` rows and come by bulk
-copies, the first of which may be on their way long before the row is there. Threads multiply and add.
+A CTA's warpgroups take its tiles in turn, each through slots of its own. Tiles come by bulk copies, the first of
+which may be on their way long before the row is there. Threads multiply and add.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
-from pallas_kernels.layer.expert_walk import DEPTH, tile_layout
+from pallas_kernels.layer.expert_walk import tile_layout
 
 
 class TileRing:
@@ -28,14 +28,14 @@ class TileRing:
         """Takes the slots of all warpgroups.
 
         Args:
-          tiles: [warpgroups n, DEPTH, columns] in shared memory.
+          tiles: [warpgroups n, depth, columns] in shared memory, depth a multiple of `WARPS`.
           full: as many barriers, of one arrival.
           wg: number of the warpgroup.
           warpgroups: how many.
           copy: copy(i, slot, barrier) starts the copy of the CTA's tile i.
         """
         self.tiles, self.full, self.wg, self.warpgroups, self.copy = tiles, full, wg, warpgroups, copy
-        self.slots, self.columns = tiles.shape[0] // warpgroups, tiles.shape[2]
+        self.slots, self.depth, self.columns = tiles.shape[0] // warpgroups, *tiles.shape[1:]
         self.layout = tile_layout(self.columns)
 
     def before(self, end: Any) -> Any:
@@ -82,9 +82,9 @@ class TileRing:
             slot = self._slot(n)
             x = load(row(n * self.warpgroups + self.wg), self.layout.reduce(1))
             plgpu.barrier_wait(self.full.at[slot])
-            x = plgpu.layout_cast(lax.broadcast_in_dim(x, (DEPTH, self.columns), [0]), self.layout)
+            x = plgpu.layout_cast(lax.broadcast_in_dim(x, (self.depth, self.columns), [0]), self.layout)
             products = load(self.tiles.at[slot], self.layout).astype(jnp.float32) * x
-            for i in range(0, DEPTH, WARPS):
+            for i in range(0, self.depth, WARPS):
                 acc = acc + products[i : i + WARPS]
 
             @pl.when(n + self.slots < last)
