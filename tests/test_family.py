@@ -253,7 +253,8 @@ def test_packed_products_and_segments():
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     expected = np.zeros((1, 20, 1, 3))
     for t in range(20):
-        S = np.zeros((4, 3)) if t in (0, 7) else S
+        if t in (0, 7):
+            S = np.zeros((4, 3))
         for k_i, v_i in zip(k[0, t, :, 0].astype(np.float64), v[0, t, :, 0], strict=True):
             S = S + np.outer(k_i, v_i - k_i @ S)
         expected[0, t, 0] = q[0, t, 0] @ S / 2

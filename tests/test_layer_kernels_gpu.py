@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import row_kernels
 from flax import nnx
-from fused_harness import SUMS_ON_A_GPU, SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
+from fused_harness import SUMS, SUMS_ON_A_GPU, SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, compiled_vjp, draws
 from layer_kernels import check_one_operation, dense_gradients
 
 from gdn_jax import losses
