@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.layer": {"shapes", "pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
     "pallas_kernels.token": {
+        "shapes",
         "pallas_kernels.device",
         "pallas_kernels.work",
         "pallas_kernels.decode",

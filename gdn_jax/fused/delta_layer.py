@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from gdn_jax.fused.channel_token import ChannelGates, ChannelToken, plain_token
 from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.row_product import Convolution, Stream, plain_heads, plain_stream
+from gdn_jax.fused.row_product import Stream, plain_heads, plain_stream
 from gdn_jax.fused.token import is_whole
+from gdn_jax.shapes import Convolution
 
 
 class Layer(NamedTuple):
@@ -59,12 +60,10 @@ def takes_stream(
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
     if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
         return False
-    from pallas_kernels.layer.row_product import Convolution as OfKernel
     from pallas_kernels.token.delta_layer import check_supported
 
-    inputs, convolution, output = layer.inputs, OfKernel(*layer.convolution), layer.output
-    known = convolution, layer.state, output, _places(layer, gates)
-    return check_supported(x.reshape(1, -1), inputs, *known) is None
+    known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
+    return check_supported(x.reshape(1, -1), *known) is None
 
 
 def delta_layer(
@@ -94,7 +93,6 @@ def delta_layer(
 
 
 def _by_kernel(static, x, y, layer: Layer, ahead):
-    from pallas_kernels.layer.row_product import Convolution as OfKernel
     from pallas_kernels.token import delta_layer as kernels
 
     gates, options = static
@@ -105,7 +103,7 @@ def _by_kernel(static, x, y, layer: Layer, ahead):
     arrays = (
         layer.norm,
         layer.inputs,
-        OfKernel(*layer.convolution),
+        layer.convolution,
         layer.state,
         layer.output_norm,
         layer.output,

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, num_sms
+from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
 from pallas_kernels.device.memory import Barriers, Memory
 
 NAME = b"grid barrier of gdn-jax"
@@ -45,8 +45,14 @@ UNKNOWN = 0x7FC0D0D0
 
 
 def most_ctas() -> int:
-    """CTAs that are on JAX's default device at once, whatever shared memory they have; at most `NUM_SMS`."""
-    return min(NUM_SMS, num_sms())
+    """CTAs that are on JAX's default device at once, whatever shared memory they have; at most `NUM_SMS`.
+
+    0 where a GPU does not say how many multiprocessors it has: too many CTAs would wait for ever. Where there is no
+    GPU, programs are only compiled for one, for `NUM_SMS`.
+    """
+    device = jax.devices()[0]
+    sms = (getattr(device, "core_count", None) or 0) if device.platform == "gpu" else NUM_SMS
+    return min(NUM_SMS, sms)
 
 
 def constant(published: int = 0) -> jax.Array:

@@ -29,13 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from gdn_jax.shapes import Convolution
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import LINE, GridBarrier, most_ctas
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.memory import REDUCTION_BYTES, SMEM_LIMIT, Memory, smem_bytes
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.row_product import Convolution
 from pallas_kernels.token import heads, projections
 from pallas_kernels.token.heads import WARPGROUPS, Head, Places, Rule, Share
 from pallas_kernels.token.projections import CHUNK, CHUNKS, WIDEST, Projections
