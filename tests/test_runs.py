@@ -146,7 +146,9 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
         ["os.rename", part, "train", "bytes", "--out", str(out), "--resume"],
     ]
     command = [sys.executable, "-c", KILLED, *map(json.dumps, moments)]
-    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
+    # JAX writes a compiled program in place: what dies then leaves half of one, which no other test may find.
+    kept = shutil.copytree(compile_once["JAX_COMPILATION_CACHE_DIR"], tmp_path / "compiled")
+    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(kept)}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, **pipes) as running:
         for _ in moments:
