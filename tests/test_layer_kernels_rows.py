@@ -226,12 +226,14 @@ def layer_of_one_product(small, monkeypatch, hidden: int, parts: int, heads: int
     return small
 
 
+@pytest.mark.slow
 def test_a_layer_of_one_product(small, monkeypatch):
     """Three kernels, where one has no whole shares."""
     calls = layer_of_one_product(small, monkeypatch, 256, 1, 4, IN_TURN)
     assert calls == {"stream_product": 1, "heads_product": 1}
 
 
+@pytest.mark.slow
 def test_a_layer_in_one_kernel(small, monkeypatch):
     """Two CTAs to a head, and a stream in parts."""
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
