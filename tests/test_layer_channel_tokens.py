@@ -85,7 +85,7 @@ def test_derivative(name, monkeypatch):
     expected = jax.jit(gradients)(params, x, cache)
     monkeypatch.setattr(channel_token, "usable", lambda *_: True)
     monkeypatch.setattr(kimi_delta_attention, "is_whole", lambda *arrays: True)
-    monkeypatch.setattr(channel_token, "_by_kernels", channel_token._plain)
+    monkeypatch.setattr(channel_token, "_by_kernels", channel_token.plain_token)
     got = jax.jit(lambda *args: gradients(*args))(params, x, cache)
     for want, y in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
         close(np.asarray(want), y, "gradient")
