@@ -10,10 +10,10 @@ os.environ.setdefault(
     "NPROC", "16"
 )  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
 
+import compiled_programs
 import jax
 import jaxtyping
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 # Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
@@ -27,6 +27,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # for meshes; the first one is used
 if jax.default_backend() == "cpu":
     unoptimised = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", unoptimised == "1")
+compiled_programs.keep()
+pytest_plugins = ["compiled_programs"]
 
 
 def pytest_report_header():
@@ -153,25 +155,6 @@ def compile_as_users_do():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(scope="module")
-def compile_once(tmp_path_factory):
-    """Keeps compiled functions on disk for files whose tests compile the same ones, as those that train the same tiny
-    model do; the environment that makes another process do so too. Of the other files' programs nine in ten are
-    compiled once in a run: keeping them saves nothing."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # JAX asks once whether there is a folder, and which
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

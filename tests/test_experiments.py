@@ -31,9 +31,6 @@ from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
-
 # --- the step
 
 

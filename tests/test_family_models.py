@@ -246,7 +246,6 @@ def test_a_training_step_of_04b_traces(preset):
         ),
     ],
 )
-@pytest.mark.usefixtures("compile_once")
 def test_a_run_resumes_bit_for_bit(mixer, tmp_path):
     """Bytes: a run in one go, and the same one resumed from its first checkpoint; an older version's file opens. One
     mixer's samples are longer than a byte, which takes a program more."""

@@ -247,7 +247,6 @@ HYBRID = (
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compile_once")
 def test_a_hybrid_is_trained_and_written_as_a_checkpoint(folder, tmp_path, capsys):
     """gdn train, gdn info, save_hf, and gdn generate on what was written."""
     from tiny_runs import metrics, train

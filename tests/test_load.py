@@ -20,8 +20,6 @@ from gdn_jax.models import generate
 from gdn_jax.tasks import text
 from gdn_jax.training.load import load_run
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):

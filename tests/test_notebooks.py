@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from queue import Empty
 
+import compiled_programs
 import nbformat
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ def kernel(fast: bool) -> Iterator[KernelManager]:
         environment = {name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ}
         environment |= {name: home for name in ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")}
         environment |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment |= compiled_programs.environment()
         environment |= {"PYTHONPATH": str(FOLDER.parent)}  # this project, whichever is installed
         if fast:
             environment |= {FAST: "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # see conftest.py

@@ -317,7 +317,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """`gdn`, and a process of it that dies at step 10 when there is a checkpoint, whose path comes first."""
 
 
-def launch(arguments, environment, victim=None, saved=None):
+def launch(arguments, victim=None, saved=None):
     """`gdn` in two processes of two devices each; their exit statuses and outputs.
 
     victim: number of the process that dies at step 10, after the checkpoint `saved`.
@@ -337,14 +337,14 @@ def launch(arguments, environment, victim=None, saved=None):
         program = [GDN] if index != victim else [DIES, str(saved)]
         command = [sys.executable, "-c", *program, *arguments]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        running.append(subprocess.Popen(command, env={**os.environ, **environment, **more}, **pipes))
+        running.append(subprocess.Popen(command, env={**os.environ, **more}, **pipes))
     outputs = [process.communicate(timeout=300)[0] for process in running]
     return [process.returncode for process in running], outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.crossed)])
-def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, compile_once, victim):
+def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, victim):
     """One mesh over both. The other one ends and says so in a line; the run goes on from the last checkpoint, in two
     processes, and in one on another mesh: the losses are those of one device, within rounding. One folder, written
     by the first."""
@@ -353,7 +353,7 @@ def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, compile_on
     out = tmp_path / "run"
     arguments = ["train", "bytes", "--data", str(folder), "--out", str(out), *tiny_runs.TINY_TEXT]
     arguments += ["--num-heads", "2", "--mesh", OVER_TWO]
-    codes, outputs = launch(arguments, compile_once, victim, out / "checkpoints" / "8")
+    codes, outputs = launch(arguments, victim, out / "checkpoints" / "8")
     assert codes[1 - victim] == 1, outputs
     said = [
         line for line in outputs[1 - victim].splitlines() if line.startswith(f"gdn: process {1 - victim}: ")
@@ -366,9 +366,7 @@ def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, compile_on
     alone = shutil.copytree(out, tmp_path / "in one process")
     assert tiny_runs.resume(alone, "--mesh", "data=4,context=2") == 0
     check_alike(run_alone, alone)
-    codes, outputs = launch(
-        ["train", "bytes", "--out", str(out), "--resume", "--mesh", OVER_TWO], compile_once
-    )
+    codes, outputs = launch(["train", "bytes", "--out", str(out), "--resume", "--mesh", OVER_TWO])
     assert codes == [0, 0], outputs
     check_alike(run_alone, out)
     assert {path.name for path in out.iterdir()} == {path.name for path in run_alone.iterdir()}

@@ -72,7 +72,6 @@ def test_a_stored_reproduction_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compile_once")
 def test_an_entry(tmp_path, monkeypatch, capsys):
     """The smallest of all: what is printed is of the runs, and running it again goes on."""
     tiny = LEDGER["2411.12537/parity"]._replace(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import compiled_programs
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -26,8 +27,6 @@ from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.load import load_run
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.trainer import Trainer
-
-pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ for moment in map(json.loads, sys.argv[1:]):
 
 
 @pytest.mark.slow
-def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
+def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path):
     """Twice: before anything is written, and when all is written and nothing has its name."""
     out, part = tmp_path / "run", "8.orbax-checkpoint-tmp"
     start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]
@@ -147,8 +146,8 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path, compile_once):
     ]
     command = [sys.executable, "-c", KILLED, *map(json.dumps, moments)]
     # JAX writes a compiled program in place: what dies then leaves half of one, which no other test may find.
-    kept = shutil.copytree(compile_once["JAX_COMPILATION_CACHE_DIR"], tmp_path / "compiled")
-    environment = os.environ | compile_once | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(kept)}
+    kept = compiled_programs.copy_to(tmp_path / "compiled")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(kept)}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, **pipes) as running:
         for _ in moments:

@@ -10,8 +10,6 @@ from tiny_runs import error_line, final_state, metrics, resume, train, tree
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.load import load_run
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 @pytest.fixture(scope="module")
 def finished(folder, tmp_path_factory):

@@ -25,8 +25,6 @@ from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 
 def records(out):
     """Lines of runs.jsonl without the wall clock, by run."""
@@ -157,14 +155,14 @@ def test_another_process_at_the_same_sweep(finished, tmp_path, capsys):
 
 
 @pytest.mark.crossed
-def test_processes_at_once(finished, tmp_path, compile_once):
+def test_processes_at_once(finished, tmp_path):
     """Another process and this one make every run once; whoever comes last makes the table."""
     out = shutil.copytree(finished, tmp_path / "copy")
     (out / "runs.jsonl").unlink()
     (out / "table.md").unlink()
     again = ["sweep", "parity", "--out", str(out), "--resume"]
     command = [sys.executable, "-c", "import sys; from gdn_jax import cli; sys.exit(cli.main(sys.argv[1:]))"]
-    env = os.environ | compile_once | {"JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     other = subprocess.Popen([*command, *again], env=env, stdout=subprocess.DEVNULL)
     while other.poll() is None and not [*out.glob("lock*")]:
         time.sleep(0.01)
@@ -243,11 +241,11 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-def test_kill_then_resume(finished, tmp_path, compile_once):
+def test_kill_then_resume(finished, tmp_path):
     out = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, "-c", KILLED, "4", "sweep", "parity", "--out", str(out), *TINY],
-        env=os.environ | compile_once | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
