@@ -18,11 +18,20 @@ test: $(VENV)/test.done
 test-slow: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not crossed" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Compiles everything anew: what another run has kept is not looked at.
 test-all: $(VENV)/test.done
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && JAX_COMPILATION_CACHE_DIR=$$folder \
+	  $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-gpu-test: $(VENV)/test.done
-	$(BIN)/python -m pytest -m gpu
+# The tests that need a GPU, in PER_CARD processes for each card; then those that need a card's memory or several cards.
+# Five minutes on four H100s. GPU_PYTHON= another Python that has JAX with CUDA.
+CARDS = $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
+PER_CARD ?= 16
+GPU_PYTHON ?= $(BIN)/python
+gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test.done)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform GDN_TEST_CARDS=$(CARDS) \
+	  $(GPU_PYTHON) -m pytest -m "gpu and not alone" -n $$(($(CARDS) * $(PER_CARD))) --dist worksteal
+	$(GPU_PYTHON) -m pytest -m "gpu and alone"
 
 # Whether the tests notice the faults listed in tests/faults/, put into a copy one by one: twenty minutes.
 faults: $(VENV)/test.done

@@ -10,6 +10,10 @@ os.environ.setdefault(
     "NPROC", "16"
 )  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
 
+# A process of `make gpu-test` uses one card, before JAX has looked for any.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (cards := int(os.environ.get("GDN_TEST_CARDS", "0"))):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % cards)
+
 import compiled_programs
 import jax
 import jaxtyping

@@ -283,6 +283,7 @@ def test_bits_do_not_depend_on_the_batch(pool_dtype, kv_layout):
     assert bool((o[5] == one_o[0]).all()) and bool((pool[slot] == one_pool[slot]).all())
 
 
+@pytest.mark.alone
 def test_slots_past_32_bits():
     """A pool of 8.8 GB, of which the last slot is read and written, and the one before is written."""
     case = Case("large", N=1, heads=(1, 1, 4), padding=False)
@@ -299,6 +300,7 @@ def test_slots_past_32_bits():
         assert not new[: slots - 2].any()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("T", [1, 4])
 def test_rings_past_32_bits(T, slots=33_600):
     """The last slot of a pool whose states are 8.8 GB has the bits that it has in a small pool. Its ring is full."""
@@ -408,6 +410,7 @@ def test_prompts(HV, more_slots, every):
     assert bool((new[kept] == pool[kept]).all()), "another slot changed"
 
 
+@pytest.mark.alone
 def test_heads_over_devices():
     """Every device serves its heads of a pool: the bits of one device, and nothing is sent or copied."""
     mesh = mesh_of((2,), ("head",))

@@ -67,6 +67,7 @@ def test_pool_of_a_whole_model():
         pool_prompts.assert_right(case, x, o, new[:, 1])
 
 
+@pytest.mark.alone
 def test_slots_past_four_gigabytes():
     """The bits of the same states in a small pool."""
     case = like(SMALL, "large", heads=(16, 32), padding=(), fresh=None)

@@ -350,5 +350,6 @@ def test_slots_beyond_two_gibibytes():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_slots_beyond_two_to_the_31_numbers():
     beyond(2**31)
