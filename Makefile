@@ -13,10 +13,10 @@ demo: $(VENV)/experiments.done
 	@echo "the command gdn lies in $(BIN); to type it without the folder: . $(BIN)/activate"
 
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "not slow and not crossed" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not crossed" --changed -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "not crossed" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not crossed" --changed -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Compiles everything anew: what another run has kept is not looked at.
 test-all: $(VENV)/test.done

@@ -11,13 +11,17 @@ os.environ.setdefault(
 )  # threads of XLA on the CPU: Pallas' interpreter blocks one per warpgroup
 
 # A process of `make gpu-test` uses one card, before JAX has looked for any.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (cards := int(os.environ.get("GDN_TEST_CARDS", "0"))):
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (
+    cards := int(os.environ.get("GDN_TEST_CARDS", "0"))
+):
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % cards)
 
-import compiled_programs
 import jax
 import jaxtyping
 import pytest
+
+pytest.register_assert_rewrite("compiled_programs")
+import compiled_programs  # noqa: E402 - its asserts are rewritten from here on
 
 # Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
@@ -32,7 +36,7 @@ if jax.default_backend() == "cpu":
     unoptimised = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     jax.config.update("jax_disable_most_optimizations", unoptimised == "1")
 compiled_programs.keep()
-pytest_plugins = ["compiled_programs"]
+pytest_plugins = ["compiled_programs", "unchanged"]
 
 
 def pytest_report_header():

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from small_models import made
 
-from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
+from gdn_jax.models import AttentionConfig, ExpertsConfig, ModelConfig
 
 SIZES = {
     "vocab_size": 31,
@@ -30,7 +31,7 @@ MODELS = {
 
 
 def make(name="qwen3_5", **options):
-    return LanguageModel(ModelConfig(**{**SIZES, **MODELS[name], **options}), rngs=nnx.Rngs(0))
+    return made(ModelConfig(**{**SIZES, **MODELS[name], **options}))
 
 
 @nnx.jit(static_argnames="return_cache")

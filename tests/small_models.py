@@ -49,8 +49,22 @@ def rounding_bounds(f, params, passes):
     return jax.tree.map(lambda x, y: scale * rms_ratio(x, y), f(params), f(moved))
 
 
+def made(config, seed=0):
+    """A model with fresh weights, drawn by one program: outside of `jit` each draw is a program."""
+    graphdef = None
+
+    @jax.jit
+    def draw(key):
+        nonlocal graphdef
+        graphdef, state = nnx.split(LanguageModel(config, rngs=nnx.Rngs(key)))
+        return state
+
+    state = draw(jax.random.key(seed))
+    return nnx.merge(graphdef, state)
+
+
 def make(seed=0, **options):
-    return LanguageModel(ModelConfig(**{**SIZES, **options}), rngs=nnx.Rngs(seed))
+    return made(ModelConfig(**{**SIZES, **options}), seed)
 
 
 @nnx.jit(static_argnames="return_cache")

@@ -18,6 +18,7 @@ from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
 from gdn_jax.models.inference import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
+from gdn_jax.models.structure import split
 from gdn_jax.shapes import check_array
 
 MIN_LENGTH = 16
@@ -91,8 +92,8 @@ def generate(
     for token in stop_tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
-    graphdef, params = nnx.split(model)
-    traced = any(isinstance(x, jax.core.Tracer) for x in (prompt, *jax.tree.leaves(params)))
+    structure, params = split(model)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (prompt, *params))
     if on_token is not None and traced:
         raise ValueError("on_token: expected None under jit, got a function")
     if not isinstance(prompt, jax.core.Tracer):  # under jit the caller compiles for the length anyway
@@ -102,7 +103,7 @@ def generate(
     with _heard(on_token) as listener:
         key = None if sampling is None else rng
         tokens = _generate(
-            graphdef, params, prompt, mask, key, sampling, stops, listener, num_tokens=num_tokens
+            structure, params, prompt, mask, key, sampling, stops, listener, num_tokens=num_tokens
         )
         return tokens if listener is None else jax.block_until_ready(tokens)
 
@@ -166,8 +167,8 @@ def _tell(number, tokens) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
-def _generate(graphdef, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
-    model = for_inference(nnx.merge(graphdef, params))
+def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
+    model = for_inference(structure.merge(params))
 
     def choose(logits, i):
         if sampling is None:
