@@ -9,8 +9,9 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_latents import latents
 
-from gdn_jax.fused import experts
+from gdn_jax.fused import experts, routing
 from gdn_jax.fused.latent_rows import latent_rows
+from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +40,38 @@ def test_experts_of_few_rows(N):
         y = fused_oracle.branches(branches[:, :F], branches[:, F:]) @ d[e]
         np.add.at(want, at, np.asarray(weights, np.float64)[at, place][:, None] * y)
     close(want, got, "y", 1, dtype="bfloat16")  # h is rounded
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice(8, 1, 1, True, 1.0), Choice(8, 8, 4, True, 2.5)], ids=["all", "groups"]
+)
+@pytest.mark.parametrize("n", [0, 13, 27, 28, 29, 31])
+def test_a_row_of_nan_leaves_the_experts_of_other_rows_alone(n, choice, N=32, E=128, D=1536, F=512):
+    """Its own experts still differ. The others' results, choices and gradients have the bits that they have without
+    it, and so have the gradients of experts that it has not chosen."""
+    draw, others = draws(n), np.arange(N) != n
+    x, scores, bias = draw(N, D, dtype="bfloat16"), draw(N, E), jnp.zeros(E)
+    gate_up, down = (draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D)))
+
+    @jax.jit
+    def run(x, scores):
+        weights, chosen = routing.choose(scores, bias, choice)
+        y, pull = jax.vjp(
+            lambda *args: experts.mixture(*args[:2], chosen, *args[2:]), x, weights, gate_up, down
+        )
+        return chosen, y, pull(jnp.ones_like(y))
+
+    bad = scores.at[n].set(jnp.nan), scores.at[n, 5].set(jnp.nan)
+    for changed in ((x, bad[0]), (x, bad[1]), (x.at[n].set(jnp.nan), bad[0])):
+        chosen, y, (dx, dweights, *_) = run(x, jnp.where(jnp.isnan(changed[1]), 1e4, changed[1]))
+        want = [np.asarray(z)[others] for z in (chosen, y, dx, dweights)]
+        for _ in range(REPEATS):
+            chosen, y, (dx, dweights, *gradients) = run(*changed)
+            assert all(len(set(row)) == choice.per_token for row in np.asarray(chosen).tolist())
+            for a, z in zip(want, (chosen, y, dx, dweights), strict=True):
+                np.testing.assert_array_equal(a, np.asarray(z)[others])
+        rest = ~np.isin(np.arange(E), chosen[n])
+        assert all(np.isfinite(np.asarray(z, np.float32)[rest]).all() for z in gradients)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def arguments(N, E=6, k=2, D=128, F=64):
 
 @pytest.mark.parametrize("N", [1, 5, 75])
 def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
-    """One row, few and many; an expert that nobody chooses, and one whose rows fill no tile, or more than one."""
+    """One row, few and many; an expert that nobody chooses, and experts whose rows fill no tile. Those of many rows
+    fill one and begin another."""
     calls = small_tiles(monkeypatch)
     args = rows, weights, chosen, gate_up, down = arguments(N)
     got = experts.mixture(*args)
@@ -75,6 +76,48 @@ def test_a_mixture_by_kernels_is_its_definition(N, monkeypatch):
             a, b = np.split(x[n] @ g[e], 2)
             want[n] += w * (fused_oracle.branches(a, b) @ d[e])
     close(want, got, "y", 2, dtype="bfloat16")  # h is rounded, and what an expert makes of it
+
+
+def test_few_rows_in_tiles(E=3, size=8, row_of_one=12):
+    """An expert whose rows fill a tile and begin another; a row that names an expert twice changes no other row."""
+    x = draws(0)(17, 128, dtype="bfloat16")
+    chosen = np.array([(0, 1)] * 10 + [(2, 1)] * 7, np.int32)
+    chosen[row_of_one] = 2
+    options = dict(experts=E, size=size, interpret=INTERPRET)
+    tiles, experts_of, counts, used, places = map(
+        np.asarray, expert_tiles.expert_tiles(x, jnp.asarray(chosen), **options)
+    )
+    (used,), numbers = used, [0, 0, 1, 1, 2]
+    np.testing.assert_array_equal(experts_of[:used], numbers)
+    np.testing.assert_array_equal(counts[:used], [8, 2, 8, 8, 7])
+    pairs = [(n, j) for n in range(17) for j in range(2) if (n, j) != (row_of_one, 0)]
+    assert len({places[pair] for pair in pairs}) == len(pairs)
+    for n, j in pairs:
+        tile, place = divmod(places[n, j], size)
+        assert experts_of[tile] == chosen[n, j] and place < counts[tile]
+        np.testing.assert_array_equal(tiles[places[n, j]], x[n])
+
+
+@pytest.mark.slow
+def test_a_row_of_nan_leaves_other_rows_and_experts_alone(monkeypatch, N=6):
+    """Results and gradients of the others keep their bits: those of rows, and those of experts that it has not
+    chosen. It is the last one, of which copies fill tiles up."""
+    small_tiles(monkeypatch)
+    rows, weights, chosen, gate_up, down = arguments(N)
+    dy, bad = draws(1)(N, 128), jnp.where(jnp.arange(N)[:, None] == N - 1, jnp.nan, rows)
+
+    def results(rows):
+        call = lambda *args: experts.mixture(*args[:2], chosen, *args[2:])  # noqa: E731
+        y, pull = jax.vjp(call, rows, weights, gate_up, down)
+        drows, dweights, *of_experts = pull(dy)
+        others = ~np.isin(np.arange(len(down)), chosen[-1])
+        return *(np.asarray(z)[:-1] for z in (y, drows, dweights)), *(
+            np.asarray(z)[others] for z in of_experts
+        )
+
+    for want, got in zip(results(rows), results(bad), strict=True):
+        assert got.size
+        np.testing.assert_array_equal(want, got)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
-from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_product
+from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_choice, row_product
 from pallas_kernels.token import delta_layer
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
@@ -80,18 +80,31 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
 @pytest.mark.parametrize(
     ("E", "choice"),
     [
-        (128, Choice(8, 8, 4, True, 2.5)),
+        (64, Choice(4, 4, 2, True, 2.446)),
+        pytest.param(128, Choice(8, 8, 4, True, 2.5), marks=pytest.mark.slow),
         pytest.param(64, Choice(4, 1, 1, False, 1.0), marks=pytest.mark.slow),
         pytest.param(256, Choice(8, 4, 2, True, 2.446), marks=pytest.mark.slow),
     ],
 )
 def test_experts_are_chosen_as_by_sorting(E, choice):
-    """Also among equal scores, the first first."""
-    x, bias = row_kernels.scores(3, E)
+    """Also among equal scores, the first first, and NaN before all numbers, in every form; with sums below 0."""
+    x, bias = row_kernels.scores(5, E)
+    scores = np.array(x)
+    scores[3], scores[4, E - 5] = np.nan, np.nan
+    x, bias = jnp.asarray(scores), bias - 2
     weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
-    want, places = plain_routing.plain_choose(choice, x, bias)
-    np.testing.assert_array_equal(chosen, places)
-    close(want, weights, "weights")
+    by_sorting, by_counting = (
+        jax.jit(functools.partial(plain_routing.plain_choose, choice, counts=counts))(x, bias)
+        for counts in (False, True)
+    )
+    of_a_row = jax.jit(lambda x: row_choice._choose(jax.nn.sigmoid(x), jax.nn.sigmoid(x) + bias, choice)[0])
+    for places in (by_sorting[1], by_counting[1], [of_a_row(row) for row in x]):
+        np.testing.assert_array_equal(chosen, places)
+    assert all(len(set(row)) == choice.per_token for row in np.asarray(chosen).tolist())
+    np.testing.assert_array_equal(chosen[3], np.arange(choice.per_token))
+    assert chosen[4, 0] == E - 5
+    np.testing.assert_array_equal(np.isnan(weights), np.isnan(by_sorting[0]))
+    close(by_sorting[0][:3], weights[:3], "weights")
 
 
 @pytest.mark.parametrize(

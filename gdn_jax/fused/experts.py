@@ -239,9 +239,14 @@ def _gradients(_, rows, weights, chosen, gate_up, down, dy, ids):
     of_tiles = dict(experts=shares.experts, used=shares.first[-1:] + shares.count[-1:], config=config)
     of_experts = dict(first=shares.first, count=shares.count, rows=config.rows)
     pair = jnp.minimum(shares.pairs, N * k - 1)
-    x, weight = rows[pair // k], weights.reshape(-1)[pair][:, None]
-    # Rows that fill a tile up have cotangents of 0. What is behind the used tiles nobody reads.
-    dy = jnp.where((shares.pairs < N * k)[:, None], dy[pair // k], 0).astype(dtype)
+    # Rows that fill a tile up are 0, and not copies: Inf or NaN times a cotangent of 0 is NaN. What comes after the
+    # used tiles nobody reads.
+    arrays, is_pair = (
+        (rows[pair // k], weights.reshape(-1)[pair][:, None], dy[pair // k]),
+        shares.pairs < N * k,
+    )
+    x, weight, dy = (jnp.where(is_pair[:, None], y, 0) for y in arrays)
+    dy = dy.astype(dtype)
     a, b = jnp.split(expert_product(x, gate_up, **of_tiles).astype(jnp.float32), 2, axis=-1)
     gate = jax.nn.sigmoid(a)
     h = a * gate * b

@@ -33,7 +33,8 @@ def choose(
       implementation: as for `fused.kernels.kernels_run`.
 
     Returns:
-      Weights in x's dtype and numbers int32, the expert with the largest sum first, of equal ones the first.
+      Weights in x's dtype and numbers int32, the expert with the largest sum first, of equal ones the first, and
+      before all those whose sum is NaN. The k numbers of a row differ.
     """
     few = x.shape[0] <= FEW and kernels_run(implementation)
     if few and x.dtype == bias.dtype == jnp.float32 and _reason(x, choice) is None:
@@ -54,10 +55,10 @@ def plain_choose(choice: Choice, x, bias, counts: bool = False):
       counts: as for `largest`.
     """
     scores = jax.nn.sigmoid(x)
-    biased = scores + bias
+    biased = _nan_first(scores + bias)
     if choice.kept_groups < choice.groups:
         biased = biased.reshape(len(x), choice.groups, -1)
-        of_groups = jnp.sum(largest(biased, 2, counts)[0], axis=-1)
+        of_groups = _nan_first(jnp.sum(largest(biased, 2, counts)[0], axis=-1))
         _, kept = largest(of_groups, choice.kept_groups, counts)
         stays = jnp.any(kept[..., None] == jnp.arange(choice.groups), axis=1)
         biased = jnp.where(stays[..., None], biased, -jnp.inf).reshape(scores.shape)
@@ -66,6 +67,11 @@ def plain_choose(choice: Choice, x, bias, counts: bool = False):
     if choice.normalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return weights * choice.factor, chosen
+
+
+def _nan_first(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """x, but inf for NaN: whether a sort has it first or last hangs on a sign that devices give differently."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array, "*S _"], Int[Array, "*S _"]]:

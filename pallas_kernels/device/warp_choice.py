@@ -33,7 +33,7 @@ def pick(experts: int, choice: Any):
         branch = scf.IfOp(_same(arith.andi(thread, _int(WARPS * WARP - WARP)), _int(0)))
         with ir.InsertionPoint(branch.then_block):
             s = [_sigmoid(arith.bitcast(f32, word)) for word in _published(words, lane, experts)]
-            c = [arith.addf(x, y) for x, y in zip(s, _numbers(bias), strict=True)]
+            c = [_nan_first(arith.addf(x, y)) for x, y in zip(s, _numbers(bias), strict=True)]
             if choice.kept_groups < choice.groups:
                 c = _kept(c, lane, choice)
             number, weight = _largest(s, c, lane, choice)
@@ -89,6 +89,11 @@ def _sigmoid(x: Any) -> Any:
     return arith.divf(_float(1.0), arith.addf(_float(1.0), power))
 
 
+def _nan_first(x: Any) -> Any:
+    """x, but inf for NaN, which is neither larger than a number nor smaller."""
+    return arith.select(arith.cmpf(arith.CmpFPredicate.UNO, x, x), _float(float("inf")), x)
+
+
 def _kept(c: list[Any], lane: Any, choice: Any) -> list[Any]:
     """c, but -inf in groups that are not kept."""
     threads = WARP // choice.groups
@@ -100,7 +105,7 @@ def _kept(c: list[Any], lane: Any, choice: Any) -> list[Any]:
         others = utils.shfl_bfly(first, distance), utils.shfl_bfly(second, distance)
         first, second = _top(first, second, *others)
         distance *= 2
-    total, own = arith.addf(first, second), arith.divui(lane, _int(threads))
+    total, own = _nan_first(arith.addf(first, second)), arith.divui(lane, _int(threads))
     before = _int(0)
     for group in range(choice.groups):
         other = _of_lane(total, _int(group * threads))

@@ -305,7 +305,7 @@ def _sum(gmem: Any, smem: Any, *, rows: int, of_tile: int, ctas: int) -> None:
 
     found = []
     for j in range(k):
-        place = gmem.places[n, j]
+        place = jnp.minimum(gmem.places[n, j], gmem.used[0] * rows - 1)  # it may not have been written
         tile, row = (f(jnp.maximum(place, 0), jnp.int32(rows)) for f in (lax.div, lax.rem))
         first, last = span.ctas_of(tile)
         # Most tiles have one piece or two: these loads do not wait for each other.

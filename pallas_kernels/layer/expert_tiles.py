@@ -5,7 +5,8 @@ the order of the experts. A sort, and what goes with it, would be a dozen kernel
 all experts, finds the expert and the rows of its own tile, and copies them.
 
 Inputs (GMEM): x [N, D], of 16 bits; chosen [rows, k] int32, N rows and what fills them up to 32, 64 or 128, numbers
-of experts that are all different in a row, or of none: `experts` and above. Outputs (GMEM): tiles [T * size, D],
+of experts that are all different in a row, or of none: `experts` and above. (Of equal ones in a row the last one
+alone has a place, so that such a row still changes no other one.) Outputs (GMEM): tiles [T * size, D],
 where places that no choice has are not written, or hold any row; experts and counts [T] int32, of each tile its
 expert and how many rows it has; used [1] int32, how many tiles there are: of those behind nothing is written; places
 [rows k] int32, where each choice lies, not written for one of no expert.
@@ -74,7 +75,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
     def counts(i, _):
         expert, count = number(0) + i * AT_ONCE, jnp.float32(0)
         for c in chosen:
-            count = jnp.where(spread(c, shape, 1) == expert, 1.0, 0.0) + count
+            count = jnp.where(spread(c, shape, 1) == expert, 1.0, count)
         count = jnp.sum(count, axis=1).astype(jnp.int32)
         store_any(smem.count.at[pl.ds(i * AT_ONCE, AT_ONCE)], count)
         return ()
@@ -99,7 +100,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
         own = (tile - first) * size
         rest = jnp.minimum(smem.count[expert] - own, size)
         gmem.experts[tile], gmem.counts[tile] = expert, rest
-        is_one = functools.reduce(jnp.add, [jnp.where(c == expert, 1.0, 0.0) for c in chosen])
+        is_one = functools.reduce(jnp.maximum, [jnp.where(c == expert, 1.0, 0.0) for c in chosen])
 
         def ranks(i, _):
             before = number(1) < number(0) + i * AT_ONCE
@@ -111,7 +112,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
         plgpu.commit_smem()
         rank = load(smem.rank, layout.reduce(0)) + 1.0
         choice = functools.reduce(
-            jnp.add, [jnp.where(c == expert, float(j), 0.0) for j, c in enumerate(chosen)]
+            jnp.maximum, [jnp.where(c == expert, float(j), 0.0) for j, c in enumerate(chosen)]
         )
         of_tile = size, rows
         place, choice = (spread(x, of_tile, 1) for x in (jnp.where(is_one > 0.0, rank, 0.0), choice))

@@ -3,11 +3,13 @@
     s = sigmoid(x),  c = s + bias;   of the groups those with the largest sums of their two largest c are kept;
     of these the experts e with the k largest c, the first of equal ones first;   w_e = factor s_e / sum of the k s
 
+A c or a sum that is NaN comes before every number. So the k experts of a row differ, whatever its scores are.
+
 Inputs (GMEM): x [N, E] float32; bias [E] float32. Outputs (GMEM): w [N, k] float32, the largest c first, and the
 numbers e [N, k] int32, below E.
 Grid: a CTA of one warpgroup for each row. A place is found by counting what comes before: all pairs of experts are
 compared, `BLOCK` columns at a time, and vectors change from rows to columns through shared memory.
-Numerics: float32; of a row with NaN the numbers mean nothing. Hardware: compute capability 9.0. Limits:
+Numerics: float32. Hardware: compute capability 9.0. Limits:
 `check_supported`.
 """
 
@@ -105,6 +107,11 @@ class _Cta:
         return self.count(block, others, width=width)
 
 
+def nan_first(x: jax.Array) -> jax.Array:
+    """x, but inf for NaN, which is neither larger than a number nor smaller: numbers by which all can be ordered."""
+    return jnp.where(x == x, x, jnp.inf)
+
+
 def _rows(cta: _Cta, ref: Any, first: int) -> jax.Array:
     return plgpu.load(ref.at[pl.ds(first, ROWS)], layout=ROW, optimized=False)
 
@@ -121,7 +128,7 @@ def _keep_groups(cta: _Cta) -> None:
     def of_group(first, x):
         return jnp.where(lax.div(iota(x.shape, 1) + first, cta.group) == iota(x.shape, 0), x, 0.0)
 
-    sums = cta.count(of_group, smem.places)
+    sums = nan_first(cta.count(of_group, smem.places))
     store_any(smem.groups, sums)
     plgpu.commit_smem()
     place = cta.before(sums, 0, smem.groups, groups, below=choice.groups)
@@ -143,7 +150,7 @@ def _body(gmem: Any, smem: Any, *, choice: Choice) -> None:
     for first in range(0, cta.experts, ROWS):
         score = 1.0 / (1.0 + jnp.exp(-_rows(cta, gmem.x.at[cta.row], first)))
         store_any(smem.scores.at[pl.ds(first, ROWS)], score)
-        store_any(smem.biased.at[pl.ds(first, ROWS)], score + _rows(cta, gmem.bias, first))
+        store_any(smem.biased.at[pl.ds(first, ROWS)], nan_first(score + _rows(cta, gmem.bias, first)))
     plgpu.commit_smem()
     if choice.kept_groups < choice.groups:
         _keep_groups(cta)
@@ -165,8 +172,7 @@ def _body(gmem: Any, smem: Any, *, choice: Choice) -> None:
     if choice.normalise:
         w = w / (cta.count(chosen, smem.places, smem.scores) + 1e-20)
     store_any(smem.w, w * choice.factor)
-    # With NaN several would have one place, and none others.
-    store_any(smem.e, jnp.minimum(cta.count(number, smem.places), cta.experts - 1.0).astype(jnp.int32))
+    store_any(smem.e, cta.count(number, smem.places).astype(jnp.int32))
     plgpu.commit_smem()
     own = pl.ds(0, choice.per_token)
     plgpu.copy_smem_to_gmem(smem.w.at[own], gmem.w.at[cta.row])

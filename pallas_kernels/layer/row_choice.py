@@ -3,13 +3,15 @@
     s = sigmoid(x),  c = s + bias;   of the groups those with the largest sums of their two largest c are kept;
     of these the experts e with the k largest c, the first of equal ones first;   w_e = factor s_e / sum of the k s
 
+A c or a sum that is NaN comes before every number, as in `layer.routing`.
+
 The scores x are published by all CTAs (`device.grid_barrier`), and read as soon as they are known. Each thread of
 the warp has neighbouring experts. A group's two largest pass through the threads that have it; then k times the warp
 finds the largest number of all threads in one instruction, and takes it out. A kernel of its own, that of
 `layer.routing`, takes longer than this choice: it ends before the experts are read.
 
 Inputs (GMEM): scores, and bias [E] float32. Shared memory: `memory`.
-Numerics: float32; of a row with NaN the numbers mean nothing. Limits: `check_supported`.
+Numerics: float32. Limits: `check_supported`.
 """
 
 from typing import Any
@@ -22,6 +24,7 @@ from gdn_jax.shapes import Choice
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.warp_choice import pick
+from pallas_kernels.layer.routing import nan_first
 
 MOST = 32
 """Experts of a token at most, one for each thread."""
@@ -69,6 +72,7 @@ def choose(gmem: Any, smem: Any, choice: Choice, interpreted: bool) -> None:
 
 def _choose(score: jax.Array, c: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
     """The choice by comparing all pairs, as the interpreter knows it."""
+    c = nan_first(c)
 
     def places(x):
         """How many come before each."""
@@ -79,7 +83,7 @@ def _choose(score: jax.Array, c: jax.Array, choice: Choice) -> tuple[jax.Array, 
         of_groups = c.reshape(choice.groups, -1)
         is_first = jnp.arange(of_groups.shape[1]) == jnp.argmax(of_groups, axis=1)[:, None]
         second = jnp.max(jnp.where(is_first, -jnp.inf, of_groups), axis=1)
-        kept = places(jnp.max(of_groups, axis=1) + second) < choice.kept_groups
+        kept = places(nan_first(jnp.max(of_groups, axis=1) + second)) < choice.kept_groups
         c = jnp.where(kept[:, None], of_groups, -jnp.inf).reshape(-1)
     is_one = places(c) == jnp.arange(choice.per_token)[:, None]
     chosen = jnp.sum(jnp.where(is_one, jnp.arange(c.shape[0]), 0), axis=1)
