@@ -81,15 +81,21 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
 
 
+def same_bits(x, y) -> None:
+    """Asserts that arrays in 16 bits are the same, NaN among them."""
+    np.testing.assert_array_equal(*(np.asarray(a).view(np.int16) for a in (x, y)))
+
+
 def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
     """Arguments of `latent_row.latent_row` with a gate, its static ones, and what it gives: y, and the k_r and c that
-    the token leaves in the cache."""
+    the token leaves in the cache. The slots after the tokens hold NaN."""
     draw, R, rank = draws(seed), 64, 32
     half, first = R // 2, (rank, rank + C + R)
     channels, q = draw(1, first[1] + H, dtype="bfloat16"), draw(1, H * (C + R), dtype="bfloat16")
     norm, values = 1 + 0.1 * draw(C), draw(H, V, C, dtype="bfloat16", scale=C**-0.5)
     frequencies = jnp.asarray(1e4 ** -(np.arange(half) / half), jnp.float32)
-    k, v = draw(1, S, 1, R, dtype="bfloat16"), draw(1, S, 1, C, dtype="bfloat16")
+    is_token = jnp.arange(S)[:, None, None] < length
+    k, v = (jnp.where(is_token, draw(1, S, 1, n, dtype="bfloat16"), jnp.nan) for n in (R, C))
     args = channels, q, norm, frequencies, values, k, v, jnp.array([length], jnp.int32)
     static = dict(kv=first[0], gate=first[1], scale=0.5 / (C + R) ** 0.5, eps=1e-6)
     row, q = wide(channels)[0], wide(q)[0]

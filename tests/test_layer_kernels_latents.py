@@ -17,7 +17,7 @@ SCALE = 0.1
 
 
 def latents(lengths, S, H=8, C=128, R=64, dtype="bfloat16"):
-    """Arrays of a call, and its result in float64."""
+    """Arrays of a call, and its result in float64. The slots after the tokens hold NaN."""
     draw, B = draws(S), len(lengths)
     arrays = [draw(*s, dtype=dtype) for s in ((B, H, C), (B, H, R), (B, S, C), (B, S, R))]
     q, r, c, k = (np.asarray(x, np.float64) for x in arrays)
@@ -26,6 +26,7 @@ def latents(lengths, S, H=8, C=128, R=64, dtype="bfloat16"):
     scores = np.where(seen[:, None], scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("bhs,bsc->bhc", p / p.sum(-1, keepdims=True), c)
+    arrays[2:] = [jnp.asarray(np.where(seen[..., None], x, np.nan), dtype) for x in (c, k)]
     return *arrays, jnp.asarray(lengths, jnp.int32), want
 
 
@@ -52,6 +53,7 @@ def test_rows_meet_their_caches(lengths, S, config, monkeypatch):
         for op in (fused.latent_rows, partial(fused.latent_rows, implementation="chunked"))
     )
     for x, y in zip(gradients, plain, strict=True):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
         np.testing.assert_array_equal(x, y)
 
 

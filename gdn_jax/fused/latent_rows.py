@@ -29,7 +29,7 @@ def latent_rows(
 
     Args:
       q, r: queries of the heads as they meet c, and as they meet k.
-      c, k: the cache of S slots, of q's dtype. What is behind `length` is finite.
+      c, k: the cache of S slots, of q's dtype. What the slots after `length` hold does not matter.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       scale: factor of the scores.
       implementation: as for `fused.kernels.kernels_run`.
@@ -48,12 +48,13 @@ def latent_rows(
 
 def _plain(scale: float, length, q, r, c, k):
     """The operation in plain JAX, which is its derivative's, too."""
-    dtype = q.dtype
+    dtype, seen = q.dtype, jnp.arange(c.shape[1]) < length[:, None]
+    # A weight of 0 is not enough: other slots may hold NaN, of a request before this one.
+    c, k = (jnp.where(seen[..., None], x, 0) for x in (c, k))
     if dtype == jnp.float16:  # XLA has no such products on a CPU
         q, r, c, k = (x.astype(jnp.float32) for x in (q, r, c, k))
     wide = accumulation_dtype(c)
     scores = [jnp.einsum("bhk,bsk->bhs", *x, preferred_element_type=wide) for x in ((q, c), (r, k))]
-    seen = jnp.arange(c.shape[1]) < length[:, None]
     scores = jnp.where(seen[:, None], (scores[0] + scores[1]) * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(c.dtype)
     return jnp.einsum("bhs,bsc->bhc", weights, c).astype(dtype)

@@ -110,11 +110,11 @@ def _plain(latents: Latents, length, channels, q, norm, values, k, v):
         jax.lax.dynamic_update_slice(old, new.astype(old.dtype).reshape(1, 1, 1, -1), at)
         for old, new in ((k, turned(k_r)), (v, c))
     )
+    seen = jnp.arange(k.shape[1]) <= length[0]  # other slots may hold NaN, of a request before this one
     q_c, q_r = (x.astype(wide).reshape(H, -1) for x in jnp.split(q[0], [H * C]))
-    keys, turned_keys = v[0, :, 0].astype(wide), k[0, :, 0].astype(wide)
+    keys, turned_keys = (jnp.where(seen[:, None], x[0, :, 0].astype(wide), 0) for x in (v, k))
     einsum = partial(jnp.einsum, precision="highest")
     scores = einsum("hc,sc->hs", q_c, keys) + einsum("hr,sr->hs", turned(q_r), turned_keys)
-    seen = jnp.arange(k.shape[1]) <= length[0]
     p = jax.nn.softmax(jnp.where(seen, scores * latents.scale, -jnp.inf), axis=-1)
     y = einsum("hvc,hc->hv", values.astype(wide), einsum("hs,sc->hc", p, keys))
     if latents.gate is not None:

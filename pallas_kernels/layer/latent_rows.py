@@ -6,8 +6,9 @@ Every head reads the same c and k. So a tile of tokens is the M of the tensor co
 gives the scores of all heads, and then its part of all o, [c, heads], which stay in registers.
 
 Inputs (GMEM): q [B, H, C], r [B, H, R]; the cache, c [B, S, C] and k [B, S, R], bfloat16 or float16, all of one
-dtype; length [B] int32, tokens of each row, at least 1. Outputs (GMEM), for each part of a row's tokens: o
-[B, parts, H, C], not divided by the sum of its weights; maxima and sums [B, parts, H], float32, of scores in base 2.
+dtype; length [B] int32, tokens of each row, at least 1: what the slots after them hold does not matter. Outputs
+(GMEM), for each part of a row's tokens: o [B, parts, H, C], not divided by the sum of its weights; maxima and sums
+[B, parts, H], float32, of scores in base 2.
 Grid: persistent, one CTA on each multiprocessor. An item is a part of a row's tiles of tokens. A CTA has a warpgroup
 that multiplies and one that loads. The cache passes through a ring of slots [`TOKENS`, 64], a tile in C / 64 + R / 64
 of them, which are free once the tile has been multiplied twice: `layer.expert_ring`.
@@ -35,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
-from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA_TRANSPOSED, along_columns, iota, zeros
+from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
 from pallas_kernels.device.memory import (
     SMEM_LIMIT,
     Barriers,
@@ -186,6 +187,16 @@ def _multiply(cta: _Cta) -> None:
                 along_columns(jnp.exp2(largest - new), TOKENS),
             )
             transposed(smem.p)[...] = p.astype(smem.p.dtype)
+
+            @pl.when(length < (t + 1) * TOKENS)
+            def _():
+                # A weight of 0 is not enough: the slots after the tokens may hold NaN, of a request before this one.
+                for n in range(cta.wide):
+                    c = smem.tiles.at[ring.slot(slots + n)]
+                    x = plgpu.load(c, layout=WGMMA, optimized=False)
+                    is_token = iota((TOKENS, PIECE), 0) + t * TOKENS < length
+                    store_any(c, jnp.where(is_token, x, jnp.zeros_like(x)))
+
             dev.commit()
 
             def add(add):
