@@ -1,6 +1,7 @@
 """Kernels of one row, interpreted: the experts that it is multiplied by, how they are chosen, and its products."""
 
 import functools
+import re
 
 import fused_oracle
 import jax
@@ -17,6 +18,7 @@ from gdn_jax.fused import delta_layer as fused_delta_layer
 from gdn_jax.fused import experts, latent_token
 from gdn_jax.fused import routing as plain_routing
 from gdn_jax.fused import row_product as fused_product
+from gdn_jax.fused.channel_token import ChannelGates
 from gdn_jax.fused.experts import SharedExpert, row_mixture
 from gdn_jax.fused.row_product import heads_product, stream_product
 from gdn_jax.layers import KimiDeltaAttention, RecurrentCache, kimi_delta_attention
@@ -27,8 +29,10 @@ from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
+from pallas_kernels.device.grid_barrier import NAME
 from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_choice, row_product
 from pallas_kernels.token import delta_layer
+from pallas_kernels.tools.calls import CALLS
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -259,6 +263,36 @@ def test_a_layer_in_one_kernel(small, monkeypatch):
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
     monkeypatch.setattr(fused_delta_layer, "is_whole", lambda *arrays: True)
     assert layer_of_one_product(small, monkeypatch, 512, 2, 2, 2 * IN_TURN) == {"delta_layer": 1}
+
+
+def delta_layer_call(x, y, norm, weight, window, filters, *others):
+    """Two layers, which do not depend on each other."""
+    state, output_norm, output, A_log, dt_bias = others
+    layer = fused_delta_layer.Layer(
+        *(norm, weight, Convolution(window, filters, None), A_log, dt_bias, state), output_norm, output
+    )
+    options = ChannelGates(16, 6144, 8192, -5.0), fused_delta_layer.Options(1e-6, 1e-6, "sigmoid")
+    return [fused_delta_layer.delta_layer(x, y, layer, *options) for _ in range(2)]
+
+
+def routed_stream_call(*args):
+    """The same of two mixtures."""
+    *args, gate, up, shared_down = args
+    options = SharedExpert(gate, up, shared_down), Choice(8, 8, 4, True, 2.5)
+    return [plain_routing.routed_stream(*args, *options, eps=1e-6) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "name"),
+    [(delta_layer_call, "layer of a token"), (routed_stream_call, "experts that a row chooses")],
+)
+def test_no_two_kernels_share_a_barrier(calls, name):
+    """In a program of two calls of one size the kernel is there once, and constants with its name twice."""
+    traced = jax.jit(lambda *args: calls(*args)).trace(*CALLS[name].positional)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = [x for x in re.findall(r'dense<"0x([0-9A-F]+)">', text) if NAME.hex().upper() in x]
+    assert len(found) == len(set(found)) == 2
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
 
 
 @pytest.mark.slow

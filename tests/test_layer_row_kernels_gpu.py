@@ -54,7 +54,8 @@ def test_a_stream_chooses_its_experts(E, choice):
 
 
 def test_independent_kernels_of_one_program_do_not_meet():
-    """Kernels with barriers over all CTAs share the word they meet at: two chains in one program are those alone."""
+    """Kernels with barriers over all CTAs have words of their own to meet at: two chains in one program are those
+    alone."""
     choice = Choice(4, 1, 1, True, 1.0)
 
     def chain(args):
@@ -69,6 +70,34 @@ def test_independent_kernels_of_one_program_do_not_meet():
     want = [jax.jit(chain)(args) for args in chains]
     together = jax.jit(lambda chains: [chain(args) for args in chains])
     for _ in range(REPEATS):
+        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, alone)
+
+
+@pytest.mark.parametrize("H", [9, 16])
+def test_layers_of_one_program_do_not_meet(H, K=128, D=1536):
+    """72 and 128 CTAs: some of a second kernel have room beside the first one. The same is worth a run with XLA_FLAGS
+    "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_gpu_graph_min_graph_size=1", under a time limit."""
+    gates = ChannelGates(H, 3 * H * K, 4 * H * K, -5.0)
+    options = delta_layer.Options(1e-6, 1e-6, "sigmoid")
+
+    def chain(args):
+        x, y, layer = args
+        for _ in range(6):
+            x, y, _, state = delta_layer.delta_layer(x, y, layer, gates, options)
+            layer = layer._replace(state=state)
+        return x, y, layer.state
+
+    def arguments(seed):
+        (x, y, (norm, inputs, convolution, *others)), _ = row_kernels.delta_layer(H, K, D, 11, seed)
+        layer = delta_layer.Layer(norm, inputs, Convolution(*convolution), *others)
+        assert delta_layer.takes_stream(x, layer, gates, None)
+        return x, y, layer
+
+    chains = [arguments(seed) for seed in range(2)]
+    want = [jax.jit(chain)(args) for args in chains]
+    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    for _ in range(4 * REPEATS):
         for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(found, alone)
 

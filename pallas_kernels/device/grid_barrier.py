@@ -9,17 +9,21 @@ who waits reads that bit. A few numbers may be published, which is faster than a
 
 The words are again what they were when a kernel has ended, and no other kernel has to set them. So they are a
 constant of a program: a kernel changes it and puts it back. Nobody else may read that constant, so it has contents
-that nobody else would ask for.
+that nobody else would ask for: XLA keeps one copy of constants that are equal, and takes two kernels that are given
+it for readers, which may run at once. So each call has a constant of its own, with a number that no other call has.
+A call makes it outside the function that is compiled, which all calls share (`launch.compiled`).
 
 What it needs: all CTAs must be on the device at once, so there are at most as many as multiprocessors (`most_ctas`).
-More of them, or two such kernels at once on streams of their own, would wait for each other for ever. Nothing
-but measurement says that such kernels of one program do not meet: two independent chains of twelve ran 32,550 times
-on an H100 (2026-11-26), in graphs of either scheduling mode and without graphs, with the same bits. Behind the
+More of them would wait for each other for ever. So would two such kernels, each of which has a part of its CTAs on
+the device and no room for the others. Nothing but measurement says that kernels of one program do not meet so: two
+independent chains of twelve ran 32,550 times on an H100 (2026-11-26), in graphs of either scheduling mode and without
+graphs, with the same bits. Behind the
 barrier plain loads see what other CTAs have stored before it. A bulk copy would need a fence of its own: such copies
 are of what no stage writes.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, default_device, grid_index, launch
 from pallas_kernels.device.memory import Barriers, Memory
 
 NAME = b"grid barrier of gdn-jax"
@@ -46,21 +50,35 @@ UNKNOWN = 0x7FC0D0D0
 
 
 def most_ctas() -> int:
-    """CTAs that are on JAX's default device at once, whatever shared memory they have; at most `NUM_SMS`.
+    """CTAs that are at once on any GPU of this process, whatever shared memory they have; at most `NUM_SMS`.
 
-    0 where a GPU does not say how many multiprocessors it has: too many CTAs would wait for ever. Where there is no
-    GPU, programs are only compiled for one, for `NUM_SMS`.
+    Under jit nobody knows yet which of them a program runs on, so the smallest one counts. 0 where one does not say
+    how many multiprocessors it has: too many CTAs would wait for ever. Where there is no GPU, programs are only
+    compiled for one, for `NUM_SMS`.
     """
-    device = jax.devices()[0]
-    sms = (getattr(device, "core_count", None) or 0) if device.platform == "gpu" else NUM_SMS
-    return min(NUM_SMS, sms)
+    gpus = [device for device in (default_device(), *jax.local_devices()) if device.platform == "gpu"]
+    return min([NUM_SMS, *(getattr(gpu, "core_count", None) or 0 for gpu in gpus)])
+
+
+_calls = itertools.count(1)
+
+
+def barriers(count: int = 1, own: int = 1) -> np.ndarray:
+    """A cache line of words for each of some barriers, with contents that no other call has.
+
+    Args:
+      count: barriers of the call.
+      own: the first words of a line, 0, which the kernel changes.
+    """
+    words = np.zeros((count, LINE), np.int32)
+    words[:, own:-1] = np.frombuffer(NAME.ljust(4 * (LINE - 1 - own)), np.int32)
+    words[:, -1] = next(_calls) % 2**31
+    return words
 
 
 def constant(published: int = 0) -> jax.Array:
-    """The words of a kernel's barrier, and those of so many numbers that its CTAs publish."""
-    words = np.full(LINE + published, UNKNOWN, np.int32)
-    words[0], words[1:LINE] = 0, np.frombuffer(NAME.ljust(4 * (LINE - 1)), np.int32)
-    return jnp.asarray(words)
+    """The words of a call's barrier, and those of so many numbers that its CTAs publish."""
+    return jnp.asarray(np.concatenate([barriers()[0], np.full(published, UNKNOWN, np.int32)]))
 
 
 class GridBarrier:
@@ -144,6 +162,7 @@ def launch_stages(
     ctas: int,
     warpgroups: int,
     published: int = 0,
+    words: jax.Array | None = None,
     interpret: Any = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
@@ -162,6 +181,7 @@ def launch_stages(
       warpgroups: warpgroups of a CTA.
       published: how many numbers CTAs publish, which others read as gmem.seen_words: from the word `LINE` on, or, by
         the interpreter, from its first one.
+      words: `constant(published)` of this call alone; not read by the interpreter.
       options: others of `launch`.
 
     Returns:
@@ -176,7 +196,8 @@ def launch_stages(
             gmem.seen_words = gmem.words
             body(gmem, smem, GridBarrier(gmem.words, ctas))
 
-        inputs = {**inputs, "words": constant(published)}
+        assert words is not None
+        inputs = {**inputs, "words": words}
         return launch(name, run, inputs=inputs, outputs={**outputs, **between}, memory=memory, **options)
 
     def run_in_turn(gmem, smem):

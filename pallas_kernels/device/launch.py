@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
 
 NUM_SMS = 132
-"""Streaming multiprocessors of an H100 SXM or H200. Only speed depends on it."""
+"""Streaming multiprocessors of an H100 SXM or H200, for which kernels are compiled where there is no GPU."""
 
 LOADER_REGISTERS = 24
 """Registers of a thread of a warpgroup that only loads, the fewest that it can have."""
@@ -152,6 +152,14 @@ def _jitted(run: Callable[..., Any], static: int) -> Callable[..., Any]:
     return jax.jit(run, static_argnums=tuple(range(static)))
 
 
+def default_device() -> Any:
+    """The device that arrays lie on where nobody says otherwise: `jax.default_device`, or the first one."""
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
 def device_reason() -> str | None:
     """Why JAX's default device cannot run kernels by wgmma and bulk copies; None if it can."""
     return capability_reason("these kernels", ("9.0",))
@@ -164,7 +172,7 @@ def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None
       kernels: what the reason calls them.
       capabilities: compute capabilities that they run on.
     """
-    device = jax.devices()[0]
+    device = default_device()
     if device.platform != "gpu":
         return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
     capability = str(getattr(device, "compute_capability", None))
@@ -175,7 +183,8 @@ def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None
 
 def num_sms() -> int:
     """Streaming multiprocessors of JAX's default device, NUM_SMS where it does not say. Only speed depends on it."""
-    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
+    device = default_device()
+    return (getattr(device, "core_count", None) if device.platform == "gpu" else None) or NUM_SMS
 
 
 SMALL_MEMORY = 101_376
@@ -187,7 +196,7 @@ SHARED_MEMORY = {"8.0": 166_912, "9.0": SMEM_LIMIT}
 
 def shared_memory() -> int:
     """Bytes of shared memory that a CTA may have on JAX's default device; the least of all where that is no GPU."""
-    return SHARED_MEMORY.get(str(getattr(jax.devices()[0], "compute_capability", None)), SMALL_MEMORY)
+    return SHARED_MEMORY.get(str(getattr(default_device(), "compute_capability", None)), SMALL_MEMORY)
 
 
 def grid_index() -> jax.Array:

@@ -49,7 +49,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Choice
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import launch_stages
+from pallas_kernels.device.grid_barrier import constant, launch_stages
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
@@ -205,11 +205,12 @@ def routed_stream(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     static = config or Config.default(), choice, eps, interpret
-    arrays = x, y, norm, router, bias, gate_up, down, shared, rows_of(ahead)
+    words = constant(gate_up.shape[0]) if interpret is None else None
+    arrays = x, y, norm, router, bias, gate_up, down, shared, rows_of(ahead), words
     return compiled(_run, interpret, static=4)(*static, *arrays)
 
 
-def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down, shared, ahead):
+def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down, shared, ahead, words):
     (E, D, F2), like, f32 = gate_up.shape, jax.ShapeDtypeStruct, jnp.float32
     gate, up, shared_down = shared
     sizes = Sizes(D, F2 // 2, choice.per_token, gate.shape[1], E)
@@ -246,6 +247,7 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
             "z": like((sizes.down(config)[1], D), f32),
         },
         published=E,
+        words=words,
         memory=memory,
         ahead=ahead,
         auto_barriers=False,

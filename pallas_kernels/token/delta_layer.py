@@ -24,14 +24,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Convolution
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import LINE, GridBarrier, most_ctas
+from pallas_kernels.device.grid_barrier import GridBarrier, barriers, most_ctas
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.memory import REDUCTION_BYTES, SMEM_LIMIT, Memory, smem_bytes
@@ -174,13 +173,29 @@ def delta_layer(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
-    arrays = x, y, norm, weight, convolution, state, output_norm, output, A_log, dt_bias
-    return compiled(_run, interpret, static=4)(eps, places, rule, interpret, *arrays, rows_of(ahead))
+    # Of each head: the word of its barrier, and that of what its CTAs claim.
+    words = jnp.asarray(barriers(state.shape[1], 2)) if interpret is None else None
+    arrays = (
+        x,
+        y,
+        norm,
+        weight,
+        convolution,
+        state,
+        output_norm,
+        output,
+        A_log,
+        dt_bias,
+        rows_of(ahead),
+        words,
+    )
+    return compiled(_run, interpret, static=4)(eps, places, rule, interpret, *arrays)
 
 
 def _run(
-    eps, places, rule, interpret, x, y, norm, weight, convolution, state, w_o, output, A_log, dt_bias, ahead
+    eps, places, rule, interpret, x, y, norm, weight, convolution, state, w_o, output, A_log, dt_bias, *last
 ):
+    ahead, words = last
     (_, H, K, _), (F, D), E, like = state.shape, weight.shape, output.shape[0], jax.ShapeDtypeStruct
     ctas, by_warps = ctas_of_head(H, K, E, weight.dtype), (D // CHUNK, CHUNK)
     inputs = {
@@ -203,7 +218,7 @@ def _run(
         results = run(
             "delta_layer",
             functools.partial(_body, rule=rule, eps=eps, **static),
-            inputs={**inputs, **of_heads, "words": _words(H)},
+            inputs={**inputs, **of_heads, "words": words},
             outputs=outputs | parts,
             updated={"conv": convolution.state, "state": state},
             memory={**first, **second},
@@ -219,10 +234,3 @@ def _run(
         results |= run("heads", body, inputs=of_heads | seen, outputs=parts, updated=updated, memory=second)
     s = x if y is None else results["s"].reshape(x.shape)
     return s, results["y_h"], results["conv"], results["state"]
-
-
-def _words(H: int) -> jax.Array:
-    """Words of the barriers and of the claims of all heads, of each head in a cache line, see `grid_barrier`."""
-    words = np.zeros((H, LINE), np.int32)
-    words[:, 2:] = np.frombuffer(b"barriers of heads of gdn-jax".ljust(4 * (LINE - 2)), np.int32)
-    return jnp.asarray(words)
