@@ -283,7 +283,7 @@ def test_longest_sequences_come_first():
 
 @pytest.mark.slow
 def test_sequences_in_another_order(monkeypatch):
-    monkeypatch.setattr(forward_rule, "NUM_SMS", 1)
+    monkeypatch.setattr(forward_rule, "num_sms", lambda: 1)
     monkeypatch.setattr(forward_rule, "choose_split", lambda *_, **__: (1, None))
     case = cases.Case("order", T=200, B=1, heads=(1, 1, 1), K=64, V=64, lengths=(0, 63, 100, 1))
     check(case, SMALL)

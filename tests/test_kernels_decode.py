@@ -98,7 +98,7 @@ def test_tiles_of_many_heads():
 @pytest.mark.usefixtures("interpreted_calls")
 def test_tiles_are_brought_near(monkeypatch, pool_dtype, kv_layout):
     """There are more warpgroups than run at once, as on an H200 with many states; some of them are padding."""
-    monkeypatch.setattr(cta, "NUM_SMS", 1)
+    monkeypatch.setattr(cta, "num_sms", lambda: 1)
     case = Case("ahead", N=4, K=32, V=64, pool_dtype=pool_dtype, kv_layout=kv_layout)
     x = pool_steps.draw(case)
     pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))

@@ -98,7 +98,7 @@ def test_verify_on_a_ring(case, counts):
 def test_one_warpgroup_takes_state_after_state(monkeypatch, case, counts):
     """On a single SM, through fewer stages than a state has chunks. Padding lies between two states, also after a
     flush."""
-    monkeypatch.setattr(walk, "NUM_SMS", 1)
+    monkeypatch.setattr(walk, "num_sms", lambda: 1)
     x = pool_steps.draw_ring(case, counts)
     names = ("read_slots", "num_tokens")
     config = vectors.Config(case.V, warpgroups=1, stages=3, chunk_bytes=2048)
@@ -125,7 +125,7 @@ def ring_arguments(case, x):
 @pytest.mark.parametrize("states", [pytest.param(1, marks=pytest.mark.crossed), 2])
 def test_one_warpgroup_takes_drafts_after_drafts(monkeypatch, states):
     """Likewise by tensor cores."""
-    monkeypatch.setattr(walk, "NUM_SMS", 1)
+    monkeypatch.setattr(walk, "num_sms", lambda: 1)
     case, counts = Case("drafts", T=4, K=64, V=64, pool_dtype="bfloat16"), (15, 3, 5)
     x = pool_steps.draw_ring(case, counts)
     names = ("read_slots", "num_tokens")

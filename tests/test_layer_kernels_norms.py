@@ -32,7 +32,7 @@ NORMS = {
 def test_add_norm(name, monkeypatch):
     """Its derivative also without a cotangent of the stream."""
     if name == "many":  # ten blocks for four CTAs
-        monkeypatch.setattr(rows, "NUM_SMS", 1)
+        monkeypatch.setattr(rows, "num_sms", lambda: 1)
     (N, D), dtype, y_dtype = NORMS[name]
     draw = draws(D)
     x, weight = draw(N, D, dtype=dtype), draw(D)
@@ -71,7 +71,7 @@ def test_add_norm(name, monkeypatch):
 def test_add_norm_without_a_weight(name, monkeypatch):
     """Its derivative reads the norm's result, from whose rounding dx differs by as much as from that of dn."""
     if name == "many":
-        monkeypatch.setattr(rows, "NUM_SMS", 1)
+        monkeypatch.setattr(rows, "num_sms", lambda: 1)
     (N, D), dtype, y_dtype = NORMS[name]
     draw = draws(D)
     x = draw(N, D, dtype=dtype)

@@ -16,6 +16,9 @@ from gdn_jax.bench import measure
 from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.training import kernels, peak
+from pallas_kernels.device import grid_barrier, launch
+from pallas_kernels.layer import expert_product
+from pallas_kernels.layer.rows import num_ctas
 from pallas_kernels.tools.compiling import lowering_for
 
 REASON = "compute capability {}; these kernels need 9.0"
@@ -66,6 +69,27 @@ def test_which_kernels_a_device_gets(monkeypatch):
         }
     pretend(monkeypatch, "9.0")
     assert set(gdn_jax.supported_implementations(*tokens()).values()) == {None}
+
+
+def test_kernels_ask_for_the_device_that_runs_them(monkeypatch):
+    """`jax.default_device` counts. CTAs that wait for each other fit on the smallest GPU of a process."""
+    (cpu, *_), kinds = jax.devices(), (132, 114, 144)
+    pretend(monkeypatch, "9.0")
+    assert (
+        launch.device_reason() is None
+        and launch.num_sms() == launch.NUM_SMS
+        and grid_barrier.most_ctas() == 0
+    )
+    gpus = [types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=n) for n in kinds]
+    monkeypatch.setattr(jax, "devices", lambda *_: gpus)
+    monkeypatch.setattr(jax, "local_devices", lambda *_: gpus)
+    assert (launch.num_sms(), grid_barrier.most_ctas()) == (132, 114)
+    monkeypatch.setattr(jax, "devices", lambda *_: gpus[::-1])
+    assert (launch.num_sms(), grid_barrier.most_ctas()) == (144, 114)
+    assert expert_product.Config().ctas == num_ctas(1000, 1) == 144
+    with jax.default_device(cpu):
+        assert "default device is a cpu" in str(launch.device_reason())
+        assert launch.num_sms() == launch.NUM_SMS
 
 
 def test_the_rule_by_mma(rtx_4090):

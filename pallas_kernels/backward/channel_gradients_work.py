@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backward.channel_gradients_levels import TOTALS, Score
 from pallas_kernels.chunks.merging import BLOCK, HALF
 from pallas_kernels.device import rows as block_rows
-from pallas_kernels.device.launch import NUM_SMS, warpgroup_index
+from pallas_kernels.device.launch import num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.work.foreign import store_owned
@@ -43,7 +43,7 @@ class Config:
     """Independent warpgroups of a CTA."""
     stages: int = 2
     """Steps whose inputs are in shared memory, 1 or 2."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @classmethod
     def default(cls, K: int, V: int, erases: bool, packed: bool) -> "Config":

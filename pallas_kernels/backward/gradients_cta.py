@@ -40,7 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, check_registers, warpgroup_index
+from pallas_kernels.device.launch import check_registers, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.operations import Device
@@ -63,7 +63,7 @@ class Config:
     """Steps of h and dh in flight."""
     helper_registers: int = 72
     compute_registers: int = 216
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     def __post_init__(self):
         check_registers(self.helper_registers, *(self.compute_registers,) * COMPUTE)

@@ -46,7 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert, parts_of
-from pallas_kernels.device.launch import NUM_SMS, launch, warpgroup_index
+from pallas_kernels.device.launch import launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import (
     CHUNK,
     COL,
@@ -80,7 +80,7 @@ class Config:
     """Independent warpgroups of a CTA; 5 spill, 3 hide less latency."""
     output_slots: int = 2
     """Output tiles being stored while the next is computed."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @classmethod
     def default(cls, K: int, group: int) -> "Config":

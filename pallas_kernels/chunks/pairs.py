@@ -45,7 +45,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert
 from pallas_kernels.chunks.pair_levels import SLICE, Decays, Masks, Sums
 from pallas_kernels.device import rows as block_rows
-from pallas_kernels.device.launch import NUM_SMS, launch
+from pallas_kernels.device.launch import launch, num_sms
 from pallas_kernels.device.layouts import (
     CHUNK,
     COL,
@@ -79,7 +79,7 @@ class Config:
 
     warpgroups: int = 2
     """Independent warpgroups of a CTA."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @classmethod
     def default(cls, K: int, erases: bool) -> "Config":

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode.tiles import GRANULE, Sizes, Tile, load, log_decay, write_strength
-from pallas_kernels.device.launch import NUM_SMS, grid_index
+from pallas_kernels.device.launch import grid_index, num_sms
 from pallas_kernels.device.memory import Memory, store_any
 from pallas_kernels.device.operations import Device
 
@@ -52,8 +52,8 @@ class Config:
             return cls(block)
         # In warpgroups of every SM. What comes too early takes room in the cache: [K, V] was slower with 3 of them.
         if not kv_layout:
-            return cls(block, ahead=8 * NUM_SMS if is_half else 0)
-        return cls(block, across=is_half, narrow=is_half, ahead=(2 if is_half else 1) * NUM_SMS)
+            return cls(block, ahead=8 * num_sms() if is_half else 0)
+        return cls(block, across=is_half, narrow=is_half, ahead=(2 if is_half else 1) * num_sms())
 
     def for_heads(self, heads: int, V: int) -> "Config":
         """The default for one token of so many heads of all requests, from a bfloat16 pool with states [V, K].
@@ -62,7 +62,7 @@ class Config:
         """
         most = V // self.block
         turns = next((n for n, least in TURNS.items() if heads >= least and most % n == 0), 1)
-        return dataclasses.replace(self, turns=turns, ahead=2 * NUM_SMS) if turns > 1 else self
+        return dataclasses.replace(self, turns=turns, ahead=2 * num_sms()) if turns > 1 else self
 
 
 class Channels(NamedTuple):

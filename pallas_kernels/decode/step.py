@@ -45,7 +45,7 @@ from pallas_kernels.decode.tiles import (
     load,
     vector_layout,
 )
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch
+from pallas_kernels.device.launch import grid_index, launch, num_sms
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
@@ -148,7 +148,7 @@ def _decode(cta: Cta, x: Vectors) -> None:
     # With one tile to a warpgroup or several, by how many requests there are, a request has the same bits.
     alike = {} if cta.sizes.kv_layout or cta.gmem.pool.dtype.itemsize == 4 else {"add": add}
     is_own_slot = cta.gmem.write_slots is None and beta.ndim == 0
-    if (cta.config.narrow or cta.config.turns > 1) and is_own_slot and cta.warpgroups > 2 * NUM_SMS:
+    if (cta.config.narrow or cta.config.turns > 1) and is_own_slot and cta.warpgroups > 2 * num_sms():
         # It stays what it is, for beta is at most 2, but a compiler that knew would keep the addresses of all loads
         # for the stores, in 50 registers, and two warpgroups would fit on an SM instead of three.
         to = to + (beta > 4.0).astype(jnp.int32)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.decode.codes import NUMBERS, Rows
 from pallas_kernels.decode.ring import BEFORE, COUNT, ChannelTokens, Rings, Tokens
 from pallas_kernels.decode.tiles import Sizes, Tile, column_layout
-from pallas_kernels.device.launch import NUM_SMS, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Memory, store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.slots import layer_input, one_for_all_layers
@@ -223,7 +223,7 @@ def launch_walk(
       layer: index of the second axis of a pool that serves a whole model, or None.
     """
     v = tokens.v
-    ctas = min(NUM_SMS, v.shape[0] * (sizes.HV // heads))
+    ctas = min(num_sms(), v.shape[0] * (sizes.HV // heads))
     static: Any = dict(sizes=sizes, config=config, T=v.shape[1], heads=heads, ctas=ctas)
     results = launch(
         name,

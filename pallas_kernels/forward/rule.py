@@ -19,7 +19,7 @@ from pallas_kernels.chunks import inverse as inverse_kernel
 from pallas_kernels.chunks.gates import chunk_gates
 from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
-from pallas_kernels.device.launch import NUM_SMS, compiled
+from pallas_kernels.device.launch import compiled, num_sms
 from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.forward import walk
@@ -146,7 +146,7 @@ def forward(
         starts = borders(x.cu_seqlens, known)
         # With few waves of CTAs a long one at the end is felt.
         ctas = dims.N * dims.HO * V64 // (GRANULE * warpgroups)
-        is_felt = NUM_SMS < ctas < MANY_WAVES * NUM_SMS and 1 < dims.N <= MAX_ORDERED
+        is_felt = num_sms() < ctas < MANY_WAVES * num_sms() and 1 < dims.N <= MAX_ORDERED
         by_length = is_felt and segment_chunks is None
         items = packed_items(starts, dims.T, segment_chunks, by_length and known is not None)
         if known is not None and not share_chunks(known, dims.T):

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.gates import log_decay_slopes, log_decays
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
@@ -51,7 +51,7 @@ def rows_of(K: int) -> int:
 
 def _parts(N: int, H: int, K: int) -> int:
     """CTAs of a head."""
-    return min(N // rows_of(K), max(1, NUM_SMS * CTAS_PER_SM // H))
+    return min(N // rows_of(K), max(1, num_sms() * CTAS_PER_SM // H))
 
 
 def _walk(gmem: Any, body: Any, carry: Any) -> Any:

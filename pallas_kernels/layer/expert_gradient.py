@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
@@ -47,7 +47,7 @@ class Config:
 
     stages: int = 4
     """Slots of the ring."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:

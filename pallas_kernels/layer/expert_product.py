@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import SMEM_LIMIT, Buffer, Memory, smem_bytes, transposed
 from pallas_kernels.device.operations import Device
@@ -46,7 +46,7 @@ class Config:
     """Columns of W in a tile, half of them of A and half of B in a SwiGLU; 128 or 256."""
     stages: int = 4
     """Slots of the ring."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @property
     def rows(self) -> int:

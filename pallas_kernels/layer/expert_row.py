@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.ahead import WIDTH, bring, rows_of
 from pallas_kernels.device.lanes import load
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import (
     REDUCTION_BYTES,
@@ -56,7 +56,7 @@ DOWN_COLUMNS = 64
 class Config:
     """How the tiles are shared out, not what is computed."""
 
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
     """CTAs of the branches.
 
     (H200, 2026-11-26, 9 experts of 1536 x 512 that are known: one and two of them on a multiprocessor, of four
@@ -64,7 +64,7 @@ class Config:
     """
     stages: int = 6
     """Tiles of a warpgroup in shared memory."""
-    down_ctas: int = 2 * NUM_SMS
+    down_ctas: int = dataclasses.field(default_factory=lambda: 2 * num_sms())
     """CTAs of the projection down: its result has a part for each CTA of a tile of columns.
 
     (H200, 2026-11-26, 9 experts of 512 x 1536: one and two of them on a multiprocessor 7.4 and 6.6 us.)

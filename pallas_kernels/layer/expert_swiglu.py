@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED
 from pallas_kernels.device.memory import (
     SMEM_LIMIT,
@@ -72,7 +72,7 @@ class Config:
     """Warpgroups that multiply, 1 or 2."""
     stages: int
     """Slots of the ring."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @property
     def own(self) -> int:
@@ -84,7 +84,7 @@ class Config:
         """For tiles of 8, 16 or 32 rows of width D."""
         stages = min(10, (SMEM_LIMIT - 4096 - 2 * rows * (D + M)) // (4 * DEPTH * M))
         # Multiprocessors are not all as fast, and those that are take more of the CTAs. Each has a piece more.
-        return cls(8, 1, stages, 2 * NUM_SMS) if rows == 8 else cls(rows, 2, stages)
+        return cls(8, 1, stages, 2 * num_sms()) if rows == 8 else cls(rows, 2, stages)
 
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, gate_up: Any, rows: int) -> str | None:

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
 from pallas_kernels.device.memory import (
     SMEM_LIMIT,
@@ -67,7 +67,7 @@ class Config:
     """Parts of a row's tokens."""
     stages: int = 22
     """Slots of the ring."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
 
     @classmethod
     def default(cls, rows: int, slots: int) -> "Config":
@@ -75,9 +75,9 @@ class Config:
         tiles = pl.cdiv(slots, TOKENS)
 
         def time(parts: int) -> float:
-            return pl.cdiv(rows * parts, NUM_SMS) * (tiles / parts + 2)
+            return pl.cdiv(rows * parts, num_sms()) * (tiles / parts + 2)
 
-        return cls(min(range(1, max(1, min(NUM_SMS, tiles // 2)) + 1), key=time))
+        return cls(min(range(1, max(1, min(num_sms(), tiles // 2)) + 1), key=time))
 
 
 def check_supported(q: Any, r: Any, c: Any) -> str | None:

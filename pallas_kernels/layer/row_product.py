@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import Convolution
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.layer import rows as r
@@ -63,7 +63,7 @@ class Config:
 
     rows: int
     """Rows of a tile, a multiple of 4."""
-    ctas: int = NUM_SMS
+    ctas: int = dataclasses.field(default_factory=num_sms)
     warpgroups: int = 1
     """Warpgroups of a CTA, which take its tiles in turn. The first one makes the row."""
 
@@ -73,7 +73,7 @@ class Config:
 
         (H200, 2026-11-26, 1536 x 2048: 3.5 us; one CTA 4.2; two with tiles of 8 rows 3.7.)
         """
-        return cls(4, 3 * NUM_SMS)
+        return cls(4, 3 * num_sms())
 
     @classmethod
     def stream(cls, F: int) -> "Config":
@@ -88,10 +88,10 @@ class Config:
 
         def longest(rows):
             """Rows of the multiprocessor that has most."""
-            return pl.cdiv(pl.cdiv(F, rows), NUM_SMS) * rows
+            return pl.cdiv(pl.cdiv(F, rows), num_sms()) * rows
 
         rows = min((8, 4), key=longest)
-        return cls(rows, warpgroups=2 if pl.cdiv(F // rows, NUM_SMS) >= MANY_TILES else 1)
+        return cls(rows, warpgroups=2 if pl.cdiv(F // rows, num_sms()) >= MANY_TILES else 1)
 
 
 def _check_matrix(weight) -> str | None:
@@ -148,7 +148,7 @@ def _memory(
 ) -> Memory:
     _, pieces, columns = weight.shape
     tile, own = pieces * config.rows * columns * weight.dtype.itemsize, pl.cdiv(tiles, config.ctas)
-    room = BYTES // pl.cdiv(config.ctas, NUM_SMS)
+    room = BYTES // pl.cdiv(config.ctas, num_sms())
     room = room if 2 * tile <= room else MOST_BYTES
     groups = config.warpgroups
     stages = max(1, min(room // tile // groups, pl.cdiv(own, groups))) * groups

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import NUM_SMS, grid_index
+from pallas_kernels.device.launch import grid_index, num_sms
 from pallas_kernels.device.memory import store_any
 
 WARPS, LANES = 4, 32
@@ -114,7 +114,7 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 def num_ctas(blocks: int, per_sm: int) -> int:
     """CTAs that share the blocks: at most `per_sm` for each multiprocessor."""
-    return min(blocks, NUM_SMS * per_sm)
+    return min(blocks, num_sms() * per_sm)
 
 
 def walk(body: Callable[[Any, Any], Any], blocks: int, ctas: int, carry: Any = ()) -> Any:

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
@@ -78,7 +78,7 @@ FORWARD = Config(256, 4)
 def backward_config(B: int, T: int, heads: int, segments: bool) -> Config:
     """The default of the backward kernel for all heads of B rows, found like `FORWARD` but for the strip."""
     ctas_per_sm = CTAS_PER_SM_OF_SEGMENTS if segments else CTAS_PER_SM
-    strip = even_strip(T, B * (heads // HEADS), NUM_SMS * ctas_per_sm, 2)
+    strip = even_strip(T, B * (heads // HEADS), num_sms() * ctas_per_sm, 2)
     return Config(strip, 1, turns=2, depth=2)
 
 

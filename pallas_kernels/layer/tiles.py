@@ -38,10 +38,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import (
-    NUM_SMS,
     check_registers,
     cluster_index,
     grid_index,
+    num_sms,
     release_registers,
     warpgroup_index,
 )
@@ -75,7 +75,8 @@ class Config:
     """Slots of the ring."""
     lead: int = 0
     """Steps that the first multiplying warpgroup is ahead; 0 leaves that to chance. Less than the stages."""
-    clusters: int = NUM_SMS // CLUSTER_CTAS
+    clusters: int | None = None
+    """None: as many as the device has room for."""
     down: bool = False
     """Whether one tile after another has the same columns and the next rows."""
 
@@ -109,9 +110,14 @@ def num_tiles(M: int, N: int) -> int:
     return pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS) * pl.cdiv(N, COLUMNS)
 
 
+def most_clusters(config: Config) -> int:
+    """Clusters that are at work at once."""
+    return num_sms() // CLUSTER_CTAS if config.clusters is None else config.clusters
+
+
 def num_clusters(config: Config, M: int, N: int, parts: int = 1) -> int:
     """Clusters that walk over the tiles of a product [M, N], whose sum is cut into so many parts."""
-    return min(config.clusters, num_tiles(M, N) * parts)
+    return min(most_clusters(config), num_tiles(M, N) * parts)
 
 
 class Cta:

@@ -47,9 +47,10 @@ which do not, 1.385 and 1.178; 2752 x 1024 0.561 against 0.586. cuBLAS is faster
 
 def num_parts(T: int, M: int, N: int) -> int | None:
     """The fewest parts of T rows that fill the GPU evenly; None where cuBLAS is expected to be faster."""
+    clusters = tiles.most_clusters(CONFIG)
     for parts in range(1, min(MOST_PARTS, T // ROWS_OF_PART) + 1):
         count = tiles.num_tiles(M, N) * parts
-        if count >= LEAST_FILL * CONFIG.clusters * pl.cdiv(count, CONFIG.clusters):
+        if count >= LEAST_FILL * clusters * pl.cdiv(count, clusters):
             return parts
     return None
 

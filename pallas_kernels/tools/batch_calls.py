@@ -1,6 +1,8 @@
 """Calls of the kernels that several rows of a batch need: their experts, and the latents that they attend to."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pallas_kernels.layer.expert_gradient import expert_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
@@ -11,6 +13,12 @@ from pallas_kernels.layer.expert_tiles import expert_tiles
 from pallas_kernels.layer.latent_rows import latent_rows
 from pallas_kernels.tools.call import Call, call
 
+
+def configured(kernel: Callable[..., Any], config: Callable[[], Any], *arrays: Any, **options: Any) -> Any:
+    """A kernel with the configuration of the device, which is asked for when it is called."""
+    return kernel(*arrays, config=config(), **options)
+
+
 BATCH_CALLS: dict[str, Call] = {
     "experts, 32 rows into tiles": call(
         partial(expert_tiles, experts=128, size=8), "bf16[32,1536] i32[32,8]"
@@ -20,22 +28,22 @@ BATCH_CALLS: dict[str, Call] = {
     ),
     **{
         f"experts, tiles of {size} rows": call(
-            partial(expert_swiglu, config=SwigluConfig.default(size, 1536)),
+            partial(configured, expert_swiglu, partial(SwigluConfig.default, size, 1536)),
             f"bf16[{tiles * size},1536] bf16[128,1536,1024] bf16[128,512,1536] i32[{tiles}] i32[{tiles}] i32[1] "
             f"f32[{rows},8] i32[{rows},8]",
         )
         for size, rows, tiles in ((8, 32, 144), (16, 64, 152), (32, 128, 156))
     },
     "experts, many rows": call(
-        partial(expert_product, config=ExpertConfig(), swiglu=True),
+        partial(configured, expert_product, ExpertConfig, swiglu=True),
         "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",
     ),
     "experts, many rows, down": call(
-        partial(expert_product, config=ExpertConfig()),
+        partial(configured, expert_product, ExpertConfig),
         "bf16[8192,512] bf16[128,512,1536] i32[64] i32[1]",
     ),
     "experts, many rows, transposed": call(
-        partial(expert_product, config=ExpertConfig(), transpose=True),
+        partial(configured, expert_product, ExpertConfig, transpose=True),
         "bf16[8192,1024] bf16[128,1536,1024] i32[64] i32[1]",
     ),
     "experts, gradient": call(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gdn_jax.shapes import Dims
-from pallas_kernels.device.launch import NUM_SMS
+from pallas_kernels.device.launch import num_sms
 from pallas_kernels.device.layouts import CHUNK, GRANULE
 
 STEP = {1: 1.33, 2: 2.11}
@@ -113,7 +113,7 @@ def choose_split(
     state_warpgroups: int | None = None,
     segment_chunks: int | None = None,
     is_open: bool = False,
-    sms: int = NUM_SMS,
+    sms: int | None = None,
 ) -> tuple[int, int | None]:
     """The forward's (state warpgroups per CTA, chunks of a segment or None) of least predicted time.
 
@@ -124,7 +124,9 @@ def choose_split(
       state_warpgroups, segment_chunks: what is decided already (0 chunks: whole sequences), None for a choice.
       is_open: the sequences go on elsewhere: what every segment does to states and to their cotangents is found, the
         backward walks over the same segments, and there is always one. The time is that of both passes then.
+      sms: multiprocessors; None: those of the device.
     """
+    sms = sms or num_sms()
     values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
     longest, sequences = int(values.max(initial=1)), int(counts.sum())
     pairs = V % (2 * GRANULE) == 0 and K % (2 * GRANULE) == 0 and K <= 128
@@ -168,26 +170,32 @@ def _open_adjoints(items, counts, tiles: int, pairs: bool, sms: int) -> list[flo
     return times
 
 
-def open_adjoint_warpgroups(dims: Dims, K: int, V: int, work: Work, length: int, sms: int = NUM_SMS) -> int:
+def open_adjoint_warpgroups(
+    dims: Dims, K: int, V: int, work: Work, length: int, sms: int | None = None
+) -> int:
     """State warpgroups of a CTA of segment_adjoints that walks over every segment, of least predicted time.
 
     Args:
       K, V: padded widths.
       work: of `work_of`.
       length: chunks of a segment.
+      sms: as for `choose_split`.
     """
+    sms = sms or num_sms()
     items, counts, _ = cut(*np.unique(work.chunks[work.chunks > 0], return_counts=True), length)
     pairs = V % (2 * GRANULE) == 0 and K <= 128
     return 1 + int(np.argmin(_open_adjoints(items, counts, dims.HO * V // GRANULE, pairs, sms)))
 
 
-def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS) -> bool:
+def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int | None = None) -> bool:
     """Whether segments of `length` chunks are predicted to take less time than whole sequences.
 
     Args:
       V: padded width.
       work: of `work_of`.
+      sms: as for `choose_split`.
     """
+    sms = sms or num_sms()
     values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
     tiles = dims.HO * V // GRANULE
     items, item_counts, inner = cut(values, counts, length)
@@ -199,7 +207,9 @@ def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int = NUM_SMS
     return ends + walk + ADJOINTS_LAUNCHES + chains < whole
 
 
-def chain_warpgroups(dims: Dims, K: int, V: int, work: Work, length: int | None, sms: int = NUM_SMS) -> int:
+def chain_warpgroups(
+    dims: Dims, K: int, V: int, work: Work, length: int | None, sms: int | None = None
+) -> int:
     """State warpgroups of a CTA of the chains: two where the CTAs then still fill the GPU more than once, and where
     the longest item does not take longer for it than all of them do.
 
@@ -207,7 +217,9 @@ def chain_warpgroups(dims: Dims, K: int, V: int, work: Work, length: int | None,
       K, V: padded widths.
       work: of `work_of`.
       length: chunks of a segment; None for whole sequences.
+      sms: as for `choose_split`.
     """
+    sms = sms or num_sms()
     if V % (2 * GRANULE) or K > 128:
         return 1
     values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
