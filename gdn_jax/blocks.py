@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.fused import eight_bits
 from gdn_jax.fused.kernels import FEW_ROWS, kernels_run
 from gdn_jax.fused.norms import add_norm
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
 from gdn_jax.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
@@ -57,7 +58,7 @@ def from_stream(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Addend | None,
+    y: Float[Array, "*P D"] | Addend | Parts | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """A part of a block, called with the norm of the residual stream.
@@ -83,7 +84,7 @@ def normalise_first(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Addend | None,
+    y: Float[Array, "*P D"] | Addend | Parts | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """`from_stream` for any part."""
@@ -91,8 +92,11 @@ def normalise_first(
     return x, part(normalized, **options)
 
 
-def whole(y: Float[Array, "*P D"] | Addend, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-    """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]."""
+def whole(y: Float[Array, "*P D"] | Addend | Parts, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+    """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]
+    or `Parts`."""
+    if isinstance(y, Parts):
+        return y.sum().reshape(x.shape)
     added = array_of(y)
     return added if added.shape == x.shape else jnp.sum(added.reshape(-1, *x.shape), axis=0)
 
@@ -164,7 +168,7 @@ class RMSNorm(nnx.Module):
         return self.add(x, None)[1]
 
     def add(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
+        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         return self._add(x, y, self.scale(accumulation_dtype(x)))
@@ -172,7 +176,7 @@ class RMSNorm(nnx.Module):
     def add_folded(
         self,
         x: Float[Array, "*S D"],
-        y: Float[Array, "*P D"] | Addend | None,
+        y: Float[Array, "*P D"] | Addend | Parts | None,
         *projections: Float[Array, "D F"],
         product: Any = PLAIN,
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Prepared, list[Float[Array, "D F"]]]:
@@ -235,7 +239,7 @@ class SwiGLU(nnx.Module):
         return array_of(self._product(x, *self._branches()))
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Addend]:
         """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
         if not (is_one_product(x, (self.gate_proj, self.up_proj)) and kernels_run(self.implementation)):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.fused.channel_token import ChannelGates, ChannelToken, plain_token
 from gdn_jax.fused.kernels import fused_op, kernels_run
+from gdn_jax.fused.parts import Parts, addends
 from gdn_jax.fused.row_product import Stream, plain_heads, plain_stream
 from gdn_jax.fused.token import is_whole
 from gdn_jax.shapes import Convolution
@@ -68,7 +69,7 @@ def takes_stream(
 
 def delta_layer(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | None,
+    y: Float[Array, "*P D"] | Parts | None,
     layer: Layer,
     gates: ChannelGates,
     options: Options,
@@ -89,7 +90,7 @@ def delta_layer(
       s in x's dtype; the output in parts, one for each head, in the weight's dtype; the states of the convolution
       and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and each part is.
     """
-    return _layer((gates, options), x, y, layer, tuple(ahead))
+    return _layer((gates, options), x, addends(y), layer, tuple(ahead))
 
 
 def _by_kernel(static, x, y, layer: Layer, ahead):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.kernels import fused_op, kernels_run, run, usable
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.token import is_whole
 from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
 
@@ -297,16 +298,16 @@ def row_mixture(
     down: Float[Array, "E F D"],
     shared: SharedExpert,
     weight: Float[Array, "1"] | None = None,
-) -> Float[Array, "P D"]:
+) -> Parts:
     """`mixture` of one row and a shared expert, times its weight if it has one, by two kernels, in parts.
 
     Args: those of `mixture`, for which `takes_row` is true. The result can be differentiated once, in reverse.
 
     Returns:
-      [P, D] float32, whose sum it is. Numerics: nothing in between is rounded.
+      The parts, float32. Numerics: nothing in between is rounded.
     """
     gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return _row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight)
+    return Parts(_row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight))
 
 
 def _row_forward(_, *args):
@@ -329,7 +330,7 @@ def _row_backward(_, saved, dy):
     def plain(row, weights, *others):
         return plain_row_mixture(row, weights, chosen, *others)
 
-    dy = dy[:1]  # of every part the same, where the sum is all that is used
+    dy = dy[:1]  # of every part the same: nobody reads one of `Parts`
     drow, dweights, *gradients = jax.vjp(plain, row, weights, *others)[1](dy)
     return drow, dweights, None, *gradients
 

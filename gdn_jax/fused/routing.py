@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.fused.experts import FEW, SharedExpert, plain_row_mixture
 from gdn_jax.fused.kernels import fused_op, kernels_run, run
+from gdn_jax.fused.parts import Parts, addends
 from gdn_jax.fused.token import is_whole
 from gdn_jax.shapes import Choice
 
@@ -146,7 +147,7 @@ def takes_stream(
 
 def routed_stream(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | None,
+    y: Float[Array, "*P D"] | Parts | None,
     norm: Float[Array, " D"],
     router: Float[Array, "E D"],
     bias: Float[Array, " E"],
@@ -157,7 +158,7 @@ def routed_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
-) -> tuple[Float[Array, "*S D"], Float[Array, "Q D"]]:
+) -> tuple[Float[Array, "*S D"], Parts]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
     `choose` gives these for the scores n router^T, and `fused.experts.mixture` their sum; the shared expert is added.
@@ -176,10 +177,11 @@ def routed_stream(
       ahead: as for `fused.row_product.stream_product`.
 
     Returns:
-      s in x's dtype, and [Q, D] float32, whose sum is that of the experts. Numerics: nothing in between is rounded.
+      s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
     """
-    arrays = x, y, norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
-    return _routed(_Static(choice, eps), *arrays)
+    arrays = x, addends(y), norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
+    s, z = _routed(_Static(choice, eps), *arrays)
+    return s, Parts(z)
 
 
 def _routed_by_kernel(static: _Static, x, y, *arrays):
@@ -205,7 +207,7 @@ def _plain_routed(static: _Static, x, y, norm, router, bias, gate_up, down, shar
 
 def _routed_backward(static: _Static, saved, cotangents):
     ds, dz = cotangents
-    ds_dz = ds, dz[:1]  # of every part the same, where the sum is all that is used
+    ds_dz = ds, dz[:1]  # of every part the same: nobody reads one of `Parts`
     return *jax.vjp(partial(_plain_routed, static), *saved)[1](ds_dz), None
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.conv import causal_conv1d_update
 from gdn_jax.fused.kernels import fused_op, kernels_run
+from gdn_jax.fused.parts import Parts, addends
 from gdn_jax.fused.token import is_whole
 from gdn_jax.shapes import Convolution
 
@@ -52,7 +53,7 @@ def takes_stream(
 
 def stream_product(
     x: Float[Array, "*S C"],
-    y: Float[Array, "*P D"] | None,
+    y: Float[Array, "*P D"] | Parts | None,
     norm: Float[Array, " D"],
     weight: Float[Array, "F D"],
     convolution: Convolution | None = None,
@@ -87,7 +88,7 @@ def stream_product(
       rounded as a result only.
     """
     static = Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
-    return _stream(static, x, y, norm, weight, convolution, tuple(ahead))
+    return _stream(static, x, addends(y), norm, weight, convolution, tuple(ahead))
 
 
 def takes_heads(

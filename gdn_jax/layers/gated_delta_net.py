@@ -18,6 +18,7 @@ from gdn_jax import blocks, rules
 from gdn_jax.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.fused import mixer, token
 from gdn_jax.fused.norms import gated_norm
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
 from gdn_jax.layers.options import check_options, value_width
@@ -153,7 +154,7 @@ class GatedDeltaNet(RecurrentMixer):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
+        y: Float[Array, "P T D"] | Addend | Parts | None,
         **options: Any,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"] | Addend, GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""

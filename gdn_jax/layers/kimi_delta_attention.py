@@ -12,6 +12,7 @@ from gdn_jax import blocks
 from gdn_jax.blocks import RMSNorm, normalise_first
 from gdn_jax.fused import channel_token, delta_layer
 from gdn_jax.fused.ahead import read_ahead
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
@@ -80,7 +81,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
+        y: Float[Array, "P T D"] | Addend | Parts | None,
         *,
         cache: RecurrentCache | None = None,
         mask: Bool[Array, "B T"] | None = None,

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product, whole
+from gdn_jax.fused.parts import Parts
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.experts import Experts
@@ -99,11 +100,11 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
+        y: Float[Array, "P T D"] | Addend | Parts | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend, Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend | Parts, Any]:
         """Applies the block.
 
         Args:
@@ -128,11 +129,11 @@ class ReorderedBlock(Block):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
+        y: Float[Array, "P T D"] | Addend | Parts | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend, Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend | Parts, Any]:
         """Applies the block, see `Block`."""
         dtype = self.mixer_norm.dtype
         x = x if y is None else x + whole(y, x).astype(x.dtype)

@@ -22,6 +22,7 @@ from gdn_jax.fused import routing
 from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.fused.kernels import kernels_run
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.routing import choose, largest
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
@@ -98,8 +99,8 @@ class Experts(nnx.Module):
         return self._mix(x, None)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Parts]:
         """See `blocks.from_stream`: of one row the norm and the router's product are one kernel, and the result is
         in parts."""
         weight, dtype = self.router_rows, self.dtype or x.dtype
@@ -110,8 +111,7 @@ class Experts(nnx.Module):
         if routed is not None:
             ahead = read_ahead(self, len(self.token_weights()))
             args = x, added, scale, weight[...], *routed
-            x, z = routing.routed_stream(*args, eps=norm.eps, ahead=ahead)
-            return x, z[:, None]
+            return routing.routed_stream(*args, eps=norm.eps, ahead=ahead)
         if not takes_stream(x, weight[...], self.implementation):
             return normalise_first(self, norm, x, y)
         options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
@@ -138,9 +138,7 @@ class Experts(nnx.Module):
         weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
         if own is not None:
             y = row_mixture(rows, weights, chosen, *experts, own, self._gate(rows))
-            if scores is not None:
-                return y[:, None]
-            return jnp.sum(y, axis=0).astype(dtype).reshape(x.shape)
+            return y if scores is not None else y.sum().astype(dtype).reshape(x.shape)
         y = mixture(rows, weights, chosen, *experts, implementation=self.implementation)
         shared = self.shared(rows).astype(y.dtype)
         gate = self._gate(rows)

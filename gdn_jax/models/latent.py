@@ -20,6 +20,7 @@ from gdn_jax.blocks import (
 from gdn_jax.fused.ahead import read_ahead
 from gdn_jax.fused.latent_rows import latent_rows
 from gdn_jax.fused.latent_token import Latents, LatentToken, latent_token, takes_token
+from gdn_jax.fused.parts import Parts
 from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
@@ -162,7 +163,7 @@ class LatentAttention(Attention):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
+        y: Float[Array, "P T D"] | Addend | Parts | None,
         *,
         cache: AttentionCache | None = None,
         mask: Bool[Array, "B T"] | None = None,
