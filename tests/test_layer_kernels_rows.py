@@ -32,6 +32,7 @@ from pallas_kernels.decode import channel_step, conv_update
 from pallas_kernels.device.grid_barrier import NAME
 from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_choice, row_product
 from pallas_kernels.token import delta_layer
+from pallas_kernels.token.heads import Head
 from pallas_kernels.tools.calls import CALLS
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
@@ -306,6 +307,23 @@ def test_a_layer_in_one_kernel(small, monkeypatch):
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
     monkeypatch.setattr(fused_delta_layer, "is_whole", lambda *arrays: True)
     assert layer_of_one_product(small, monkeypatch, 512, 2, 2, 2 * IN_TURN) == {"delta_layer": 1}
+
+
+@pytest.mark.parametrize(
+    ("step", "missing"),
+    [
+        ("read", "arrive"),
+        ("token", "read, meet"),
+        ("write", "meet, token"),
+        ("multiply", "ask_weight, token"),
+    ],
+)
+def test_steps_of_a_head_have_an_order(step, missing):
+    """A state that is written before all have read it would be a race that no compiler sees."""
+    head = object.__new__(Head)
+    head._done = set()
+    with pytest.raises(AssertionError, match=f"{step} before {missing}"):
+        getattr(head, step)(*((None,) if step in ("token", "write") else ()))
 
 
 def delta_layer_call(x, y, norm, weight, window, filters, *others):

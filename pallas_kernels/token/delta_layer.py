@@ -103,14 +103,12 @@ def _body(gmem: Any, smem: Any, *, places: Places, rule: Rule, ctas: int, eps: f
     then = Head(gmem, smem, share, places, rule)
     first = Projections(gmem, smem, share, places, then.K, eps, Device(False))
     first.run(then.ask_state, then.ask_weight)
-    then.has_state()
-    barrier.arrive()  # all that this CTA has made, and it has read the state
+    then.arrive(barrier)
     S = then.read()
     if gmem.ahead:
         all_ctas = ctas * gmem.state.shape[1]
         pl.when(then.wg == 0)(lambda: bring(gmem.ahead, all_ctas))
-    barrier.wait()
-    barrier.leave()
+    then.meet(barrier)
     pl.when((share.rank == 0) & (then.wg == 0))(first.claims.forget)
     S = then.token(S)
     then.write(S)
@@ -128,8 +126,10 @@ def _second(gmem: Any, smem: Any, *, places: Places, rule: Rule, ctas: int) -> N
     then = Head(gmem, smem, _share(ctas), places, rule)
     then.ask_state()
     then.ask_weight()
-    then.has_state()
-    S = then.token(then.read())
+    then.arrive(None)
+    S = then.read()
+    then.meet(None)
+    S = then.token(S)
     then.write(S)
     then.multiply()
 

@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.channel_step import ChannelTile
 from pallas_kernels.decode.tiles import Sizes, write_strength
 from pallas_kernels.device.gates import log_decays
+from pallas_kernels.device.grid_barrier import GridBarrier
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
 from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
@@ -109,7 +110,10 @@ def state_rows(V: int) -> int:
 
 
 class Head:
-    """The stage, as a warpgroup knows it: its head, and its parts of the state and of W."""
+    """The stage, as a warpgroup knows it: its head, and its parts of the state and of W.
+
+    Its methods are called in the order in which they stand here, each of which says what it needs: `_step`.
+    """
 
     def __init__(self, gmem: Any, smem: Any, share: Share, places: Places, rule: Rule) -> None:
         """Takes where the channels lie, and what is computed."""
@@ -127,9 +131,17 @@ class Head:
         """Key channels whose decay it makes, if there are as many warpgroups of them."""
         width = ACCESS // itemsize
         self.layout = lane_layout(min(WARP, self.V // width), width)
+        self._done: set[str] = set()
+
+    def _step(self, name: str, *before: str) -> None:
+        """Notes that a step is traced. An AssertionError where one that comes before it is not."""
+        missing = [other for other in before if other not in self._done]
+        assert not missing, f"{name} before {', '.join(missing)}"
+        self._done.add(name)
 
     def ask_state(self) -> None:
         """Asks for the state."""
+        self._step("ask_state")
         gmem, smem = self.gmem, self.smem
 
         @pl.when(self.wg == 0)
@@ -138,19 +150,35 @@ class Head:
 
     def ask_weight(self) -> None:
         """Asks for the rows of W."""
+        self._step("ask_weight")
         own = self.gmem.output.at[self.rows, pl.ds(self.head * self.V, self.V)]
         plgpu.copy_gmem_to_smem(own, self.smem.rows.at[self.wg], self.smem.full.at[self.wg])
 
-    def has_state(self) -> None:
-        """Waits until this CTA has read the state."""
+    def arrive(self, barrier: GridBarrier | None) -> None:
+        """Waits until this CTA has read the state, and says so, and that its channels are made, to the head's others.
+
+        Args:
+          barrier: theirs; None where kernels are stages, one after the other.
+        """
+        self._step("arrive", "ask_state")
         plgpu.barrier_wait(self.smem.stored)
+        if barrier is not None:
+            barrier.arrive()
 
     def read(self) -> jax.Array:
         """Asks for this warpgroup's part of the state, and for what else does not depend on the token."""
+        self._step("read", "arrive")
         gmem = self.gmem
         self.dt_bias = load(gmem.dt_bias.at[self.head, self.keys], vector_layout(WARP))
         self.A_log, self.w = gmem.A_log[self.head], load(gmem.w_o, self.layout.reduce(0))
         return load(self.smem.state.at[:, self.own], self.tile.layout)
+
+    def meet(self, barrier: GridBarrier | None) -> None:
+        """Waits until all CTAs of the head have arrived: before, channels are not made, and states not read."""
+        self._step("meet", "arrive")
+        if barrier is not None:
+            barrier.wait()
+            barrier.leave()
 
     def _channels(self, place: int, width: int, entries: Any = None) -> Any:
         """A reference to the head's part of the channels."""
@@ -171,6 +199,7 @@ class Head:
 
     def token(self, S: jax.Array) -> jax.Array:
         """The state after the token; o goes to shared memory, where it is whole behind the barrier."""
+        self._step("token", "read", "meet")
         smem, tile, places, K = self.smem, self.tile, self.places, self.K
         along, whole = tile.k_layout, vector_layout(K)
         q_whole, k_whole = (load(self._channels(place, K), whole) for place in (places.q, places.k))
@@ -187,8 +216,20 @@ class Head:
         _meet(smem.whole)
         return S
 
+    def write(self, S: jax.Array) -> None:
+        """This CTA's rows of the state, when all CTAs of the head have read it."""
+        self._step("write", "meet", "token")
+        each = self.K // self.share.ctas
+        for n in range(self.share.ctas):
+
+            @pl.when(self.share.rank == n)
+            def _(n=n):
+                place = self.gmem.state.at[0, self.head, pl.ds(n * each, each), self.own]
+                store_any(place, S[n * each : (n + 1) * each])
+
     def multiply(self) -> None:
         """The gated norm of the head, and its product with the rows."""
+        self._step("multiply", "ask_weight", "token")
         smem, V, rows, along = self.smem, self.V, self.smem.rows.shape[1], self.layout.reduce(0)
         gate = self.w.astype(jnp.float32) * ACTIVATIONS[self.rule.activation].value(self.z, r.sigmoid(self.z))
         o = load(smem.o, vector_layout(V))
@@ -198,16 +239,6 @@ class Head:
         plgpu.barrier_wait(smem.full.at[self.wg])
         sums = jnp.sum(load(smem.rows.at[self.wg], self.layout).astype(jnp.float32) * v, axis=1)
         store_any(self.gmem.y_h.at[self.head, self.rows], sums.astype(self.gmem.y_h.dtype))
-
-    def write(self, S: jax.Array) -> None:
-        """This CTA's rows of the state, when all CTAs of the head have read it."""
-        each = self.K // self.share.ctas
-        for n in range(self.share.ctas):
-
-            @pl.when(self.share.rank == n)
-            def _(n=n):
-                place = self.gmem.state.at[0, self.head, pl.ds(n * each, each), self.own]
-                store_any(place, S[n * each : (n + 1) * each])
 
 
 def _meet(barrier: Any) -> None:

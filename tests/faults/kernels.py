@@ -147,4 +147,58 @@ FAULTS = (
         "jnp.flip(m, 1)",
         "tests/test_kernels_ampere.py::test_states_between_segments",
     ),
+    Fault(
+        "the kernel that chooses experts compares NaN, so that those of a row do not differ",
+        "nan_first(score + _rows(cta, gmem.bias, first))",
+        "score + _rows(cta, gmem.bias, first)",
+        "tests/test_layer_kernels_rows.py::test_experts_are_chosen_as_by_sorting[64-choice0]",
+    ),
+    Fault(
+        "empty columns come before groups of experts whose sums are below 0",
+        "cta.before(sums, 0, smem.groups, groups, below=choice.groups)",
+        "cta.before(sums, 0, smem.groups, groups)",
+        "tests/test_layer_kernels_rows.py::test_experts_are_chosen_as_by_sorting[64-choice0]",
+    ),
+    Fault(
+        "the last tile of an expert with several counts too many rows",
+        "rest = jnp.minimum(smem.count[expert] - own, size)",
+        "rest = jnp.minimum(smem.count[expert], size)",
+        "tests/test_layer_kernels_experts.py::test_few_rows_in_tiles",
+    ),
+    Fault(
+        "an expert that a row names twice has a row more than lie in its tiles",
+        "count = jnp.where(spread(c, shape, 1) == expert, 1.0, count)",
+        "count = jnp.where(spread(c, shape, 1) == expert, 1.0, 0.0) + count",
+        "tests/test_layer_kernels_experts.py::test_few_rows_in_tiles",
+    ),
+    Fault(
+        "rows that fill a tile of an expert up are copies, whose NaN reaches gradients of all experts",
+        "x, weight, dy = (jnp.where(is_pair[:, None], y, 0) for y in arrays)",
+        "x, weight, dy = *arrays[:2], jnp.where(is_pair[:, None], arrays[2], 0)",
+        "tests/test_layer_kernels_experts.py::test_a_row_of_nan_leaves_other_rows_and_experts_alone",
+    ),
+    Fault(
+        "the derivative of a stream and its experts forgets the weight of the norm",
+        "n = n * jax.lax.rsqrt(jnp.mean(n * n) + static.eps) * norm\n    scores",
+        "n = n * jax.lax.rsqrt(jnp.mean(n * n) + static.eps)\n    scores",
+        "tests/test_layer_kernels_rows.py::test_derivatives_are_those_of_plain_forms",
+    ),
+    Fault(
+        "slots of latents after a request's tokens are multiplied by 0, which leaves NaN",
+        "store_any(c, jnp.where(is_token, x, jnp.zeros_like(x)))",
+        "store_any(c, x)",
+        "tests/test_layer_kernels_latents.py::test_rows_meet_their_caches",
+    ),
+    Fault(
+        "kernels whose CTAs wait for each other share the constant that they meet at",
+        "words[:, -1] = next(_calls) % 2**31",
+        "words[:, -1] = 1",
+        "tests/test_layer_kernels_rows.py::test_no_two_kernels_share_a_barrier",
+    ),
+    Fault(
+        "CTAs that wait for each other are as many as the first GPU has room for",
+        "for device in (default_device(), *jax.local_devices()) if",
+        "for device in (default_device(),) if",
+        "tests/test_other_devices.py::test_kernels_ask_for_the_device_that_runs_them",
+    ),
 )
