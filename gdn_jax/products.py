@@ -10,12 +10,20 @@ A scale is a power of two, and that of the operand's own largest number at this 
 by it and dividing by it rounds nothing. Of activations and cotangents of many tokens some are looked at for it, see
 `SAMPLE`. x8 and w8 are what is kept for the backward pass, in half the bytes of x.
 
+A number far larger than the sample saturates: it becomes the largest one of the dtype. Such numbers are counted where
+they are rounded, in registers of the kernel that rounds them, and `counting` adds them up for a training step. That
+is cheaper than to avoid them: the exact scale of a call would read each array once more, and a scale by the largest
+number of the step before would be state of every product, which a run would have to keep in its checkpoints.
+
 On a GPU of compute capability 9.0 one kernel makes both forms of an operand that its products read: by rows, and by
 columns for the weight's gradient, which is a sum over tokens.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,9 +60,9 @@ class Float8:
     Numerics: a number in E4M3 is rounded by at most 2^-4 of itself, one in E5M2 by 2^-3; numbers below 2^-15 of the
     largest one (E4M3, of 2^-6 to 448) or 2^-30 (E5M2) lose more. Sums are in float32, but those of the forward on a
     GPU of compute capability 9.0, which may have some bits less. The result is rounded once to x's dtype. Where a
-    sample of tokens makes the scale, numbers more than 2^ROOM times its largest one are cut to the largest of the
-    dtype, and those that lose digits begin ROOM powers of two higher. A NaN or an infinity is NaN, and so is all
-    that a sum with it makes.
+    sample of tokens makes the scale, numbers more than 2^ROOM times its largest one saturate to the largest of the
+    dtype, which `counting` counts, and those that lose digits begin ROOM powers of two higher. A NaN or an infinity
+    is NaN, and so is all that a sum with it makes.
     """
 
     operands: DTypeLike = jnp.float8_e4m3fn
@@ -93,7 +101,7 @@ class Float8:
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {value}")
-        return _float8(self, by_kernel(x, w), x, None, w)
+        return _float8(self, by_kernel(x, w), x, None, w, counter())
 
 
 PRODUCTS: dict[str, Any] = {
@@ -113,7 +121,7 @@ def times(product: Any, x: "Float[Array, '*S D'] | Prepared", w: Float[Array, "D
     """x @ w by a product; of a `Prepared` x by a `Float8`."""
     if isinstance(x, Prepared):
         kernel = by_kernel(x.value, w)
-        return _float8(product, kernel, x.value, x.operand if kernel else None, w)
+        return _float8(product, kernel, x.value, x.operand if kernel else None, w, counter())
     return product(x, w, of_matrix(x))
 
 
@@ -130,6 +138,32 @@ def transposed_product(
     wide = accumulation_dtype(x)
     y = jnp.sum(x.reshape(-1).astype(wide) * weight.astype(wide), axis=-1)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
+
+
+_COUNTER: contextvars.ContextVar[Array | None] = contextvars.ContextVar("_COUNTER", default=None)
+
+
+@contextlib.contextmanager
+def counting(zero: Float[Array, ""] | None) -> Iterator[None]:
+    """Counts the numbers that products in 8 bits saturate while a loss and its derivative are computed.
+
+    The derivative of what is computed inside by `zero` is the count, of both passes: a pass backwards can hand out
+    numbers as cotangents alone, and JAX adds these over layers, loops, shards and what is computed again.
+
+    Args:
+      zero: float32, whose value no result depends on; None counts nothing. Counts to 2^24 are exact.
+    """
+    token = _COUNTER.set(zero)
+    try:
+        yield
+    finally:
+        _COUNTER.reset(token)
+
+
+def counter() -> Float[Array, ""] | None:
+    """The argument of the `counting` that runs: an operation that saturates numbers takes it as an argument, and
+    returns their count as its cotangent."""
+    return _COUNTER.get()
 
 
 class Scaled(NamedTuple):
@@ -181,6 +215,8 @@ class Operand(NamedTuple):
     rows: Float[Array, "M D"]
     columns: Float[Array, "D M"]
     """The same transposed, with the tokens in an order that is that of every operand of one product."""
+    saturated: Float[Array, ""]
+    """How many of the numbers were larger than the scale has room for, float32."""
     scale: Float[Array, ""]
 
     @property
@@ -211,7 +247,7 @@ class Addend(NamedTuple):
         """An Addend whose cotangent is that of a policy."""
         D = value.shape[-1]
         rows = jnp.zeros((value.size // D, D), policy.cotangents)
-        return cls(value, Operand(rows, rows.T, jnp.float32(0)))
+        return cls(value, Operand(rows, rows.T, jnp.float32(0), jnp.float32(0)))
 
 
 def array_of(x: Any) -> Any:
@@ -224,13 +260,14 @@ def cotangent_operand(policy: Float8, cotangent: Addend) -> Operand:
 
     Each may be a `SymbolicZero`: readers that do not know of `Addend.cotangent` give that of `value`.
     """
-    dy, (rows, _, scale) = cotangent
+    dy, (rows, _, saturated, scale) = cotangent
     if isinstance(rows, SymbolicZero):
         return operand(_tokens(dy), policy.cotangents, True)
     if isinstance(dy, SymbolicZero):
         return cotangent.cotangent
     both = _tokens(dy).astype(jnp.float32) + rows.astype(jnp.float32) / scale
-    return operand(both.astype(dy.dtype), policy.cotangents, True)
+    made = operand(both.astype(dy.dtype), policy.cotangents, True)
+    return made._replace(saturated=made.saturated + saturated)
 
 
 def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
@@ -246,7 +283,8 @@ def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
         return Operand(*eight_bits(x, scale, dtype), scale)
     wide, most = x.astype(accumulation_dtype(x)) * scale, float(jnp.finfo(dtype).max)
     rows = jnp.where(jnp.isfinite(x), jnp.clip(wide, -most, most), jnp.nan).astype(dtype)
-    return Operand(rows, rows.T, scale)
+    saturated = jnp.sum(~(jnp.abs(wide) <= most)).astype(jnp.float32)
+    return Operand(rows, rows.T, saturated, scale)
 
 
 def by_kernel(x: Array, w: Array) -> bool:
@@ -288,24 +326,27 @@ def backward_products(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _float8(policy: Float8, kernel: bool, x: Array, made: Operand | None, w: Array) -> Array:
-    return _forward(policy, kernel, x, made, w)[0]
+def _float8(
+    policy: Float8, kernel: bool, x: Array, made: Operand | None, w: Array, counter: Array | None
+) -> Array:
+    return _forward(policy, kernel, x, made, w, counter)[0]
 
 
-def _forward(policy, kernel, x, made, w):
+def _forward(policy, kernel, x, made, w, counter):
     if kernel:
         w = by_rows(w)
     x8 = operand(_tokens(x), policy.operands, kernel) if made is None else made
     w8 = rounded(w, policy.operands)
     y = forward_product(x8, w8, x.dtype)
-    return y.reshape(*x.shape[:-1], -1), (x8.by_columns, w8)
+    return y.reshape(*x.shape[:-1], -1), (x8.by_columns, w8, None if counter is None else x8.saturated)
 
 
 def _backward(policy, kernel, saved, dy):
-    x8, w8 = saved
+    x8, w8, saturated = saved
     dy8 = operand(_tokens(dy), policy.cotangents, kernel)
     dx, dw = backward_products(policy, x8, w8, dy8, dy.dtype)
-    return dx.reshape(*dy.shape[:-1], -1), None, by_rows(dw) if kernel else dw
+    count = None if saturated is None else saturated + dy8.saturated
+    return dx.reshape(*dy.shape[:-1], -1), None, by_rows(dw) if kernel else dw, count
 
 
 def by_rows(w: Array) -> Array:

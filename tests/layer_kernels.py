@@ -178,7 +178,7 @@ def check_one_operation(evaluate, close, *, B, T, heads, width, borders=None):
     channels = jnp.concatenate([x, between, gate.reshape(B, T, -1)], axis=-1)
 
     def run(channels, weight, *parameters):
-        return mixer._mix(layer, channels, weight, *parameters, segments)
+        return mixer._mix(layer, channels, weight, *parameters, segments, None)
 
     cotangents = dy, (dq, dk, jnp.zeros((B, T, heads, width), **kind), dbeta)
     (y, (q, k, v, beta)), gradients = evaluate(run, cotangents, channels, weight, *parameters)

@@ -24,6 +24,7 @@ from gdn_jax.products import (
     PRODUCTS,
     Addend,
     cotangent_operand,
+    counting,
     operand,
     rounded,
     sample,
@@ -61,14 +62,16 @@ def way(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eight_bits(dtype, way):
-    """Large numbers are cut, NaN and infinite ones are NaN; every bit is as JAX rounds."""
+    """Large numbers saturate, NaN and infinite ones are NaN, and all of them count; every bit is as JAX rounds."""
     rows, how = way
     x = draws(1)(rows, 128, dtype="bfloat16", scale=300)
     x = x.at[70, 100].set(1e5).at[3, 5].set(-1e5).at[100, 2].set(jnp.nan).at[-1, 127].set(jnp.inf)
     most, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32) * 2
     want = jnp.where(jnp.isfinite(x), jnp.clip(wide, -most, most), jnp.nan).astype(dtype)
-    check(eight_bits.eight_bits(x, jnp.float32(2), dtype, interpret=how), want)
+    got = eight_bits.eight_bits(x, jnp.float32(2), dtype, interpret=how)
+    check(got, want)
     assert np.isnan(np.asarray(want, np.float32)).sum() == 2
+    assert float(got[2]) == np.sum(~(np.abs(np.asarray(wide)) <= most)) >= 4
 
 
 def test_swiglu_in_eight_bits(way):
@@ -86,6 +89,7 @@ def test_swiglu_in_eight_bits(way):
         want = (want.astype(jnp.float32) * 4).astype(dtype)
         assert (codes(got[0]) != codes(want)).mean() < 1e-3  # sigmoids differ in their last bits
         np.testing.assert_array_equal(codes(got[1]), codes(by_columns(got[0])))
+        assert float(got[2]) == 0
 
 
 @pytest.mark.slow
@@ -111,7 +115,9 @@ def test_norm_in_eight_bits(has_y, way):
         n, None, ds, dn, eps=1e-5, y_dtype=jnp.bfloat16, factors=factors, **options
     )
     np.testing.assert_array_equal(np.asarray(dx), np.asarray(like))
-    check(made, eight_bits.eight_bits(dy, scale, DTYPES[1], interpret=how)[0])
+    *want, saturated = eight_bits.eight_bits(dy, scale, DTYPES[1], interpret=how)
+    check(made, want[0])
+    assert float(made[2]) == float(saturated) == int(has_y)  # the NaN
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
@@ -234,12 +240,50 @@ def test_a_scale_by_some_tokens():
     assert sample(x).shape == (2048, 2)
     assert scale_of_sample(sample(x), len(x), "float8_e4m3fn") == 2.0**5  # 448 / 1 is 2^8 and more
     x8 = operand(x, "float8_e4m3fn", False)
+    assert float(x8.saturated) == 2  # the large number, and the infinite one
     np.testing.assert_array_equal(codes(x8.columns), codes(x8.rows.T))
     assert [float(y) for y in x8.rows[1:3, 0]] == [7 * 32, -448]
     assert np.isnan(float(x8.rows[3, 0])) and np.isfinite(np.asarray(x8.rows[4:], np.float32)).all()
     few = x[:4095]
     few = few.at[3, 0].set(0.0)
     assert scale_of_sample(sample(few), len(few), "float8_e4m3fn") == rounded(few, "float8_e4m3fn").scale
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_outliers_outside_the_sample_are_counted(kernels, monkeypatch):
+    """A token at a place that no sample has, of which 16 numbers of h are 500 times as large as all others: they
+    saturate, and so do some of the branches' cotangents there. The derivative by the argument of `counting` says how
+    many."""
+    monkeypatch.setattr(products, "SAMPLE", 4)  # as of 32 thousand tokens
+    rng, out, D, F = np.random.default_rng(3), 16 + 5, 64, 64
+    x, w = rng.standard_normal((128, D)), 0.1 * rng.standard_normal((3, D, F))
+    direction = x[out] / np.linalg.norm(x[out])
+    aligned = x - (x @ direction)[:, None] * direction
+    aligned[out] = x[out]
+    along = 22 * direction / np.linalg.norm(x[out])
+    w[:2, :, :16] = (w[:2, :, :16] - direction[:, None] * (direction @ w[:2, :, :16])[:, None]) + along[
+        :, None
+    ]
+    ordinary = np.where(np.arange(128)[:, None] == out, aligned[0], aligned)
+    if kernels:
+        monkeypatch.setattr("gdn_jax.fused.swiglu.FEW_ROWS", 0)
+        calls = interpret(monkeypatch)
+
+    def f(zero, x, *w):
+        with counting(zero):
+            y = swiglu(x, *w, product=PRODUCTS["float8"], implementation=None if kernels else "chunked")
+        return jnp.sum(y.astype(jnp.float32))
+
+    step = jax.grad(f) if kernels else jax.jit(jax.grad(f))
+    weights = [jnp.asarray(y, jnp.bfloat16) for y in w]
+    h = np.abs(np.asarray(gated(*(jnp.asarray(aligned @ y) for y in w[:2]))))
+    assert (h[out, :16] > 400).all() and np.delete(h, out, 0).max() < 8
+    counts = [
+        float(step(jnp.float32(0), jnp.asarray(x, jnp.bfloat16), *weights)) for x in (aligned, ordinary)
+    ]
+    assert 16 < counts[0] <= 16 + 2 * 16 and counts[1] == 0
+    if kernels:
+        assert calls["swiglu"] == calls["swiglu_backward"] == 2
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
+from gdn_jax import products
 from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD
+from gdn_jax.products import PRODUCTS, counting
 
 
 def test_a_swiglu_on_parts_of_its_columns():
@@ -35,3 +37,26 @@ def test_a_swiglu_on_parts_of_its_columns():
     assert set(traffic(compiled.as_text()).count) == {"all-reduce"}
     for name, a, b in zip(SWIGLU_NAMES, run(swiglu)(x, weights, dy), got, strict=True):
         close(np.asarray(a, np.float64), b, name)
+
+
+def test_numbers_that_saturate_are_counted_on_a_mesh(monkeypatch):
+    """Those of all devices: a number of x on each device of the head axis, one of h or of a cotangent once."""
+    monkeypatch.setattr(products, "ROOM", 0)
+    mesh, draw = mesh_from("data=2,head=2,context=2")[1], draws(0)
+    x = draw(2, 64, 12, dtype="bfloat16")
+    weights = [draw(*shape, dtype="bfloat16") for shape in ((12, 16), (12, 16), (16, 10))]
+
+    @jax.jit
+    @jax.grad
+    def count(zero, x, *weights):
+        with counting(zero):
+            y = head_shards.swiglu_on_mesh(x, *weights, product=PRODUCTS["float8"])
+        return y.astype("float32").sum()
+
+    counts = []
+    for sample in (1024, 4):  # all tokens of a device, then some of them
+        monkeypatch.setattr(products, "SAMPLE", sample)
+        jax.clear_caches()
+        with jax.set_mesh(mesh):
+            counts.append(float(count(np.float32(0), x, *weights)))
+    assert counts[0] == 0 < counts[1]

@@ -14,14 +14,14 @@ from fused_harness import draws
 from layer_kernels import joining_layer, plain_kernels
 from tolerances import rms_ratio
 
-from gdn_jax import blocks
+from gdn_jax import blocks, products
 from gdn_jax.blocks import SwiGLU
 from gdn_jax.fused import mixer
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.lora import add_lora
-from gdn_jax.products import PLAIN, PRODUCTS, Float8, rounded, times
+from gdn_jax.products import PLAIN, PRODUCTS, Float8, counting, rounded, times
 from pallas_kernels.device import launch
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -166,3 +166,30 @@ def test_a_model():
     assert model.blocks[0].mixer.q_proj.dot_general is PRODUCTS["float8"]
     with pytest.raises(ValueError, match="matmul: expected"):
         ModelConfig(matmul="int4")
+
+
+@pytest.mark.slow
+def test_counts_of_a_model(monkeypatch):
+    """As many numbers saturate where a block is computed twice or layers are a loop: nothing counts twice."""
+    monkeypatch.setattr(products, "SAMPLE", 4)  # as of many tokens
+    monkeypatch.setattr(products, "ROOM", 0)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 32))
+
+    def count(**options):
+        config = ModelConfig(
+            num_layers=2, hidden_size=32, head_dim=16, dtype="float32", matmul="float8", **options
+        )
+        graphdef, params = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+
+        @jax.jit
+        @jax.grad
+        def saturated(variables):
+            with counting(variables[1]):
+                x, _ = nnx.merge(graphdef, variables[0]).hidden_states(jnp.asarray(tokens))
+            return jnp.sum(x**2)
+
+        return float(saturated((params, jnp.float32(0)))[1])
+
+    once, twice, looped = count(), count(remat="full"), count(scan_layers=True)
+    assert once == twice > 0
+    assert abs(once - looped) < 0.01 * once  # sums in another order

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from flax import nnx
 from tiny_runs import TINY_TEXT, error_line, final_state, metrics, resume, train, tree
 
-from gdn_jax import cli
+from gdn_jax import cli, products
 from gdn_jax.commands import files
 from gdn_jax.tasks import text
 from gdn_jax.tasks.next_byte import BytesTask
@@ -69,6 +70,21 @@ def test_run_folder(finished):
 
 
 @pytest.mark.slow
+def test_a_run_in_eight_bits_counts_numbers_that_saturate(folder, tmp_path, finished, monkeypatch, capsys):
+    """In every line of its metrics, and where it prints one; other runs have no such numbers."""
+    monkeypatch.setattr(products, "SAMPLE", 4)  # as of many tokens
+    monkeypatch.setattr(products, "ROOM", 0)
+    assert (
+        train(folder, tmp_path / "run", *"--matmul float8 --steps 4 --log-every 2 --eval-every 4".split())
+        == 0
+    )
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [2, 4] and all(line["saturated"] > 0 for line in lines)
+    assert re.search(r"held out .* [1-9]\S* saturated", " ".join(capsys.readouterr().out.split()))
+    assert "saturated" not in metrics(finished[0])[0]
+
+
+@pytest.mark.slow
 def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     original = BytesTask.train_batch
@@ -115,7 +131,7 @@ def test_a_resumed_step_is_the_program_of_a_first_one(finished):
 
 KILLED = """
 import json, os, signal, sys
-from gdn_jax import cli
+from gdn_jax import cli, products
 
 def killed(event, ending, *argv):
     def kill(name, args):

@@ -83,7 +83,7 @@ def _forward(static, x, y, cotangent):
     scale = scale_of_norm(x.shape[-1], policy.operands)
     options = dict(eps=eps, dtype=dtype, scale=scale, codes=policy.operands)
     s, n, factors, codes = kernels.add_norm_eight_bits(_rows(x), None if y is None else _rows(y), **options)
-    made = Operand(*codes, jnp.float32(scale))
+    made = Operand(*codes, jnp.float32(0), jnp.float32(scale))  # a scale that has room for every number
     empty = jnp.zeros((0,), None if y is None else y.dtype)
     kept = n, factors, None if y is None else empty, None if cotangent is None else empty
     return (s.reshape(x.shape), n.reshape(x.shape), made), kept

@@ -36,6 +36,7 @@ from gdn_jax.products import (
     by_kernel,
     by_rows,
     cotangent_operand,
+    counter,
     forward_product,
     rounded,
     times,
@@ -159,7 +160,7 @@ def mix(
     _, *others, output = weights
     output = output.astype(mixer.dtype)
     inside = mixer.product is PLAIN or (prepared and _projects_in_eight_bits(mixer, c, output))
-    y, state = _mix(mixer, c, *others, output if inside else None, segment_ids)
+    y, state = _mix(mixer, c, *others, output if inside else None, segment_ids, counter())
     if not inside:
         y = times(mixer.product, y.reshape(*y.shape[:2], -1), output)
     conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
@@ -180,13 +181,13 @@ class _Saved(NamedTuple):
     convolution: tuple[Array, Array, Array | None]
     """All channels, filters and where segments begin."""
     gated_norm: tuple[Array, Array, Any]
-    """Outputs of the rule, weight of the norm and, if it is multiplied here, projection; in 8 bits that is a pair:
-    what it multiplies, by columns, and the projection."""
+    """Outputs of the rule, weight of the norm and, if it is multiplied here, projection; in 8 bits that is what it
+    multiplies, by columns, the projection, and how many numbers of the former were saturated."""
     through_rule: Callable[..., tuple[Array, ...]] | None
 
 
 def _run(
-    mixer: Mixer, c, filters, A_log, dt_bias, write_bias, norm, output, segment_ids, differentiate: bool
+    mixer: Mixer, c, filters, A_log, dt_bias, write_bias, norm, output, segment_ids, counter, differentiate
 ):
     """Output and final states, and what the derivative reads if there will be one."""
     fresh = None if segment_ids is None else segment_starts(segment_ids).astype("int32")
@@ -210,7 +211,8 @@ def _run(
         policy = mixer.product
         y8, output8 = gated_norm(policy, options, o, c, norm), rounded(by_rows(output), policy.operands)
         y = forward_product(y8, output8, o.dtype).reshape(*o.shape[:2], -1)
-        y, output = Addend.of(y, policy), (y8.by_columns, output8)
+        saturated = None if counter is None else y8.saturated
+        y, output = Addend.of(y, policy), (y8.by_columns, output8, saturated)
     return (y, state), _Saved((c, filters, fresh), (o, norm, output), through_rule)
 
 
@@ -224,13 +226,14 @@ def _forward(mixer, *arguments):
 
 
 def _backward(mixer: Mixer, saved: _Saved, cotangents):
-    dy, dstate = cotangents
+    (dy, dstate), count = cotangents, None
     assert saved.through_rule is not None
     o, norm, output = saved.gated_norm
     heads = _heads(mixer, saved.convolution[0])
     if isinstance(dy, Addend):
-        y8, output8 = output
+        y8, output8, saturated = output
         dy8 = cotangent_operand(mixer.product, dy)
+        count = None if saturated is None else saturated + dy8.saturated
         dy, doutput = backward_products(mixer.product, y8, output8, dy8, o.dtype)
         saved_here = o, heads, norm, None
         do, dheads, dnorm, _ = gated_norm_gradients(GatedNorm(mixer.eps), saved_here, dy.reshape(o.shape))
@@ -242,7 +245,7 @@ def _backward(mixer: Mixer, saved: _Saved, cotangents):
     # So far the last channels alone are written in this array.
     dothers = dgates, dheads.reshape(*dheads.shape[:2], -1)
     dc, dfilters = filtered_gradients(mixer.keys, saved.convolution, (dq, dk, dv), dothers)
-    return dc, dfilters, *dparameters, dnorm, doutput, None
+    return dc, dfilters, *dparameters, dnorm, doutput, None, count
 
 
 def _whole(cotangent: Any) -> Any:

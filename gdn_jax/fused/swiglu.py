@@ -23,6 +23,7 @@ from gdn_jax.products import (
     by_kernel,
     by_rows,
     cotangent_operand,
+    counter,
     forward_product,
     operand,
     rounded,
@@ -105,13 +106,14 @@ def _multiplied_by(product: Any, given, gate_kernel, up_kernel, down_kernel) -> 
     down_kernel = jnp.pad(down_kernel, ((0, more), (0, 0)))
     if isinstance(product, Float8) and by_kernel(x, gate_kernel) and by_kernel(x, down_kernel.T):
         made = given.operand if isinstance(given, Prepared) else None
-        addend = _eight_bits(product, x, made, side_by_side(gate_kernel, up_kernel, COLUMNS), down_kernel)
+        weight = side_by_side(gate_kernel, up_kernel, COLUMNS)
+        addend = _eight_bits(product, x, made, weight, down_kernel, counter())
         return addend.value if made is None else addend
     branches = times(product, x, side_by_side(gate_kernel, up_kernel, _group(False)))
     return times(product, _gated_by_kernel(branches), down_kernel)
 
 
-def _eight_bits_forward(policy, x, made, weight, down_kernel):
+def _eight_bits_forward(policy, x, made, weight, down_kernel, counter):
     from pallas_kernels.layer import swiglu_eight_bits as kernels
 
     tokens, dtype = x.reshape(-1, x.shape[-1]), policy.operands
@@ -121,14 +123,15 @@ def _eight_bits_forward(policy, x, made, weight, down_kernel):
     scale = scale_of_sample(gated(*_branches(sample(branches))), len(tokens), dtype)
     h8 = Operand(*kernels.swiglu(branches, scale, dtype), scale)
     y = forward_product(h8, down8, x.dtype)
-    kept = x8.by_columns, weight8, branches, h8.by_columns, down8
+    saturated = None if counter is None else x8.saturated + h8.saturated
+    kept = x8.by_columns, weight8, branches, h8.by_columns, down8, saturated
     return Addend.of(y.reshape(*x.shape[:-1], -1), policy), kept
 
 
 def _eight_bits_backward(policy, kept, cotangent):
     from pallas_kernels.layer import swiglu_eight_bits as kernels
 
-    x8, weight8, branches, h8, down8 = kept
+    x8, weight8, branches, h8, down8, saturated = kept
     dtype, like = policy.cotangents, cotangent.value
     dy8 = cotangent_operand(policy, cotangent)
     dh, ddown = backward_products(policy, h8, down8, dy8, like.dtype)
@@ -136,12 +139,13 @@ def _eight_bits_backward(policy, kept, cotangent):
     scale = scale_of_sample(jnp.stack(back(sample(dh).astype(some.dtype))), len(branches), dtype)
     dbranches8 = Operand(*kernels.swiglu_backward(branches, dh, scale, dtype), scale)
     dx, dweight = backward_products(policy, x8, weight8, dbranches8, like.dtype)
-    return dx.reshape(*like.shape[:-1], -1), None, dweight, ddown
+    count = None if saturated is None else saturated + dy8.saturated + dbranches8.saturated
+    return dx.reshape(*like.shape[:-1], -1), None, dweight, ddown, count
 
 
 _eight_bits = fused_op(_eight_bits_forward, _eight_bits_backward, symbolic_zeros=True)
-"""The SwiGLU in 8 bits of x, its operand or None, branches' weights `side_by_side` in groups of COLUMNS, and the
-projection down."""
+"""The SwiGLU in 8 bits of x, its operand or None, branches' weights `side_by_side` in groups of COLUMNS, the
+projection down, and a `counter`."""
 
 
 def _branches(x: Float[Array, "N F2"]) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:

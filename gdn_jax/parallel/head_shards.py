@@ -25,7 +25,7 @@ from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.products import PLAIN, Addend, Prepared, array_of
+from gdn_jax.products import PLAIN, Addend, Prepared, array_of, counter, counting
 
 
 def splits_heads() -> bool:
@@ -56,14 +56,16 @@ def projections_on_mesh(
     if sizes is None or sizes[HEAD] == 1:
         return project(x, weights)
 
-    def local(x, weights):
-        return project(*vary_alike((x, weights)))
+    def local(x, weights, counter):
+        x, weights, counter = vary_alike((x, weights, counter))
+        with counting(counter):
+            return project(x, weights)
 
     tokens = _tokens(sizes, x)
     specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
-    options = dict(in_specs=(tokens, specs), out_specs=PartitionSpec(*tokens, HEAD))
+    options = dict(in_specs=(tokens, specs, PartitionSpec()), out_specs=PartitionSpec(*tokens, HEAD))
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
-    return jax.checkpoint(jax.shard_map(local, **options))(x, weights)
+    return jax.checkpoint(jax.shard_map(local, **options))(x, weights, counter())
 
 
 def swiglu_on_mesh(
@@ -85,17 +87,20 @@ def swiglu_on_mesh(
     if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
         return swiglu(x, *kernels, product=product, implementation=implementation)
 
-    def local(x, kernels):
-        y = swiglu(*vary_alike((x, *kernels)), product=product, implementation=implementation)
+    def local(x, kernels, counter):
+        x, *kernels, counter = vary_alike((x, *kernels, counter))
+        with counting(counter):
+            y = swiglu(x, *kernels, product=product, implementation=implementation)
         return lax.psum(y, HEAD)
 
     array = array_of(x)
     tokens = _tokens(sizes, array)
     columns = PartitionSpec(None, HEAD)
-    run = jax.shard_map(local, in_specs=(tokens, (columns, columns, PartitionSpec(HEAD))), out_specs=tokens)
+    specs = tokens, (columns, columns, PartitionSpec(HEAD)), PartitionSpec()
+    run = jax.shard_map(local, in_specs=specs, out_specs=tokens)
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
     keep = jax.checkpoint_policies.save_only_these_names(BRANCHES_NAME)
-    return jax.checkpoint(run, policy=keep)(array, kernels)
+    return jax.checkpoint(run, policy=keep)(array, kernels, counter())
 
 
 def short_conv_on_mesh(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from gdn_jax.hf.load import load_hf
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.parallel.token_shards import loss_on_mesh
+from gdn_jax.products import counting
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TaskOptions, TokensOptions
 from gdn_jax.training.options import ModelOptions, ScheduleOptions, TrainOptions
@@ -38,6 +38,7 @@ class StepMetrics(NamedTuple):
     loss: Float[Array, ""]  # mean nats of a weighted prediction
     accuracy: Float[Array, ""]
     grad_norm: Float[Array, ""]  # before clipping
+    saturated: Float[Array, ""] | float = 0.0  # numbers of both passes, see `products.counting`
 
 
 class Sums(NamedTuple):
@@ -285,23 +286,29 @@ def train_step(
     Returns:
       The state after the step, and its metrics.
     """
-    gradient = jax.grad(partial(loss_sum, graphdef, rest), has_aux=True)
+
+    def counted_loss(variables, batch, places=None):
+        params, counter = variables
+        with counting(counter):
+            return loss_sum(graphdef, rest, params, batch, places)
+
+    gradient = jax.grad(counted_loss, has_aux=True)
+    zero = jnp.zeros((), jnp.float32)
     if accumulate == 1:
-        grads, sums = gradient(state.params, batch, places)
+        (grads, saturated), sums = gradient((state.params, zero), batch, places)
     else:
         pieces = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
 
         def piece(total, part):
-            return jax.tree.map(jnp.add, total, gradient(state.params, part)), None
+            return jax.tree.map(jnp.add, total, gradient((state.params, zero), part)), None
 
-        zero = jnp.zeros((), jnp.float32)
-        start = (jax.tree.map(jnp.zeros_like, state.params), Sums(zero, zero, zero))
-        (grads, sums), _ = jax.lax.scan(piece, start, pieces)
+        start = ((jax.tree.map(jnp.zeros_like, state.params), zero), Sums(zero, zero, zero))
+        ((grads, saturated), sums), _ = jax.lax.scan(piece, start, pieces)
     grads = jax.tree.map(lambda g: g / sums.weight, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(sums.loss / sums.weight, sums.correct / sums.weight, global_norm(grads))
-    return TrainState(params, opt_state), metrics
+    loss, accuracy = sums.loss / sums.weight, sums.correct / sums.weight
+    return TrainState(params, opt_state), StepMetrics(loss, accuracy, global_norm(grads), saturated)
 
 
 def make_functions(

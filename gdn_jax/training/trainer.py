@@ -43,6 +43,7 @@ class Tally:
     loss: float = 0.0
     accuracy: float = 0.0
     grad_norm: float = 0.0
+    saturated: float = 0.0
     count: int = 0
 
     def add(self, step: int, metrics: StepMetrics) -> None:
@@ -51,13 +52,14 @@ class Tally:
         Raises:
           Diverged: the step is not finite.
         """
-        loss, accuracy, grad_norm = (float(x) for x in metrics)
+        loss, accuracy, grad_norm, saturated = (float(x) for x in metrics)
         for name, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 raise Diverged(f"{name} is {value} at step {step}")
         self.loss += loss
         self.accuracy += accuracy
         self.grad_norm += grad_norm
+        self.saturated += saturated
         self.count += 1
 
 
@@ -249,6 +251,9 @@ class Trainer:
         metrics = {"loss": loss} | self.task.metrics(loss, t.accuracy / t.count)
         wall = {"seconds": round(self.seconds, 3), "tokens_per_second": speed and round(speed, 1)}
         record = {"step": self.step, **metrics, "grad_norm": t.grad_norm / t.count, "lr": lr}
+        saturated = t.saturated / t.count
+        if self.options.model.matmul != "default":
+            record["saturated"] = saturated
         run.append(record | validation | {"wall": wall})
         reporter.state(loss, speed or 0.0)
         if validation:
@@ -259,6 +264,7 @@ class Trainer:
                 f"held out {validation['val_' + metric]:.3f}   {self.seconds:.0f} s"
                 + (f"   {speed:,.0f} tokens/s" if speed else "")
                 + (f"   {share:.0%} of peak" if share is not None else "")
+                + (f"   {saturated:.3g} saturated" if saturated else "")
             )
 
 

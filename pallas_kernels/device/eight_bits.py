@@ -1,4 +1,5 @@
-"""Arrays of 8-bit numbers of which a thread puts what it has of a column side by side."""
+"""Arrays of 8-bit numbers of which a thread puts what it has of a column side by side, and how many numbers are too
+large for 8 bits."""
 
 import functools
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.device.layouts import WGMMA
 
@@ -27,6 +28,52 @@ BESIDE = plgpu.Layout.TILED(
     plgpu.Tiling(((128, 64), (32, 64), (4, 64), (16,))), warp_dims=(-7,), lane_dims=(-2, -5), vector_dim=-1
 )
 """Layout of [128, 64] of which a thread has 16 neighbours of 4 rows each."""
+
+
+LANES = 128
+"""Threads of a warpgroup."""
+
+THREADS = plgpu.Layout.WG_STRIDED((LANES,), 1)
+"""Layout of [LANES] of which each thread has one."""
+
+_SIGNS = 0x80008000
+"""The highest bits of two 16-bit numbers."""
+
+
+@functools.cache
+def count_beyond(shape: tuple[int, ...], dtype: str, layout: Any):
+    """The operation for arrays of a shape: four instructions for two numbers, and one number in registers.
+
+    The 16-bit numbers of one sign are ordered as their bits. So the highest bit of their sum with what is left to the
+    largest bits says which are larger. Those of up to 16 pairs lie side by side before they are counted.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(THREADS, THREADS, layout),
+        return_type=plgpu.ShapeDtypeStruct((LANES,), jnp.dtype(jnp.int32), THREADS),
+    )
+    def count_beyond(ctx, count, left, x):
+        i32 = ir.IntegerType.get_signless(32)
+        total, left = (vector.extract(y.registers.flat[0], [], [0]) for y in (count, left))
+        one, signs, others = (utils.c(n, i32) for n in (1, _SIGNS, _SIGNS ^ 0xFFFFFFFF))
+        pairs: list[Any] = []
+        for register in x.registers.flat:
+            n = register.type.shape[0] // 2
+            words = vector.bitcast(ir.VectorType.get((n,), i32), register)
+            pairs += [vector.extract(words, [], [i]) for i in range(n)]
+        for first in range(0, len(pairs), 16):
+            found = None
+            for pair in pairs[first : first + 16]:
+                larger = arith.andi(arith.addi(arith.andi(pair, others), left), signs)
+                found = larger if found is None else arith.ori(arith.shrui(found, one), larger)
+            total = arith.addi(total, math.ctpop(found))
+        registers = np.empty(count.registers.shape, dtype=object)
+        registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), i32), total)
+        return fragmented_array.FragmentedArray(
+            _registers=registers, _layout=count.layout, _is_signed=count.is_signed
+        )
+
+    return count_beyond
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -160,6 +161,21 @@ class Device:
         if self.interpreted:  # the instruction does so by itself
             x = jnp.clip(x, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
         return x.astype(dtype)
+
+    def count_beyond(self, count, left, x, layout: Any) -> jax.Array:
+        """count [LANES], with how many of x are beyond a bound, infinite ones and NaN among them: each thread adds
+        those that it has.
+
+        Args:
+          count: int32 in `eight_bits.THREADS`.
+          left: likewise, what is left between the bits of the bound and 0x7fff, twice: in both halves of a word.
+          layout: of x, 16-bit numbers.
+        """
+        if self.interpreted:
+            bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) & 0x7FFF
+            beyond = bits > 0x7FFF - (left[0] & 0x7FFF)
+            return count + jnp.sum(beyond.astype(jnp.int32).reshape(-1, len(count)), axis=0)
+        return eight_bits.count_beyond(x.shape, jnp.dtype(x.dtype).name, layout)(count, left, x)
 
     def together(self, x) -> jax.Array:
         """The numbers that a thread has of a row put side by side: [64, 64] of 8 bits in the WGMMA layout, to

@@ -7,11 +7,13 @@ sums over tokens, and so needs x and the cotangents by columns. In what order it
 it is the same for both. So each `TOKENS` of them lie in the order in which the threads hold them (`Device.together`),
 and a thread writes 16 bytes at once.
 
-Inputs (GMEM): x [T, D] bfloat16 or float16; scale [1] float32. Outputs (GMEM): x8 [T, D], x8_t [D, T].
+Inputs (GMEM): x [T, D] bfloat16 or float16; scale [1] float32, and `left` of it, int32.
+Outputs (GMEM): x8 [T, D], x8_t [D, T]; how many numbers each CTA saturated, int32.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over tiles of `TOKENS` by `COLUMNS` numbers
 and loads the next one while it writes. Shared memory: a tile, 8 KB, in which it is transposed.
-Numerics: scaled in float32, rounded to the nearest. A number beyond the largest of the dtype becomes that one; NaN
-and infinite ones become NaN. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: scaled in float32, rounded to the nearest. A number beyond the largest of the dtype saturates to that one;
+NaN and infinite ones become NaN, and count as saturated too.
+Hardware: compute capability 9.0. Limits: `check_supported`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.eight_bits import LANES, THREADS
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, store_any, transposed
@@ -83,7 +86,7 @@ def load(ref: Any, tokens: Any, columns: Any) -> jax.Array:
 
 
 def write(gmem: Any, smem: Any, source: Source, interpreted: bool) -> None:
-    """Makes gmem.x8 and gmem.x8_t of a source, with gmem.scale."""
+    """Makes gmem.x8, gmem.x8_t and gmem.saturated of a source, with gmem.scale."""
     dev, scale, T = Device(interpreted), gmem.scale[0], gmem.x8.shape[0]
     width = source.columns // COLUMNS
     tiles = T // TOKENS * width
@@ -102,21 +105,29 @@ def write(gmem: Any, smem: Any, source: Source, interpreted: bool) -> None:
         wide = jnp.where(jnp.abs(wide) < jnp.inf, wide * scale, jnp.nan)
         return dev.to_eight_bits(wide, gmem.x8.dtype)
 
-    def one(n, arrays):
-        tile = first + n * ctas
+    def one(n, carry):
+        (arrays, count), tile = carry, first + n * ctas
         (token, column), made = place(tile), source.tiles(*arrays)
         following = read(jnp.minimum(tile + ctas, tiles - 1))
         for i, x in enumerate(made):
             tokens, columns = pl.ds(token, TOKENS), pl.ds(column * len(made) + i * COLUMNS, COLUMNS)
             plgpu.commit_smem()  # all have read the tile before
             store_any(smem.tile, x)
+            count = dev.count_beyond(count, left, x, LAYOUT)
             store_any(gmem.x8.at[tokens, columns], rounded(x))
             plgpu.commit_smem()
             x_t = plgpu.load(transposed(smem.tile), layout=WGMMA)
             store_any(gmem.x8_t.at[columns, tokens], dev.together(rounded(x_t)))
-        return following
+        return following, count
 
-    lax.fori_loop(0, lax.div(tiles - 1 - first + ctas, ctas), one, read(first))
+    left, carry = of_threads(gmem.left[0]), (read(first), of_threads(0))
+    _, count = lax.fori_loop(0, lax.div(tiles - 1 - first + ctas, ctas), one, carry)
+    gmem.saturated[first] = jnp.sum(count)
+
+
+def of_threads(n: Any) -> jax.Array:
+    """An int32 in every thread, for `Device.count_beyond`."""
+    return plgpu.layout_cast(jnp.full((LANES,), n, jnp.int32), THREADS)
 
 
 def start(
@@ -130,8 +141,8 @@ def start(
     tiles: int,
     ctas_per_sm: int,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Launches a kernel that makes x8 and x8_t of a source's tiles.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Launches a kernel that makes x8 and x8_t of a source's tiles, and counts the numbers that it saturates.
 
     Args:
       source: read and tiles of a `Source`, from gmem.
@@ -141,28 +152,43 @@ def start(
     read_columns = columns // tiles
     x = next(iter(inputs.values()))
     T = x.shape[0]
+    ctas = r.num_ctas(T // TOKENS * (read_columns // COLUMNS), ctas_per_sm)
     results = launch(
         name,
         lambda gmem, smem: write(
             gmem, smem, Source(*source(gmem), read_columns, ctas_per_sm), interpret is not None
         ),
-        inputs=inputs | {"scale": scale.astype(jnp.float32).reshape(1)},
+        inputs=inputs | {"scale": scale.astype(jnp.float32).reshape(1), "left": left(scale, dtype, x.dtype)},
         outputs={
             "x8": jax.ShapeDtypeStruct((T, columns), dtype),
             "x8_t": jax.ShapeDtypeStruct((columns, T), dtype),
+            "saturated": jax.ShapeDtypeStruct((ctas,), jnp.int32),
         },
         memory={"tile": Buffer((TOKENS, COLUMNS), x.dtype, swizzle=128)},
         auto_barriers=False,
-        ctas=r.num_ctas(T // TOKENS * (read_columns // COLUMNS), ctas_per_sm),
+        ctas=ctas,
         interpret=interpret,
     )
-    return results["x8"], results["x8_t"]
+    return results["x8"], results["x8_t"], total(results["saturated"])
+
+
+def left(scale: jax.Array, codes: Any, dtype: Any) -> Int[Array, "1"]:
+    """What `Device.count_beyond` takes for numbers of a dtype and codes of a scale."""
+    bound = (float(jnp.finfo(codes).max) / scale.astype(jnp.float32)).astype(dtype)
+    bits = lax.bitcast_convert_type(bound, jnp.uint16).astype(jnp.int32) & 0x7FFF
+    return ((0x7FFF - bits) * 0x10001).reshape(1)
+
+
+def total(saturated: jax.Array) -> Float[Array, ""]:
+    """The count of all CTAs, as the products add it up."""
+    return jnp.sum(saturated).astype(jnp.float32)
 
 
 def eight_bits(
     x: Float[Array, "T D"], scale: Float[Array, ""], dtype: DTypeLike, *, interpret: Any = None
-) -> tuple[Float[Array, "T D"], Float[Array, "D T"]]:
-    """x8 and x8_t of a dtype, for an array that `check_supported` accepts; see the module docstring.
+) -> tuple[Float[Array, "T D"], Float[Array, "D T"], Float[Array, ""]]:
+    """x8 and x8_t of a dtype, for an array that `check_supported` accepts, and how many numbers are saturated; see
+    the module docstring.
 
     Args:
       dtype: float8_e4m3fn or float8_e5m2.

@@ -5,7 +5,8 @@
 as in `gated_norm`, rounded to o's dtype, then as in `eight_bits`: nothing is written in 16 bits.
 
 Inputs (GMEM): o [T, H V]; z [T, C], of whose channels the last H V are the gates, both bfloat16 or float16; w [V]
-float32; scale [1] float32. Outputs (GMEM): y in 8 bits, by rows [T, H V] and by columns [H V, T].
+float32; scale [1] float32. Outputs (GMEM): y in 8 bits, by rows [T, H V] and by columns [H V, T], and the count of
+`eight_bits`.
 Grid, shared memory, numerics and hardware: those of `eight_bits`; a tile is one head of 64 tokens.
 Limits: `check_supported`.
 """
@@ -54,8 +55,8 @@ def gated_norm_eight_bits(
     eps: float,
     activation: str = "silu",
     interpret=None,
-) -> tuple[Float[Array, "T F"], Float[Array, "F T"]]:
-    """The gated norm in 8 bits of a dtype, by rows and by columns.
+) -> tuple[Float[Array, "T F"], Float[Array, "F T"], Float[Array, ""]]:
+    """The gated norm in 8 bits of a dtype, by rows and by columns, and how many numbers are saturated.
 
     Args:
       o: all heads of outputs that `check_supported` accepts.

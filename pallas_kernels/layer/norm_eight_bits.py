@@ -8,8 +8,10 @@ columns, the codes of both kernels one after the other. That saves what `eight_b
 written for it. The norm has no weight: it is in the projections that read n.
 
 Inputs (GMEM): x [N, D] float32, bfloat16 or float16; y [N, D] of any of these, or none. The derivative reads n and dn
-[N, D] bfloat16 or float16, r [N] float32, ds [N, D] of x's dtype, or none, and scale [1] float32.
-Outputs (GMEM): s [N, D] of x's dtype where there is y; n [N, D]; r [N]; dx [N, D]; n or dy in 8 bits [N, D], [D, N].
+[N, D] bfloat16 or float16, r [N] float32, ds [N, D] of x's dtype, or none, and scale [1] float32, with
+what `eight_bits.left` makes of it.
+Outputs (GMEM): s [N, D] of x's dtype where there is y; n [N, D]; r [N]; dx [N, D]; n or dy in 8 bits [N, D], [D, N];
+of dy how many numbers each CTA saturated, int32. The scale of n has room for every number.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `TOKENS` rows. The codes of a
 block wait in shared memory, 1 byte a number, until all of its rows are there; then a thread writes 16 bytes of a
 column. Shared memory: `TOKENS` (D + 16) bytes; with rows of D bytes four threads would meet in each bank.
@@ -34,7 +36,7 @@ from pallas_kernels.device.memory import Buffer, store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import norm
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.eight_bits import TOKENS
+from pallas_kernels.layer.eight_bits import TOKENS, left, of_threads, total
 
 CTAS_PER_SM = 2
 """CTAs for each multiprocessor: as many as their registers allow."""
@@ -75,30 +77,34 @@ def _write(
     read: Callable[[Any, int], tuple[jax.Array, ...]],
     make: Callable[..., jax.Array],
 ) -> None:
-    """Makes gmem.x8 and gmem.x8_t.
+    """Makes gmem.x8 and gmem.x8_t, and gmem.saturated where it is asked for.
 
     Args:
       scale: of the codes.
       read: loads some rows, from the number of the first and how many; the next ones while some are worked on.
-      make: from the number of the first row and what was read to these rows, float32, rounded to 16 bits.
+      make: from the number of the first row and what was read to these rows, of 16 bits.
     """
     (N, D), dtype = gmem.x8.shape, gmem.x8.dtype
     rows, (blocks, ctas) = r.rows_at_once(D, N), _blocks(N)
     groups = TOKENS // rows
 
-    def block(i, read_before):
+    def block(i, carry):
         first = i * TOKENS
         after = jnp.minimum(i + ctas, blocks - 1) * TOKENS
 
-        def some(n, found):
-            inside = n * rows
+        def some(n, carry):
+            (found, count), inside = carry, n * rows
             following = read(jnp.where(n + 1 < groups, first + inside + rows, after), rows)
             x = make(first + inside, *found)
             # The conversion would make the largest number of an infinite one.
-            codes = dev.to_eight_bits(jnp.where(jnp.abs(x) < jnp.inf, x * scale, jnp.nan), dtype)
+            if count is not None:
+                count = dev.count_beyond(count, left, x, r.layout(D, rows))
+            x = x.astype(jnp.float32)
+            wide = jnp.where(jnp.abs(x) < jnp.inf, x * scale, jnp.nan)
+            codes = dev.to_eight_bits(wide, dtype)
             store_any(gmem.x8.at[pl.ds(first + inside, rows)], codes)
             store_any(smem.codes.at[pl.ds(inside, rows), pl.ds(0, D)], codes)
-            return following
+            return following, count
 
         def columns(n, carry):
             column = n * COLUMNS
@@ -107,12 +113,17 @@ def _write(
             return carry
 
         plgpu.commit_smem()  # all have read the block before
-        following = lax.fori_loop(0, groups, some, read_before)
+        following = lax.fori_loop(0, groups, some, carry)
         plgpu.commit_smem()
         lax.fori_loop(0, D // COLUMNS, columns, None)
         return following
 
-    r.walk(block, blocks, ctas, read(grid_index() * TOKENS, rows))
+    counts = gmem.saturated is not None
+    left = of_threads(gmem.left[0]) if counts else None
+    start = read(grid_index() * TOKENS, rows), of_threads(0) if counts else None
+    _, count = r.walk(block, blocks, ctas, start)
+    if count is not None:
+        gmem.saturated[grid_index()] = jnp.sum(count)
 
 
 def _forward(gmem: Any, smem: Any, *, eps: float, scale: float, interpreted: bool) -> None:
@@ -131,7 +142,7 @@ def _forward(gmem: Any, smem: Any, *, eps: float, scale: float, interpreted: boo
         store_any(gmem.r.at[pl.ds(first, rows)], factor)
         n = (s * r.spread(factor, D)).astype(gmem.n.dtype)
         store_any(gmem.n.at[pl.ds(first, rows)], n)
-        return n.astype(jnp.float32)
+        return n
 
     _write(gmem, smem, Device(interpreted), scale, read, make)
 
@@ -153,7 +164,7 @@ def _backward(gmem: Any, smem: Any, *, interpreted: bool) -> None:
         dx = r.spread(factor, D) * (dn - n * mean)
         dx = dx if ds is None else dx + ds.astype(jnp.float32)
         r.store(gmem.dx, first, dx)
-        return dx.astype(gmem.n.dtype).astype(jnp.float32)
+        return dx.astype(gmem.n.dtype)
 
     _write(gmem, smem, dev, gmem.scale[0], read, make)
 
@@ -206,6 +217,7 @@ def _run_forward(eps, dtype, scale, codes, interpret, x, y):
         functools.partial(_forward, eps=eps, scale=scale),
         {"x": x, "y": y},
         {
+            "saturated": None,
             "s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
             "n": jax.ShapeDtypeStruct(x.shape, dtype),
             "r": jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
@@ -226,8 +238,9 @@ def add_norm_eight_bits_backward(
     x_dtype: Any,
     codes: DTypeLike,
     interpret: Any = None,
-) -> tuple[Float[Array, "N D"], tuple[Float[Array, "N D"], Float[Array, "D N"]]]:
-    """Derivative of `add_norm_eight_bits`: dx in the stream's dtype, and in 8 bits by rows and by columns.
+) -> tuple[Float[Array, "N D"], tuple[Float[Array, "N D"], Float[Array, "D N"], Float[Array, ""]]]:
+    """Derivative of `add_norm_eight_bits`: dx in the stream's dtype, and in 8 bits by rows and by columns, with how
+    many numbers are saturated.
 
     Args:
       n, factors: results of `add_norm_eight_bits`.
@@ -243,12 +256,16 @@ def add_norm_eight_bits_backward(
 
 
 def _run_backward(x_dtype, codes, interpret, n, factors, ds, dn, scale):
+    scaling = {"scale": scale.astype(jnp.float32).reshape(1), "left": left(scale, codes, n.dtype)}
     found = _launch(
         "add_norm_eight_bits_backward",
         _backward,
-        {"n": n, "r": factors, "ds": ds, "dn": dn, "scale": scale.astype(jnp.float32).reshape(1)},
-        {"dx": jax.ShapeDtypeStruct(n.shape, x_dtype)},
+        {"n": n, "r": factors, "ds": ds, "dn": dn} | scaling,
+        {
+            "dx": jax.ShapeDtypeStruct(n.shape, x_dtype),
+            "saturated": jax.ShapeDtypeStruct((_blocks(len(n))[1],), jnp.int32),
+        },
         (n.shape, codes),
         interpret,
     )
-    return found["dx"], (found["x8"], found["x8_t"])
+    return found["dx"], (found["x8"], found["x8_t"], total(found["saturated"]))

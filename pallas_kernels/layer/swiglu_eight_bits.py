@@ -6,7 +6,8 @@ each rounded to ab's dtype, then as in `eight_bits`: nothing is written in 16 bi
 `COLUMNS` numbers of a, as many of b, and so on; da and db likewise.
 
 Inputs (GMEM): ab [T, 2 F], dh [T, F] bfloat16 or float16; scale [1] float32. Outputs (GMEM): h or dab in 8 bits, by
-rows [T, ..] and by columns [.., T]. Grid, shared memory, numerics, hardware and limits: those of `eight_bits`.
+rows [T, ..] and by columns [.., T], and the count of `eight_bits`. Grid, shared memory, numerics, hardware and
+limits: those of `eight_bits`.
 """
 
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from pallas_kernels.device.launch import compiled
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, load, start
 
-CTAS_PER_SM = 3
+CTAS_PER_SM, BACKWARD_CTAS_PER_SM = 3, 2
+"""CTAs for each multiprocessor: as many as their registers allow."""
 
 
 def _branches(gmem, tokens, column):
@@ -27,8 +29,9 @@ def _branches(gmem, tokens, column):
 
 def swiglu(
     ab: Float[Array, "T F2"], scale: Float[Array, ""], dtype: DTypeLike, *, interpret=None
-) -> tuple[Float[Array, "T F"], Float[Array, "F T"]]:
-    """silu(a) b in 8 bits, by rows and by columns, for branches that `eight_bits.check_supported` accepts."""
+) -> tuple[Float[Array, "T F"], Float[Array, "F T"], Float[Array, ""]]:
+    """silu(a) b in 8 bits, by rows and by columns, for branches that `eight_bits.check_supported` accepts, and how
+    many numbers are saturated."""
     return compiled(_run_forward, interpret, 2)(interpret, jnp.dtype(dtype), ab, scale)
 
 
@@ -56,8 +59,9 @@ def swiglu_backward(
     dtype: DTypeLike,
     *,
     interpret=None,
-) -> tuple[Float[Array, "T F2"], Float[Array, "F2 T"]]:
-    """Gradient of <dh, silu(a) b> with respect to ab in 8 bits, by rows and by columns."""
+) -> tuple[Float[Array, "T F2"], Float[Array, "F2 T"], Float[Array, ""]]:
+    """Gradient of <dh, silu(a) b> with respect to ab in 8 bits, by rows and by columns, and how many numbers are
+    saturated."""
     return compiled(_run_backward, interpret, 2)(interpret, jnp.dtype(dtype), ab, dh, scale)
 
 
@@ -75,5 +79,5 @@ def _run_backward(interpret, dtype, ab, dh, scale):
 
         return read, tiles
 
-    options = dict(columns=2 * F, tiles=2, ctas_per_sm=CTAS_PER_SM, interpret=interpret)
+    options = dict(columns=2 * F, tiles=2, ctas_per_sm=BACKWARD_CTAS_PER_SM, interpret=interpret)
     return start("swiglu_eight_bits_backward", source, {"ab": ab, "dh": dh}, scale, dtype, **options)
