@@ -24,8 +24,6 @@ class PackedChunks(NamedTuple):
     """Whether the chunk is the first of its sequence."""
     is_last: Bool[Array, " L"]
     """Whether the chunk is the last of its sequence."""
-    last_chunk: Int[Array, " N"]
-    """Last chunk of each sequence (meaningless for an empty one)."""
     is_empty: Bool[Array, " N"]
     """Whether the sequence has no tokens."""
     chunk_of_token: Int[Array, " T"]
@@ -76,7 +74,6 @@ def packed_chunks(cu_seqlens: Int[Array, " N1"], T: int, C: int) -> PackedChunks
         sequence=n,
         is_first=used & (chunk == starts[n]),
         is_last=used & (chunk == ends[n] - 1),
-        last_chunk=jnp.clip(ends - 1, 0, L - 1),
         is_empty=lengths == 0,
         chunk_of_token=jnp.clip(starts[s] + offset // C, 0, L - 1),
         row_of_token=jnp.where(is_token, offset % C, 0),

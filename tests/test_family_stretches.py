@@ -119,3 +119,18 @@ def test_stretches_of_packed_rows_on_a_gpu(name, lanes, monkeypatch):
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(spoilt), strict=True):
         axis, of_victim = (1, mine) if a.shape[1] == case.call.T else (0, longest)
         np.testing.assert_array_equal(np.delete(a, of_victim, axis), np.delete(b, of_victim, axis))
+
+
+@pytest.mark.slow
+def test_final_states_of_packed_stretches_are_not_rounded(monkeypatch):
+    """In bfloat16 too, where a GPU keeps the states between chunks in that dtype."""
+    case = CASES["packed"]
+    x = family_cases.inputs(case, "bfloat16")
+    primals = x.q, x.k, x.v, x.g, x.beta[..., None], x.beta[..., None], x.initial_state
+    rule = functools.partial(
+        chunked.chunked_rule, scale=1.0, cu_seqlens=jnp.asarray(x.cu_seqlens), chunk_size=16
+    )
+    _, whole = jax.jit(rule)(*primals)
+    on_gpu(monkeypatch, 3 * 16 * case.call.HO)
+    _, final = jax.jit(functools.partial(rule))(*primals)
+    assert_close(np.asarray(whole, np.float64), np.asarray(final), 2e-6, "final_state", 1)

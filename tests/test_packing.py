@@ -1,5 +1,6 @@
 """Packed sequences and segments: the same as each alone, and nothing crosses a boundary."""
 
+import functools
 import itertools
 
 import harness
@@ -99,6 +100,27 @@ def test_split_anywhere(implementation):
         assert_close(
             whole["final_state"][:1], final, tolerance("final_state", "float32"), f"state, cut at {cut}", 1
         )
+
+
+@pytest.mark.parametrize("of", ["heads", "channels"])
+def test_a_state_that_is_handed_on_is_not_rounded(of):
+    """In bfloat16 too: a packed sequence leaves the state that a whole row leaves, and eight calls that of one."""
+    case = cases.Case(
+        "handed-on", T=512, B=1, heads=(1, 1, 2), K=16, V=8, g="-1e-3", initial_state=False, chunk_size=16
+    )
+    x = cases.inputs(case, "bfloat16")
+    _, expected = oracle.forward(**x.arguments)
+    g = x.g if of == "heads" else np.repeat(x.g[..., None], case.K, -1)
+    rule = jax.jit(functools.partial(gdn_jax.delta_rule, chunk_size=16, implementation="chunked"))
+    state, cu_seqlens = np.zeros(expected.shape, np.float32), np.array([0, 64], np.int32)
+    for start in range(0, case.T, 64):
+        tokens = [y[:, start : start + 64] for y in (x.q, x.k, x.v, g, x.beta)]
+        if not start:
+            _, of_row = rule(*tokens, initial_state=state)
+        _, state = rule(*tokens, initial_state=state, cu_seqlens=cu_seqlens)
+        if not start:
+            assert_close(of_row, state, 1e-6, "as a row", 1)
+    assert_close(expected, state, 5e-6, "in eight calls", 1)
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)

@@ -207,15 +207,6 @@ def test_tangents_of_packed_bfloat16():
         assert abs(expected - got) <= tolerance("dk", "bfloat16") * largest
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
-def test_bfloat16_write_batched_by_xla():
-    """XLA's CPU backend still lacks the product that `chunks.writes` goes around: if this fails, that may go."""
-    k, x = jnp.ones((2, 2, 64, 8), jnp.bfloat16), jnp.ones((2, 2, 2, 64, 4), jnp.bfloat16)
-    product = functools.partial(jnp.einsum, "...ck,...cv->...kv", preferred_element_type=jnp.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="BF16 x BF16 = F32"):
-        jax.block_until_ready(jax.jit(jax.vmap(product, (None, 0)))(k, x))
-
-
 @both
 def test_scale_may_be_traced(implementation):
     """scale is differentiable: o is proportional to it."""

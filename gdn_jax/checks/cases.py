@@ -154,8 +154,9 @@ TABLE = (
         initial_state=False,
         heads=(4, 1, 2),
     ),
-    # Values again, of the shape of the first ones.
+    # Values again, of shapes that are above.
     Case("beta-of-all-sizes", beta="0 to 1"),
+    Case("packed-slow-decay", T=190, B=1, g="-1e-3", lengths=(0, 1, 64, 0, 65, 37, 1, 0)),
 )
 """Small cases: what the tests run."""
 

@@ -1,7 +1,8 @@
 """The recurrence over chunks: the state at the start of each, the values it really writes, and their derivative.
 
     v_new = A (x - read (k h))                                A = (I + kkt)^-1
-    h'    = keep (total h + k^T (to_end v_new)) + forcing     state at the start of the next chunk
+    end   = total h + k^T (to_end v_new)                      state at the chunk's end
+    h'    = keep end + forcing                                state at the start of the next chunk
 
 With x = beta v, read = beta exp(G), to_end = exp(G_C - G), total = exp(G_C) these are v_new = u - w h and
 h' = exp(G_C) h + k^T (exp(G_C - G) v_new), in a form that needs fewer products than w and u. This is the only
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.chunks.stages import Numerics, solve_tril
 
@@ -35,8 +36,11 @@ class Transition(Protocol):
     """
 
     @property
-    def keep(self) -> Bool[Array, "L P ..."] | None:
-        """False where nothing passes on to the next chunk, which starts from its forcing alone; None: nowhere."""
+    def ends(self) -> Int[Array, "L P"] | None:
+        """The sequence that ends with each chunk, counted from 1, and 0 where none does; None: nowhere.
+
+        Such a chunk passes nothing on to the next one, which starts from its forcing alone.
+        """
         ...
 
     def shape(self) -> tuple[int, ...]:
@@ -47,16 +51,12 @@ class Transition(Protocol):
         """K, the rows of a state."""
         ...
 
-    def replace_keep(self, keep: jax.Array) -> "Transition":
-        """The same transition with that `keep`."""
+    def replace_ends(self, ends: jax.Array) -> "Transition":
+        """The same transition with these `ends`."""
         ...
 
-    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        """The state at the chunk's end, from the one at its start and the values written; 0 where keep is False."""
-        ...
-
-    def select(self, new: jax.Array) -> jax.Array:
-        """new where keep is True; a selection, so that a NaN stops at the border of its sequence."""
+    def end_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        """The state at the chunk's end, from the one at its start and the values written."""
         ...
 
     def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
@@ -75,7 +75,7 @@ class Transition(Protocol):
 class HeadTransition(NamedTuple):
     """A `Transition` with one decay a head:
 
-    found = read (k h);   h' = keep (total h + k^T (to_end v_new))
+    found = read (k h);   end = total h + k^T (to_end v_new)
     """
 
     total: Float[Array, "L P *H"]
@@ -85,7 +85,7 @@ class HeadTransition(NamedTuple):
     read: Float[Array, "L P *H C"]
     """beta exp(G): factor of what each token's key finds in the state."""
     k: Float[Array, "L P *Hk C K"]
-    keep: Bool[Array, "L P ..."] | None = None
+    ends: Int[Array, "L P"] | None = None
 
     def shape(self) -> tuple[int, ...]:
         return self.total.shape
@@ -93,18 +93,12 @@ class HeadTransition(NamedTuple):
     def width(self) -> int:
         return self.k.shape[-1]
 
-    def replace_keep(self, keep: jax.Array) -> "HeadTransition":
-        return self._replace(keep=keep)
+    def replace_ends(self, ends: jax.Array) -> "HeadTransition":
+        return self._replace(ends=ends)
 
-    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        return self.select(self.total[..., None, None] * h + self.write(v_new, numerics))
-
-    def select(self, new: jax.Array) -> jax.Array:
-        return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
-
-    def write(self, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        """k^T (to_end v_new): what the values v_new leave in the state at the chunk's end."""
-        return numerics.write(self.k, self.to_end[..., None] * v_new)
+    def end_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        written = numerics.einsum("...ck,...cv->...kv", self.k, self.to_end[..., None] * v_new)
+        return self.total[..., None, None] * h + written
 
     def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
         found = self.read[..., None] * numerics.einsum("...ck,...kv->...cv", self.k, h)
@@ -127,7 +121,7 @@ class HeadTransition(NamedTuple):
 class ChannelTransition(NamedTuple):
     """A `Transition` with one decay for each key channel, which is inside the keys:
 
-    found = read_k h;   h' = keep (total h + write_k^T v_new)
+    found = read_k h;   end = total h + write_k^T v_new
     """
 
     total: Float[Array, "L P *H K"]
@@ -136,7 +130,7 @@ class ChannelTransition(NamedTuple):
     """beta e exp(G): erase keys, decayed from the chunk's start, times the write strength."""
     write_k: Float[Array, "L P *H C K"]
     """k exp(G_C - G): write keys, decayed until the chunk's end."""
-    keep: Bool[Array, "L P ..."] | None = None
+    ends: Int[Array, "L P"] | None = None
 
     def shape(self) -> tuple[int, ...]:
         return self.total.shape[:-1]
@@ -144,14 +138,11 @@ class ChannelTransition(NamedTuple):
     def width(self) -> int:
         return self.total.shape[-1]
 
-    def replace_keep(self, keep: jax.Array) -> "ChannelTransition":
-        return self._replace(keep=keep)
+    def replace_ends(self, ends: jax.Array) -> "ChannelTransition":
+        return self._replace(ends=ends)
 
-    def next_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
-        return self.select(self.total[..., None] * h + numerics.write(self.write_k, v_new))
-
-    def select(self, new: jax.Array) -> jax.Array:
-        return new if self.keep is None else jnp.where(self.keep[..., None, None], new, 0)
+    def end_state(self, h: jax.Array, v_new: jax.Array, numerics: Numerics) -> jax.Array:
+        return self.total[..., None] * h + numerics.einsum("...ck,...cv->...kv", self.write_k, v_new)
 
     def v_new(self, A: jax.Array, x: jax.Array | None, h: jax.Array, numerics: Numerics) -> jax.Array:
         found = numerics.einsum("...ck,...kv->...cv", self.read_k, h)
@@ -177,48 +168,64 @@ class States(NamedTuple):
     """Values that each chunk really writes."""
     last: Float[Array, "*H K V"]
     """State after the last chunk."""
+    ends: Float[Array, "N *H K V"] | None
+    """State at the end of each sequence, added to what was given there; None without."""
 
 
-def _walk(numerics, A, transition, x, forcing, h):
-    """The recurrence of `solve_states` in one pass over axis 0, every lane on its own."""
+def _walk(numerics, A, transition, x, drive, forcing, h, ends):
+    """The recurrence of `solve_states` in one pass over axis 0, every lane on its own, with the sum of all to `ends`.
+
+    drive: is added to the state at the end of each chunk; None: nothing.
+    """
     stored, kept, numerics = numerics.operand, numerics.kept, numerics.wide()
 
-    def chunk(h, inputs):
-        A, transition, x, forcing = inputs
+    def chunk(carry, inputs):
+        h, ends = carry
+        A, transition, x, drive, forcing = inputs
         v_new = transition.v_new(A, x, h, numerics)
-        new = transition.next_state(h, v_new, numerics)
+        end = transition.end_state(h, v_new, numerics)
+        end = end if drive is None else end + drive
+        new = end
+        if transition.ends is not None:
+            # A selection, so that a NaN stops at the border of its sequence.
+            new = jnp.where(jnp.expand_dims(transition.ends == 0, tuple(range(1, end.ndim))), end, 0)
+            if ends is not None:  # here alone the state at a sequence's end is not rounded
+                nowhere = len(ends) + jnp.arange(len(end))
+                at = jnp.where(transition.ends == 0, nowhere, transition.ends - 1)
+                ends = ends.at[at].add(end, mode="drop", unique_indices=True)
         new = new if forcing is None else new + forcing
-        return new, (h.astype(stored), v_new.astype(kept))
+        return (new, ends), (h.astype(stored), v_new.astype(kept))
 
-    last, (states, v_new) = lax.scan(chunk, h, (A, transition, x, forcing))
-    return States(states, v_new, last)
+    (last, ends), (states, v_new) = lax.scan(chunk, (h, ends), (A, transition, x, drive, forcing))
+    return States(states, v_new, last, ends)
 
 
-def _walk_lanes(numerics, A, transition, x, forcing, h0):
-    """`solve_states` for a given inverse A, linear in (x, forcing, h0)."""
+def _walk_lanes(numerics, A, transition, x, drive, forcing, h0, ends):
+    """`solve_states` for a given inverse A, linear in (x, drive, forcing, h0, ends)."""
     lanes = transition.shape()[1]
     if lanes == 1:
-        states = _walk(numerics, A, transition, x, forcing, h0[None])
+        states = _walk(numerics, A, transition, x, drive, forcing, h0[None], ends)
         return states._replace(last=states.last[0])
     # Every lane from a zero state and, for what it does to a state, from the identity; then the lanes are
     # joined in order and walked once more from their true start states.
     K = transition.width()
     shape = (lanes, *h0.shape)
-    written = _walk(numerics, A, transition, x, forcing, jnp.zeros_like(h0, shape=shape)).last
+    zeros = jnp.zeros_like(h0, shape=shape)
+    written = _walk(numerics, A, transition, x, drive, forcing, zeros, None).last
     identity = jnp.zeros_like(h0, shape=(*shape[:-2], K, K)) + jnp.eye(K, dtype=h0.dtype)
-    carried = _walk(numerics, A, transition, None, None, identity).last
+    carried = _walk(numerics, A, transition, None, None, None, identity, None).last
 
-    passes = None if transition.keep is None else transition.keep.all(0)
+    passes = None if transition.ends is None else (transition.ends == 0).all(0)
 
     def join(h, lane):
         written, carried, passes = lane
         product = jnp.einsum("...kj,...jv->...kv", carried, h, precision=lax.Precision.HIGHEST)
         if passes is not None:  # zeros times the NaN of a sequence that has ended would go on
-            product = jnp.where(passes[..., None, None], product, 0)
+            product = jnp.where(passes, product, 0)
         return written + product, h
 
     _, starts = lax.scan(join, h0, (written, carried, passes))
-    states = _walk(numerics, A, transition, x, forcing, starts)
+    states = _walk(numerics, A, transition, x, drive, forcing, starts, ends)
     return states._replace(last=states.last[-1])
 
 
@@ -230,30 +237,33 @@ def solve_states(
     x: Float[Array, "L P *H C V"],
     forcing: Float[Array, "L P *H K V"] | None,
     h0: Float[Array, "*H K V"],
+    ends: Float[Array, "N *H K V"] | None = None,
 ) -> States:
     """Solves the recurrence over chunks, with A = (I + kkt)^-1:
 
-        v_new = A (x - found(h));   h' = keep (decayed(h) + written(v_new)) + forcing
+        v_new = A (x - found(h));   end = decayed(h) + written(v_new);   h' = keep end + forcing
 
-    where found, decayed and written are those of the transition. Axis 0 is walked in order; axis 1 holds the lanes
-    of a row one after another (lane 1 goes on where lane 0 ends), walked side by side. One lane or many give the
-    same states; many cost two more walks, all shorter.
+    where found, decayed and written are those of the transition, and keep is 0 where a sequence ends, whose end
+    is added to `ends`. Axis 0 is walked in order; axis 1 holds the lanes of a row one after another (lane 1 goes on
+    where lane 0 ends), walked side by side. One lane or many give the same states; many cost two more walks, all
+    shorter.
 
-    The equations are linear in (x, forcing, h0), so the derivative in any argument solves the same equations
-    with another x and forcing, which are parallel over chunks. In reverse mode the adjoint state walks
-    backwards and everything else is parallel; dkkt = -lam v_new^T needs no derivative of the inverse.
+    The equations are linear in (x, forcing, h0, ends), so the derivative in any argument solves the same equations
+    with another x and forcing, and with a drive that is added to end; these are parallel over chunks. In reverse
+    mode the adjoint state walks backwards and everything else is parallel; dkkt = -lam v_new^T needs no derivative
+    of the inverse.
     """
     A = solve_tril(kkt)
-    return _walk_lanes(numerics, A, transition, x, forcing, h0)
+    return _walk_lanes(numerics, A, transition, x, None, forcing, h0, ends)
 
 
 @solve_states.defjvp
 def _solve_states_jvp(numerics, primals, tangents):
-    kkt, transition, x, forcing, h0 = primals
-    dkkt, d, dx, dforcing, dh0 = tangents
+    kkt, transition, x, forcing, h0, ends = primals
+    dkkt, d, dx, dforcing, dh0, dends = tangents
     wide = numerics.wide()
     A = checkpoint_name(solve_tril(kkt), INVERSE_NAME)
-    solution = _walk_lanes(numerics, A, transition, x, forcing, h0)
+    solution = _walk_lanes(numerics, A, transition, x, None, forcing, h0, ends)
     h = checkpoint_name(solution.h, STATES_NAME)
     # From h and not from the walk, so that the backward pass recomputes it without walking again.
     v_new = transition.v_new(A, x, h, wide).astype(numerics.kept)
@@ -261,6 +271,5 @@ def _solve_states_jvp(numerics, primals, tangents):
     dx = transition.found_tangent(d, dx, h, wide)
     dx = dx - wide.einsum("...ij,...jv->...iv", dkkt, v_new)
     drive = transition.drive_tangent(d, h, v_new, wide)
-    drive = transition.select(drive)
-    drive = drive if dforcing is None else drive + dforcing
-    return States(h, v_new, solution.last), _walk_lanes(numerics, A, transition, dx, drive, dh0)
+    solution = solution._replace(h=h, v_new=v_new)
+    return solution, _walk_lanes(numerics, A, transition, dx, drive, dforcing, dh0, dends)

@@ -135,22 +135,16 @@ class Row:
 
         # A sequence's last chunk passes nothing on; what the next chunk starts from is its sequence's own state.
         table, N = self.table, self.table.is_empty.shape[0]
-        is_last = self._to_lanes(~table.is_last)
-        chain = transition.replace_keep(is_last.reshape(is_last.shape + (1,) * (len(shape) - 1)))
+        chain = transition.replace_ends(self._to_lanes(jnp.where(table.is_last, table.sequence + 1, 0)))
         forcing, h0 = None, jnp.zeros_like(x, shape=(1, *shape))
         if initial_state is not None:
             starts = split_heads(initial_state, 1, self.head_counts)
             starts = jnp.where(_like(table.is_first, starts), starts[table.sequence], 0)[:, None]
             h0 = starts[0]
             forcing = self._to_lanes(jnp.roll(starts, -1, 0).at[-1].set(0))
-        states = solve_states(numerics, L, chain, x, forcing, h0)
-
-        def of_last_chunks(x):
-            return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[table.last_chunk]
-
-        last, h, v_new = jax.tree.map(of_last_chunks, (transition, states.h, states.v_new))
-        final = last.next_state(h, v_new, numerics)
-        final = final.reshape(N, self.HO, *shape[-2:])
+        states = solve_states(numerics, L, chain, x, forcing, h0, jnp.zeros_like(x, shape=(N, *h0.shape)))
+        assert states.ends is not None
+        final = states.ends.reshape(N, self.HO, *shape[-2:])
         untouched = 0 if initial_state is None else initial_state
         return states, jnp.where(_like(table.is_empty, final), untouched, final)
 

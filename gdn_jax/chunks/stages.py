@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.chunks import writes
 from gdn_jax.chunks.decay import ChunkDecay
 from gdn_jax.shapes import accumulation_dtype
 
@@ -77,14 +76,6 @@ class Numerics(NamedTuple):
             precision=self.precision,
             preferred_element_type=self.accumulate,
         )
-
-    def write(self, k: jax.Array, x: jax.Array) -> jax.Array:
-        """k^T x, the sum over the tokens of a chunk; axes of size 1 broadcast, and both have equally many."""
-        if self.operand == jnp.bfloat16 and jax.default_backend() == "cpu":
-            return writes.write(
-                k.astype(self.operand), x.astype(self.operand), self.precision, self.accumulate
-            )
-        return self.einsum("...ck,...cv->...kv", k, x)
 
 
 def kkt(

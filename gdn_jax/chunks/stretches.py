@@ -108,18 +108,18 @@ class ChunkRow(Row):
     ) -> tuple[States, Any]:
         """Solves the recurrence as `Row.solve` does, from one state [1, HO, K, V].
 
-        Beside the states it returns the one behind the stretch and those at the end of every chunk
-        [chunks, HO, K, V].
+        Beside the states it returns the one behind the stretch and those at the ends of sequences [chunks, HO, K, V],
+        each in the place of the last chunk of its sequence; 0 in the place of other chunks.
         """
         assert initial_state is not None
-        heads = transition.shape()[3:]
-        # True in chunks that fill up the lanes: the state passes through them.
-        keep = ~self._to_lanes(self.is_last)
-        chain = transition.replace_keep(keep.reshape(keep.shape + (1,) * (1 + len(heads))))
+        chunks = self.is_last.shape[0]
+        number = jnp.where(self.is_last, jnp.arange(1, chunks + 1), 0)
+        chain = transition.replace_ends(self._to_lanes(number))
         forcing = self.forcing
         if forcing is not None:
             forcing = self._to_lanes(split_heads(forcing[:, None], 2, self.head_counts))
         h = split_heads(initial_state, 1, self.head_counts)
-        states = solve_states(numerics, L, chain, x, forcing, h)
-        ends = self.states(transition.next_state(states.h, states.v_new, numerics))[0]
-        return states, (states.last.reshape(1, self.HO, *states.last.shape[-2:]), ends)
+        states = solve_states(numerics, L, chain, x, forcing, h, jnp.zeros_like(h, shape=(chunks, *h.shape)))
+        assert states.ends is not None
+        last, ends = (y.reshape(-1, self.HO, *y.shape[-2:]) for y in (states.last, states.ends))
+        return states, (last, ends)
