@@ -36,6 +36,7 @@ from gdn_jax.shapes import (
     check_floating,
     real_number,
     rule_dims,
+    widened,
 )
 
 IMPLEMENTATIONS = (*mosaic.KERNELS, "chunked", "recurrent")
@@ -337,7 +338,9 @@ def _checked_values(x: RuleArrays, dims: Dims) -> RuleArrays:
         axes = RuleAxes.of(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
         warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
-    return vary_alike(x._replace(cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)))
+    return vary_alike(
+        x._replace(cu_seqlens=None if x.cu_seqlens is None else widened(jnp.asarray(x.cu_seqlens)))
+    )
 
 
 def check_values(T: int, g: Any, cu_seqlens: Any) -> None:

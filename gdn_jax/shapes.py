@@ -194,6 +194,14 @@ def check_integer(name: str, x: Any) -> None:
         _fail(name, "an integer dtype", x.dtype)
 
 
+def widened(x: Any) -> Any:
+    """The same integers in at least 32 bits, of JAX or NumPy.
+
+    JAX calculates and compares in the dtype of the array, to which it wraps a number: in int8 100 * 2 is -56.
+    """
+    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+
+
 def check_choice(name: str, value: object, choices: tuple) -> None:
     """Raises ValueError unless value is one of choices."""
     if value not in choices:

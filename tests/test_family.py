@@ -265,6 +265,23 @@ def test_packed_products_and_segments():
         assert_close(expected, np.asarray(got), bound("o", "float32"))
 
 
+def test_products_of_narrow_offsets(no_type_checks):
+    """Offsets times the steps of a token are no numbers of 8 bits."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((1, 100, 1, 3), *[(1, 100, 3, 1, 3)] * 2)
+    )
+    rule = functools.partial(gated_delta_product, use_qk_l2norm=True, implementation="recurrent")
+    traced, offsets = jax.jit(rule), np.array([0, 40, 100])
+    expected = traced(q, k, v, cu_seqlens=offsets.astype(np.int32))
+    for found in (
+        traced(q, k, v, cu_seqlens=offsets.astype(np.int8)),
+        traced(q, k, v, cu_seqlens=offsets.astype(np.uint8)),
+        rule(q, k, v, cu_seqlens=offsets.astype(np.int8)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
 @pytest.mark.slow
 def test_steps_equal_the_row():
     """Token by token from a state, as the whole row; and the states at the start of the chunks lie between."""

@@ -45,6 +45,12 @@ REFUSED = {
         lambda: delta_chunk_states(X.k, X.v, X.g[0, 0]),
         "g: expected shape [B, T, HO, channels]",
     ),
+    "offsets of products": (
+        lambda: gated_delta_product(
+            X.q[:1], X.k[:1, :, None], X.v[:1, :, None], cu_seqlens=np.array([0, 131], np.uint8)
+        ),
+        "cu_seqlens: expected ascending values from 0 to at most T = 130, got [0, 131]",
+    ),
     "segments of products": (
         lambda: gated_delta_product(X.q, X.k[:, :, None], X.v[:, :, None], segment_ids=[0, 1]),
         "segment_ids: expected an array [B, T], got list",

@@ -38,7 +38,8 @@ from gdn_jax.shapes import (
     check_channels,
     check_flags,
     check_floating,
-    check_integer,
+    check_packing,
+    widened,
 )
 from gdn_jax.xla import Call
 
@@ -271,9 +272,8 @@ def gated_delta_product(
     ):
         if y is not None:
             check_array(name, y, shape, letters)
-    if segment_ids is not None:
-        check_array("segment_ids", segment_ids, (B, T), "B, T")
-        check_integer("segment_ids", segment_ids)
+    check_packing(B, T, cu_seqlens, segment_ids)
+    known_lengths(cu_seqlens, T)
 
     options: dict[str, Any] = dict(
         scale=scale,
@@ -312,7 +312,7 @@ def product_by(
         steps(v),
         None if g is None else at(g, 0),
         None if beta is None else steps(beta),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens * n,
+        cu_seqlens=None if cu_seqlens is None else widened(cu_seqlens) * n,
         segment_ids=None if ids is None else jnp.repeat(ids, n, 1),
         **options,
     )
@@ -389,4 +389,6 @@ def _checked(x: Arrays, dims: Dims) -> Arrays:
         axes = rule_axes(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
         warn_of_gathers(x._fields, arrays, array_names(x, axes), axes.sizes)
-    return vary_alike(x._replace(cu_seqlens=None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)))
+    return vary_alike(
+        x._replace(cu_seqlens=None if x.cu_seqlens is None else widened(jnp.asarray(x.cu_seqlens)))
+    )

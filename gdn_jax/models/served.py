@@ -13,6 +13,7 @@ from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
+from gdn_jax.shapes import widened
 
 __all__ = ["LayerPools", "ServedModel", "slot_bytes"]
 
@@ -81,7 +82,7 @@ class ServedModel:
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, pools[i], cu_seqlens, slots, has_initial_state)
 
-        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(cu_seqlens[1:] - 1, 0)])
+        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(widened(cu_seqlens)[1:] - 1, 0)])
 
     def decode(
         self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple

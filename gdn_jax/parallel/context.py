@@ -39,6 +39,7 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     accumulation_dtype,
+    widened,
 )
 
 
@@ -154,7 +155,7 @@ def by_states(
     if cu_seqlens is None:
         borders = Borders.of_rows(axis_name)
     else:
-        cu_seqlens = jnp.asarray(cu_seqlens)
+        cu_seqlens = widened(jnp.asarray(cu_seqlens))
         x = x._replace(cu_seqlens=local_offsets(cu_seqlens, dims.T, axis_name))
         borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)

@@ -15,6 +15,7 @@ from gdn_jax import conv
 from gdn_jax.conv import segment_starts
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous
+from gdn_jax.shapes import widened
 
 
 def causal_conv1d(
@@ -73,7 +74,7 @@ def _entering(x, W: int, axis_name: str, initial_state, segment_ids) -> jax.Arra
 
 def _packed(x, weight, bias, axis_name: str, initial_state, cu_seqlens, segment_ids):
     T, N = x.shape[1], cu_seqlens.shape[0] - 1
-    cu_seqlens = jnp.asarray(cu_seqlens)
+    cu_seqlens = widened(jnp.asarray(cu_seqlens))
     borders = Borders.of_packed(cu_seqlens, T, axis_name)
     options = dict(cu_seqlens=local_offsets(cu_seqlens, T, axis_name), segment_ids=segment_ids)
     starts = initial_state

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
 from gdn_jax.serving.arguments import check_slots, slot_count
-from gdn_jax.shapes import check_array
+from gdn_jax.shapes import check_array, widened
 
 BEYOND = np.iinfo(np.int32).max
 """The slot or row number that no pool has: reading there gives zeros, writing does nothing."""
@@ -56,11 +56,6 @@ class Address(NamedTuple):
     def where(self) -> tuple:
         """Index of the slots in an array of the pool."""
         return (self.slot,) if self.layer is None else (self.slot, self.layer)
-
-
-def widened(x: Integer[Array, "..."]) -> Integer[Array, "..."]:
-    """The same integers in at least 32 bits: JAX compares in the dtype of the array, to which it wraps a number."""
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
 def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
