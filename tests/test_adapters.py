@@ -252,11 +252,11 @@ def test_tokamax_sequences():
     states_close(expected_final.reshape(B * N, heads, K, V), final.reshape(B * N, heads, K, V))
 
 
-def test_tokamax_rows():
-    """Without sequences a row has state 0, and its other states stay as they are."""
+def test_tokamax_rows(no_type_checks):
+    """Without sequences a row has state 0, and its other states stay as they are. NumPy's arrays do."""
     q, k, v = normal(1, B, T, K), normal(1, B, T, K) / 2, normal(1, B, T, V)
     g, beta, states = -np.abs(normal(1, B, T, K)), sigmoid(normal(1, B, T)), normal(B, 2, 1, K, V)
-    rule = partial(call, tokamax.kimi_delta_attention, q, k, v, g, beta, implementation="recurrent")
+    rule = partial(tokamax.kimi_delta_attention, q, k, v, g, beta, implementation="recurrent")
     o, final = rule(initial_state=states, output_final_state=True)
     tokens = (np.moveaxis(x, 0, 2) for x in (q, k, v, g, beta))
     zeros = dict(do=np.zeros((B, T, 1, V)), dh_T=np.zeros((B, 1, K, V)))
@@ -265,6 +265,19 @@ def test_tokamax_rows():
     states_close(expected["final_state"], final[:, 0])
     np.testing.assert_array_equal(final[:, 1], states[:, 1])
     assert jax.eval_shape(rule)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_tokamax_ids_of_8_bits(dtype, no_type_checks):
+    """More states than the ids' dtype has numbers."""
+    ids, N = np.array([[1, 1, 2, 2, 1, 0, 3]], dtype), np.iinfo(dtype).max + 1
+    tokens = normal(1, 1, 7, K), normal(1, 1, 7, K) / 2, normal(1, 1, 7, V), -np.abs(normal(1, 1, 7, K))
+    options = dict(output_final_state=True, max_num_segments=N, implementation="recurrent")
+    rule = jax.jit(partial(tokamax.kimi_delta_attention, **options))
+    beta = sigmoid(normal(1, 1, 7))
+    expected = rule(*tokens, beta, segment_ids=ids.astype(np.int32))
+    assert np.asarray(expected[0]).any()
+    jax.tree.map(np.testing.assert_array_equal, expected, rule(*tokens, beta, segment_ids=ids))
 
 
 # --- What is refused ----------------------------------------------------------------------------------------------

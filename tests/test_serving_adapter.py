@@ -131,6 +131,12 @@ def step(**change):
     return tpu_inference.fused_conv1d_gdn(**arguments | SIZES | change)
 
 
+def test_arrays_of_numpy(no_type_checks):
+    """Traced alone: none of the arguments has to be an array of JAX."""
+    (windows, states), out = jax.eval_shape(step)
+    assert windows.shape == (SLOTS, W - 1, D) and states.shape == (SLOTS, 2, 4, 3) and out.shape == (1, 6)
+
+
 REFUSED = [
     ({"decode_tile_size": 4}, "decode_tile_size: expected None, for tiles"),
     ({"compute_precision": jnp.bfloat16}, "compute_precision: expected float32"),

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import channel_log_decay, delta_rule
 from gdn_jax.adapters.arguments import named
-from gdn_jax.shapes import ArgumentError, Scale, check_array, check_choice, check_integer
+from gdn_jax.shapes import ArgumentError, Scale, check_array, check_choice, check_integer, widened
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
 """Implementations of `delta_rule` that may be registered."""
@@ -131,12 +131,13 @@ def kimi_delta_attention(
     rule = functools.partial(
         delta_rule, scale=scale, use_qk_l2norm=use_qk_l2norm, implementation=implementation
     )
+    if initial_state is not None:
+        check_array("initial_state", initial_state, (B, None, H, K, v.shape[-1]), "B, N, H, K, V")
     N = _number_of_states(segment_ids, initial_state, max_num_segments)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     states = jnp.zeros((B, N, H, K, v.shape[-1]), dtype)
     if initial_state is not None:
-        check_array("initial_state", initial_state, states.shape, "B, N, H, K, V")
-        states = initial_state.astype(dtype)
+        states = jnp.asarray(initial_state, dtype)
     with named(q="query", k="key", v="value", g="gate"):
         if segment_ids is None:
             o, final = rule(q, k, v, g, strength, initial_state=states[:, 0])
@@ -164,6 +165,7 @@ def _by_sequence(
 ) -> tuple[jax.Array, jax.Array]:
     """The rule with a state for every sequence of every row: they are packed behind one another, padding last."""
     B, N = states.shape[:2]
+    segment_ids = widened(segment_ids)
     is_token = (segment_ids > 0) & (segment_ids <= N)
     sequence = jnp.where(is_token, jnp.arange(B)[:, None] * N + segment_ids - 1, B * N).reshape(-1)
     order = jnp.argsort(sequence, stable=True)

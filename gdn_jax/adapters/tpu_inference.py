@@ -179,7 +179,8 @@ def fused_conv1d_gdn(
         num_spec_tokens,
     )
     weights = _Weights(conv_weight[:, 0], conv_bias, a_log, dt_bias, gate_lower_bound, is_kda)
-    step = _Step(jnp.swapaxes(conv_state, 1, 2), recurrent_state, jnp.zeros((T, n_v * d_v), qkv.dtype))
+    out = jnp.zeros((T, n_v * d_v), qkv.dtype)
+    step = _Step(jnp.swapaxes(conv_state, 1, 2), jnp.asarray(recurrent_state), out)
     running = _drafts if num_spec_tokens else _tokens
 
     def phase(work, is_there, step: _Step) -> _Step:

@@ -10,6 +10,12 @@ FAULTS = (
         "tests/test_adapters.py::test_skyrl",
     ),
     Fault(
+        "tokamax's ids of 8 bits are compared in 8 bits",
+        "    segment_ids = widened(segment_ids)\n",
+        "",
+        "tests/test_adapters.py::test_tokamax_ids_of_8_bits",
+    ),
+    Fault(
         "a sequence beyond tokamax's states has the last one",
         "is_token = (segment_ids > 0) & (segment_ids <= N)",
         "is_token = segment_ids > 0\n    segment_ids = jnp.minimum(segment_ids, N)",
