@@ -138,12 +138,13 @@ class ArgumentError(ValueError):
 
     Fields:
       name: of the argument.
-      expected, got: what it may be, in words, and what it is.
+      expected, got: what it may be, and what it is, in words.
     """
 
-    def __init__(self, name: str, expected: str, got: object):
-        super().__init__(f"{name}: expected {expected}, got {got}")
-        self.name, self.expected, self.got = name, expected, got
+    def __init__(self, name: str, expected: str | None = None, got: object = None):
+        # Pickle, copy and keras make an exception again from its text alone.
+        super().__init__(name if expected is None else f"{name}: expected {expected}, got {got}")
+        self.name, self.expected, self.got = name, expected or "", str(got)
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:

@@ -1,6 +1,9 @@
 """The public operation from outside: layouts, dtypes, every error text, choice of implementation, run-time checks."""
 
+import copy
+import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 
@@ -14,6 +17,7 @@ from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
+from gdn_jax.shapes import ArgumentError
 
 SMALL = cases.Case("api", T=5, B=2, heads=(2, 2, 4), K=6, V=3)
 
@@ -232,6 +236,32 @@ ERRORS = {
 def changed(change):
     call = {name: y for name, y in (X.arguments | change).items() if y is not None}
     return {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in call.items()}
+
+
+def _exceptions(kind: type = BaseException) -> set[type]:
+    """The package's own classes of exceptions that are imported."""
+    return {
+        c
+        for sub in kind.__subclasses__()
+        for c in (sub, *_exceptions(sub))
+        if c.__module__.startswith("gdn_jax")
+    }
+
+
+def test_exceptions_can_be_made_again():
+    """By pickle, as a child process sends them; by copy; and from their text alone, as keras does."""
+    for module in ("commands.locks", "commands.parsing", "serving", "training.trainer"):
+        importlib.import_module(f"gdn_jax.{module}")
+    classes = _exceptions()
+    assert {"ArgumentError", "RunError", "Taken", "Usage", "Help", "QueueFull", "Diverged"} <= {
+        c.__name__ for c in classes
+    }
+    made = [c("a text") for c in classes] + [ArgumentError("k", "shape [B]", [2, 3])]
+    for error in made:
+        again = pickle.loads(pickle.dumps(error)), copy.copy(error), type(error)(str(error))
+        for other in again:
+            assert type(other) is type(error) and str(other) == str(error)
+        assert again[0].__dict__ == again[1].__dict__ == error.__dict__
 
 
 @pytest.mark.parametrize("name", ERRORS)
