@@ -1,6 +1,7 @@
 """The rules that are compared: each against a float64 recurrence in NumPy; one layer, equal parameters and states."""
 
 import dataclasses
+import functools
 import warnings
 
 import harness
@@ -307,6 +308,24 @@ def test_a_rule_that_is_not_in_the_table():
     assert "doubled" not in rules.RULES and rules.find("delta") is rules.RULES["delta"]
     with pytest.raises(ValueError, match="rule: expected one of"):
         rules.wants_unit_length("doubled")
+
+
+@pytest.mark.parametrize("name", ["initial_state", "cu_seqlens", "segment_ids"])
+def test_what_a_rule_does_not_take_is_refused(name):
+    """It would go on without what it was given, over the borders of packed sequences."""
+    rule = rules.Rule("mine", lambda q, k, v, **_: (v, None), gates=("g",), options=())
+    given = {
+        "initial_state": jnp.zeros((1, 1, 4, 4)),
+        "cu_seqlens": jnp.array([0, 3]),
+        "segment_ids": jnp.zeros((1, 3), int),
+    }
+    x, gate = jnp.ones((1, 3, 1, 4)), jnp.zeros((1, 3, 1))
+    call = functools.partial(rules.apply, rule, x, x, x, gate, gate, normalized=True)
+    assert jax.eval_shape(call)[0].shape == x.shape
+    with pytest.raises(
+        NotImplementedError, match=f"^{name}: expected None, for the rule mine does not take it"
+    ):
+        call(**{name: given[name]})
 
 
 def test_a_rule_assigned_to_a_layer(no_type_checks):

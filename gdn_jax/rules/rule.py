@@ -33,6 +33,10 @@ class RuleInputs(NamedTuple):
     beta: Float[Array, "B T HV"]
 
 
+_MAY_IGNORE = ("implementation", "layer")
+"""Options of a call that change no result, so that a rule need not take them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A rule that a token mixer may have.
@@ -41,10 +45,11 @@ class Rule:
       name: its name in `GatedDeltaNet(rule=...)` and in sweeps, where it is in the table, and in messages.
       rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; None as states where it has none.
       gates: names of the gates that it reads.
-      options: names of the options of a call that it takes.
+      options: names of the options of a call that `rows` takes: "initial_state", "cu_seqlens", "segment_ids",
+        "implementation" and "layer". A call with one of the first three is refused where it is not named.
       step: step(q, k, v, **gates, state=...) -> (o, state), of one token without the token axis; None where one token
         runs as a row.
-      refuses: options that it cannot run with, each with the reason.
+      refuses: options that it cannot run with, each with a reason for the error.
       unit_length: whether it reads q and k of unit length.
     """
 
@@ -72,7 +77,7 @@ class Rule:
         """Runs the rule on what it takes of a mixer's gates and of a call's options.
 
         Raises:
-          NotImplementedError: an option is given that the rule refuses.
+          NotImplementedError: an option is given that the rule refuses or does not take.
         """
         for name, reason in self.refuses.items():
             if options[name] is not None:
@@ -84,6 +89,11 @@ class Rule:
         read = {name: gates[name] for name in self.gates}
         state = options["initial_state"]
         if self.step is None or q.shape[1] != 1 or state is None or options["cu_seqlens"] is not None:
+            for name, value in options.items():
+                if value is not None and name not in (*self.options, *_MAY_IGNORE):
+                    raise NotImplementedError(
+                        f"{name}: expected None, for the rule {self.name} does not take it"
+                    )
             return self.rows(q, k, v, **read, **{name: options[name] for name in self.options})
         one = {name: gate[:, 0] for name, gate in read.items()}
         o, state = self.step(q[:, 0], k[:, 0], v[:, 0], **one, state=state)

@@ -17,9 +17,15 @@ FAULTS = (
     ),
     Fault(
         "offsets of 8 bits are multiplied by the steps of a token",
-        "else widened(cu_seqlens) * n,",
-        "else cu_seqlens * n,",
+        "None if cu_seqlens is None else widened(cu_seqlens) * n,",
+        "None if cu_seqlens is None else cu_seqlens * n,",
         "tests/test_family.py::test_products_of_narrow_offsets",
+    ),
+    Fault(
+        "a rule drops what it does not take",
+        "if value is not None and name not in (*self.options, *_MAY_IGNORE):",
+        "if False:",
+        "tests/test_rules.py::test_what_a_rule_does_not_take_is_refused",
     ),
     Fault(
         "the chunk table is one chunk short",
@@ -113,8 +119,8 @@ FAULTS = (
     ),
     Fault(
         "the state between chunks is rounded",
-        "        return new, (h.astype(stored), v_new.astype(kept))",
-        "        return new.astype(stored).astype(new.dtype), (h.astype(stored), v_new.astype(kept))",
+        "        return (new, ends), (h.astype(stored), v_new.astype(kept))",
+        "        return (new.astype(stored).astype(new.dtype), ends), (h.astype(stored), v_new.astype(kept))",
         "tests/test_chunked.py::test_the_state_between_chunks_is_not_rounded",
     ),
     Fault(
@@ -143,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "offsets of a product count tokens",
-        "cu_seqlens * n,",
+        "widened(cu_seqlens) * n,",
         "cu_seqlens,",
         "tests/test_family.py::test_packed_products_and_segments",
     ),

@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "slots are compared in their own dtype",
-        "return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x",
+        "return x.astype(np.int32) if x.dtype.itemsize < 4 else x",
         "return x",
         "tests/test_serving.py::test_more_slots_than_a_narrow_dtype_counts",
     ),
