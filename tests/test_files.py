@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from gdn_jax.commands import files, locks
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import JsonLines, check_writable, write_text
+from gdn_jax.commands.files import JsonLines, check_writable, read_file, write_text
 from gdn_jax.commands.locks import Taken, alone, owned
 
 
@@ -47,6 +48,24 @@ def test_lines(tmp_path):
     lines.append({"b": 3})
     with pytest.raises(RunError, match=r"expected a JSON object with a in line 3, got '{\"b\": 3}'"):
         lines.records()
+
+
+def test_ordinary_files_are_read(tmp_path):
+    """Pipes and devices are refused at once, and so is a file larger than its reader takes."""
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    assert read_file(path) == read_file(path, 7) == b"content"
+    with pytest.raises(OSError, match="More than 6 bytes") as raised:
+        read_file(path, 6)
+    assert raised.value.filename == str(path)
+    os.mkfifo(tmp_path / "pipe")
+    for odd in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="No ordinary file"):
+            read_file(odd)
+    with pytest.raises(OSError, match="More than 10 bytes"):
+        read_file(Path("/proc/self/status"), 10)  # it tells no size
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "missing")
 
 
 def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path):

@@ -1,12 +1,14 @@
 """Run folders that were changed or damaged: what is passed over, and what is an error of one line."""
 
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 from tiny_runs import error_line, final_state, metrics, resume, train, tree
 
+from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.load import load_run
 
@@ -156,6 +158,29 @@ def test_facts_nested_too_deep(copy, capsys):
         load_run(copy)
     shutil.rmtree(path.parent)
     assert load_run(copy).step == 8
+
+
+def test_pipes_have_no_end(copy, capsys):
+    """A pipe in the place of a file of a run: an error of one line, or a checkpoint that is passed over."""
+    path = copy / "checkpoints" / "12" / "_CHECKPOINT_METADATA"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RunError, match=r"_CHECKPOINT_METADATA: expected facts .* got none: No ordinary file"):
+        load_run(copy)
+    path.unlink()
+    arrays = copy / "checkpoints" / "12" / "state" / "manifest.ocdbt"
+    arrays.unlink()
+    os.mkfifo(arrays)
+    run = load_run(copy)
+    assert run.step == 8 and run.damaged == {12: "ValueError: manifest.ocdbt is no ordinary file"}
+    (copy / "config.json").unlink()
+    os.mkfifo(copy / "config.json")
+    assert resume(copy) == 1
+    message = f"gdn: expected a run folder, got {copy}: No ordinary file (config.json)"
+    assert message in error_line(capsys)
+    for command in (["info", str(copy)], ["generate", str(copy), "--prompt", "x"]):
+        assert cli.main(command) == 1
+        assert message in error_line(capsys)
 
 
 def test_missing_lines_are_said(copy, capsys):

@@ -1,13 +1,39 @@
 """Files that no reader sees half written."""
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gdn_jax.commands.errors import RunError, fail
+
+MOST_BYTES = 10**8
+"""Size of a file that is read whole, at most, where the reader says nothing else."""
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Returns the content of an ordinary file. A pipe or a device, which have no end, is refused without waiting.
+
+    Raises:
+      OSError: there is none, it is of another kind, or it has more than `most` bytes; names the file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "No ordinary file", str(path))
+        if status.st_size <= most:
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most + 1)  # it may have grown since, and a file of /proc tells no size
+            if len(content) <= most:
+                return content
+        raise OSError(errno.EFBIG, f"More than {most} bytes", str(path))
+    finally:
+        os.close(descriptor)
 
 
 def parse_json(text: str | bytes) -> Any:

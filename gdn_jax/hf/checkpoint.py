@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gdn_jax.commands.files import parse_json
+from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.hf.tensors import Tensor, read_header
 
 CONFIG = "config.json"
@@ -19,7 +19,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       ValueError: there is none; names the file.
     """
-    if not file.is_file():  # nor a pipe or a device, which have no end
+    if not file.is_file():
         advice = (
             ""
             if file.parent.exists()
@@ -27,7 +27,9 @@ def read_json(file: Path) -> dict[str, Any]:
         )
         raise ValueError(f"{file.parent}: expected a folder with {file.name}, got none{advice}")
     try:
-        content = parse_json(file.read_bytes())
+        content = parse_json(read_file(file))
+    except OSError as error:
+        raise ValueError(f"{file}: expected a JSON object, got: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file}: expected a JSON object, got a damaged file: {error}") from None
     if not isinstance(content, dict):

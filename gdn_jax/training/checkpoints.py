@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from gdn_jax.commands.errors import RunError, one_line, out_of_memory
-from gdn_jax.commands.files import parse_json
+from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.training.runs import RunFolder
 
 
@@ -149,6 +149,9 @@ class Checkpoints:
         Without this list, or with arrays of other shapes, Orbax gives up many reads at once, which has ended the
         process.
         """
+        for folder, _, names in os.walk(self._alias.path / str(step)):
+            if odd := [name for name in names if not Path(folder, name).is_file()]:
+                raise ValueError(f"{odd[0]} is no ordinary file")  # a read of a pipe would not end
         state = self._alias.path / str(step) / "state"
         if not (state / "manifest.ocdbt").exists():
             raise ValueError("its list of arrays is missing")
@@ -224,16 +227,17 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _check_metadata(folder: Path) -> None:
-    """Raises RunError for a checkpoint's facts about itself that end Orbax: objects or lists nested too deep."""
+    """Raises RunError for a checkpoint's facts about itself that end Orbax, nested too deep, or a pipe."""
     for path in sorted(folder.glob("*/_CHECKPOINT_METADATA")):
         try:
-            parse_json(path.read_bytes())
+            parse_json(read_file(path))
         except (UnicodeDecodeError, json.JSONDecodeError):
             continue  # Orbax does without them
-        except ValueError as error:
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise RunError(
-                f"{path}: expected facts about a checkpoint, got none: {error}; delete the folder {path.parent.name} "
-                f"to use the checkpoint before it"
+                f"{path}: expected facts about a checkpoint, got none: {reason}; delete the folder "
+                f"{path.parent.name} to use the checkpoint before it"
             ) from None
 
 

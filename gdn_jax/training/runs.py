@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import JsonLines, parse_json, write_text
+from gdn_jax.commands.files import JsonLines, parse_json, read_file, write_text
 
 
 class RunFolder:
@@ -72,7 +72,7 @@ class RunFolder:
         _check_name("the run folder", path)
         file = path / "config.json"
         try:
-            config = parse_json(file.read_bytes())
+            config = parse_json(read_file(file))
         except OSError as error:
             raise RunError(f"expected a run folder, got {path}: {error.strerror} (config.json)") from None
         except ValueError as error:
