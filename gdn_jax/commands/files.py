@@ -27,10 +27,11 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "No ordinary file", str(path))
         if status.st_size <= most:
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(most + 1)  # it may have grown since, and a file of /proc tells no size
+            content = bytearray()  # the file may have grown since, and one of /proc tells no size
+            while len(content) <= most and (chunk := os.read(descriptor, 2**16)):
+                content += chunk
             if len(content) <= most:
-                return content
+                return bytes(content)
         raise OSError(errno.EFBIG, f"More than {most} bytes", str(path))
     finally:
         os.close(descriptor)
