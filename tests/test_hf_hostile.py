@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import time
 import tracemalloc
 
 import hf_checkpoints
@@ -52,15 +53,110 @@ def test_sizes_take_no_memory(fields, reads, tmp_path):
     assert peak < 50e6
 
 
-def test_experts_take_no_memory(tmp_path):
-    folder = hf_checkpoints.copy("qwen3_5_moe", tmp_path)
-    hf_checkpoints.change_config(folder, num_experts=10**9)
-    with pytest.raises(ValueError, match=r"expected at most .* num_experts"):
-        load_hf(folder)
+HUGE = 10**400  # more than a float holds
 
 
 @pytest.mark.parametrize(
-    "place", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x" * 5000]
+    "checkpoint, fields, message",
+    [
+        (
+            "kimi_linear_released",
+            dict(routed_scaling_factor=HUGE),
+            "routed_scaling_factor that a float holds",
+        ),
+        ("bailing_hybrid_released", dict(kda_lower_bound=-HUGE), "kda_lower_bound that a float holds"),
+        ("bailing_hybrid_released", dict(architectures=5), "architectures of type list or NoneType, got 5"),
+        (
+            "olmo_hybrid_released",
+            dict(rope_parameters=dict(rope_theta=HUGE)),
+            "rope_theta that a float holds",
+        ),
+        ("olmo_hybrid_released", dict(hidden_size=HUGE), "hidden_size below 2147483648"),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(partial_rotary_factor=HUGE)),
+            "partial_rotary_factor that a",
+        ),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(partial_rotary_factor=1e308)),
+            "partial_rotary_factor from 0",
+        ),
+        ("qwen3_next", dict(rms_norm_eps=-1.0), "norm_eps: expected a positive number, got -1.0"),
+        ("qwen3_next", dict(num_experts=0, mlp_only_layers=[[]]), "numbers of layers mlp_only_layers, got"),
+        ("lara_mini", dict(linear_value_head_dim=HUGE), "linear_value_head_dim below 2147483648"),
+        ("lara_mini", dict(layer_types=["x" * 10**5]), r"expected \d+ layer_types, got \['x+\.\.\.$"),
+    ],
+)
+def test_numbers_that_no_float_holds(checkpoint, fields, message, tmp_path):
+    """Errors name file and field, and are no longer than a few lines."""
+    folder = hf_checkpoints.copy(checkpoint, tmp_path)
+    hf_checkpoints.change_config(folder, **fields)
+    with pytest.raises(ValueError, match=f"config.json: .*{message}") as raised:
+        load_hf(folder)
+    assert len(str(raised.value)) < 600
+
+
+def with_tensors(folder, more):
+    """Adds tensors of these shapes, of no bytes each, to the file of a checkpoint: to its header, that is."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    end = len(content) - 8 - length
+    for name, shape in more.items():
+        header[name] = {"dtype": "F32" if 0 in shape else "F4", "shape": shape, "data_offsets": [end, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+MANY = {f"mtp.{i}": [0] for i in range(20_000)}
+
+
+@pytest.mark.parametrize(
+    "checkpoint, fields, more",
+    [
+        ("qwen3_5_moe", dict(num_experts=10**9), {}),
+        ("qwen3_next", dict(num_experts=10**7), {"mtp.z": [10**7, 0]}),
+        ("qwen3_next", dict(num_experts=10**9), {"mtp.z": [10**9, 1]}),
+        ("kimi_linear_released", dict(num_experts=10**7, n_group=1), {"mtp.z": [10**7, 0]}),
+        ("kimi_linear_released", dict(num_experts=5000), {}),
+        ("qwen3_5", dict(num_hidden_layers=20_000, layer_types=None, full_attention_interval=4), MANY),
+        ("bailing_hybrid_released", dict(num_nextn_predict_layers=10**9), MANY | {"odd": [0]}),
+        ("qwen3_next", dict(mlp_only_layers=[-1] * 20_000), MANY),
+    ],
+    ids=["experts", "empty", "no bytes", "separate", "fewer bytes", "layers", "nextn", "dense"],
+)
+def test_tensors_without_bytes_excuse_nothing(checkpoint, fields, more, tmp_path):
+    """There are no more layers, experts and parts that are left out than bytes, and no names made of the rest."""
+    folder = hf_checkpoints.copy(checkpoint, tmp_path)
+    hf_checkpoints.change_config(folder, **fields)
+    with_tensors(folder, more)
+    tracemalloc.start()
+    begin = time.process_time()
+    for reads in (load_hf, shown):
+        with pytest.raises((ValueError, RunError), match=r"config\.json: |expected (no )?tensor"):
+            reads(folder)
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 10 and peak < 100e6
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        ".",
+        "x" * 5000,
+        "é" * 200,
+        "\ud800",
+        "a\0b",
+    ],
+    ids=ascii,
 )
 def test_an_index_names_files_of_its_folder(place, tmp_path):
     folder = hf_checkpoints.copy("qwen3_5", tmp_path)
@@ -70,6 +166,19 @@ def test_an_index_names_files_of_its_folder(place, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="in a file of this folder"):
         load_hf(folder)
+
+
+def test_shapes_take_no_time(tmp_path):
+    """To multiply a thousand numbers of thousands of digits would take minutes."""
+    folder = hf_checkpoints.copy("qwen3_5", tmp_path)
+    for shape in ([10**4000] * 3, [1] * 1000, [True, 3]):
+        text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        with pytest.raises(
+            ValueError, match="expected dtype, shape and data_offsets of tensor a, got "
+        ) as raised:
+            load_hf(folder)
+        assert len(str(raised.value)) < 600
 
 
 def test_links_that_leave_the_folder_are_not_copied(tmp_path):

@@ -1,6 +1,6 @@
 """Errors of the commands: one that a user can act upon, and one line for any other."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -22,6 +22,12 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
 def one_line(error: Exception) -> str:
     """Returns the kind and the beginning of an error, which may have no text, or pages of it."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def brief(value: Any) -> str:
+    """A value of a file in an error, which may be as long as the file."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def printable(text: str) -> str:

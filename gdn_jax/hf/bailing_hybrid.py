@@ -52,7 +52,7 @@ SPELLING = kda_decoder.Spelling(
 
 def _check_generation(fields: Fields) -> None:
     """Raises NotImplementedError for a model of Ling 2.5 or 2.6, which has the same model type."""
-    names = " ".join(map(str, fields.values.get("architectures") or ()))
+    names = " ".join(map(str, fields.get("architectures", list, type(None)) or ()))
     marked = any(fields.values.get(name) is not None for name in MARKS)
     if "BailingMoeV2" in names or not (marked or "BailingMoeV3" in names):
         raise NotImplementedError(
@@ -78,7 +78,7 @@ def _config(fields: Fields) -> ModelConfig:
     mixer = dataclasses.replace(
         MIXER,
         gate="lower_bound" if bounded else "softplus",
-        lower_bound=float(fields.get("kda_lower_bound", float, int)),
+        lower_bound=fields.number("kda_lower_bound"),
     )
     return kda_decoder.decoder(fields, mixer, rope_theta=theta, head_gate=True)
 

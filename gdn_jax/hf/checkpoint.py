@@ -1,8 +1,10 @@
 """A folder of Hugging Face's: config.json and one or more safetensors files."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.hf.tensors import Tensor, read_header
 
@@ -55,9 +57,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder / INDEX}: expected a weight_map from tensors to files, got none")
     headers = {}
     for name, place in places.items():
-        if Path(place).name != place or place == ".." or len(place) > _LONGEST_NAME:
+        if not _is_name(place):
             raise ValueError(
-                f"{folder / INDEX}: expected tensor {name} in a file of this folder, got {place[:60]!r}"
+                f"{folder / INDEX}: expected tensor {name[:200]} in a file of this folder, got {brief(place)}"
             )
         file = folder / place
         if not file.is_file():
@@ -73,6 +75,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                     f"{folder / place}: tensor {name} is not there according to {INDEX}, got it in the file"
                 )
     return {name: headers[place][name] for name, place in places.items()}
+
+
+def _is_name(place: str) -> bool:
+    """Tells whether a file of a folder can have this name."""
+    try:
+        length = len(os.fsencode(place))
+    except UnicodeEncodeError:  # half of a character, as JSON can spell it
+        return False
+    if "\0" in place or not 0 < length <= _LONGEST_NAME:
+        return False
+    return Path(place).name == place and place != ".."
 
 
 def stays_inside(file: Path, folder: Path) -> bool:

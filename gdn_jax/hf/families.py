@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.hf import bailing_hybrid, kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
@@ -63,12 +64,12 @@ def describe(config: dict[str, Any], where: str) -> Described:
     nested = isinstance(text, dict)
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"{where}: expected model_type of type str, got {kind!r}")
+        raise ValueError(f"{where}: expected model_type of type str, got {brief(kind)}")
     family = next((family for family in FAMILIES if kind in family.model_types), None)
     if family is None:
         known = ", ".join(name for family in FAMILIES for name in family.model_types)
         reason = OTHERS.get(kind, "only hybrid models of Gated DeltaNet are opened")
-        raise NotImplementedError(f"{where}: model_type {kind!r}: {reason}. Supported are {known}")
+        raise NotImplementedError(f"{where}: model_type {brief(kind)}: {reason}. Supported are {known}")
     Fields(config, {}, where).check_dense_weights()
     if nested:
         # What stands outside holds for the decoder where it does not say otherwise.

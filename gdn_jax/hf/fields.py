@@ -5,12 +5,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from gdn_jax.commands.errors import brief
+
 LAYER_TYPES = {
     "linear_attention": "gated_delta_net",
     "full_attention": "attention",
     "attention": "attention",  # an older name of it
 }
 """Our layer types by Hugging Face's."""
+
+
+MOST = 2**31
+"""A size of a model is less: a token is an int32."""
 
 
 class Fields:
@@ -35,23 +41,34 @@ class Fields:
         number = isinstance(value, bool) and bool not in kinds
         if number or not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{self.where}: expected {name} of type {wanted}, got {value!r}")
+            raise ValueError(f"{self.where}: expected {name} of type {wanted}, got {brief(value)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{self.where}: expected a finite {name}, got {value!r}")
         return value
 
     def size(self, name: str) -> int:
-        """A whole number above 0."""
+        """A whole number above 0, less than `MOST`."""
         value = self.get(name, int)
         if value < 1:
-            raise ValueError(f"{self.where}: expected {name} above 0, got {value}")
+            raise ValueError(f"{self.where}: expected {name} above 0, got {brief(value)}")
+        if value >= MOST:
+            raise ValueError(f"{self.where}: expected {name} below {MOST}, got {brief(value)}")
         return value
+
+    def number(self, name: str) -> float:
+        """A finite number."""
+        try:
+            return float(self.get(name, float, int))
+        except OverflowError:
+            raise ValueError(
+                f"{self.where}: expected {name} that a float holds, got {brief(self.values[name])}"
+            ) from None
 
     def refuse(self, name: str, supported: Any, reason: str) -> None:
         """Raises NotImplementedError if a field is there and is not what is supported."""
         value = self.values.get(name)
         if value is not None and value != supported:
-            raise NotImplementedError(f"{self.where}: {name} = {value!r}: {reason}")
+            raise NotImplementedError(f"{self.where}: {name} = {brief(value)}: {reason}")
 
     def layer_types(
         self, known: dict[str, str] = LAYER_TYPES, *, attends_at_last: bool = False
@@ -70,11 +87,11 @@ class Fields:
             if attends_at_last and number < every:
                 given[-1] = "full_attention"
         if not isinstance(given, list) or len(given) != number:
-            raise ValueError(f"{self.where}: expected {number} layer_types, got {given!r}")
+            raise ValueError(f"{self.where}: expected {number} layer_types, got {brief(given)}")
         for kind in given:
             if not isinstance(kind, str) or kind not in known:
                 raise NotImplementedError(
-                    f"{self.where}: layer_types: layers of type {kind!r} are not supported"
+                    f"{self.where}: layer_types: layers of type {brief(kind)} are not supported"
                 )
         return tuple(known[kind] for kind in given)
 
@@ -85,23 +102,25 @@ class Fields:
         """
         parameters = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
-            raise ValueError(f"{self.where}: expected an object rope_parameters, got {parameters!r}")
+            raise ValueError(f"{self.where}: expected an object rope_parameters, got {brief(parameters)}")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind != "default":
             raise NotImplementedError(
-                f"{self.where}: rope_parameters: rope_type {kind!r} is not supported, only 'default'"
+                f"{self.where}: rope_parameters: rope_type {brief(kind)} is not supported, only 'default'"
             )
         merged = Fields(self.values | parameters, {}, self.where)
         if merged.values.get("rope_theta", 0) is None:
             return None, 0.0
-        theta, part = merged.get("rope_theta", float, int), merged.get("partial_rotary_factor", float, int)
-        return float(theta), float(part)
+        theta, part = merged.number("rope_theta"), merged.number("partial_rotary_factor")
+        if not 0 <= part <= 1:
+            raise ValueError(f"{self.where}: expected partial_rotary_factor from 0 to 1, got {part}")
+        return theta, part
 
     def dtype(self) -> str:
         """Dtype of the weights, of `dtype` or, in older files, `torch_dtype`; float32 without either."""
         name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32")
         if name.removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
-            raise NotImplementedError(f"{self.where}: dtype {name!r} is not supported")
+            raise NotImplementedError(f"{self.where}: dtype {brief(name)} is not supported")
         return jnp.dtype(name.removeprefix("torch.")).name
 
     def check_layers_alike(self) -> None:

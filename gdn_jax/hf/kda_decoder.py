@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.hf import own, qwen3_next
 from gdn_jax.hf.family import Names
 from gdn_jax.hf.fields import Fields
@@ -63,7 +64,9 @@ def _dense_layers(fields: Fields) -> tuple[int, ...]:
         fields.refuse("moe_layer_freq", 1, "experts in some layers only are not supported")
         return tuple(range(min(number, fields.get("first_k_dense_replace", int))))
     if not isinstance(kinds, list) or len(kinds) != number or {*map(str, kinds)} - {"dense", "sparse"}:
-        raise ValueError(f"{fields.where}: expected {number} mlp_layer_types, dense or sparse, got {kinds!r}")
+        raise ValueError(
+            f"{fields.where}: expected {number} mlp_layer_types, dense or sparse, got {brief(kinds)}"
+        )
     return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
 
 
@@ -104,7 +107,7 @@ def decoder(fields: Fields, mixer: KimiDelta, **attention: Any) -> ModelConfig:
         **attention,
     )
     inner = fields.size("moe_intermediate_size")
-    factor = float(fields.get("routed_scaling_factor", float, int))
+    factor = fields.number("routed_scaling_factor")
     experts = ExpertsConfig(
         num_experts=fields.size("num_experts"),
         per_token=fields.size("num_experts_per_token"),
@@ -125,7 +128,7 @@ def decoder(fields: Fields, mixer: KimiDelta, **attention: Any) -> ModelConfig:
         mixer=mixer,
         intermediate_size=fields.size("intermediate_size"),
         tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=float(fields.get("rms_norm_eps", float)),
+        norm_eps=fields.get("rms_norm_eps", float),
         layer_types=types,
         attention=latent if "attention" in types else None,
         experts=experts,

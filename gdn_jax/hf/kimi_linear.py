@@ -7,6 +7,7 @@ layers; both are opened. Source: `modeling_kimi_linear.py` of transformers.
 from functools import partial
 from typing import Any
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.hf import kda_decoder, own
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
@@ -49,7 +50,7 @@ def _as_written(fields: Fields) -> Fields:
         fields.get("layer_types", list)
         return fields
     if not isinstance(inner, dict):
-        raise ValueError(f"{fields.where}: expected an object linear_attn_config, got {inner!r}")
+        raise ValueError(f"{fields.where}: expected an object linear_attn_config, got {brief(inner)}")
     linear = Fields(inner, {}, f"{fields.where}: linear_attn_config")
     for name in ("gate_lower_bound", "use_full_rank_gate"):
         linear.refuse(name, False, OF_K3)
@@ -60,10 +61,13 @@ def _as_written(fields: Fields) -> Fields:
         kda, full = linear.get("kda_layers", list), linear.get("full_attn_layers", list)
         if sorted([*kda, *full], key=str) != sorted(range(1, number + 1), key=str):
             raise ValueError(
-                f"{linear.where}: expected kda_layers and full_attn_layers to be 1 to {number}, got {kda} and {full}"
+                f"{linear.where}: expected kda_layers and full_attn_layers to be 1 to {number}, got {brief(kda)} and "
+                f"{brief(full)}"
             )
-        layers = range(1, number + 1)
-        values["layer_types"] = ["linear_attention" if i in kda else "full_attention" for i in layers]
+        layers, linear_layers = range(1, number + 1), {*kda}
+        values["layer_types"] = [
+            "linear_attention" if i in linear_layers else "full_attention" for i in layers
+        ]
     return Fields(fields.values | values, {}, fields.where)
 
 

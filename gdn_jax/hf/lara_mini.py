@@ -66,7 +66,7 @@ def _config(fields: Fields) -> ModelConfig:
         expand_v=fields.size("linear_value_head_dim") / key_dim,
         conv_size=fields.size("linear_conv_kernel_dim"),
         tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=float(fields.get("rms_norm_eps", float)),
+        norm_eps=fields.get("rms_norm_eps", float),
         layer_types=types,
         attention=whole if "attention" in types else None,
         window_attention=window,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,17 @@ _SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
 def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> tuple[str, ...]:
     """Names of the tensors of parts that our models do not have: of images, and of the prediction of several tokens.
 
-    The latter may be layers behind those of the decoder, as many as `num_nextn_predict_layers`.
+    The latter may be layers after those of the decoder, as many as `num_nextn_predict_layers`.
     """
-    more = described.fields.values.get("num_nextn_predict_layers") or 0
+    more = described.fields.values.get("num_nextn_predict_layers")
     first, more = described.fields.size("num_hidden_layers"), more if isinstance(more, int) else 0
-    behind = tuple(f"{names.prefix}layers.{first + i}." for i in range(min(more, len(tensors))))
-    return tuple(name for name in tensors if _SKIPPED.match(name) or name.startswith(behind))
+    of_layer = re.compile(re.escape(names.prefix) + r"layers\.(0|[1-9][0-9]{0,9})\.")
+
+    def comes_after(name: str) -> bool:
+        layer = of_layer.match(name)
+        return layer is not None and first <= int(layer[1]) < first + more
+
+    return tuple(name for name in tensors if _SKIPPED.match(name) or comes_after(name))
 
 
 def load_hf(
@@ -79,8 +84,7 @@ def load_hf(
     kept = config.weight_dtype if weight_dtype is None else weight_dtype
     config = dataclasses.replace(config, implementation=implementation, weight_dtype=kept, remat=remat)
     skipped = skipped_of(described, tensors, names)
-    plan = weights_of(described.family, config, names)
-    check_tensors(folder, plan, tensors, skipped)
+    plan = check_tensors(folder, weights_of(described.family, config, names), tensors, skipped)
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     shapes = {name_of(key): leaf for key, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state))}
@@ -112,20 +116,22 @@ def config_of(
             raise NotImplementedError(
                 f"{where}: weights in float16 are computed in another dtype: say dtype='float32' or 'bfloat16'"
             )
-    most = len(tensors)
+    # What is counted is what takes bytes: a tensor with a zero in its shape takes none, however many it tells of.
+    most = sum(tensor.end > tensor.begin for tensor in tensors.values())
     if (layers := described.fields.size("num_hidden_layers")) > most:
         raise ValueError(
-            f"{where}: expected at most {most} num_hidden_layers, as there are tensors, got {layers}"
+            f"{where}: expected at most {most} num_hidden_layers, as there are tensors that hold numbers, got "
+            f"{layers}"
         )
     try:
         config = described.family.config(described.fields)
         config = dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
     except ValueError as error:
         raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
-    largest = max([most, *(n for tensor in tensors.values() for n in tensor.shape)], default=0)
-    if config.experts is not None and (experts := config.experts.num_experts) > largest:
+    size = sum(tensor.end - tensor.begin for tensor in tensors.values())
+    if config.experts is not None and (experts := config.experts.num_experts) > size:
         raise ValueError(
-            f"{where}: expected at most {largest} num_experts, as any tensor is long, got {experts}"
+            f"{where}: expected at most {size} num_experts, as there are bytes of tensors, got {experts}"
         )
     if config.tie_embeddings and _differ(
         tensors.get(HEAD), tensors.get(f"{names.prefix}{described.family.embedding}.weight")
@@ -141,15 +147,14 @@ def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
     return head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read())
 
 
-def weights_of(family: Family, config: ModelConfig, names: Names) -> list[Weight]:
-    """All weights of a model."""
+def weights_of(family: Family, config: ModelConfig, names: Names) -> Iterator[Weight]:
+    """All weights of a model, each made when it is asked for: a config.json may tell of more than there are."""
     shape = (config.vocab_size, config.hidden_size)
-    weights = [same(f"{names.prefix}{family.embedding}.weight", "embedding", *shape)]
-    weights += family.weights(config, names)
-    weights.append(same(f"{names.prefix}norm.weight", "norm.weight", config.hidden_size))
+    yield same(f"{names.prefix}{family.embedding}.weight", "embedding", *shape)
+    yield from family.weights(config, names)
+    yield same(f"{names.prefix}norm.weight", "norm.weight", config.hidden_size)
     if not config.tie_embeddings:
-        weights.append(same(HEAD, "head", *shape))
-    return weights
+        yield same(HEAD, "head", *shape)
 
 
 def name_of(key: tuple[Any, ...]) -> str:
@@ -158,23 +163,31 @@ def name_of(key: tuple[Any, ...]) -> str:
 
 
 def check_tensors(
-    folder: Path, plan: list[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]
-) -> None:
-    """Raises ValueError unless the tensors of a checkpoint are those of the plan, each of its shape."""
-    wanted = {name: shape for weight in plan for name, shape in weight.tensors.items()}
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise ValueError(f"{folder}: expected tensor {name} of shape {shape}, got none in any file")
-        if tensors[name].shape != shape:
-            raise ValueError(
-                f"{tensors[name].file}: expected tensor {name} of shape {shape}, got {tensors[name].shape}"
-            )
+    folder: Path, plan: Iterable[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]
+) -> list[Weight]:
+    """The whole plan, of which no more is made than there are tensors.
+
+    Raises:
+      ValueError: the tensors of a checkpoint are not those of the plan, each of its shape.
+    """
+    checked, wanted = [], set()
+    for weight in plan:
+        for name, shape in weight.tensors.items():
+            if name not in tensors:
+                raise ValueError(f"{folder}: expected tensor {name} of shape {shape}, got none in any file")
+            if tensors[name].shape != shape:
+                raise ValueError(
+                    f"{tensors[name].file}: expected tensor {name} of shape {shape}, got {tensors[name].shape}"
+                )
+            wanted.add(name)
+        checked.append(weight)
+    known = {*wanted, *skipped, HEAD}  # a head that is not in the plan is equal to the embedding
     for name, tensor in tensors.items():
-        tied = name == HEAD  # equal to the embedding, or it would be in the plan
-        if name not in wanted and name not in skipped and not tied:
+        if name not in known:
             raise ValueError(
-                f"{tensor.file}: expected no tensor {name}: a model of this config.json has none"
+                f"{tensor.file}: expected no tensor {name[:200]}: a model of this config.json has none"
             )
+    return checked
 
 
 def _place(

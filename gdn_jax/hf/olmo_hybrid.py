@@ -66,7 +66,7 @@ def _config(fields: Fields) -> ModelConfig:
         intermediate_size=fields.size("intermediate_size"),
         allow_neg_eigval=fields.get("linear_allow_neg_eigval", bool),
         tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=float(fields.get("rms_norm_eps", float)),
+        norm_eps=fields.get("rms_norm_eps", float),
         mixer_norm_eps=MIXER_NORM_EPS,
         layer_types=types,
         attention=attention if "attention" in types else None,

@@ -7,6 +7,7 @@ norm of queries and keys in each head, and partial rotary positions. Source: `mo
 from collections.abc import Iterator
 from typing import Any
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.hf import own
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
@@ -76,7 +77,7 @@ def decoder(fields: Fields, **options: Any) -> ModelConfig:
         expand_v=fields.size("linear_value_head_dim") / head_dim,
         conv_size=fields.size("linear_conv_kernel_dim"),
         tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=float(fields.get("rms_norm_eps", float)),
+        norm_eps=fields.get("rms_norm_eps", float),
         layer_types=types,
         attention=attention(fields) if "attention" in types else None,
         zero_centred_norms=True,
@@ -99,8 +100,10 @@ def experts(fields: Fields, normalise: bool) -> ExpertsConfig:
 def _config(fields: Fields) -> ModelConfig:
     number, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step")
     only = fields.get("mlp_only_layers", list, type(None)) or []
-    sparse = fields.get("num_experts", int) > 0
-    dense = tuple(i for i in range(number) if i in only or (i + 1) % step or not sparse)
+    if not all(type(layer) is int for layer in only):
+        raise ValueError(f"{fields.where}: expected numbers of layers mlp_only_layers, got {brief(only)}")
+    plain, sparse = {*only}, fields.get("num_experts", int) > 0
+    dense = tuple(i for i in range(number) if i in plain or (i + 1) % step or not sparse)
     options: dict[str, Any] = {"dense_layers": dense if len(dense) < number else ()}
     if len(dense) < number:
         options["experts"] = experts(fields, fields.get("norm_topk_prob", bool))

@@ -71,7 +71,7 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
         )
     origin = model.origin
     family, fields, names = own_family(model.config) if origin is None else _as_read(model.config, origin)
-    plan = weights_of(family, model.config, names)
+    plan = [*weights_of(family, model.config, names)]
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
     if extra := params.keys() - {name for weight in plan for name in weight.params}:

@@ -13,12 +13,14 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from gdn_jax.commands.errors import brief
 from gdn_jax.commands.files import parse_json
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 """Floating dtypes by their name in a header."""
 
 _MAX_HEADER = 100_000_000  # bytes, as in the package
+_MAX_RANK = 32  # dimensions; with more or larger ones to multiply the count of numbers would take minutes
 
 
 class Tensor(NamedTuple):
@@ -98,11 +100,15 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
     try:
         dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+        whole = (
+            all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)) and len(shape) <= _MAX_RANK
+        )
     except (KeyError, TypeError, ValueError):
         dtype, shape, begin, end, whole = "", (), 0, 0, False
     if not whole:
-        raise ValueError(f"{file}: expected dtype, shape and data_offsets of tensor {name}, got {entry}")
+        raise ValueError(
+            f"{file}: expected dtype, shape and data_offsets of tensor {name[:200]}, got {brief(entry)}"
+        )
     size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize if dtype in DTYPES else end - begin
     if end - begin != size:
         raise ValueError(f"{file}: expected {size} bytes of tensor {name}, got {end - begin}")

@@ -4,6 +4,7 @@ Hugging Face's projections are [outputs, inputs], ours [inputs, outputs]. Some o
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -126,6 +127,34 @@ def fused_experts(gate_up: str, down: str, param: str, experts: int, size: int, 
     ]
 
 
+class _OfExperts(Mapping[str, tuple[int, ...]]):
+    """Tensors of separate experts and their shape, PREFIX.0.PART.weight and so on.
+
+    Names are made when they are asked for: a config.json may tell of more experts than a checkpoint has tensors.
+    """
+
+    def __init__(self, prefix: str, experts: int, parts: tuple[str, ...], shape: tuple[int, ...]):
+        self._prefix, self._experts, self._parts, self._shape = prefix, experts, parts, shape
+        choices = "|".join(map(re.escape, parts))
+        self._name = re.compile(rf"{re.escape(prefix)}\.(0|[1-9][0-9]{{0,9}})\.({choices})\.weight")
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        found = self._name.fullmatch(name)
+        if found is None or int(found[1]) >= self._experts:
+            raise KeyError(name)
+        return self._shape
+
+    def __iter__(self) -> Iterator[str]:
+        return (
+            f"{self._prefix}.{expert}.{part}.weight"
+            for expert in range(self._experts)
+            for part in self._parts
+        )
+
+    def __len__(self) -> int:
+        return self._experts * len(self._parts)
+
+
 def separate_experts(
     prefix: str,
     param: str,
@@ -138,9 +167,6 @@ def separate_experts(
 
     Args: parts are the names of these three.
     """
-
-    def name(expert: int, part: str) -> str:
-        return f"{prefix}.{expert}.{part}.weight"
 
     def read_gate_up(tensors):
         first = next(tensors)
@@ -165,8 +191,8 @@ def separate_experts(
     def write_down(params):
         return (expert.T for expert in params[0])
 
-    gate_up = {name(i, part): (size, hidden) for i in range(experts) for part in parts[:2]}
-    down = {name(i, parts[2]): (hidden, size) for i in range(experts)}
+    gate_up = _OfExperts(prefix, experts, parts[:2], (size, hidden))
+    down = _OfExperts(prefix, experts, parts[2:], (hidden, size))
     return [
         Weight(gate_up, (f"{param}.gate_up",), read_gate_up, write_gate_up),
         Weight(down, (f"{param}.down",), read_down, write_down),

@@ -331,6 +331,8 @@ class ModelConfig:
         self._check_windows()
         if any(not 0 <= i < self.num_layers for i in self.dense_layers):
             raise ArgumentError("dense_layers", f"layers from 0 to {self.num_layers - 1}", self.dense_layers)
+        if not 0 < self.norm_eps < math.inf:
+            raise ArgumentError("norm_eps", "a positive number", self.norm_eps)
         if self.mixer_norm_eps is not None and not self.mixer_norm_eps > 0:
             raise ArgumentError("mixer_norm_eps", "a positive number", self.mixer_norm_eps)
 
