@@ -192,6 +192,17 @@ def test_links_that_leave_the_folder_are_not_copied(tmp_path):
         save_hf(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists() and not (tmp_path / "saved.tmp").exists()
 
+    (folder / "chat_template.jinja").unlink()
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        model = load_hf(folder)  # to read it is no harm
+        with pytest.raises(ValueError, match=rf"{name}, whose content is written.*got a link to {tmp_path}"):
+            save_hf(model, tmp_path / "saved")
+        (folder / name).unlink()
+        (tmp_path / name).rename(folder / name)
+    assert not (tmp_path / "saved").exists() and not (tmp_path / "saved.tmp").exists()
+
     cache = tmp_path / "models--ours--tiny"
     (cache / "snapshots").mkdir(parents=True)
     (cache / "blobs").mkdir()

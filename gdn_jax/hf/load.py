@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
+from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors, stays_inside
 from gdn_jax.hf.families import Described, describe
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.origin import Origin
@@ -93,7 +93,9 @@ def load_hf(
     assert not placed, f"parameters that the model does not have: {[*placed]}"
     nnx.replace_by_pure_dict(state, values)
     model = nnx.merge(graphdef, state)
-    model.origin = Origin(folder.resolve(), found, names, skipped)
+    read = dict.fromkeys((folder / CONFIG, *(tensor.file for tensor in tensors.values())))
+    outside = tuple(file for file in read if not stays_inside(file, folder))
+    model.origin = Origin(folder.resolve(), found, names, skipped, outside)
     return model
 
 

@@ -16,9 +16,11 @@ class Origin:
       config: its config.json.
       names: of its tensors.
       skipped: names of tensors that the model does not use: of images, and of the prediction of several tokens.
+      outside: files that were links out of the folder when they were read, which `save_hf` does not publish.
     """
 
     path: Path
     config: dict[str, Any]
     names: Names
     skipped: tuple[str, ...]
+    outside: tuple[Path, ...] = ()

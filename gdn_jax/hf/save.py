@@ -56,7 +56,8 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
       max_file_bytes: of one file; beyond that there are several and an index.
 
     Raises:
-      ValueError: the folder exists, or the model is no longer the one that was loaded.
+      ValueError: the folder exists, the model is no longer the one that was loaded, or it was read through a link out
+        of its folder and out of the hub's cache, to a file that the user may not mean to publish.
       NotImplementedError: no family has such a model, with the reason for each.
     """
     folder = Path(path)
@@ -140,8 +141,15 @@ def _companions(origin: Origin) -> list[Path]:
     """Files that are copied from the checkpoint that was loaded.
 
     Raises:
-      ValueError: one is a link to somewhere else, whose text the user may not mean to publish.
+      ValueError: one of them, or of the files that the model was read from, is a link to somewhere else, whose
+        content the user may not mean to publish.
     """
+    if origin.outside:
+        file = origin.outside[0]
+        raise ValueError(
+            f"model: expected {file}, whose content is written, in the folder that it was loaded from or in the "
+            f"hub's cache, got a link to {file.resolve()}; load a folder that holds the file itself"
+        )
     files = [origin.path / name for name in COMPANIONS if (origin.path / name).is_file()]
     for file in files:
         if not stays_inside(file, origin.path):
