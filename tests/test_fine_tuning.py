@@ -63,7 +63,7 @@ def test_texts_are_tokens_with_the_end_between_them(checkpoint, book):
     # A token of about seven bytes: its loss is shared by them.
     assert task.metrics(np.log(2) * task.bytes_per_token, 0.0)["bpb"] == pytest.approx(1)
     assert task.bytes_per_token == pytest.approx(7, rel=0.03)
-    words = Words(checkpoint)
+    words = Words(checkpoint, 199)
     assert words.encode("").tolist() == [[END]] and words.encode("word3 word9").tolist() == [[3, 9]]
     assert words.decode(jax.numpy.array([3, END, 9])) == "word3"
 
@@ -78,6 +78,40 @@ def test_a_sample_that_cannot_begin_is_refused_before_training(checkpoint, book,
     with pytest.raises(RunError, match="--prompt: expected a text of one token or more, got none"):
         TokensTask(options, 2, 0)
     assert TokensTask(dataclasses.replace(options, prompt="word3"), 2, 0).vocab_size == 199
+
+
+def test_a_sample_is_text(checkpoint, book, monkeypatch, no_type_checks):
+    """Bytes of the prompt that are no UTF-8 are U+FFFD, with which the sample can be written and printed."""
+    options = TokensOptions(data=book, from_=checkpoint, length=16, val_tokens=40, prompt="word3 \udcff ")
+    task = TokensTask(options, 2, 0)
+    monkeypatch.setattr(
+        "gdn_jax.tasks.next_token.models.generate", lambda *_, **__: np.array([[3, 9, END, 4]])
+    )
+    sample = task.sample(None)
+    assert sample == "word3 \ufffd word3 word9" and sample.encode()
+
+
+def test_tokens_that_are_none_of_the_model_are_refused_before_training(checkpoint, book, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "odd")
+    options = TokensOptions(data=book, from_=folder, length=16, val_tokens=40)
+    for end in (-1, [END, 199], 2**31, 10**30):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        with pytest.raises(
+            RunError, match=r"--from: .*generation_config.json: expected eos_token_id to be tokens"
+        ):
+            TokensTask(options, 2, 0)
+    shutil.copyfile(checkpoint / "generation_config.json", folder / "generation_config.json")
+    content = (folder / "tokenizer.json").read_text()
+    odd = json.loads(content)
+    odd["model"]["vocab"]["word20"] = 1000
+    (folder / "tokenizer.json").write_text(json.dumps(odd))
+    with pytest.raises(
+        RunError, match=r"--from: .*tokenizer.json: expected tokens below .* size 199, got 1000"
+    ):
+        TokensTask(options, 2, 0)
+    cut = {"direction": "Right", "max_length": 50, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(content) | {"truncation": cut}))
+    assert TokensTask(options, 2, 0).data.size == 203
 
 
 TINY = "--length 16 --val-tokens 64 --batch-size 4 --sample-tokens 2 --implementation recurrent".split()

@@ -124,13 +124,67 @@ def test_stop_tokens(tmp_path):
         ("generation_config.json", {"eos_token_id": [7, 8]}, (7, 8)),
     ]:
         (tmp_path / name).write_text(json.dumps(content))
-        assert stop_tokens(tmp_path) == want
+        assert stop_tokens(tmp_path, 9) == want
+    for name, wrong in (("generation_config.json", [7, 9]), ("config.json", -1)):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": wrong}))
+        got = wrong if name == "config.json" else 9
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected eos_token_id to be tokens from 0 to 8, got {got}"
+        ):
+            stop_tokens(tmp_path, 9)
+        (tmp_path / name).unlink()
+    for wrong in (True, 2.0, "2", 2**31, 10**30, [[1]]):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(
+            ValueError, match=r"config.json: expected eos_token_id to be tokens from 0 to 8, got"
+        ):
+            stop_tokens(tmp_path, 9)
 
 
 def test_a_tokenizer(tmp_path):
-    tokenizer = Tokenizer(with_tokenizer("qwen3_5", tmp_path) / "tokenizer.json")
-    assert tokenizer.encode("word3 word17") == [3, 17]
-    assert tokenizer.decode([3, 17]) == "word3 word17"
+    """Truncation and padding are switched off, as in transformers; a token is one of the model's."""
+    file = with_tokenizer("qwen3_5", tmp_path) / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padded = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
+    padded |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "word0"}
+    for options in ({}, {"truncation": cut}, {"padding": padded}, {"truncation": cut, "padding": padded}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | options))
+        tokenizer = Tokenizer(file, 64)
+        assert tokenizer.encode("word3 word17 word4") == [3, 17, 4]
+        assert tokenizer.decode([3, 17]) == "word3 word17"
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json: expected tokens below the vocabulary's size 17, got 17"
+    ):
+        Tokenizer(file, 17).encode("word3 word17")
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """`generate` draws the tokens 3, 4, 5, whatever the model is."""
+
+    def draw(model, prompt, num_tokens, *, on_token, **options):
+        for token in (3, 4, 5):
+            on_token(np.array([token]))
+
+    monkeypatch.setattr("gdn_jax.inspect.generate.models.generate", draw)
+
+
+def test_a_terminal_obeys_no_token(writes, tmp_path, capsys):
+    """Control characters are shown as escapes. Other ones, lines and tabs stay, and so does the library's text."""
+    folder = with_tokenizer("qwen3_5", tmp_path)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    odd = ["\x1b]0;pwned\x07", "\x9b2J\x7f\r", "a\u200dü\n\t"]
+    for i, word in enumerate(odd, 3):
+        del content["model"]["vocab"][f"word{i}"]
+        content["model"]["vocab"][word] = i
+    file.write_text(json.dumps(content))
+    status, out, _ = run(capsys, "generate", folder, "--prompt", "word1\x1b[2J \udcff")
+    assert (status, out) == (
+        0,
+        "word1\\x1b[2J \ufffd" + "\\x1b]0;pwned\\x07 \\x9b2J\\x7f\\r a\u200dü\n\t\n",
+    )
+    assert Tokenizer(file, 64).decode([3, 4, 5]) == " ".join(odd)
 
 
 MODELS = [

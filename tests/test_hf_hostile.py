@@ -12,6 +12,7 @@ import pytest
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.hf.text import Tokenizer
 from gdn_jax.inspect.info import InfoOptions, info
 
 
@@ -252,6 +253,82 @@ def test_pipes_and_devices_are_not_read(file, tmp_path):
     (folder / file).symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"config.json|safetensors"):
         load_hf(folder)
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+SPECIAL = {"SpecialToken": {"id": "a", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "single": [SPECIAL] * 1000, "pair": []}
+TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": []}
+
+
+@pytest.mark.parametrize(
+    "part, value, message",
+    [
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [REPLACE] * 60},
+            "normalizer that makes a text at most",
+        ),
+        ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 60}, "decoder that makes a text at most"),
+        (
+            "normalizer",
+            REPLACE | {"pattern": {"Regex": "x*"}, "content": "é" * 501},
+            r"normalizer that makes a text at most 1000 times longer, got 1e\+03",
+        ),
+        (
+            "post_processor",
+            TEMPLATE | {"special_tokens": {"a": {"id": "a", "ids": [1] * 1000, "tokens": ["a"] * 1000}}},
+            "post_processor that adds at most 1000 tokens, got 1000000",
+        ),
+        (
+            "post_processor",
+            {"type": "Sequence", "processors": [TWICE | {"special_tokens": {}}] * 60},
+            "post_processor that makes a text at most",
+        ),
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False},
+            "tokenizer of any text, got one that fails: PanicException",
+        ),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"},
+            "one that fails: Exception: WordLevel",
+        ),
+        ("model", {"type": "WordLevel", "vocab": {"a": 2**32}, "unk_token": "a"}, "damaged file: ValueError"),
+        (
+            "model",
+            {"type": "WordLevel", "vocab": {"a": 2**32 - 1}, "unk_token": "a"},
+            "below the vocabulary's size 9",
+        ),
+        (
+            "model",
+            {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.5},
+            "dropout = 0.5: tokens that are",
+        ),
+    ],
+)
+def test_tokenizers_that_do_harm(part, value, message, tmp_path, capfd):
+    """What would draw at random, fail or take the machine's memory is an error that names the file."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    model = {"type": "WordLevel", "vocab": {"a": 1}, "unk_token": "a"}
+    content = {"version": "1.0", "added_tokens": [], "model": model, part: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises((ValueError, NotImplementedError), match=f"tokenizer.json: .*{message}"):
+        Tokenizer(tmp_path / "tokenizer.json", 9).encode("x" * 40)
+
+
+def test_a_tokenizer_is_an_ordinary_file(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    file = tmp_path / "tokenizer.json"
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"tokenizer.json: expected a tokenizer, .*: No ordinary file"):
+        Tokenizer(file, 9)
+    for content in (DEEP, "[]", "null", '{"model": 3}'):
+        file.unlink()
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer.json: expected a tokenizer, got a damaged file: "):
+            Tokenizer(file, 9)
 
 
 def test_names_are_no_markup(tmp_path):

@@ -1,5 +1,6 @@
 """Errors of the commands: one that a user can act upon, and one line for any other."""
 
+import unicodedata
 from typing import Any, NoReturn
 
 import jax
@@ -19,7 +20,7 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
     raise RunError(f"{flag(name)}: expected {expected}, got {got}")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the kind and the beginning of an error, which may have no text, or pages of it."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -28,6 +29,16 @@ def brief(value: Any) -> str:
     """A value of a file in an error, which may be as long as the file."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def harmless(text: str) -> str:
+    """Returns a text whose control characters, which a terminal would obey, are escapes, but lines and tabs.
+
+    Marks that join characters or say how they run are part of many scripts, and stay.
+    """
+    return "".join(
+        repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text
+    )
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,14 @@ import numpy as np
 
 from gdn_jax import models
 from gdn_jax.commands import fields
-from gdn_jax.commands.errors import RunError, fail
+from gdn_jax.commands.errors import RunError, fail, harmless
 from gdn_jax.commands.fields import NotNegative, Positive, Range, Seed
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.load import load_hf
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
 from gdn_jax.tasks import next_byte
-from gdn_jax.tasks.options import prompt_bytes
+from gdn_jax.tasks.options import prompt_text
 from gdn_jax.training.load import load_text_run
 from gdn_jax.training.options import Implementation
 
@@ -75,7 +76,7 @@ def generate(path: Path, options: GenerateOptions) -> int:
       RunError: an option cannot be used, or the checkpoint or run.
     """
     fields.check(options)
-    prompt = prompt_bytes(options.prompt).decode(errors="replace")
+    prompt = prompt_text(options.prompt)
     if not path.exists():
         raise RunError(
             f"expected a run folder or a folder with a Hugging Face checkpoint, got {path}, which does not exist "
@@ -94,20 +95,19 @@ def _open_checkpoint(path: Path, options: GenerateOptions) -> Writer:
     given = options.dtype, options.implementation
     dtype, implementation = (None if value == "auto" else value for value in given)
     model = load_hf(path, dtype=dtype, implementation=implementation)
-    if (path / TOKENIZER).exists():
-        tokenizer = Tokenizer(path / TOKENIZER)
-        prompt, decode = tokenizer.encode(options.prompt), tokenizer.decode
-    elif model.config.vocab_size == BYTES:
+    size = model.config.vocab_size
+    if os.path.lexists(path / TOKENIZER):
+        tokenizer = Tokenizer(path / TOKENIZER, size)
+        prompt, decode = tokenizer.encode(prompt_text(options.prompt)), tokenizer.decode
+    elif size == BYTES:
         print(f"gdn: note: {path} has no {TOKENIZER}; its 256 tokens are taken as bytes", file=sys.stderr)
         prompt, decode = _bytes(options.prompt), _text
     else:
-        raise RunError(
-            f"{path}: expected {TOKENIZER} for a vocabulary of {model.config.vocab_size}, got none"
-        )
+        raise RunError(f"{path}: expected {TOKENIZER} for a vocabulary of {size}, got none")
     if not prompt:
         raise RunError("--prompt: expected a text of one token or more, got none")
     check_text_only(read_json(path / CONFIG), prompt)
-    return Writer(model, prompt, decode, stop_tokens(path))
+    return Writer(model, prompt, decode, stop_tokens(path, size))
 
 
 def _open_run(path: Path, options: GenerateOptions) -> Writer:
@@ -139,13 +139,13 @@ def _write(writer: Writer, prompt: str, options: GenerateOptions) -> int:
     def show(end: bool = False) -> None:
         """Prints the text that is new; what may be the beginning of a character waits for its end."""
         nonlocal shown
-        text = writer.decode(written)
+        text = harmless(writer.decode(written))
         whole = text if end else text.rstrip("\ufffd")
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shown, whole, strict=False))
         print(whole[sum(1 for _ in same) :], end="", flush=True)
         shown = whole
 
-    print(prompt, end="", flush=True)
+    print(harmless(prompt), end="", flush=True)
     with listen() as asked:
 
         def on_token(new: np.ndarray) -> bool:

@@ -15,7 +15,7 @@ from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, stop_tokens
 from gdn_jax.tasks import next_byte, ngrams, text
-from gdn_jax.tasks.options import TokensOptions, prompt_bytes
+from gdn_jax.tasks.options import TokensOptions, prompt_text
 
 COUNTED = 131072
 """Held-out bytes that the tables of counts are scored on, at most."""
@@ -41,29 +41,29 @@ class Words:
 
     Args:
       folder: of the checkpoint.
+      vocab_size: tokens of its model.
 
     Raises:
-      RunError: it has no tokenizer, or a damaged one.
+      RunError: it has no tokenizer, a damaged one, or one that does not fit the model.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, vocab_size: int):
         if not (folder / TOKENIZER).is_file():
             raise RunError(f"--from: expected {TOKENIZER} in {folder}, got none")
         try:
-            self._tokenizer = Tokenizer(folder / TOKENIZER)
-        except ValueError as error:
+            self._tokenizer = Tokenizer(folder / TOKENIZER, vocab_size)
+            self._config, self.stops = read_json(folder / CONFIG), stop_tokens(folder, vocab_size)
+        except (ValueError, NotImplementedError) as error:
             raise RunError(f"--from: {error}") from error
-        self._config, self.stops = read_json(folder / CONFIG), stop_tokens(folder)
 
     def encode(self, prompt: str) -> Int[Array, "1 T"]:
         """Returns the tokens of a prompt. Without any it is the token that ends a text, behind which one begins.
 
         Raises:
-          RunError: the prompt has no token, and none ends a text.
+          RunError: the prompt has no token, and none ends a text; or it has one that is none of the model's.
           NotImplementedError: a token stands for an image.
         """
-        words = prompt_bytes(prompt).decode(errors="replace")
-        tokens = self._tokenizer.encode(words) or [*self.stops[:1]]
+        tokens = self._encode(prompt_text(prompt)) or [*self.stops[:1]]
         if not tokens:
             fail("prompt", "a text of one token or more", "none")
         check_text_only(self._config, tokens)
@@ -73,15 +73,32 @@ class Words:
         """Returns the text of tokens up to one that ends it."""
         found = [int(token) for token in np.asarray(tokens)]
         ends = [i for i, token in enumerate(found) if token in self.stops]
-        return self._tokenizer.decode(found[: ends[0]] if ends else found)
+        return self._decode(found[: ends[0]] if ends else found)
 
     def stream(self, texts: np.ndarray) -> Int[np.ndarray, " n"]:
         """Returns the tokens of texts, of bytes with zeros around each; a token that ends a text stands for those."""
         end, found = [*self.stops[:1]], []
         for part in texts.tobytes().split(b"\0"):
             if part:
-                found += end + self._tokenizer.encode(part.decode(errors="replace"), special=False)
+                found += end + self._encode(part.decode(errors="replace"), special=False)
         return np.asarray(found + end, np.int32)
+
+    def check(self, prompt: str, vocab_size: int) -> None:
+        """Raises RunError, before any training, for a prompt or a tokenizer that the sample would fail with."""
+        self.encode(prompt)
+        self._decode([*range(vocab_size)])
+
+    def _decode(self, tokens: list[int]) -> str:
+        try:
+            return self._tokenizer.decode(tokens)
+        except ValueError as error:
+            raise RunError(f"--from: {error}") from error
+
+    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, special=special)
+        except ValueError as error:
+            raise RunError(f"--from: {error}") from error
 
 
 class TokensTask(next_byte.BytesTask):
@@ -95,17 +112,13 @@ class TokensTask(next_byte.BytesTask):
         self.options, self.batch_size, self.seed = options, batch_size, seed
         self.size = self.length = options.length
         self.tests = ()
-        self.words = Words(options.from_)
-        self.words.encode(
-            options.prompt
-        )  # a sample that cannot begin is refused here, not after the last step
+        self.words = Words(options.from_, self.vocab_size)
+        self.words.check(options.prompt, self.vocab_size)
         self.corpus = text.load(options.data, options.glob, packages=options.packages)
         self.data, self.val = self.words.stream(self.corpus.train), self.words.stream(self.corpus.val)
         for side, part in (("training", self.data), ("held-out", self.val)):
             if part.size < self.length + 1:
                 fail("data", f"at least --length + 1 = {self.length + 1} {side} tokens", part.size)
-            if (most := int(part.max())) >= self.vocab_size:
-                fail("from_", f"tokens below the vocabulary's size {self.vocab_size}", most)
         self.starts = text.window_starts(self.val.size, self.length, options.val_tokens)
         self.bytes_per_token = self.corpus.val.size / self.val.size
 
@@ -143,4 +156,4 @@ class TokensTask(next_byte.BytesTask):
         out = models.generate(
             model, prompt, o.sample_tokens, rng=rng, temperature=o.temperature, stop_tokens=stops
         )
-        return o.prompt + self.words.decode(out[0])
+        return prompt_text(o.prompt) + self.words.decode(out[0])

@@ -23,6 +23,15 @@ def prompt_bytes(prompt: str) -> bytes:
         fail("prompt", "text, or bytes of a command line", ascii(prompt))
 
 
+def prompt_text(prompt: str) -> str:
+    """Returns a prompt as text that can be written and printed: bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+      RunError: see `prompt_bytes`.
+    """
+    return prompt_bytes(prompt).decode(errors="replace")
+
+
 @dataclasses.dataclass(frozen=True)
 class CorpusOptions:
     """A text, a part of which is held out."""

@@ -51,9 +51,9 @@ def text_of(options: TaskOptions) -> Text | None:
       RunError: the checkpoint of its tokens is gone.
     """
     if isinstance(options, TokensOptions):
-        next_token.vocab_size(options)
+        size = next_token.vocab_size(options)
         assert options.from_ is not None
-        return next_token.Words(options.from_)
+        return next_token.Words(options.from_, size)
     return next_byte.TEXT if options.task == "bytes" else None
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory, printable
+from gdn_jax.commands.errors import RunError, harmless, one_line, os_line, out_of_memory, printable
 from gdn_jax.commands.files import write_text
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
@@ -291,6 +291,6 @@ def _finish(trainer: Trainer, run: RunFolder, console: Console, why: str | None)
     }
     run.write_json("result.json", result | {"wall": {"seconds": round(trainer.seconds, 3)}})
     console.rule("sample")
-    console.print(Text(sample), soft_wrap=True)
+    console.print(Text(harmless(sample)), soft_wrap=True)
     console.rule()
     say(f"{trainer.seconds:.0f} s of training; results in {run.path}")
