@@ -152,6 +152,28 @@ def test_low_rank_changes_are_trained_taken_up_and_merged(checkpoint, book, tmp_
     assert "expected a run of the task bytes, got tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_names_and_prompts_that_are_odd_end_no_run(checkpoint, book, tmp_path, capsys):
+    """A folder's name is no formula of the figure's title and no markup of the table; any bytes are a prompt."""
+    folder, out = shutil.copytree(checkpoint, tmp_path / "a$^$[red]"), tmp_path / "run"
+    argv = [
+        "train",
+        "tokens",
+        "--from",
+        str(folder),
+        "--data",
+        str(book),
+        *TINY,
+        "--prompt",
+        "word3 \udcff\x1b[2J",
+    ]
+    assert cli.main([*argv, "--steps", "1", "--lora-rank", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "a$^$[red], 1 steps" in printed and "\x1b" not in printed
+    assert (out / "sample.txt").read_text().startswith("word3 \ufffd\x1b[2J")
+    assert (out / "result.json").is_file() and (out / "curves.png").is_file()
+
+
 def leaves(model):
     return jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 

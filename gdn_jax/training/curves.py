@@ -72,7 +72,7 @@ def draw_curves(
     axes.set_xlim(0, last * 1.02)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel(label)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=11, parse_math=False)  # a name of a folder may have dollars
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper center" if lower_is_better else "lower right")

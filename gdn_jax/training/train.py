@@ -236,7 +236,7 @@ def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable
 def _label(options: TrainOptions) -> str:
     """Returns the name of a run's model in words."""
     if isinstance(options.task, TokensOptions):
-        return str(options.task.from_ and options.task.from_.name)
+        return printable(str(options.task.from_ and options.task.from_.name))
     return mixers.label(options.model)
 
 
@@ -275,7 +275,8 @@ def _finish(trainer: Trainer, run: RunFolder, console: Console, why: str | None)
     table.add_column(metric, justify="right")
     for name, baseline in baselines.items():
         table.add_row(name, f"{baseline:.3f}")
-    table.add_row(f"{_label(trainer.options)}, {trainer.step} steps", f"{value:.3f}", style="bold")
+    model = Text(f"{_label(trainer.options)}, {trainer.step} steps")  # a name of a folder is no markup
+    table.add_row(model, f"{value:.3f}", style="bold")
     console.print(table)
     tests = trainer.test()
     for size, metrics in tests.items():
