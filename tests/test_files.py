@@ -36,6 +36,40 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch, moment):
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
 
 
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    (tmp_path / "file").write_text("text")
+    assert read_file(tmp_path / "file", 4) == b"text"
+    with pytest.raises(OSError, match="larger than 3 bytes"):
+        read_file(tmp_path / "file", 3)
+    os.mkfifo(tmp_path / "pipe")
+    for name, error in (
+        ("pipe", "not a regular file"),
+        ("/dev/zero", "not a regular file"),
+        (".", "directory"),
+    ):
+        with pytest.raises(OSError, match=error):
+            read_file(tmp_path / name)
+
+
+def test_a_pipe_among_the_files_is_no_wait(tmp_path):
+    """Of lines, of a lock, and in the place of a temporary file, which a link does not lead elsewhere."""
+    for name in ("lines", "lock", "file.tmp"):
+        os.mkfifo(tmp_path / name)
+    for ask in (
+        lambda: JsonLines(tmp_path / "lines").records(),
+        lambda: JsonLines(tmp_path / "lines").mend(),
+    ):
+        with pytest.raises(OSError, match="not a regular file"):
+            ask()
+    with pytest.raises(OSError, match="not a regular file"), owned(tmp_path):
+        pass
+    write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
+    (tmp_path / "file.tmp").symlink_to(tmp_path / "elsewhere")
+    write_text(tmp_path / "file", "newer")
+    assert (tmp_path / "file").read_text() == "newer" and not (tmp_path / "elsewhere").exists()
+
+
 def test_lines(tmp_path):
     lines = JsonLines(tmp_path / "lines", ("a",))
     assert lines.records() == []
@@ -55,14 +89,14 @@ def test_ordinary_files_are_read(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"content")
     assert read_file(path) == read_file(path, 7) == b"content"
-    with pytest.raises(OSError, match="More than 6 bytes") as raised:
+    with pytest.raises(OSError, match="larger than 6 bytes") as raised:
         read_file(path, 6)
     assert raised.value.filename == str(path)
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(OSError, match="No ordinary file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_file(odd)
-    with pytest.raises(OSError, match="More than 10 bytes"):
+    with pytest.raises(OSError, match="larger than 10 bytes"):
         read_file(Path("/proc/self/status"), 10)  # it tells no size
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "missing")

@@ -322,7 +322,7 @@ def test_a_tokenizer_is_an_ordinary_file(tmp_path):
     pytest.importorskip("tokenizers", reason="needs tokenizers")
     file = tmp_path / "tokenizer.json"
     os.mkfifo(file)
-    with pytest.raises(ValueError, match=r"tokenizer.json: expected a tokenizer, .*: No ordinary file"):
+    with pytest.raises(ValueError, match=r"tokenizer.json: expected a tokenizer, .*: not a regular file"):
         Tokenizer(file, 9)
     for content in (DEEP, "[]", "null", '{"model": 3}'):
         file.unlink()

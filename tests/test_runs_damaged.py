@@ -127,13 +127,54 @@ def test_lines_that_are_no_lines(copy, capsys):
         assert f"{path}: expected a JSON object with step in line 2, got " in error_line(capsys)
 
 
-@pytest.mark.parametrize("change", [{"step": "a"}, {"step": None}, {"step": 1.5}, {"bpb": "x"}, {"loss": []}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "a"},
+        {"step": None},
+        {"step": 1.5},
+        {"bpb": "x"},
+        {"loss": []},
+        {"loss": float("nan")},
+        {"loss": float("-inf")},
+        {"grad_norm": 10**400},
+    ],
+)
 def test_lines_that_are_no_numbers(copy, capsys, change):
     path = copy / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | change) + "\n", *lines[2:]]))
     assert resume(copy) == 1
     assert f"{path}: expected a number for {next(iter(change))} in line 2, got " in error_line(capsys)
+
+
+@pytest.mark.parametrize("step", [-5, 0, 3])
+def test_steps_of_lines_rise(copy, capsys, step):
+    path = copy / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert json.loads(lines[0])["step"] == 3
+    path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | {"step": step}) + "\n", *lines[2:]]))
+    assert resume(copy) == 1
+    assert f"{path}: expected a step after 3 in line 2, got '{step}'" in error_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "lock"])
+def test_a_pipe_in_the_place_of_a_file(copy, capsys, name):
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    assert resume(copy) == 1
+    error = error_line(capsys)
+    assert "not a regular file" in error and name in error
+
+
+def test_a_pipe_in_a_checkpoint(copy, capsys):
+    """It is a damaged one, as Orbax would wait for it."""
+    array = largest(copy / "checkpoints" / "12")
+    array.unlink()
+    os.mkfifo(array)
+    assert load_run(copy).damaged == {
+        12: f"ValueError: {array.relative_to(copy / 'checkpoints' / '12')} is no file"
+    }
 
 
 def test_a_lock_says_nothing_to_a_terminal(copy, capsys):
@@ -165,18 +206,20 @@ def test_pipes_have_no_end(copy, capsys):
     path = copy / "checkpoints" / "12" / "_CHECKPOINT_METADATA"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RunError, match=r"_CHECKPOINT_METADATA: expected facts .* got none: No ordinary file"):
+    with pytest.raises(
+        RunError, match=r"_CHECKPOINT_METADATA: expected facts .* got none: not a regular file"
+    ):
         load_run(copy)
     path.unlink()
     arrays = copy / "checkpoints" / "12" / "state" / "manifest.ocdbt"
     arrays.unlink()
     os.mkfifo(arrays)
     run = load_run(copy)
-    assert run.step == 8 and run.damaged == {12: "ValueError: manifest.ocdbt is no ordinary file"}
+    assert run.step == 8 and run.damaged == {12: "ValueError: manifest.ocdbt is no regular file"}
     (copy / "config.json").unlink()
     os.mkfifo(copy / "config.json")
     assert resume(copy) == 1
-    message = f"gdn: expected a run folder, got {copy}: No ordinary file (config.json)"
+    message = f"gdn: expected a run folder, got {copy}: not a regular file (config.json)"
     assert message in error_line(capsys)
     for command in (["info", str(copy)], ["generate", str(copy), "--prompt", "x"]):
         assert cli.main(command) == 1

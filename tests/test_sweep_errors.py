@@ -1,6 +1,7 @@
 """What `gdn sweep` refuses: options, configuration files, words."""
 
 import json
+import os
 
 import pytest
 from tiny_sweeps import CONFIG, start
@@ -12,6 +13,7 @@ from gdn_jax import cli
     "content, message",
     [
         ("{", "--config: expected JSON in"),
+        ('{"a":' + "[" * 100_000, "config.json, got objects or lists are nested too deep"),
         ("[]", '--config: expected an object with "task" and "options"'),
         (
             CONFIG | {"task": "sweep copy"},
@@ -30,6 +32,12 @@ def test_config_files_that_cannot_be(tmp_path, capsys, content, message):
     assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+def test_a_config_file_that_is_a_pipe(tmp_path, capsys):
+    os.mkfifo(file := tmp_path / "config.json")
+    assert cli.main(["sweep", "bytes", "--config", str(file), "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == f"gdn: --config: cannot read {file}: not a regular file\n"
 
 
 def test_every_kind_of_rows_is_validated(tmp_path, capsys):

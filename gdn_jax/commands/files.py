@@ -5,36 +5,49 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gdn_jax.commands.errors import RunError, fail
 
-MOST_BYTES = 10**8
-"""Size of a file that is read whole, at most, where the reader says nothing else."""
+LARGEST = 2**30
+"""Bytes of a file that is read whole, at most."""
 
 
-def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Returns the content of an ordinary file. A pipe or a device, which have no end, is refused without waiting.
+def regular(name: str, flags: int) -> int:
+    """Opens a regular file, as the `opener` of `open`: a pipe would wait for its other end, a device has no end.
 
     Raises:
-      OSError: there is none, it is of another kind, or it has more than `most` bytes; names the file.
+      OSError: it cannot be opened, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "No ordinary file", str(path))
-        if status.st_size <= most:
-            content = bytearray()  # the file may have grown since, and one of /proc tells no size
-            while len(content) <= most and (chunk := os.read(descriptor, 2**16)):
-                content += chunk
-            if len(content) <= most:
-                return bytes(content)
-        raise OSError(errno.EFBIG, f"More than {most} bytes", str(path))
-    finally:
+    descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
+        raise OSError(errno.EINVAL, "not a regular file", str(name))
+    return descriptor
+
+
+def read_file(path: Path, most: int = LARGEST) -> bytes:
+    """Returns the content of a regular file.
+
+    Raises:
+      OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+    """
+    with open(path, "rb", opener=regular) as file:
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    return content
+
+
+def is_finite(number: int | float) -> bool:
+    """Says whether a number of a JSON file is a finite one, also as a float: whole ones may have any size."""
+    return abs(number) <= sys.float_info.max
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -53,8 +66,9 @@ def parse_json(text: str | bytes) -> Any:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or a link or a pipe of somebody else
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,14 +101,20 @@ class JsonLines:
     Args:
       path: of the file.
       keys: what every object holds.
+      expected: says what an object that has these keys should hold and does not; None: it is as it should be.
     """
 
-    def __init__(self, path: Path, keys: tuple[str, ...] = ()):
-        self.path, self.keys = path, keys
+    def __init__(
+        self,
+        path: Path,
+        keys: tuple[str, ...] = (),
+        expected: Callable[[dict[str, Any]], str | None] = lambda record: None,
+    ):
+        self.path, self.keys, self.expected = path, keys, expected
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a line and sees it to the disk."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", opener=regular) as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -104,10 +124,11 @@ class JsonLines:
 
         Raises:
           RunError: a line is not such an object; names the line.
+          OSError: there is something that is no file of lines.
         """
         if not self.path.exists():
             return []
-        lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
+        lines = read_file(self.path).split(b"\n")[:-1]  # what follows the last newline is torn
         return [self._record(number, line) for number, line in enumerate(lines, 1)]
 
     def _record(self, number: int, line: bytes) -> dict[str, Any]:
@@ -117,11 +138,16 @@ class JsonLines:
             record = None
         if not isinstance(record, dict) or not record.keys() >= set(self.keys):
             keys = f" with {', '.join(self.keys)}" if self.keys else ""
-            raise RunError(
-                f"{self.path}: expected a JSON object{keys} in line {number}, got "
-                f"{line[:60].decode(errors='replace')!r}; delete the line to go on without it"
-            )
+            raise self.wrong(f"a JSON object{keys}", number, line[:60].decode(errors="replace"))
+        if expected := self.expected(record):
+            raise self.wrong(expected, number, line[:60].decode(errors="replace"))
         return record
+
+    def wrong(self, expected: str, number: int, got: str) -> RunError:
+        """Makes the error of a line."""
+        return RunError(
+            f"{self.path}: expected {expected} in line {number}, got {got!r}; delete the line to go on without it"
+        )
 
     def write(self, records: list[dict[str, Any]]) -> None:
         """Replaces all lines."""
@@ -129,5 +155,5 @@ class JsonLines:
 
     def mend(self) -> None:
         """Drops a torn last line, so that another can follow."""
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+        if self.path.exists() and not read_file(self.path).endswith(b"\n"):
             self.write(self.records())

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import parse_json
+from gdn_jax.commands.files import parse_json, regular
 
 NAME = "lock"
+_MOST = 2**16  # characters that are read of a lock
 
 
 class Taken(RunError):
@@ -36,6 +37,7 @@ def owned(folder: Path, part: str | None = None) -> Iterator[None]:
 
     Raises:
       Taken: another process owns it, or a lock of another host is in the way; names the owner and the way out.
+      OSError: the lock is no regular file, or cannot be made.
     """
     path = folder / (NAME if part is None else f"{NAME}.{part}")
     with alone(folder):
@@ -68,9 +70,9 @@ def _take(path: Path) -> TextIO:
     while True:
         with (
             contextlib.suppress(FileNotFoundError),
-            open(path, "r+", encoding="utf-8", errors="replace") as theirs,
+            open(path, "r+", encoding="utf-8", errors="replace", opener=regular) as theirs,
         ):
-            owner = _owner(theirs.read())
+            owner = _owner(theirs.read(_MOST))
             here = owner["host"] == socket.gethostname()
             if not here or not _hold(theirs):
                 raise Taken(_refusal(path, owner, here))

@@ -1,12 +1,12 @@
 """Options of `gdn sweep`, and their two sets of defaults: small for two CPU cores, full for one GPU."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
+from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.tasks.options import (
     CopyOptions,
     NeedleOptions,
@@ -321,7 +321,7 @@ def from_file(task: str, path: Path, grid: GridOptions) -> SweepOptions:
       RunError: the file cannot be read, is of another task, or names an option that there is not.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_file(path))
     except OSError as error:
         raise RunError(f"--config: cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -151,7 +151,7 @@ class Checkpoints:
         """
         for folder, _, names in os.walk(self._alias.path / str(step)):
             if odd := [name for name in names if not Path(folder, name).is_file()]:
-                raise ValueError(f"{odd[0]} is no ordinary file")  # a read of a pipe would not end
+                raise ValueError(f"{odd[0]} is no regular file")  # a read of a pipe would not end
         state = self._alias.path / str(step) / "state"
         if not (state / "manifest.ocdbt").exists():
             raise ValueError("its list of arrays is missing")

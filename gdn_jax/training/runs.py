@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import JsonLines, parse_json, read_file, write_text
+from gdn_jax.commands.files import JsonLines, is_finite, parse_json, read_file, write_text
 
 
 class RunFolder:
@@ -109,17 +109,17 @@ class RunFolder:
         """Returns the complete lines of metrics.jsonl.
 
         Raises:
-          RunError: a line is not one that a run writes: a JSON object of numbers with a step.
+          RunError: a line is not one that a run writes: a JSON object of numbers with a step after those before.
         """
-        records = self._metrics.records()
+        records, before = self._metrics.records(), 0
         for number, record in enumerate(records, 1):
             for name, value in record.items():
                 kinds = (int,) if name == "step" else (int, float)
-                if name != "wall" and type(value) not in kinds:
-                    raise RunError(
-                        f"{self._metrics.path}: expected a number for {name} in line {number}, got "
-                        f"{str(value)[:60]!r}; delete the line to go on without it"
-                    )
+                if name != "wall" and not (type(value) in kinds and is_finite(value)):
+                    raise self._metrics.wrong(f"a number for {name}", number, str(value)[:60])
+            if record["step"] <= before:
+                raise self._metrics.wrong(f"a step after {before}", number, str(record["step"]))
+            before = record["step"]
         return records
 
     def rewind(self, step: int | None) -> None:

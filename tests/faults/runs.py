@@ -184,4 +184,16 @@ FAULTS = (
         "or any(getattr(benchmark, name) != getattr(type(benchmark)(), name) for name in small)",
         "tests/test_bench.py::test_sizes_that_are_typed_stay",
     ),
+    Fault(
+        "steps of a run's lines may fall",
+        'if record["step"] <= before:',
+        'if record["step"] == before:',
+        "tests/test_runs_damaged.py::test_steps_of_lines_rise",
+    ),
+    Fault(
+        "files are read whatever their size is",
+        "file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None",
+        "file.read()[:most]",
+        "tests/test_files.py::test_only_regular_files_of_a_bounded_size_are_read",
+    ),
 )
