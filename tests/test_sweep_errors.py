@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
 from tiny_sweeps import CONFIG, start
 
 from gdn_jax import cli
+from gdn_jax.commands.errors import RunError
+from gdn_jax.sweeps import grid, summary
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,11 @@ def test_every_kind_of_rows_is_validated(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
+        (
+            "--seeds 1000000000",
+            "--seeds: expected a grid of at most 100000 runs, got 1000000000 of 4000000000 runs together",
+        ),
+        ("--lr-seeds 3", "--lr-seeds: expected at most --seeds = 2, got 3"),
         ("--seeds 0", "--seeds: expected a number above 0, got 0"),
         ("--lrs 0.1 0.1", "--lrs: expected different values, at least one, got 0.1 0.1"),
         ("--lrs nan", "--lrs: expected a finite number, got nan"),
@@ -93,3 +101,59 @@ def test_misuse_is_one_line(capsys, words, message):
     assert cli.main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+def edited(change, record):
+    """The record with some values in the place of others."""
+    return {name: value for name, value in (record | change).items() if value != "gone"}
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"mixer": "rnn"}, "a mixer of this version for mixer"),
+        ({"lr": "0.01"}, "a number for lr"),
+        ({"seed": 0.5}, "a whole number for seed"),
+        ({"scale": True}, "a whole number for scale"),
+        ({"write_start": []}, "a number or null for write_start"),
+        ({"val_loss": float("nan")}, "a number or null for val_loss"),
+        ({"val_loss": 10**400}, "a number or null for val_loss"),
+        ({"test_accuracy": [1.0]}, "scores by size for test_accuracy"),
+        ({"test_accuracy": {"six": 1.0}}, "scores by size for test_accuracy"),
+        ({"wall": 3}, "seconds for wall"),
+        ({"curve": {"steps": [1], "loss": {}, "accuracy": {"9": [0.5]}}}, "a learning curve for curve"),
+        (
+            {"curve": {"steps": [1], "loss": {"9": []}, "accuracy": {"9": [0.5]}}},
+            "a learning curve for curve",
+        ),
+        ({"val_accuracy": "gone"}, "a JSON object with mixer, lr, seed, scale, val_loss, val_accuracy, "),
+    ],
+)
+def test_lines_of_runs_that_cannot_be(tmp_path, change, expected):
+    run = {"mixer": "mamba2", "lr": 0.01, "seed": 0, "scale": 1, "val_loss": None, "val_accuracy": 0.5}
+    run |= {"test_accuracy": {"6": 0.5, "9": None}, "parameters": 9, "wall": {"seconds": 1.5}}
+    curve = {"steps": [2, 4], "loss": {"6": [1.0, None]}, "accuracy": {"6": [0.5, 0.5]}}
+    whole = [run, run | {"curve": curve, "write_start": 0.1}]
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in whole))
+    assert grid.lines(tmp_path, "accuracy").records() == whole
+    file.write_text("".join(json.dumps(record) + "\n" for record in (*whole, edited(change, run))))
+    with pytest.raises(RunError, match=f"^{re.escape(f'{file}: expected {expected}')}.*in line 3, got "):
+        grid.lines(tmp_path, "accuracy").records()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"label": "gone"}, {"label": ""}, {"more": 1}, {"metric": 3}, {"baselines": {"a": "b"}}, {"answers": 0}],
+)
+def test_facts_about_a_task_that_cannot_be(change):
+    about = {
+        "metric": "accuracy",
+        "label": "accuracy",
+        "axis": "bits",
+        "summary": "parity",
+        "baselines": {"a": 0.5},
+    }
+    assert summary.About.stored({"about": about}) == summary.About(**about)
+    with pytest.raises(RunError, match=f"^config.json: expected about to hold .*, got {next(iter(change))} "):
+        summary.About.stored({"about": edited(change, about)})

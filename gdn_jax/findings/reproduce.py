@@ -12,7 +12,6 @@ from rich.table import Table
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Positive
-from gdn_jax.commands.files import JsonLines
 from gdn_jax.findings.ledger import LEDGER, Entry
 from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.sweeps import options as sweep_options
@@ -103,10 +102,12 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
     fields.check(options)
     entry, made = entry_named(name), sweep_of(name, options)
     status = sweep.sweep(made, console, command)
-    lines = JsonLines(Path(str(made.sweep.out)) / "runs.jsonl").records()
-    if status or len({grid.as_run(line) for line in lines}) < grid.count(made):
+    if status:
         return status
     _, config = RunFolder.open(made.sweep.out)
+    lines = grid.lines(Path(str(made.sweep.out)), summary.About.stored(config).metric).records()
+    if len({grid.as_run(line) for line in lines}) < grid.count(made):
+        return status
     console.print(compared(entry, config, lines, options.small))
     console.print(f"{entry.paper}: {entry.setting}.\nHere: {entry.differs}.", highlight=False)
     return 0
@@ -121,7 +122,7 @@ def beside(
     of the runs that have learned something, at the learning rate of the lowest validation loss. Both are shown, the
     best run then by validation loss, too.
     """
-    about = summary.About(**config["about"])
+    about = summary.About.stored(config)
     percent = about.metric == "accuracy"
     digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
     heads = ["rule", f"there, {entry.unit}", "asked there", "scale", f"best run here, {unit}"]

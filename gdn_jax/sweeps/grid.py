@@ -1,11 +1,15 @@
 """The grid of a sweep: its runs, which of them can be made now, and to which of them a line of runs.jsonl belongs."""
 
 import itertools
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdn_jax.commands.files import JsonLines, is_finite
 from gdn_jax.sweeps import summary
 from gdn_jax.sweeps.options import SweepOptions
 from gdn_jax.sweeps.summary import Start
+from gdn_jax.training.mixers import MIXERS
 
 
 class Run(NamedTuple):
@@ -33,6 +37,67 @@ def as_run(record: dict[str, Any]) -> Run:
     return Run(record["mixer"], record["lr"], record["seed"], record["scale"], *Start.of(record))
 
 
+def lines(folder: Path, metric: str) -> JsonLines:
+    """Returns the lines of runs.jsonl of a sweep's folder, which are checked when they are read.
+
+    Args:
+      folder: of the sweep.
+      metric: name of the scores.
+    """
+    run, scores = Run._fields[:4], (f"val_{metric}", f"test_{metric}")
+    return JsonLines(
+        folder / "runs.jsonl",
+        (*run, "val_loss", *scores, "parameters", "wall"),
+        partial(_expected, f"val_{metric}", f"test_{metric}"),
+    )
+
+
+def _expected(validation: str, test: str, record: dict[str, Any]) -> str | None:
+    """Says what a line of runs.jsonl should hold and does not, if anything."""
+    found = {"curve": None, **dict.fromkeys(Start._fields)} | record
+    score = "a number or null"
+    wanted = {
+        "mixer": ("a mixer of this version", lambda x: isinstance(x, str) and x in MIXERS),
+        "lr": ("a number", _is_number),
+        **dict.fromkeys(("seed", "scale", "parameters"), ("a whole number", lambda x: type(x) is int)),
+        **dict.fromkeys((*Start._fields, "val_loss", validation), (score, _is_score)),
+        test: ("scores by size", _are_scores),
+        "wall": ("seconds", lambda x: isinstance(x, dict) and _is_number(x.get("seconds"))),
+        "curve": ("a learning curve", _is_curve),
+    }
+    wrong = (f"{kind} for {name}" for name, (kind, fits) in wanted.items() if not fits(found[name]))
+    return next(wrong, None)
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and is_finite(x)
+
+
+def _is_score(x: Any) -> bool:
+    """Whether something is a number, or None in the place of one that is not finite."""
+    return x is None or _is_number(x)
+
+
+def _are_scores(x: Any) -> bool:
+    return isinstance(x, dict) and bool(x) and all(n.isdecimal() and _is_score(x[n]) for n in x)
+
+
+def _is_curve(x: Any) -> bool:
+    """Whether something is a curve as `summary.Curve.of` makes it, or none at all."""
+    if x is None:
+        return True
+    if not (isinstance(x, dict) and isinstance(steps := x.get("steps"), list)):
+        return False
+    columns = [x.get("loss"), x.get("accuracy")]
+    if not (all(isinstance(kinds, dict) for kinds in columns) and columns[0].keys() == columns[1].keys()):
+        return False
+    values = [column for kinds in columns for column in kinds.values()]
+    return all(_is_number(step) for step in steps) and all(
+        isinstance(column, list) and len(column) == len(steps) and all(map(_is_score, column))
+        for column in values
+    )
+
+
 def starts(options: SweepOptions) -> list[Start]:
     """Everything that runs start with."""
     o = options.sweep
@@ -41,10 +106,7 @@ def starts(options: SweepOptions) -> list[Start]:
 
 def count(options: SweepOptions) -> int:
     """Number of runs of a sweep."""
-    o = options.sweep
-    trying = o.seeds if o.lr_seeds is None else o.lr_seeds
-    rows = len(o.mixers) * len(o.scales) * len(starts(options))
-    return rows * (trying * len(o.lrs) + o.seeds - trying)
+    return options.sweep.runs()
 
 
 def wanted(

@@ -29,6 +29,9 @@ else:
     MixerName = Literal[tuple(MIXERS)]
 
 
+_MOST_RUNS = 100_000
+"""Runs of a grid at most: they are listed, and each has a line of runs.jsonl, which is read after every group."""
+
 _Share = Range("a number between 0 and 1", lambda x: 0 < x < 1)
 
 
@@ -84,6 +87,13 @@ class GridOptions:
     """Runs of a mixer that advance side by side in one program. More use a GPU better."""
     deterministic: bool = True
     """On a GPU, leave out operations that do not repeat bit for bit."""
+
+    def runs(self) -> int:
+        """Returns the number of runs, without listing them."""
+        trying = self.seeds if self.lr_seeds is None else self.lr_seeds
+        starts = len(self.write_starts or (None,)) * len(self.time_steps or (None,))
+        rows = len(self.mixers) * len(self.scales) * starts
+        return rows * (trying * len(self.lrs) + self.seeds - trying)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +304,10 @@ def check(options: SweepOptions) -> None:
     """Raises RunError naming the first option whose value cannot be used."""
     options_lib.check_fields(options)
     grid = options.sweep
+    if grid.lr_seeds is not None and grid.lr_seeds > grid.seeds:
+        fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
+    if (number := grid.runs()) > _MOST_RUNS:
+        fail("seeds", f"a grid of at most {_MOST_RUNS} runs", f"{grid.seeds} of {number} runs together")
     for scale in grid.scales:
         model = scaled_model(options, scale)
         for mixer in grid.mixers:
@@ -306,8 +320,6 @@ def check(options: SweepOptions) -> None:
         least = (len(dict(options.task.parsed_cases())) - 1) * grid.batch_size + 1
         if options.task.val_sequences < least:
             fail("val_sequences", f"at least {least}, a batch of each of --cases", options.task.val_sequences)
-    if grid.lr_seeds is not None and grid.lr_seeds > grid.seeds:
-        fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
     if grid.lr_seeds is None:
         runs = grid.seeds * len(grid.lrs) * len(grid.write_starts or (1,)) * len(grid.time_steps or (1,))
         if runs % grid.together:

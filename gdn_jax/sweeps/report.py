@@ -25,7 +25,7 @@ def make_table(config: dict[str, Any], records: Records) -> str:
 
     What the task is about is taken from `config`, where it is stored: a large text takes long to count.
     """
-    options, about = stored_options(config), summary.About(**config["about"])
+    options, about = stored_options(config), summary.About.stored(config)
     o = options.sweep
     mixers = [name for name in MIXERS if name in o.mixers]
     rows = summary.rows(records, mixers, o.scales, about.metric, starts(options))
@@ -43,7 +43,7 @@ def draw(path: Path, config: dict[str, Any], records: Records) -> None:
     These are learning curves where the grid varies what runs start with, and where there is one size of the test
     alone: then of every learning rate.
     """
-    options, about = stored_options(config), summary.About(**config["about"])
+    options, about = stored_options(config), summary.About.stored(config)
     o = options.sweep
     rows = summary.rows(records, o.mixers, o.scales, about.metric, starts(options))
     if rows[0].curves and (rows[0].start.names() or len(rows[0].scores) == 1):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtrit
 
+from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.files import is_finite
 from gdn_jax.sweeps.options import state_size
 from gdn_jax.tasks.task import Task
 from gdn_jax.training.mixers import MIXERS
@@ -144,6 +146,28 @@ class About(NamedTuple):
     def of(cls, task: Task) -> "About":
         """Collects the facts of a task. A large text takes a while to count."""
         return cls(task.metric, task.label, task.axis, task.summary(), task.baselines(), task.answers())
+
+    @classmethod
+    def stored(cls, config: dict[str, Any]) -> "About":
+        """Reads the facts from config.json.
+
+        Raises:
+          RunError: some are missing, or are of another kind.
+        """
+        about = {"answers": None} | config["about"]
+        for name in {*cls._fields, *about}:
+            value = about.get(name)
+            if name == "baselines":
+                fits = isinstance(value, dict) and all(type(x) in (int, float) for x in value.values())
+            elif name == "answers":
+                fits = value is None or (type(value) in (int, float) and is_finite(value) and value > 0)
+            else:
+                fits = name in cls._fields and isinstance(value, str) and value != ""
+            if not fits:
+                raise RunError(
+                    f"config.json: expected about to hold {', '.join(cls._fields)}, got {name} {value!r}"
+                )
+        return cls(**about)
 
 
 def rows(

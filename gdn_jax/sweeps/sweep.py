@@ -39,7 +39,7 @@ from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
-from gdn_jax.sweeps import report, summary
+from gdn_jax.sweeps import grid, report, summary
 from gdn_jax.sweeps.grid import Run, as_run, count, wanted
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.program import Program, Runs, make_start
@@ -85,6 +85,10 @@ class Sweep:
         for i, batch in enumerate(task.val_batches(size) if options.sweep.curve_every else ()):
             kinds.setdefault(names[i % len(names)], []).extend(batch.cut(rows))
         self.kinds = shared(kinds)
+        sizes, scores = sets.keys() - {"val"}, f"test_{task.metric}"
+        for number, record in enumerate(lines.records(), 1):
+            if record[scores].keys() != sizes:
+                raise lines.wrong(f"{scores} at {', '.join(sorted(sizes))}", number, str(record[scores])[:60])
 
     def done(self) -> int:
         """Number of runs with a result."""
@@ -207,6 +211,8 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
     if o.resume:
         folder, config = RunFolder.open(o.out, command=str, about=dict)
         check_same_data(config["data"], task)
+        if (metric := summary.About.stored(config).metric) != task.metric:
+            raise RunError(f"config.json: expected about to hold the metric {task.metric}, got {metric!r}")
         return _work(options, task, folder, config, console)
     config = {
         "task": f"sweep {name}",
@@ -235,15 +241,7 @@ def _work(
     o, name = options.sweep, options.task.task
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     again = shlex.join(["gdn", "sweep", name, "--out", str(folder.path), "--resume"])
-    kept = (
-        *Run._fields[:4],
-        "val_loss",
-        f"val_{task.metric}",
-        f"test_{task.metric}",
-        "parameters",
-        "wall",
-    )
-    lines = JsonLines(folder.path / "runs.jsonl", kept)
+    lines = grid.lines(folder.path, task.metric)
     try:
         with alone(folder.path):
             lines.mend()
