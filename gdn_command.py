@@ -1,20 +1,118 @@
-"""The `gdn` command as it is installed: Ctrl-C is one line from the start, while packages are still being imported.
+"""The `gdn` command as it is installed: it answers help and wrong first words at once, and Ctrl-C with one line.
 
-It lies beside the packages because importing anything inside `gdn_jax` imports JAX first.
+It lies beside the packages because importing anything inside `gdn_jax` imports JAX first, which takes seconds.
 """
 
+import importlib.metadata
 import os
 import signal
 import sys
 from typing import Any
 
+USAGE = """usage: gdn COMMAND ...
+
+  gdn train TASK     train a model on a task
+  gdn generate PATH  continue a prompt with the model of a run folder of gdn train bytes, or with a Hugging Face
+                     checkpoint of a hybrid model
+  gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
+  gdn eval RUN       bits per byte of a text under the model of such a run
+  gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
+  gdn reproduce NAME run a published setting, with the paper's numbers beside ours; without NAME, what there is
+  gdn check          compare the implementations of the rule on this device with the definition
+  gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
+                     decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
+                     language model that reads and writes, serving, and several devices beside one
+
+  tasks: bytes         next-byte modelling of real text
+         tokens        fine-tuning of a Hugging Face checkpoint, --from FOLDER, on real text; gdn train alone
+         recall        multi-query associative recall
+         needle        a few values in a haystack of noise or text, at lengths beyond training
+         sentence      a sentence in a long text that says what is asked for at its end, in bytes
+         parity        parity of the bits so far, at lengths beyond training
+         permutation   product of the permutations so far, at lengths beyond training
+         copy          repeating a sequence
+         palindrome    repeating a sequence backwards
+         stack         what is popped off several stacks
+
+Every command has --help. gdn --version prints the version.
+"""
+
+TASKS = (
+    "bytes",
+    "tokens",
+    "recall",
+    "needle",
+    "sentence",
+    "parity",
+    "permutation",
+    "copy",
+    "palindrome",
+    "stack",
+)
+"""What `gdn train` trains on. A sweep has fresh models, and so all tasks but tokens."""
+FIRST_WORDS = {
+    "train": TASKS,
+    "generate": "a run folder",
+    "info": "a run folder",
+    "eval": "a run folder",
+    "sweep": tuple(task for task in TASKS if task != "tokens"),
+    "reproduce": None,
+    "check": None,
+    "bench": None,
+}
+"""The commands with their first words: one of several names, a thing in words, or None: the command checks it."""
+
 
 def main() -> int:
     """Runs the command line of this process; see `gdn_jax.cli`."""
+    status = answer(sys.argv[1:])
+    if status is not None:
+        return status
     before = signal.signal(signal.SIGINT, _leave)
     from gdn_jax import cli
 
     return cli.main(begins=lambda: signal.signal(signal.SIGINT, before))
+
+
+def answer(argv: list[str]) -> int | None:
+    """Answers what needs no package: help, the version, and first words that cannot be.
+
+    Returns:
+      the exit status, or None: the command line is for `gdn_jax.cli`.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if argv else 2
+    if argv == ["--version"]:
+        print(f"gdn-jax {importlib.metadata.version('gdn-jax')}")
+        return 0
+    command, first = argv[0], argv[1] if len(argv) > 1 else None
+    if command not in FIRST_WORDS:
+        return _refuse(f"gdn: expected a command {_one_of(FIRST_WORDS)}, got {command} (see gdn --help)")
+    expected, help_alone = FIRST_WORDS[command], first in ("-h", "--help")
+    if isinstance(expected, tuple) and help_alone:
+        print(USAGE, end="")
+        return 0
+    if isinstance(expected, tuple) and first not in expected:
+        return _refuse(f"gdn {command}: expected a task {_one_of(expected)}, got {first or 'none'}")
+    if isinstance(expected, str) and first is None:
+        return _refuse(f"gdn {command}: expected {expected}, got none (see gdn {command} --help)")
+    if isinstance(expected, str) and first.startswith("-") and not help_alone:
+        return _refuse(f"gdn {command}: expected the run folder before the options, got {first}")
+    return None
+
+
+def _one_of(names: Any) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+def _refuse(message: str) -> int:
+    """Prints misuse in one line, with escapes of Python for what a terminal would obey; returns the exit status."""
+    print(
+        "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split())), file=sys.stderr
+    )
+    return 2
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -1,10 +1,9 @@
 """The `gdn` command.
 
-It imports what it needs after it knows what is asked: help is fast, and a missing package is one line.
+It imports what it needs after it knows what is asked: a missing package is one line. `gdn_command` answers help.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 import shlex
 import sys
@@ -13,36 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gdn_command
 from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory, printable
 from gdn_jax.commands.parsing import Help, Usage, parse
-
-USAGE = """usage: gdn COMMAND ...
-
-  gdn train TASK     train a model on a task
-  gdn generate PATH  continue a prompt with the model of a run folder of gdn train bytes, or with a Hugging Face
-                     checkpoint of a hybrid model
-  gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
-  gdn eval RUN       bits per byte of a text under the model of such a run
-  gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
-  gdn reproduce NAME run a published setting, with the paper's numbers beside ours; without NAME, what there is
-  gdn check          compare the implementations of the rule on this device with the definition
-  gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
-                     decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
-                     language model that reads and writes, serving, and several devices beside one
-
-  tasks: bytes         next-byte modelling of real text
-         tokens        fine-tuning of a Hugging Face checkpoint, --from FOLDER, on real text; gdn train alone
-         recall        multi-query associative recall
-         needle        a few values in a haystack of noise or text, at lengths beyond training
-         sentence      a sentence in a long text that says what is asked for at its end, in bytes
-         parity        parity of the bits so far, at lengths beyond training
-         permutation   product of the permutations so far, at lengths beyond training
-         copy          repeating a sequence
-         palindrome    repeating a sequence backwards
-         stack         what is popped off several stacks
-
-Every command has --help. gdn --version prints the version.
-"""
 
 _NEEDED = {
     "optax": "optax",
@@ -90,16 +62,10 @@ def _complain(message: str, status: int) -> int:
 
 
 def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0 if argv else 2
-    if argv == ["--version"]:
-        print(f"gdn-jax {importlib.metadata.version('gdn-jax')}")
-        return 0
+    status = gdn_command.answer(argv)
+    if status is not None:
+        return status
     command, rest = argv[0], argv[1:]
-    if command not in _COMMANDS:
-        names = f"{', '.join([*_COMMANDS][:-1])} or {[*_COMMANDS][-1]}"
-        raise Usage(f"expected a command {names}, got {command} (see gdn --help)")
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise RunError(f"{', '.join(missing)} not found; install with: pip install 'gdn-jax[experiments]'")
@@ -121,39 +87,20 @@ def _check(argv: list[str]) -> int:
     return check.main(argv)
 
 
-def _on_task(command: str, start: Callable[[str, list[str]], int], argv: list[str]) -> int:
-    """Runs a command whose first word is a task: for sweeps one whose models are fresh."""
-    from gdn_jax.training.options import TASKS
-
-    if argv and argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
-    tasks = [*TASKS]
-    if command == "sweep":
-        from gdn_jax.sweeps.options import PRESETS
-
-        tasks = [task for task in tasks if task in PRESETS]
-    if not argv or argv[0] not in tasks:
-        names = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
-        raise Usage(f"gdn {command}: expected a task {names}, got {argv[0] if argv else 'none'}")
+def _on_task(start: Callable[[str, list[str]], int], argv: list[str]) -> int:
+    """Runs a command whose first word is a task."""
     return start(argv[0], argv[1:])
 
 
-def _on_run(command: str, argv: list[str]) -> tuple[Path, list[str]]:
+def _on_run(argv: list[str]) -> tuple[Path, list[str]]:
     """Returns the run folder, which is the first word, and the options; without a folder where help is asked for."""
-    if argv and argv[0] not in ("-h", "--help"):
-        if argv[0].startswith("-"):
-            raise Usage(f"gdn {command}: expected the run folder before the options, got {argv[0]}")
-        return Path(argv[0]), argv[1:]
-    if not argv:
-        raise Usage(f"gdn {command}: expected a run folder, got none (see gdn {command} --help)")
-    return Path(), argv
+    return (Path(), argv) if argv[0] in ("-h", "--help") else (Path(argv[0]), argv[1:])
 
 
 def _generate(argv: list[str]) -> int:
     from gdn_jax.inspect.generate import GenerateOptions, generate
 
-    path, rest = _on_run("generate", argv)
+    path, rest = _on_run(argv)
     options = parse(GenerateOptions, rest, "gdn generate PATH", GenerateOptions(), GenerateOptions.__doc__)
     return generate(path, options)
 
@@ -163,7 +110,7 @@ def _info(argv: list[str]) -> int:
 
     from gdn_jax.inspect.info import ABOUT, InfoOptions, info
 
-    path, rest = _on_run("info", argv)
+    path, rest = _on_run(argv)
     options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), ABOUT)
     return info(path, options, Console())
 
@@ -171,7 +118,7 @@ def _info(argv: list[str]) -> int:
 def _eval(argv: list[str]) -> int:
     from gdn_jax.inspect.evaluate import EvalOptions, evaluate
 
-    path, rest = _on_run("eval", argv)
+    path, rest = _on_run(argv)
     options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
     return evaluate(path, options)
 
@@ -263,16 +210,16 @@ def _parse(cls: Any, default: Any, argv: list[str], prog: str) -> Any:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "train": ("gdn_jax.training.train", partial(_on_task, "train", _train)),
+    "train": ("gdn_jax.training.train", partial(_on_task, _train)),
     "generate": ("gdn_jax.inspect.generate", _generate),
     "info": ("gdn_jax.inspect.info", _info),
     "eval": ("gdn_jax.inspect.evaluate", _eval),
-    "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, "sweep", _sweep)),
+    "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, _sweep)),
     "reproduce": ("gdn_jax.findings.reproduce", _reproduce),
     "check": ("gdn_jax.checks.check", _check),
     "bench": ("gdn_jax.bench.command", _bench),
 }
-"""Commands: the module that takes longest to import, and the function that runs the command."""
+"""Commands: the module that takes longest to import, and the function that runs what `gdn_command.answer` leaves."""
 
 
 if __name__ == "__main__":

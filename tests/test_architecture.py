@@ -226,7 +226,7 @@ OUTSIDE: dict[str, set[str]] = {
     "tasks": {"flax"},
     "inspect": {"flax", "rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
-    "cli": {"rich"},
+    "cli": {"gdn_command", "rich"},
 }
 CALLERS = ("kernel_sets", "mosaic", "products", "fused", "losses", "family", "parallel", "serving")
 """Rooms that call kernels."""

@@ -25,6 +25,7 @@ import gdn_command
 from gdn_jax import cli
 from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.commands.errors import RunError
+from gdn_jax.sweeps.options import PRESETS
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions
 from gdn_jax.training import memory, steps, trainer
@@ -289,10 +290,39 @@ def test_the_installed_command_is_that_one():
     assert project["tool"]["setuptools"]["py-modules"] == ["gdn_command"]
 
 
-def test_help_needs_nothing():
-    code = "import sys; from gdn_jax import cli; cli.main(['--help']); print('optax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("usage: gdn") and done.stdout.endswith("False\n")
+@pytest.mark.parametrize(
+    "words, status, beginning",
+    [
+        ("--help", 0, "usage: gdn"),
+        ("", 2, "usage: gdn"),
+        ("--version", 0, "gdn-jax "),
+        ("train --help", 0, "usage: gdn"),
+        ("fly", 2, "gdn: expected a command train, generate, "),
+        ("sweep tokens", 2, "gdn sweep: expected a task bytes, recall, "),
+        ("eval", 2, "gdn eval: expected a run folder, got none (see gdn eval --help)"),
+        ("info --context 3", 2, "gdn info: expected the run folder before the options, got --context"),
+    ],
+)
+def test_what_is_answered_without_jax(words, status, beginning):
+    """Help, and words that cannot be: JAX alone takes seconds to import."""
+    code = (
+        "import sys, gdn_command; print(gdn_command.main(), 'jax' in sys.modules, 'gdn_jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    assert done.stdout.endswith(f"{status} False False\n")
+    assert (done.stderr or done.stdout).startswith(beginning)
+
+
+def test_commands_and_tasks_are_those_that_there_are():
+    """`gdn_command` has their names without importing them."""
+    words = gdn_command.FIRST_WORDS
+    assert [*words] == [*cli._COMMANDS] and words["train"] == (*options_lib.TASKS,)
+    assert {*words["sweep"]} == PRESETS.keys()
+
+
+def test_a_terminal_obeys_no_word(capsys):
+    assert cli.main(["fl\x1b[31my"]) == 2
+    assert r"got fl\x1b[31my (see" in capsys.readouterr().err
 
 
 def test_least_memory_is_that_of_the_arrays():
