@@ -154,6 +154,11 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
             "gdn bench: expected one of rule, kernels, parts, step, generate, decode, prefill, scale, got walk",
         ),
         ("--width 257", "--width: expected 1 to 256, got 257"),
+        (
+            "rule --sizes 1x256 2x64 --many",
+            "gdn: Unrecognized options: --sizes 1x256 2x64, --many (see gdn bench rule --help)\n",
+        ),
+        ("--sizes 1x256", "--sizes 1x256 (see gdn bench rule --help)"),
     ],
 )
 def test_wrong_options_are_one_line(words, message, monkeypatch, capsys):

@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
         return Annotated[cls, tyro.conf.subcommand(name, description=text)]
 
     every = (subcommand(name, cls, module.__doc__) for name, (cls, module) in BENCHMARKS.items())
-    benchmark = parse(functools.reduce(operator.or_, every), argv, "gdn bench", rule.RuleBenchmark(), __doc__)
+    named = f"gdn bench {argv[0]}" if argv and argv[0] in BENCHMARKS else "gdn bench"
+    every_one = functools.reduce(operator.or_, every)
+    benchmark = parse(every_one, argv, "gdn bench", rule.RuleBenchmark(), __doc__, named)
     benchmark, note = sized(benchmark, {word.partition("=")[0].replace("_", "-") for word in argv})
     return run(benchmark, Console(), Console(stderr=True), [note] if note else [])

@@ -23,7 +23,14 @@ class Help(Exception):
     """--help was printed."""
 
 
-def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description: str | None) -> Any:
+def parse(
+    cls: Any,
+    argv: list[str] | None,
+    prog: str,
+    default: Any,
+    description: str | None,
+    helped_by: str | None = None,
+) -> Any:
     """Reads options of type cls off a command line.
 
     Args:
@@ -32,6 +39,7 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
       prog: name of the command.
       default: values of what is not given.
       description: text above the options in --help.
+      helped_by: name of the command whose --help has these options; None: that of the command.
 
     Raises:
       Usage: in one line, what is wrong.
@@ -58,7 +66,13 @@ def parse(cls: Any, argv: list[str] | None, prog: str, default: Any, description
             print(*(_wrapped(line, width) for line in text.splitlines()), sep="\n")
             raise Help from None
         _, message, *_ = re.split(r"\n *-+ *\n", text)
-        raise Usage(f"{' '.join(message.split())} (see {prog} --help)") from None
+        raise Usage(f"{_with_values(' '.join(message.split()))} (see {helped_by or prog} --help)") from None
+
+
+def _with_values(message: str) -> str:
+    """Puts the values of options that there are not, which tyro lists as options, next to them."""
+    said, unknown, words = message.partition("Unrecognized options: ")
+    return said + unknown + re.sub(r", (?!-)", " ", words)
 
 
 def _wrapped(line: str, width: int) -> str:
