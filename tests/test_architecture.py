@@ -218,7 +218,7 @@ OUTSIDE: dict[str, set[str]] = {
     "layers": {"flax"},
     "models": {"flax"},
     "hf": {"flax", "tokenizers"},
-    "commands": {"tyro"},
+    "commands": {"rich", "tyro"},
     "checks": {"ml_dtypes", "rich"},
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich", "scipy"},

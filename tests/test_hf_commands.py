@@ -85,8 +85,9 @@ def test_info_of_a_checkpoint(capsys, tmp_path):
     assert status == 0
     config = load_hf(folder).config
     counts = costs.parameters(config)
+    assert re.search(rf"all +│ {sum(counts.values()):,} │ 100.0%", out) and "parameters, " in out
     assert f"{sum(counts.values()):,}" in out and f"{counts['experts']:,}" in out
-    assert "4 layers of width 32: 1 x (3 x GatedDeltaNet 1 x attention)" in out
+    assert "4 layers of width 32: 1 x (3 x GatedDeltaNet, 1 x attention)" in out
     assert "model.visual." in out and "cache of 3 x 100 tokens" in out
     status, _, err = run(capsys, "info", folder, "--context", 0)
     assert status == 1 and "--context: expected a number above 0, got 0" in err
@@ -313,7 +314,7 @@ def test_a_hybrid_is_trained_and_written_as_a_checkpoint(folder, tmp_path, capsy
     assert model.config.types == ("gated_delta_net", "attention")
     capsys.readouterr()
     status, text, _ = run(capsys, "info", out)
-    assert status == 0 and "2 layers of width 16: 1 x (1 x GatedDeltaNet 1 x attention)" in text
+    assert status == 0 and "2 layers of width 16: 1 x (1 x GatedDeltaNet, 1 x attention)" in text
     save_hf(model, tmp_path / "saved")
     jax.tree.map(
         np.testing.assert_array_equal,

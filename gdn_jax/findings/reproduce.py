@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gdn_jax.commands import fields
-from gdn_jax.commands.errors import fail
+from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Positive
+from gdn_jax.commands.tables import print_whole
 from gdn_jax.findings.ledger import LEDGER, Entry
 from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.sweeps import options as sweep_options
@@ -41,7 +42,7 @@ def entry_named(name: str) -> Entry:
       RunError: there is none of that name.
     """
     if name not in LEDGER:
-        fail("entry", f"one of {', '.join(LEDGER)}", name)
+        raise RunError(f"gdn reproduce: expected one of {', '.join(LEDGER)}, got {name}")
     return LEDGER[name]
 
 
@@ -76,14 +77,14 @@ def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
 
 def show_ledger(console: Console) -> int:
     """Prints all entries; returns the exit status."""
-    table = Table("entry", "paper", "claim", "runs", "confirmed numbers", box=None)
+    table = Table("entry", "paper", "claim", "runs", "paper's numbers known", box=None)
     table.columns[0].no_wrap = True  # it is what one types
     for name, entry in LEDGER.items():
         runs = grid.count(sweep_of(name, ReproduceOptions()))
         known = sum(x.value is not None for x in entry.published)
         where = f"{entry.paper}, {entry.where}"
         table.add_row(name, where, entry.claim, str(runs), f"{known} of {len(entry.published)}")
-    console.print(table)
+    print_whole(console, table)
     return 0
 
 
@@ -108,7 +109,7 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
     lines = grid.lines(Path(str(made.sweep.out)), summary.About.stored(config).metric).records()
     if len({grid.as_run(line) for line in lines}) < grid.count(made):
         return status
-    console.print(compared(entry, config, lines, options.small))
+    print_whole(console, compared(entry, config, lines, options.small))
     console.print(f"{entry.paper}: {entry.setting}.\nHere: {entry.differs}.", highlight=False)
     return 0
 

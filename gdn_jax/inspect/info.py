@@ -15,6 +15,7 @@ from gdn_jax.analysis import memory_horizon
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.fields import Positive
+from gdn_jax.commands.tables import print_whole
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
@@ -68,7 +69,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         raise RunError(str(error)) from error
     console.print(f"{heading}, weights {config.weight_dtype}", highlight=False, markup=False, soft_wrap=True)
     period = period_of(config.types)
-    pattern = " ".join(
+    pattern = ", ".join(
         f"{len([*same])} x {title(config, kind)}" for kind, same in groupby(config.types[:period])
     )
     line = f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
@@ -83,13 +84,13 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
             markup=False,
             soft_wrap=True,
         )
-    console.print(_parameters(config))
+    print_whole(console, _parameters(config))
     if options.mesh is not None:
-        console.print(_on_a_mesh(config, options))
-    console.print(_cache(config, options))
+        print_whole(console, _on_a_mesh(config, options))
+    print_whole(console, _cache(config, options))
     for line in _slots(config):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(_costs(config, options.context))
+        print_whole(console, line)
+    print_whole(console, _costs(config, options.context))
     return 0
 
 
@@ -134,19 +135,15 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
 
 
 def _parameters(config: ModelConfig) -> Table:
-    table = Table(title="parameters", title_justify="left")
-    for name in ("part", "number", "share"):
-        table.add_column(name, justify="left" if name == "part" else "right")
     counts = parameters(config)
     total = sum(counts.values())
+    size = _bytes(total * jnp.dtype(config.weight_dtype).itemsize)
+    table = Table(title=f"parameters, {size} in {config.weight_dtype}", title_justify="left")
+    for name in ("part", "number", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
     for part, count in counts.items():
         table.add_row(part, f"{count:,}", f"{count / total:.1%}")
-    table.add_row(
-        "all",
-        f"{total:,}",
-        f"{total * jnp.dtype(config.weight_dtype).itemsize / 2**30:.3f} GiB",
-        style="bold",
-    )
+    table.add_row("all", f"{total:,}", "100.0%", style="bold")
     if config.experts is not None:
         table.add_row(
             "that a token meets", f"{active_parameters(config):,}", f"{active_parameters(config) / total:.1%}"

@@ -269,7 +269,10 @@ def _work(
             return 0
         with alone(folder.path):
             table = report.write(folder.path, config, lines.records())
-        console.print(Markdown(table))
+        if console.is_terminal:
+            console.print(Markdown(table))
+        else:
+            say(table)
     except OSError as error:
         raise RunError(
             f"{folder.path}: {os_line(error)}; finished runs are kept; continue with: {again}"
