@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from gdn_jax.commands.errors import fail
+from gdn_jax.commands.errors import RunError, fail, flag
 from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, Repeated
 
 
@@ -160,8 +160,11 @@ class RecallOptions(GeneratedOptions):
                 fail(name, "length and pairs like 64:4", case)
             if cases.setdefault(int(pairs), int(length)) != int(length):
                 fail(name, "one length for a number of pairs", " ".join(getattr(self, name)))
-            if int(length) % 2 or int(length) < 4 * int(pairs):
-                fail(name, "an even length of at least four a pair", case)
+            if int(length) < 4 * int(pairs):
+                need = f"{pairs} pairs need at least {4 * int(pairs)} tokens"
+                raise RunError(f"{flag(name)}: {need}, got {length} in {case}")
+            if int(length) % 2:
+                fail(name, "an even length", case)
             turns.append((int(pairs), int(length)))
         return turns
 
