@@ -242,6 +242,16 @@ def test_meshes_as_text():
         MeshShape(data=3).make(jax.devices()[:8])
 
 
+def test_neighbours_on_a_mesh():
+    """Devices along context follow each other, then those along head: they send the most."""
+    devices = jax.devices()[:8]
+    mesh = MeshShape(data=2, head=2, context=2).make(devices)
+    assert mesh.devices.tolist() == [[devices[0:2], devices[2:4]], [devices[4:6], devices[6:8]]]
+    assert mesh.axis_names == ("data", "head", "context")
+    mesh = MeshShape(data=1, head=2, context=4).make(devices)
+    assert mesh.devices.tolist() == [[devices[0:4], devices[4:8]]]
+
+
 PROGRAM = """HloModule jit_f, num_partitions=8
 %body (p: f32[2]) -> f32[2] {
   %a = f32[2]{0} collective-permute(%p), source_target_pairs={{0,1}}

@@ -213,4 +213,10 @@ FAULTS = (
         "g = jnp.where(jnp.expand_dims(starts, tuple(range(2, g.ndim))), -1.0, g)",
         "tests/test_packing.py::test_segments_do_not_see_each_other",
     ),
+    Fault(
+        "devices along context of a mesh are no neighbours",
+        "np.array(devices).reshape(self.data, self.head, self.context)",
+        "np.array(devices).reshape(self.context, self.head, self.data).T",
+        "tests/test_parallel_training.py::test_neighbours_on_a_mesh",
+    ),
 )
