@@ -73,5 +73,6 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/%.done: pyproject.toml | $(BIN)/python
+	@echo "installing what .[$*] needs into $(VENV): minutes, in which pip prints nothing"
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$*]'
 	@touch $@
