@@ -1,5 +1,6 @@
 """A trained run is used: loaded, sampled from, asked about other text, by functions and by commands."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from tiny_runs import TINY, train
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.locks import owned
-from gdn_jax.inspect.evaluate import bits_per_byte
+from gdn_jax.inspect.evaluate import bits_per_byte, trained_on
 from gdn_jax.models import generate
 from gdn_jax.tasks import text
 from gdn_jax.training.load import load_run
@@ -84,7 +85,28 @@ def test_eval_of_the_held_out_text_is_the_validation(trained, folder, tmp_path, 
     line = capsys.readouterr().out
     expected = json.loads((trained / "result.json").read_text())["val_bpb"]
     assert line.startswith(f"{expected:.4f} bits per byte over 256 of ")
-    assert line.endswith(f" bytes in {len(corpus.val_files)} files of {tmp_path / 'held out'}\n")
+    said = f" bytes in {len(corpus.val_files)} files of {tmp_path / 'held out'}: 8 windows of 32 bytes, spread evenly"
+    assert said in line
+
+
+def test_eval_says_what_the_model_has_seen(trained, run, folder, tmp_path):
+    """Files of the training part count; of a run of one file its beginning; and a text that is gone tells nothing."""
+    texts = dict(text.read(folder)[1])
+    corpus = text.load(folder)
+    train, val = ([texts[name] for name in names] for names in (corpus.train_files, corpus.val_files))
+    assert trained_on(run, train + val + [b"new"]) == sum(map(len, train))
+
+    def of(file, **data):
+        task = dataclasses.replace(run.options.task, data=file)
+        options = dataclasses.replace(run.options, task=task)
+        return dataclasses.replace(run, options=options, config=run.config | {"data": data})
+
+    (tmp_path / "one.txt").write_bytes(whole := b"some words of text " * 20)
+    alone = of(tmp_path / "one.txt", fingerprint=text.load(tmp_path / "one.txt").fingerprint)
+    assert trained_on(alone, [whole]) == len(whole) - len(whole) // 10
+    assert trained_on(alone, [whole[:50]]) == 50 and trained_on(alone, [b"new"]) == 0
+    assert trained_on(of(tmp_path / "one.txt", fingerprint="another"), [whole]) is None
+    assert trained_on(of(tmp_path / "gone.txt"), [whole]) is None
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`gdn eval`: bits per byte of any text under the model of a run of the task bytes."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import jax
 from flax import nnx
 
 from gdn_jax.commands import fields
-from gdn_jax.commands.errors import fail
+from gdn_jax.commands.errors import RunError, fail, printable
 from gdn_jax.commands.fields import Positive
 from gdn_jax.tasks import next_byte, text
 from gdn_jax.training import steps
@@ -51,6 +52,29 @@ def bits_per_byte(run: TrainedRun, texts: list[bytes], val_bytes: int) -> tuple[
     return next_byte.bits(steps.mean(sums)[0]), len(starts) * length
 
 
+def trained_on(run: TrainedRun, texts: list[bytes]) -> int | None:
+    """Returns how many bytes of some texts a run was trained on; None: its own text has changed or is gone.
+
+    Of files those count that are files of the training part, whole, and of the only file of a run its beginning.
+    """
+    task = run.options.task
+    try:
+        corpus = text.load(task.data, task.glob, packages=task.packages, length=task.length)
+    except RunError:
+        return None
+    if corpus.fingerprint != run.config["data"].get("fingerprint"):
+        return None
+    known = {*corpus.train.tobytes().split(b"\0")} - {b""}
+    beginning = known.pop() if len(known) == 1 else None
+
+    def seen(content: bytes) -> int:
+        if beginning is not None:
+            return len(beginning) if content.startswith(beginning) else len(content) * (content in beginning)
+        return len(content) if {*content.split(b"\0")} - {b""} <= known else 0
+
+    return sum(map(seen, texts))
+
+
 def evaluate(path: Path, options: EvalOptions) -> int:
     """Prints the bits per byte; returns the exit status.
 
@@ -62,7 +86,27 @@ def evaluate(path: Path, options: EvalOptions) -> int:
         fail("data", "a file or a folder", "none")
     source, files = text.read(options.data, options.glob)
     run = load_text_run(path, options.implementation)
-    bits, count = bits_per_byte(run, [content for _, content in files], options.val_bytes)
-    total = sum(len(content) for _, content in files)
-    print(f"{bits:.4f} bits per byte over {count} of {total} bytes in {len(files)} files of {source}")
+    texts = [content for _, content in files]
+    bits, count = bits_per_byte(run, texts, options.val_bytes)
+    total, length = sum(map(len, texts)), run.options.task.length
+    print(
+        f"{bits:.4f} bits per byte over {count} of {total} bytes in {_many(len(files), 'file')} of {source}: "
+        f"{_many(count // length, 'window')} of {length} bytes, spread evenly over the text"
+    )
+    seen = trained_on(run, texts)
+    if seen is None:
+        whose = printable(str(run.config["data"].get("source")))
+        note = f"its own text, {whose}, has changed or is gone"
+        print(
+            f"gdn: note: whether the run was trained on these bytes cannot be told: {note}", file=sys.stderr
+        )
+    elif seen:
+        print(
+            f"gdn: note: the run was trained on {seen} of the {total} bytes, so that this says little of new text",
+            file=sys.stderr,
+        )
     return 0
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
