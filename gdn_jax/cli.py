@@ -14,6 +14,7 @@ from typing import Any
 
 import gdn_command
 from gdn_jax.commands.errors import RunError, one_line, os_line, out_of_memory, printable
+from gdn_jax.commands.interrupts import INTERRUPTED, answered
 from gdn_jax.commands.parsing import Help, Usage, parse
 
 _NEEDED = {
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: N
     except (RunError, NotImplementedError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _complain("interrupted", INTERRUPTED)
     except OSError as error:
         return _complain(os_line(error), 1)
     except Exception as error:
@@ -72,7 +73,8 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
     module, run = _COMMANDS[command]
     importlib.import_module(module)
     begins()
-    return run(rest)
+    with answered("leaving after what is being computed"):
+        return run(rest)
 
 
 def _bench(argv: list[str]) -> int:

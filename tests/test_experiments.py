@@ -1,9 +1,11 @@
 """`gdn train`: the step, what it learns, its errors. A run and its resume: test_runs.py; data: test_*tasks.py."""
 
 import dataclasses
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,17 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 from tiny_runs import TINY, metrics, train
 
 import gdn_command
 from gdn_jax import cli
 from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.interrupts import listen
 from gdn_jax.sweeps.options import PRESETS
 from gdn_jax.tasks.batch import Batch
 from gdn_jax.tasks.options import TextOptions
 from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
+from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder
 
 # --- the step
@@ -282,6 +287,56 @@ def test_ctrl_c_is_the_commands_own_after_the_imports(monkeypatch):
         cli._COMMANDS, "check", ("math", lambda argv: found.append(signal.getsignal(signal.SIGINT)) or 7)
     )
     assert gdn_command.main() == 7 and found == [before]
+
+
+COMPUTING = """
+import hashlib
+from gdn_jax.commands.interrupts import listen
+
+with listen("finishing the step, saving"):
+    print("computing", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for an hour, without a step of the interpreter
+"""
+
+
+def test_ctrl_c_is_answered_while_the_program_computes():
+    """The first one is told what it waits for, the second one ends the process."""
+    child = subprocess.Popen([sys.executable, "-c", COMPUTING], stdout=-1, stderr=-1, text=True)
+    try:
+        assert child.stdout.readline() == "computing\n"
+        child.send_signal(signal.SIGINT)
+        expected = "gdn: finishing the step, saving; Ctrl-C again to leave at once\n"
+        assert child.stderr.readline() == expected
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(60), child.stderr.read()) == (130, "gdn: interrupted\n")
+    finally:
+        child.kill()
+
+
+def test_ctrl_c_of_a_program_that_ends_at_once_needs_no_answer(capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with listen("ending") as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked.wait(10)
+    with pytest.raises(KeyboardInterrupt), listen("ending"):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == ""
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_file_is_told_of_the_first_steps():
+    """Of a start, also one that goes on; a terminal has a bar."""
+    console = Console(file=io.StringIO())
+    with Reporter(console, steps=800, done=40) as reporter:
+        for step in range(41, 100):
+            reporter.step(step)
+    lines = console.file.getvalue().splitlines()
+    assert [re.sub(r" +\d+ s$", "", line) for line in lines] == [
+        "compiling",
+        *(f"step {step:6d}" for step in (41, 50, 60)),
+    ]
 
 
 def test_the_installed_command_is_that_one():

@@ -146,7 +146,7 @@ def _write(writer: Writer, prompt: str, options: GenerateOptions) -> int:
         shown = whole
 
     print(harmless(prompt), end="", flush=True)
-    with listen() as asked:
+    with listen("ending the text after this token") as asked:
 
         def on_token(new: np.ndarray) -> bool:
             token = int(new[0])

@@ -17,6 +17,7 @@ class SweepReporter(Bars):
         self._all = self.bars.add_task("sweep", total=total * steps, completed=done * steps, unit="steps")
         self._group = self.bars.add_task("compiling", total=steps, unit="steps")
         self._before, self._count = done * steps, 0
+        self._program: tuple[str, int] | None = None  # mixer and scale of the group before
 
     def group(self, runs: Sequence[Run]) -> None:
         """Begins runs that advance side by side."""
@@ -26,6 +27,9 @@ class SweepReporter(Bars):
         name = f"{mixer} lr {lr:g} seed {seed}" if len(runs) == 1 else f"{mixer} x {len(runs)}"
         name += f" scale {scale}" if scale != 1 else ""
         self.bars.update(self._group, description=name, completed=0)
+        if not self.console.is_terminal and self._program != (mixer, scale):
+            self.console.print(f"{name}: compiling", highlight=False, markup=False, soft_wrap=True)
+        self._program = mixer, scale
 
     def step(self, done: int) -> None:
         """Moves both bars: the runs of the group have made so many steps."""

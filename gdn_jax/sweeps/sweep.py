@@ -253,7 +253,8 @@ def _work(
             f"{left} of {total} runs of {o.steps} steps to make on {config['versions']['device']}, "
             f"folder {folder.path}"
         )
-        with listen() as asked, SweepReporter(console, total, total - left, o.steps) as reporter:
+        then = "ending the steps in progress; finished runs are kept"
+        with listen(then) as asked, SweepReporter(console, total, total - left, o.steps) as reporter:
             finished = work.run(reporter, asked)
         if not finished and not asked.is_set():
             say(f"stopped by --max-minutes {o.max_minutes:g}; finished runs are kept; continue with: {again}")

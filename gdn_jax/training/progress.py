@@ -1,5 +1,6 @@
 """Progress of a run: a bar on a terminal, plain lines in a file."""
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -46,16 +47,29 @@ class Bars:
         self.bars.stop()
 
 
+_EARLY = (1, 10, 20)
+"""Steps of a start after each of which a file gets a line: the first validation may be minutes away."""
+
+
 class Reporter(Bars):
     """Progress of a training loop on a console; a context manager."""
 
     def __init__(self, console: Console, steps: int, done: int):
         super().__init__(console, "training", "{task.fields[state]}")
+        self._before, self._begin = done, time.monotonic()
         self._task = self.bars.add_task("training", total=steps, completed=done, state="compiling")
 
+    def __enter__(self) -> "Reporter":
+        super().__enter__()
+        if not self.console.is_terminal:
+            self.line("compiling")
+        return self
+
     def step(self, done: int) -> None:
-        """Moves the bar."""
+        """Moves the bar; in a file, writes a line after the first steps."""
         self.bars.update(self._task, completed=done)
+        if not self.console.is_terminal and done - self._before in _EARLY:
+            self.line(f"step {done:6d}   {time.monotonic() - self._begin:.0f} s")
 
     def state(self, loss: float, tokens_per_second: float) -> None:
         """Shows the mean loss since the last call, and the speed."""

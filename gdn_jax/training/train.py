@@ -193,7 +193,10 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
             if line := kernels.note():
                 say(line)
             with _drawing(trainer, run):
-                with listen() as asked, Reporter(console, o.steps, trainer.step) as reporter:
+                with (
+                    listen("finishing the step, saving") as asked,
+                    Reporter(console, o.steps, trainer.step) as reporter,
+                ):
                     why = trainer.loop(run, store, reporter, asked)
                 if why == "interrupted":
                     say(f"saved step {trainer.step}; continue with: {again}")
