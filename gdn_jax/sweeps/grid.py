@@ -86,15 +86,16 @@ def _is_curve(x: Any) -> bool:
     """Whether something is a curve as `summary.Curve.of` makes it, or none at all."""
     if x is None:
         return True
-    if not (isinstance(x, dict) and isinstance(steps := x.get("steps"), list)):
+    steps = x.get("steps") if isinstance(x, dict) else None
+    if not isinstance(steps, list):
         return False
-    columns = [x.get("loss"), x.get("accuracy")]
-    if not (all(isinstance(kinds, dict) for kinds in columns) and columns[0].keys() == columns[1].keys()):
+    kinds = [columns for columns in (x.get("loss"), x.get("accuracy")) if isinstance(columns, dict)]
+    if len(kinds) < 2 or kinds[0].keys() != kinds[1].keys():
         return False
-    values = [column for kinds in columns for column in kinds.values()]
-    return all(_is_number(step) for step in steps) and all(
+    columns = [column for by_kind in kinds for column in by_kind.values()]
+    return all(map(_is_number, steps)) and all(
         isinstance(column, list) and len(column) == len(steps) and all(map(_is_score, column))
-        for column in values
+        for column in columns
     )
 
 
